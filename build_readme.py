@@ -9,15 +9,21 @@ from typing import Any
 
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
-LINK = re.compile(r"(?P<picture>!?)\[(?P<text>[^\]]*)\]\((?![a-z]+:|#)(?P<target>[^)]+)\)")
+LINK = re.compile(r"\]\((?![a-z]+:|#)(?P<target>[^)]+)\)")
+PICTURES = (".png", ".svg")
+HOME = "../../"
+"""How a relative link leaves the files of the repository, for example to its workflows."""
 
 
 def absolute(text: str, repository: str, version: str) -> str:
     """Replace the relative links of a Markdown text by links to the repository's tag of a version."""
 
     def link(match: re.Match[str]) -> str:
-        kind = "raw" if match["picture"] else "blob"
-        return f"{match['picture']}[{match['text']}]({repository}/{kind}/v{version}/{match['target']})"
+        target = match["target"]
+        if target.startswith(HOME):
+            return f"]({repository}/{target.removeprefix(HOME)})"
+        kind = "raw" if target.endswith(PICTURES) else "blob"
+        return f"]({repository}/{kind}/v{version}/{target})"
 
     return LINK.sub(link, text)
 

@@ -9,6 +9,15 @@ one device); `graphs` (the call replayed from a CUDA graph);
 line).
 To follow a call, begin at `tower/forward.py`.
 
+Examples:
+    >>> model = hf_vit_accel.patch(model)
+    >>> logits = model(**inputs).logits
+    >>> hf_vit_accel.status(model).towers[0].calls, hf_vit_accel.status(model).towers[0].stock_calls
+    (1, 0)
+    >>> with hf_vit_accel.patched(model, attention="sdpa", fuse={"patch_embed"}):
+    ...     logits = model(**inputs).logits
+    >>> model = hf_vit_accel.unpatch(model)
+
 Importing registers the names "flashinfer_cudnn" and "flash_vit_auto" with transformers: now, or when transformers
 imports its models' base class, which takes two seconds. It initialises no CUDA.
 """

@@ -38,6 +38,11 @@ class FlexConfig:
 
     Raises:
         ValueError: If the score_mod cannot be called with five arguments or is not hashable.
+
+    Examples:
+        >>> def nearer(score, batch, head, q_idx, kv_idx):
+        ...     return score - 0.01 * (q_idx - kv_idx).abs()
+        >>> model = hf_vit_accel.patch(model, attention=hf_vit_accel.FlexConfig(score_mod=nearer))
     """
 
     score_mod: Callable[..., Any] | None = None
@@ -109,6 +114,10 @@ class GraphConfig:
 
     Raises:
         ValueError: If a value makes no sense.
+
+    Examples:
+        >>> graphs = hf_vit_accel.GraphConfig(max_tokens=2048, max_bytes=1 << 30)
+        >>> model = hf_vit_accel.patch(model, cuda_graphs=graphs)
     """
 
     max_tokens: int = 1280
@@ -145,6 +154,9 @@ class ReuseConfig:
 
     Raises:
         ValueError: If a value makes no sense.
+
+    Examples:
+        >>> model = hf_vit_accel.patch(model, reuse=hf_vit_accel.ReuseConfig(across_calls=True))
     """
 
     across_calls: bool = False

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 MODELS = ("qwen2.5-vl-7b", "qwen3-vl-8b", "qwen2-vl-7b")
+COMMANDS = {
+    "captioning_processes.json": "accelerate launch --num_processes N examples/benchmark/captioning_benchmark.py "
+    "build/captioning"
+}
+"""The commands of files that do not record theirs."""
 
 Row = Mapping[str, Any]
 """A row of a JSON file."""
@@ -40,25 +45,56 @@ def steps(document: Document) -> dict[str, Document]:
     return {way: timing for way, timing in document.items() if isinstance(timing, dict) and "patched" in timing}
 
 
-def conditions(document: Document, file: str, command: str = "") -> str:
-    """Name the hardware, versions, commit and command, as far as the document records them.
+def commit_of(document: Document, file: str) -> str | None:
+    """Return the one commit that a document was measured at; None if it records none.
+
+    Raises:
+        ValueError: if parts of the document were measured at different commits
+    """
+    commits = sorted(set(_commits(document)))
+    if len(commits) > 1:
+        raise ValueError(f"{file} mixes measurements of {' and '.join(commits)}: measure all of it at one commit")
+    return commits[0] if commits else None
+
+
+def _commits(part: object) -> Iterator[str]:
+    """Yield every value of a key `commit` in a document and its parts."""
+    if isinstance(part, dict):
+        if part.get("commit"):
+            yield part["commit"]
+        for value in part.values():
+            yield from _commits(value)
+    elif isinstance(part, list):
+        for value in part:
+            yield from _commits(value)
+
+
+def measured_at(document: Document, file: str = "") -> str:
+    """Name the commit, hardware and versions of a document in a plain sentence."""
+    versions = document["versions"]
+    gpus = document.get("gpus") or max((run["ranks"] for run in document.get("runs", [])), default=1)
+    machine = document.get("machine") or {}
+    device = f"one {document['device']}" if gpus == 1 else f"{gpus} x {document['device']}"
+    if "driver" in machine:
+        device += f" (driver {machine['driver']}, up to {machine['largest_clock']} MHz)"
+    packages = [f"{name} {versions[name]}" for name in ("torch", "transformers", "triton") if versions.get(name)]
+    commit = commit_of(document, file) or "no recorded commit"
+    return f"Measured at {commit} on {device}: {document['dtype']}, {', '.join(packages)}."
+
+
+def conditions(document: Document, file: str) -> str:
+    """Name the commit, hardware, versions, command and file, as far as the document records them.
 
     Args:
         document: the content of `file`
         file: the name of the JSON file
-        command: the command that writes the file, for documents that do not record it
+
+    Raises:
+        ValueError: if parts of the document were measured at different commits
     """
-    versions = document["versions"]
-    machine = document.get("machine") or {}
-    gpus = document.get("gpus", 1)
-    parts = [f"One {document['device']}" if gpus == 1 else f"{gpus} x {document['device']}", document["dtype"]]
-    parts += [f"{name} {versions[name]}" for name in ("torch", "transformers", "triton") if versions.get(name)]
-    if "driver" in machine:
-        parts.append(f"driver {machine['driver']}, up to {machine['largest_clock']} MHz")
-    parts.append(f"commit {document['commit']}" if document.get("commit") else "commit not recorded")
-    parts += [f"`{document.get('command', command)}`", f"`examples/benchmark/{file}`"]
+    command = document.get("command") or COMMANDS[file]
     note = f" {document['transcribed']}" if document.get("transcribed") else ""
-    return f"*{'; '.join(parts)}.*{note}"
+    return f"*{measured_at(document, file)} `{command}` wrote `examples/benchmark/{file}`.*{note}"
 
 
 def title(model: str) -> str:

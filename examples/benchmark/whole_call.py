@@ -1,4 +1,6 @@
-"""Time whole calls of `generate`, stock, patched, and decoding from CUDA graphs, with full-size random weights.
+"""Time the vision tower and whole calls of `generate`: stock, patched, and decoding from CUDA graphs.
+
+Weights are random, in the models' real shapes. README's chart and table are made of the file that this writes.
 
 python examples/benchmark/whole_call.py --json build/whole_call.json     needs a CUDA device with 40 GB free
 """
@@ -55,6 +57,8 @@ TEXT: dict[str, tuple[str, Options]] = {
 """The prefix of the model's classes, and its text config."""
 WAYS = ("stock", "patched", "decoding")
 """Stock, `patch(model)`, and the same with `custom_generate=graphed_decoding`."""
+TOWER_ALONE = 0
+"""The number of new tokens that stands for the tower without the language model."""
 BATCHES: dict[str, tuple[int, tuple[int, int, int]]] = {"one 1024²": (1, (1, 64, 64)), "32 x 34x46": (32, (1, 34, 46))}
 """Name -> rows, and the grid of the picture in every row."""
 
@@ -129,25 +133,32 @@ def batch_of(inputs: dict[str, torch.Tensor], rows: int) -> dict[str, torch.Tens
 
 
 def whole_call(model: PreTrainedModel, inputs: dict[str, torch.Tensor], new_tokens: int, way: str) -> float:
-    """Measure the milliseconds of one greedy call by the clock."""
+    """Measure the milliseconds of one greedy call, or of its tower alone, by the clock."""
     options: Options = {"custom_generate": hf_vit_accel.graphed_decoding} if way == "decoding" else {}
     torch.cuda.synchronize()
     begin = time.perf_counter()
-    model.generate(**inputs, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, **options)
+    if new_tokens == TOWER_ALONE:
+        with torch.inference_mode():
+            model.model.visual(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"])
+    else:
+        model.generate(**inputs, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, **options)
     torch.cuda.synchronize()
     return (time.perf_counter() - begin) * 1e3
 
 
 def timed(model: PreTrainedModel, inputs: dict[str, torch.Tensor], new_tokens: int, rounds: int) -> dict[str, float]:
     """Return the median of every way, in turns, each warmed up anew."""
-    repeats = 5 if new_tokens == 1 else 1
-    times: dict[str, list[float]] = {way: [] for way in WAYS}
+    is_short = new_tokens <= 1
+    warm_ups = 4 if is_short else 1
+    repeats = 5 if is_short else 1
+    ways = WAYS[:2] if new_tokens == TOWER_ALONE else WAYS
+    times: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(rounds):
-        for way in WAYS:
+        for way in ways:
             hf_vit_accel.unpatch(model)
             if way != "stock":
                 hf_vit_accel.patch(model)
-            for _ in range(4 if new_tokens == 1 else 1):
+            for _ in range(warm_ups):
                 whole_call(model, inputs, min(new_tokens, 16), way)
             times[way] += [whole_call(model, inputs, new_tokens, way) for _ in range(repeats)]
     return {way: statistics.median(of_way) for way, of_way in times.items()}
@@ -155,7 +166,9 @@ def timed(model: PreTrainedModel, inputs: dict[str, torch.Tensor], new_tokens: i
 
 def main(
     models: Annotated[str, typer.Option(help="Comma-separated names of TEXT.")] = ",".join(TEXT),
-    tokens: Annotated[str, typer.Option(help="Comma-separated numbers of new tokens.")] = "1,64,256",
+    tokens: Annotated[
+        str, typer.Option(help="Comma-separated numbers of new tokens; 0 for the tower alone.")
+    ] = "0,1,64,256",
     rounds: Annotated[int, typer.Option(min=1)] = 3,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write one JSON object to this file.")] = None,
 ) -> None:
@@ -175,8 +188,9 @@ def main(
             if json_path is not None:
                 result = {
                     "versions": machine.versions(),
-                    "device": machine.cuda_device_name(),
+                    "device": machine.cuda_device_name() if model.device.type == "cuda" else "cpu",
                     "dtype": "bfloat16",
+                    "rounds": rounds,
                     "rows": rows,
                 }
                 json_path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

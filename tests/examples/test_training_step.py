@@ -1,9 +1,11 @@
-"""Run the benchmarks of training on tiny models: what they train, and that patched towers run fast in every step."""
+"""Run the benchmarks of whole models on tiny ones: what they time and train, and that patched towers run fast."""
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -115,3 +117,48 @@ def test_every_way_to_train_is_fast_and_has_stocks_gradients(
         assert (stock["contender"], ours["contender"]) == ("stock sdpa", "auto")
         assert ours["calls"] == {"fast": 4, "stock": 0} and 0 <= ours["difference"] < 0.05
         assert ours["slower"] == pytest.approx(100 * (ours["ms"] / stock["ms"] - 1))
+
+
+def test_whole_calls_and_the_tower_alone_are_timed(
+    whole_call: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    towers: list[str] = []
+    generated: list[tuple[int, bool]] = []
+    build = whole_call.build
+
+    def build_and_record(name: str) -> nn.Module:
+        model = build(name, IMAGE, VIDEO, START, END, device="cpu")
+        generate = model.generate
+
+        def generate_and_record(**options: object) -> torch.Tensor:
+            generated.append((options["max_new_tokens"], "custom_generate" in options))
+            return generate(**options)
+
+        model.generate = generate_and_record
+        model.model.visual.register_forward_hook(lambda tower, *_: towers.append("tower"))
+        return model
+
+    monkeypatch.setattr(whole_call, "build", build_and_record)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(whole_call, "BATCHES", {"one": (1, (1, 4, 4)), "two": (2, (1, 4, 4))})
+    path = tmp_path / "calls.json"
+    whole_call.main(models="tiny", tokens="0,2", rounds=1, json_path=path)
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["size"], row["tokens"]) for row in rows] == [("one", 0), ("one", 2), ("two", 0), ("two", 2)]
+    assert [sorted(row.keys() & set(whole_call.WAYS)) for row in rows[:2]] == [
+        ["patched", "stock"],
+        sorted(whole_call.WAYS),
+    ]
+    assert generated == [(2, False)] * 4 + [(2, True)] * 2 + [(2, False)] * 4 + [(2, True)] * 2
+    assert len(towers) == len(generated) + 2 * 2 * (4 + 5), "the tower alone: two ways, warmed up and repeated"
+
+
+@pytest.mark.parametrize("program", ["long_video.py", "tensor_parallel.py", "benchmark/training_step.py"])
+def test_programs_that_import_whole_call_start_from_another_folder(program: str, tmp_path: Path) -> None:
+    """In a process of its own, since this one has the folder of benchmarks on its path."""
+    command = [sys.executable, str(FOLDER.parent / program), "--help"]
+    process = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(FOLDER.parents[1])}
+    )
+    assert process.returncode == 0, process.stderr

@@ -1,9 +1,10 @@
-"""README and docs: Python runs, commands exist, tables are those of the JSON files, the site builds."""
+"""README and docs: Python runs, commands exist, links lead somewhere, the site builds."""
 
 from __future__ import annotations
 
+import doctest
 import inspect
-import json
+import io
 import os
 import re
 import shlex
@@ -21,15 +22,11 @@ import typer
 from PIL import Image
 
 import hf_vit_accel
-from hf_vit_accel.tools.bench.measure import Row
-from hf_vit_accel.tools.bench.report import document
 from hf_vit_accel.tools.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "examples" / "benchmark")]
+sys.path.insert(0, str(ROOT / "examples"))
 
-import chart  # noqa: E402
-import tables  # noqa: E402
 from media.processors import load_processor  # noqa: E402
 
 README = ROOT / "README.md"
@@ -104,17 +101,33 @@ def started() -> dict[str, Any]:
     return names | {"images": [Image.open("photo.jpg")] * 2}
 
 
-def test_the_readme_is_short_and_its_script_runs_as_it_stands(hub: None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(README.read_text().splitlines()) <= 120
-    code_blocks = blocks(README, "python")
-    script = code_blocks[0]
-    assert not any(block.needs for block in code_blocks) and script.code.count("\n") <= 20
-    names = run(README, code_blocks, {})
-    printed = capsys.readouterr().out
-    assert "1 fast, 0 stock" in printed
-    caption = printed.splitlines()[0]
-    model, inputs, tokens = (names[key] for key in ("model", "inputs", "tokens"))
-    assert caption and torch.equal(hf_vit_accel.unpatch(model).generate(**inputs, max_new_tokens=64), tokens)
+def words(text: str) -> list[str]:
+    """Return the words of a page, without the bars of its tables and other signs."""
+    return [word for word in text.split() if re.search(r"\w", word)]
+
+
+def test_the_readme_is_short_and_shows_the_change_early() -> None:
+    lines = README.read_text().splitlines()
+    assert len(lines) <= 100 and 450 <= len(words(README.read_text())) <= 650
+    assert "+ model = hf_vit_accel.patch(model)" in lines[:20]
+    assert len(blocks(README, "diff")) == 1 and not blocks(README, "python")
+
+
+def test_the_readme_s_diff_runs_as_it_stands(hub: None) -> None:
+    """Its old side is stock, its new side runs fast and gives the same tokens."""
+    (diff,) = blocks(README, "diff")
+    lines = diff.code.splitlines()
+    assert all(line[:2] in ("+ ", "- ", "  ") for line in lines)
+    old, new = ("\n".join(line[2:] for line in lines if line[0] in side) for side in (" -", " +"))
+    stock = started() | {"AutoModelForImageTextToText": transformers.AutoModelForImageTextToText}
+    hf_vit_accel.unpatch(stock["model"])
+    exec(old, stock)
+    ours = {key: value for key, value in stock.items() if key != "hf_vit_accel"}
+    exec(new, ours)
+    assert ours["model"] is not stock["model"] and torch.equal(ours["tokens"], stock["tokens"])
+    status = str(hf_vit_accel.status(ours["model"]))
+    assert "1 fast, 0 stock" in status and "decoding: 1 calls on a static cache" in status
+    assert "patched" not in str(hf_vit_accel.status(stock["model"])).splitlines()[0]
 
 
 @pytest.mark.parametrize("path", [path for path in PAGES if blocks(path, "python")], ids=name)
@@ -166,136 +179,70 @@ def test_commands_exist() -> None:
     assert {"make", "hf-vit-accel", "python", "accelerate"} <= seen
 
 
-@pytest.mark.parametrize("path", tables.PAGES, ids=name)
-def test_tables_are_those_of_the_json_files(path: Path) -> None:
-    text = path.read_text()
-    assert tables.filled(text) == text, "stale: run make tables"
-    assert text.count("<!-- table:") == text.count("<!-- end of table -->") == len(tables.PLACE.findall(text))
-
-
-def test_the_chart_is_that_of_the_json_files(tmp_path: Path) -> None:
-    """The image describes its bars, each of which is relative to the faster run of stock sdpa."""
-    shown = chart.bars()
-    with Image.open(chart.CHART) as image:
-        assert image.info["Description"] == chart.shown(shown), "stale: run examples/benchmark/chart.py"
-    cell = ("qwen3-vl-8b", "one page")
-    files = ("plain.json", "towers.json")
-    plain, every = (tables.times(tables.load(file))[cell] for file in files)
-    stock = min(times["stock sdpa"]["ms"] for times in (plain, every))
-    best = min(every[name]["ms"] for name in ("auto", "auto+graph"))
-    drawn = every["stock flash_attention_3"]["ms"], plain["auto"]["ms"], best
-    assert shown[cell[0]][cell[1]] == [(ms, stock / ms) for ms in drawn]
-    pytest.importorskip("matplotlib")
-    chart.draw(tmp_path / "again.png")
-    with Image.open(tmp_path / "again.png") as image:
-        assert image.info["Description"] == chart.shown(shown)
-
-
-def test_the_balance_of_ranks_stands_beside_what_the_split_expects(monkeypatch: pytest.MonkeyPatch) -> None:
-    document = tables.load("data_parallel.json")
-    for count, run in enumerate(document["runs"], 1):
-        run["towers"] = [row | dict(balance_measured=1 + count / 100, balance=1.0) for row in run["towers"]]
-    monkeypatch.setattr(tables, "load", lambda file: document)
-    head, _, first, *rows = tables.data_parallel().splitlines()
-    assert head.endswith("| 2 GPUs | slowest rank by mean (expected) | 4 GPUs | slowest rank by mean (expected) |")
-    assert re.search(r"x\) \| 1\.01 \(1\.00\) \| [\d.]+ \([\d.]+x\) \| 1\.02 \(1\.00\) \|$", first), first
-    assert all(row.count("|") == head.count("|") for row in rows if row.startswith("|")), "also where one was not run"
-
-
-def test_every_table_is_shown_and_numbers_follow_their_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = {place["name"] for path in tables.PAGES for place in tables.PLACE.finditer(path.read_text())}
-    assert shown == set(tables.TABLES)
-    load = tables.load
-
-    def slower(file: str) -> dict[str, Any]:
-        """Load a file in which all but stock takes twice as long."""
-        document = load(file)
-        for step in tables.steps(document).values():
-            step["patched"] = {key: 2 * seconds for key, seconds in step["patched"].items()}
-        for row in [*document.get("rows", []), *(row for run in document.get("runs", []) for row in run["towers"])]:
-            for key in ("ms", "error", "patched", "graphs", "shared_ms", "per_second", "encode", "median"):
-                if key in row and not str(row.get("contender")).startswith("stock"):
-                    both = isinstance(row[key], dict)
-                    row[key] = {way: 2 * ms for way, ms in row[key].items()} if both else 2 * row[key]
-        return document
-
-    before = {table: write() for table, write in tables.TABLES.items()}
-    monkeypatch.setattr(tables, "load", slower)
-    assert not [table for table, write in tables.TABLES.items() if write() == before[table]]
-
-
-def test_incomplete_measurements_make_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out sizes or contenders that a heading names, or swap the rows of a pair."""
-    load = tables.load
-
-    def load_without(contender: str) -> Callable[[str], dict[str, Any]]:
-        def load_others(file: str) -> dict[str, Any]:
-            document = load(file)
-            rows = document.get("rows", [])
-            document["rows"] = [row for row in rows if row.get("contender") != contender or row["size"] == "16 x 512²"]
-            return document
-
-        return load_others
-
-    for contender in ("auto", "stock flash_attention_3", "stock compile_blocks", "stock compile+graph"):
-        monkeypatch.setattr(tables, "load", load_without(contender))
-        with pytest.raises(KeyError, match=re.escape(contender)):
-            tables.headline()
-    document = load("ways.json")
-    rows = document["rows"]
-    swapped = [rows[0], rows[3], rows[2], rows[1], *rows[4:]]
-    fell_back = [rows[0], rows[1] | {"calls": {"fast": 0, "stock": 7}}, *rows[2:]]
-    for wrong in (swapped, fell_back):
-        monkeypatch.setattr(tables, "load", lambda file, wrong=wrong: document | {"rows": wrong})
-        with pytest.raises(ValueError, match="not a pair"):
-            tables.ways()
-
-
-def test_tables_take_what_bench_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Timed rows fill cells; skipped and wrong rows leave them empty, ours included."""
-
-    def row(size: str, contender: str, ms: float | None, gb: float | None = None) -> Row:
-        model = "qwen3-vl-8b"
-        status = "skipped" if ms is None else "timed"
-        return Row(
-            model=model,
-            size=size,
-            patches=9,
-            contender=contender,
-            status=status,
-            floor_ms=1,
-            bound=1,
-            ms=ms,
-            peak_gb=gb,
-        )
-
-    rows = [row("small", "stock sdpa", 123.4, 4.25), row("small", "stock liger", None), row("small", "auto", 100, 2)]
-    rows += [row("large", "stock sdpa", 30, 1), row("large", "stock compile_blocks", 20), row("large", "auto", None)]
-    rows += [row("large", "auto+graph", 10, 1)]
-    written = document(rows, dtype=torch.bfloat16, rounds=5, peak=None, train=True) | {"commit": "abc1234"}
-    monkeypatch.setattr(tables, "load", lambda file: json.loads(json.dumps(written)))
-    head, _, *cells, _, caption = tables.TABLES["training"]().splitlines()
-    assert cells == [
-        "| Qwen3-VL-8B | small | 9 | 123 (4.2) |  |  | 100 (2.0) |  |",
-        "| Qwen3-VL-8B | large | 9 | 30.0 (1.0) |  | 20.0 |  | 10.0 |",
-    ]
-    assert head.count("|") == cells[0].count("|") and "commit abc1234" in caption and torch.__version__ in caption
-    with pytest.raises(KeyError, match="auto"):  # no range over some of the sizes
-        list(tables.gains("training.json", "auto", ("sdpa",)))
-    written["rows"] = [row for row in written["rows"] if row["size"] == "small"]
-    assert list(tables.gains("training.json", "auto", ("sdpa",))) == ["", "1.2x", ""]
-
-
 @pytest.mark.parametrize("path", [path for path in WRITTEN if path.parent != ROOT / "docs"], ids=name)
 def test_links_lead_somewhere(path: Path) -> None:
     """The build of the site checks the links of docs/."""
     for target in re.findall(r"\]\((?![a-z]+:)([^)]+)\)", path.read_text()):
+        workflow = re.fullmatch(r"\.\./\.\./actions/(workflows/\w+\.yml)(/badge\.svg)?", target)
         file, _, anchor = target.partition("#")
         there = path.parent / file if file else path
+        if workflow is not None:
+            there = ROOT / ".github" / workflow[1]
         assert there.exists(), f"{target} in {name(path)}"
         heads = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE) if anchor else []
         slugs = {re.sub(r"[^\w\s-]", "", head.replace("`", "")).strip().lower().replace(" ", "-") for head in heads}
         assert not anchor or anchor in slugs, f"{target} in {name(path)}"
+
+
+DOCUMENTED = ("", "FlexConfig", "GraphConfig", "ReuseConfig")
+"""The public names whose docstrings hold examples; "" is the package."""
+
+
+@pytest.mark.parametrize("public", DOCUMENTED)
+def test_examples_in_docstrings_run(public: str, hub: None) -> None:
+    documented = getattr(hf_vit_accel, public) if public else hf_vit_accel
+    names = started()
+    hf_vit_accel.unpatch(names["model"])
+    (example,) = doctest.DocTestFinder(recurse=False).find(
+        documented, public or "hf_vit_accel", globs=names | {"hf_vit_accel": hf_vit_accel}
+    )
+    assert example.examples, f"no example in the docstring of {public or 'the package'}"
+    printed = io.StringIO()
+    results = doctest.DocTestRunner().run(example, out=printed.write)
+    assert results.failed == 0, printed.getvalue()
+
+
+def test_no_example_in_a_public_docstring_is_left_out() -> None:
+    with_examples = {""} if ">>>" in (hf_vit_accel.__doc__ or "") else set()
+    with_examples |= {
+        public for public in hf_vit_accel.__all__ if ">>>" in (getattr(hf_vit_accel, public).__doc__ or "")
+    }
+    assert with_examples == set(DOCUMENTED)
+
+
+LLMS = ROOT / "llms.txt"
+
+
+def test_llms_txt_has_the_form_of_llmstxt_org() -> None:
+    """A title, a summary as a quote, text, then sections of links with a description each."""
+    head, *sections = re.split(r"^## ", LLMS.read_text(), flags=re.MULTILINE)
+    title, summary, *texts = head.strip().split("\n\n")
+    assert title == "# hf_vit_accel" and summary.startswith("> ") and texts and "#" not in "".join(texts)
+    for section in sections:
+        name, *lines = section.strip().splitlines()
+        links = [line for line in lines if line]
+        assert name and links
+        assert all(re.fullmatch(r"- \[[^\]]+\]\([^)]+\): .+", line) for line in links), name
+
+
+def test_llms_txt_names_every_page_once_by_its_title() -> None:
+    links = re.findall(r"^- \[([^\]]+)\]\(([^)]+)\)", LLMS.read_text(), re.MULTILINE)
+    included = {"SUPPORT.md": "support.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+    assert sorted(Path(target).name for _, target in links) == sorted(
+        [page.name for page in PAGES if page.name not in included.values()] + list(included)
+    )
+    for title, target in links:
+        assert (ROOT / target).read_text().startswith(f"# {title}\n"), target
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:

@@ -105,21 +105,32 @@ def test_the_metadata_says_what_an_index_shows(built: tuple[Path, Path]) -> None
     assert not re.search(r"^\[[^\]]+\]: |<(img|a)\b", readme, re.MULTILINE), (
         "the build makes inline links absolute only"
     )
-    links = re.findall(r"(!?)\[[^\]]*\]\(([^)]+)\)", shown)
+    links = re.findall(r"\]\(([^)]+)\)", shown)
     assert len(links) == len(re.findall(r"\]\(", readme)) > 10
-    for picture, target in links:
-        base = f"{home}/{'raw' if picture else 'blob'}/v{version}/"
-        assert target.startswith(base), f"{target} leads nowhere from an index page"
-        assert (ROOT / target.removeprefix(base).partition("#")[0]).is_file()
-    assert re.sub(re.escape(home) + r"/(raw|blob)/v[^/]+/", "", shown).strip() == readme.strip()
+    for target in links:
+        kind = "raw" if target.endswith((".png", ".svg")) else "blob"
+        base = f"{home}/{kind}/v{version}/"
+        workflow = target.removeprefix(f"{home}/actions/workflows/").removesuffix("/badge.svg")
+        if target.startswith(f"{home}/actions/"):
+            assert (ROOT / ".github" / "workflows" / workflow).is_file()
+        elif not target.startswith("https://img.shields.io/badge/"):
+            assert target.startswith(base), f"{target} leads nowhere from an index page"
+            assert (ROOT / target.removeprefix(base).partition("#")[0]).is_file()
+    relative = re.sub(re.escape(home) + r"/(raw|blob)/v[^/]+/", "", shown).replace(f"{home}/actions/", "../../actions/")
+    assert relative.strip() == readme.strip()
 
 
 def test_links_are_made_absolute_and_others_left_alone() -> None:
     pytest.importorskip("hatchling")
     absolute = runpy.run_path(str(ROOT / "build_readme.py"))["absolute"]
-    unchanged = "[a](https://b.c) [d](#e) [f](mailto:g@h)"
+    unchanged = "[a](https://b.c) [d](#e) [f](mailto:g@h) [![i](https://j.k/l.svg)](https://m.n)"
     assert absolute("[a](b.md#c) ![d](e/f.png)", "https://x/y", "1.2") == (
         "[a](https://x/y/blob/v1.2/b.md#c) ![d](https://x/y/raw/v1.2/e/f.png)"
+    )
+    badge = "[![a](../../actions/b.yml/badge.svg)](../../actions/b.yml) [![c](d.svg)](e.md)"
+    assert absolute(badge, "https://x/y", "1.2") == (
+        "[![a](https://x/y/actions/b.yml/badge.svg)](https://x/y/actions/b.yml) "
+        "[![c](https://x/y/raw/v1.2/d.svg)](https://x/y/blob/v1.2/e.md)"
     )
     assert absolute(unchanged, "https://x/y", "1.2") == unchanged
 

@@ -1,0 +1,179 @@
+"""Write README's table and draw its chart; both show the same rows of whole_call.json.
+
+`python examples/benchmark/tables.py` runs both. A test fails where README shows something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from xml.sax.saxutils import escape
+
+from documents import HERE, Document, digits, grid, measured_at, title
+
+FILE = "whole_call.json"
+CHART = HERE.parent.parent / "docs" / "speedup.svg"
+TOWER_ALONE = 0
+"""The number of new tokens that stands for the tower without the language model."""
+MOST_ROWS = 5
+WITH = {"patched": "`patch`", "decoding": "`patch` and `graphed_decoding`"}
+"""What a row's own time was measured with, by the key of the file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One thing that is timed for every model.
+
+    Args:
+        size: the pictures, by their name in the file
+        tokens: the number of new tokens; `TOWER_ALONE` for the tower
+        way: the key of our time: "patched" or "decoding"
+    """
+
+    size: str
+    tokens: int
+    way: str
+
+    @property
+    def label(self) -> str:
+        """Say what is timed: "64 new tokens, one 1024² picture"."""
+        names = {TOWER_ALONE: "vision tower", 1: "first token"}
+        pictures = f"{self.size} picture" if self.size.startswith("one ") else f"{self.size} patches"
+        return f"{names.get(self.tokens, f'{self.tokens} new tokens')}, {pictures.replace(' x ', ' pictures of ', 1)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The milliseconds of stock and ours, of one model in one case."""
+
+    stock: float
+    ours: float
+
+    @property
+    def speedup(self) -> float:
+        """Return how many times as fast as stock ours is."""
+        return self.stock / self.ours
+
+    def text(self) -> str:
+        """Write both times and the speed-up, as the table and the chart show them."""
+        return f"{digits(self.stock)} → {digits(self.ours)} ms ({self.speedup:.1f}x)"
+
+
+def models(document: Document) -> list[str]:
+    """Return the models of a document, in its order."""
+    return list(dict.fromkeys(row["model"] for row in document["rows"]))
+
+
+def comparisons(document: Document) -> dict[Case, dict[str, Comparison]]:
+    """Return all comparisons with stock, by case and model."""
+    by_case: dict[Case, dict[str, Comparison]] = {}
+    for row in document["rows"]:
+        for way in WITH:
+            if way in row:
+                case = Case(size=row["size"], tokens=row["tokens"], way=way)
+                by_case.setdefault(case, {})[row["model"]] = Comparison(stock=row["stock"], ours=row[way])
+    return by_case
+
+
+def complete_cases(document: Document) -> list[Case]:
+    """Return the cases that were timed for every model of a document.
+
+    Raises:
+        ValueError: if there is none
+    """
+    expected = set(models(document))
+    cases = [case for case, by_model in comparisons(document).items() if by_model.keys() == expected]
+    if not cases:
+        raise ValueError(f"{FILE}: no case was timed for all of {', '.join(sorted(expected))}")
+    return cases
+
+
+def charted(document: Document) -> list[Case]:
+    """Choose the two bars of a model: the shortest and the longest case of the first size."""
+    cases = complete_cases(document)
+    of_size = [case for case in cases if case.size == cases[0].size]
+    longest = max(case.tokens for case in of_size)
+    shortest = min(case.tokens for case in of_size)
+    return [_with_way(of_size, longest, "decoding"), _with_way(of_size, shortest, "patched")]
+
+
+def _with_way(cases: Iterable[Case], tokens: int, preferred: str) -> Case:
+    """Return the case of a number of tokens, in the preferred way where it was timed."""
+    by_way = {case.way: case for case in cases if case.tokens == tokens}
+    return by_way.get(preferred) or by_way["patched"]
+
+
+def tabled(document: Document) -> list[Case]:
+    """Choose the rows of the table: those of the chart first, then the other sizes, at most `MOST_ROWS`."""
+    cases = complete_cases(document)
+    longest = {case.size: case.tokens for case in sorted(cases, key=lambda case: case.tokens)}
+    is_longest = {case: case.tokens == longest[case.size] for case in cases}
+    chosen = charted(document)
+    chosen += [case for case in cases if is_longest[case] and case.way == "decoding"]
+    chosen += [case for case in cases if case.tokens == 1 and case.way == "patched"]
+    chosen += [case for case in cases if (is_longest[case] or case.tokens == TOWER_ALONE) and case.way == "patched"]
+    rows = list(dict.fromkeys(chosen))[:MOST_ROWS]
+    return [case for case in cases if case in rows]
+
+
+def table(document: Document) -> str:
+    """Write README's table: stock beside ours, at most five rows, no empty cell."""
+    by_case = comparisons(document)
+    names = models(document)
+    rows = []
+    for case in tabled(document):
+        rows.append([case.label, WITH[case.way], *(by_case[case][model].text() for model in names)])
+    return grid(["transformers → this library", "with", *(title(model) for model in names)], rows)
+
+
+STYLE = """
+  text { font: 14px system-ui, sans-serif; fill: #1f2328 }
+  .model { font-weight: 600; font-size: 16px }
+  .small { font-size: 12px; fill: #59636e }
+  .call { fill: #2563eb } .tower { fill: #7c9cf0 } .line { stroke: #59636e; stroke-dasharray: 4 3 }
+  @media (prefers-color-scheme: dark) {
+    text { fill: #f0f6fc } .small { fill: #9198a1 } .line { stroke: #9198a1 }
+  }
+"""
+LEFT = 285
+"""Where bars begin."""
+WIDTH = 800
+LONGEST = 310
+"""The length of the longest bar; its text stands right of it."""
+BAR = 22
+STEP = 30
+"""From the top of a bar to that of the next."""
+
+
+def chart(document: Document) -> str:
+    """Draw two bars a model as SVG: how many times as fast as stock a whole call and the tower are."""
+    by_case = comparisons(document)
+    cases = charted(document)
+    unit = LONGEST / max(by_case[case][model].speedup for case in cases for model in models(document))
+    y = 30
+    top = y
+    shapes = [f'<text class="small" x="{LEFT + unit:.1f}" y="{y - 12}" text-anchor="middle">stock = 1x</text>']
+    for model in models(document):
+        y += 22
+        shapes.append(f'<text class="model" x="12" y="{y}">{escape(title(model))}</text>')
+        y += 10
+        for case, name in zip(cases, ("call", "tower"), strict=True):
+            comparison = by_case[case][model]
+            length = comparison.speedup * unit
+            shapes += [
+                f'<text x="12" y="{y + 16}">{escape(case.label)}</text>',
+                f'<rect class="{name}" x="{LEFT}" y="{y}" width="{length:.1f}" height="{BAR}" rx="3"/>',
+                f'<text x="{LEFT + length + 8:.1f}" y="{y + 16}">{escape(comparison.text())}</text>',
+            ]
+            y += STEP
+    shapes.append(f'<line class="line" x1="{LEFT + unit:.1f}" x2="{LEFT + unit:.1f}" y1="{top - 6}" y2="{y}"/>')
+    calls = f"{cases[0].label}: with {WITH[cases[0].way]}. Stock is transformers with sdpa. Weights are random."
+    for line in (calls.replace("`", ""), measured_at(document)):
+        y += 20
+        shapes.append(f'<text class="small" x="12" y="{y}">{escape(line)}</text>')
+    described = "; ".join(
+        f"{title(model)}, {case.label}: {by_case[case][model].text()}" for model in models(document) for case in cases
+    )
+    size = f'viewBox="0 0 {WIDTH} {y + 14}" width="{WIDTH}" height="{y + 14}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">\n<desc>{escape(described)}</desc>'
+    return "\n".join([head, f"<style>{STYLE}</style>", *shapes, "</svg>\n"])

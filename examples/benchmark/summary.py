@@ -1,0 +1,128 @@
+"""Write the summary at the top of docs/benchmarks.md: one line a comparison, each from one file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from documents import MODELS, Document, commit_of, load, steps, times, title
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One comparison of towers, as a range over the sizes of a file.
+
+    Args:
+        label: what is timed, and what it is compared with
+        file: the name of the JSON file
+        ours: our contender
+        stock: the stock contenders; the fastest counts
+    """
+
+    label: str
+    file: str
+    ours: str
+    stock: Sequence[str]
+
+    def text(self) -> str:
+        """Write the line.
+
+        Raises:
+            KeyError: if `ours` or a stock contender was not timed for a size
+            ValueError: if the file mixes measurements of two commits
+        """
+        document = load(self.file)
+        ranges = [f"{title(model)} {range_}" for model, range_ in gains(document, self.ours, self.stock).items()]
+        return _line(self.label, ranges, document, self.file)
+
+
+TRAINED = ("sdpa", "flash_attention_2", "compile_blocks")
+"""The stock contenders that patched training is compared with."""
+FASTEST = "the fastest of stock sdpa, FlashAttention-2 and compiled blocks"
+LINES = (
+    Line(
+        label="Tower, beside stock with FlashAttention-3",
+        file="towers.json",
+        ours="auto",
+        stock=("flash_attention_3",),
+    ),
+    Line(label="Tower, plain install, beside stock sdpa", file="plain.json", ours="auto", stock=("sdpa",)),
+    Line(
+        label="One small picture in a CUDA graph, beside stock compiled and in a CUDA graph",
+        file="small.json",
+        ours="auto+graph",
+        stock=("compile+graph",),
+    ),
+    Line(
+        label=f"Training a tower without CUDA graphs, beside {FASTEST}",
+        file="training.json",
+        ours="auto",
+        stock=TRAINED,
+    ),
+    Line(
+        label=f"Training a tower with CUDA graphs, beside {FASTEST}",
+        file="training.json",
+        ours="auto+graph",
+        stock=TRAINED,
+    ),
+)
+
+
+def gains(document: Document, ours: str, stock: Sequence[str]) -> dict[str, str]:
+    """Return the speed-up of every model over the fastest stock contender, as a range over the sizes.
+
+    Raises:
+        KeyError: if `ours` or a stock contender was not timed for a size
+    """
+    by_cell = times(document)
+    by_model: dict[str, str] = {}
+    for model in MODELS:
+        ratios = []
+        for (model_of_cell, _), by_contender in by_cell.items():
+            if model_of_cell == model:
+                fastest = min(by_contender[f"stock {name}"]["ms"] for name in stock)
+                ratios.append(fastest / by_contender[ours]["ms"])
+        if ratios:
+            low = f"{min(ratios):.1f}"
+            high = f"{max(ratios):.1f}"
+            by_model[model] = f"{low}x" if low == high else f"{low} to {high}x"
+    return by_model
+
+
+def _trainer_steps() -> list[str]:
+    """Write a line for each way to train in a step of `Trainer`."""
+    file = "training_step.json"
+    document = load(file)
+    lines = []
+    for way, timing in steps(document).items():
+        speedup = timing["stock"]["step"] / timing["patched"]["step"]
+        ranges = [f"{title(document['model'])} {speedup:.1f}x"]
+        lines.append(_line(f"A step of `Trainer`, {way}", ranges, document, file))
+    return lines
+
+
+def _captioning() -> list[str]:
+    """Write a line for each number of new tokens in batch captioning."""
+    file = "captioning.json"
+    document = load(file)
+    lines = []
+    for row in document["rows"]:
+        tokens = f"{row['tokens']} new token{'s' * (row['tokens'] > 1)}"
+        ranges = [f"{title(document['model'])} {row['patched'] / row['stock']:.1f}x"]
+        lines.append(_line(f"Batch captioning, {tokens}, stock decoding", ranges, document, file))
+    return lines
+
+
+def _line(label: str, ranges: Sequence[str], document: Document, file: str) -> str:
+    commit = commit_of(document, file)
+    return f"- {label}: **{', '.join(ranges)}**. Measured at {commit} (`{file}`).\n"
+
+
+def text() -> str:
+    """Write all lines.
+
+    Raises:
+        KeyError: if a file lacks a contender for a size
+        ValueError: if a file mixes measurements of two commits
+    """
+    return "".join([*_trainer_steps(), *_captioning(), *(line.text() for line in LINES)])

@@ -1,0 +1,279 @@
+"""Tables of README and docs, and README's chart: all are those of the JSON files in `examples/benchmark`."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_vit_accel.tools.bench.measure import Row
+from hf_vit_accel.tools.bench.report import document
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "examples" / "benchmark"))
+
+import documents  # noqa: E402
+import headline  # noqa: E402
+import summary  # noqa: E402
+import tables  # noqa: E402
+from documents import Document  # noqa: E402
+
+README = ROOT / "README.md"
+SVG = "{http://www.w3.org/2000/svg}"
+COMPARED = re.compile(r"(?P<stock>[\d.]+) → (?P<ours>[\d.]+) ms \((?P<speedup>[\d.]+)x\)")
+WAYS = {"`patch`": "patched", "`patch` and `graphed_decoding`": "decoding"}
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def read(file: str) -> Document:
+    return dict(json.loads((ROOT / "examples" / "benchmark" / file).read_text()))
+
+
+def three_digits(number: float) -> str:
+    """Write a number as tables do, by another way than theirs."""
+    return f"{number:.0f}" if number >= 99.95 else f"{number:#.3g}"
+
+
+@pytest.mark.parametrize("path", tables.PAGES, ids=name)
+def test_tables_are_those_of_the_json_files(path: Path) -> None:
+    text = path.read_text()
+    assert tables.filled(text) == text, "stale: run make tables"
+    assert text.count("<!-- table:") == text.count("<!-- end of table -->") == len(tables.PLACE.findall(text))
+
+
+def rows_of_readme() -> list[list[str]]:
+    """Return the cells of README's table, the head first."""
+    place = next(place for place in tables.PLACE.finditer(README.read_text()) if place["name"] == "headline")
+    lines = [line for line in place[0].splitlines() if line.startswith("| ") and "---" not in line]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def expected_text(case: str, way: str, model: str) -> str:
+    """Compute a comparison from the rows of the JSON file.
+
+    Args:
+        case: what is timed, as README says it
+        way: the key of our time
+        model: the model's name, as README spells it
+    """
+    for row in read("whole_call.json")["rows"]:
+        timed = {0: "vision tower", 1: "first token"}.get(row["tokens"], f"{row['tokens']} new tokens")
+        pictures = {"one 1024²": "one 1024² picture", "32 x 34x46": "32 pictures of 34x46 patches"}[row["size"]]
+        if row["model"].lower() == model.lower() and case == f"{timed}, {pictures}":
+            stock = row["stock"]
+            ours = row[way]
+            return f"{three_digits(stock)} → {three_digits(ours)} ms ({stock / ours:.1f}x)"
+    raise AssertionError(f"no row for {case} of {model}")
+
+
+def test_readme_s_table_is_computed_from_the_file_to_a_digit() -> None:
+    head, *rows = rows_of_readme()
+    models = head[2:]
+    assert len(models) == 2 and 1 <= len(rows) <= 5
+    for case, way, *cells in rows:
+        assert cells == [expected_text(case, WAYS[way], model) for model in models]
+    assert "not timed" not in README.read_text()
+
+
+def test_the_chart_is_computed_from_the_file_and_agrees_with_the_table() -> None:
+    drawn = headline.CHART.read_text()
+    assert drawn == headline.chart(read("whole_call.json")), "stale: run make tables"
+    assert f"]({headline.CHART.relative_to(ROOT)})" in README.read_text()
+    elements = list(ET.fromstring(drawn))
+    texts = [element.text for element in elements if element.tag == f"{SVG}text"]
+    lengths = [float(element.attrib["width"]) for element in elements if element.tag == f"{SVG}rect"]
+    head, *rows = rows_of_readme()
+    in_table = {(row[0], model, cell) for row in rows for model, cell in zip(head[2:], row[2:], strict=True)}
+    speedups = []
+    for model in head[2:]:
+        start = texts.index(model)
+        for case, comparison in (texts[start + 1 : start + 3], texts[start + 3 : start + 5]):
+            assert (case, model, comparison) in in_table
+            speedups.append(float(COMPARED.fullmatch(comparison)["speedup"]))
+    assert len(speedups) == len(lengths)
+    unit = max(lengths) / max(speedups)
+    assert lengths == pytest.approx([speedup * unit for speedup in speedups], abs=0.1 * unit)
+    assert any("df6e576" in text or read("whole_call.json")["commit"] in text for text in texts)
+
+
+@pytest.fixture
+def complete() -> Document:
+    """Return a file with everything that whole_call.py times for two models."""
+    rows = []
+    for model in ("qwen2.5-vl-7b", "qwen3-vl-8b"):
+        for size in ("one 1024²", "32 x 34x46"):
+            for tokens in (0, 1, 64, 256):
+                row = dict(
+                    model=model, size=size, tokens=tokens, stock=100.0 * (tokens + 1), patched=50.0 * (tokens + 1)
+                )
+                rows.append(row if tokens == 0 else row | {"decoding": 20.0 * (tokens + 1)})
+    return read("whole_call.json") | {"rows": rows}
+
+
+def test_the_headline_takes_the_tower_and_more_tokens(complete: Document) -> None:
+    bars = [(case.label, case.way) for case in headline.charted(complete)]
+    assert bars == [("256 new tokens, one 1024² picture", "decoding"), ("vision tower, one 1024² picture", "patched")]
+    assert [(case.label, case.way) for case in headline.tabled(complete)] == [
+        ("vision tower, one 1024² picture", "patched"),
+        ("first token, one 1024² picture", "patched"),
+        ("256 new tokens, one 1024² picture", "decoding"),
+        ("first token, 32 pictures of 34x46 patches", "patched"),
+        ("256 new tokens, 32 pictures of 34x46 patches", "decoding"),
+    ]
+    assert "25700 → 5140 ms (5.0x)" in headline.table(complete) and "25700 → 5140 ms (5.0x)" in headline.chart(complete)
+    assert "tower alone" in tables.whole_call(complete)
+
+
+def test_the_headline_shows_only_what_every_model_was_timed_in(complete: Document) -> None:
+    complete["rows"] = [row for row in complete["rows"] if row["model"] == "qwen3-vl-8b" or row["tokens"] == 64]
+    assert {case.tokens for case in headline.tabled(complete)} == {64}
+    complete["rows"] = [row for row in complete["rows"] if (row["model"] == "qwen3-vl-8b") == (row["tokens"] != 64)]
+    with pytest.raises(ValueError, match="no case was timed for all of qwen"):
+        headline.table(complete)
+
+
+@pytest.mark.parametrize("table", tables.TABLES)
+def test_a_table_of_two_commits_is_refused(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row, run or step was measured at another commit than its file says."""
+    mixed = read(tables.TABLES[table].file)
+    parts = mixed.get("rows") or mixed.get("runs") or list(documents.steps(mixed).values())
+    parts[-1]["commit"] = "0000bad"
+    monkeypatch.setattr(tables, "load", lambda file: mixed)
+    with pytest.raises(ValueError, match=f"mixes measurements of 0000bad and {mixed['commit']}"):
+        tables.TABLES[table].text()
+
+
+def test_the_chart_and_the_summary_of_two_commits_are_refused(
+    complete: Document, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complete["rows"][0]["commit"] = "0000bad"
+    with pytest.raises(ValueError, match="mixes measurements"):
+        headline.chart(complete)
+    mixed = read("towers.json")
+    mixed["rows"][0]["commit"] = "0000bad"
+    monkeypatch.setattr(summary, "load", lambda file: mixed if file == "towers.json" else read(file))
+    with pytest.raises(ValueError, match=r"towers\.json mixes measurements"):
+        summary.text()
+
+
+@pytest.mark.parametrize("table", tables.TABLES)
+def test_a_table_reads_one_file_and_names_its_commit(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = []
+
+    def load(file: str) -> Document:
+        opened.append(file)
+        return read(file)
+
+    for module in (tables, summary, headline, documents):
+        monkeypatch.setattr(module, "load", load, raising=False)
+    text = tables.TABLES[table].text()
+    assert opened == [tables.TABLES[table].file]
+    assert f"Measured at {read(opened[0])['commit']} on " in text and f"`examples/benchmark/{opened[0]}`" in text
+
+
+def test_the_balance_of_ranks_stands_beside_what_the_split_expects() -> None:
+    measured = read("data_parallel.json")
+    for count, run in enumerate(measured["runs"], 1):
+        run["towers"] = [row | dict(balance_measured=1 + count / 100, balance=1.0) for row in run["towers"]]
+    head, _, first, *rows = tables.data_parallel(measured).splitlines()
+    assert head.endswith("| 2 GPUs | slowest rank by mean (expected) | 4 GPUs | slowest rank by mean (expected) |")
+    assert re.search(r"x\) \| 1\.01 \(1\.00\) \| [\d.]+ \([\d.]+x\) \| 1\.02 \(1\.00\) \|$", first), first
+    assert all(row.count("|") == head.count("|") for row in rows if row.startswith("|")), "also where one was not run"
+
+
+def slower(file: str) -> Document:
+    """Load a file in which all but stock takes twice as long."""
+    measured = read(file)
+    for step in documents.steps(measured).values():
+        step["patched"] = {key: 2 * seconds for key, seconds in step["patched"].items()}
+    for row in [*measured.get("rows", []), *(row for run in measured.get("runs", []) for row in run["towers"])]:
+        for key in ("ms", "error", "patched", "graphs", "shared_ms", "per_second", "encode", "median"):
+            if key in row and not str(row.get("contender")).startswith("stock"):
+                both = isinstance(row[key], dict)
+                row[key] = {way: 2 * ms for way, ms in row[key].items()} if both else 2 * row[key]
+    return measured
+
+
+def test_every_table_is_shown_and_numbers_follow_their_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = {place["name"] for path in tables.PAGES for place in tables.PLACE.finditer(path.read_text())}
+    assert shown == {*tables.TABLES, "summary"}
+    before = {table: tables.text_of(table) for table in shown}
+    lines = before["summary"].splitlines()
+    monkeypatch.setattr(tables, "load", slower)
+    monkeypatch.setattr(summary, "load", slower)
+    assert not [table for table in shown if tables.text_of(table) == before[table]]
+    assert not set(lines) & set(tables.text_of("summary").splitlines())
+
+
+def load_without(contender: str) -> Callable[[str], Document]:
+    def load_others(file: str) -> Document:
+        measured = read(file)
+        rows = measured.get("rows", [])
+        measured["rows"] = [row for row in rows if row.get("contender") != contender or row["size"] == "16 x 512²"]
+        return measured
+
+    return load_others
+
+
+@pytest.mark.parametrize(
+    "contender", ["auto", "stock flash_attention_3", "stock compile_blocks", "stock compile+graph"]
+)
+def test_a_summary_over_some_of_the_sizes_is_refused(contender: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(summary, "load", load_without(contender))
+    with pytest.raises(KeyError, match=re.escape(contender)):
+        summary.text()
+
+
+def test_rows_that_are_no_pairs_make_no_table() -> None:
+    measured = read("ways.json")
+    rows = measured["rows"]
+    swapped = [rows[0], rows[3], rows[2], rows[1], *rows[4:]]
+    fell_back = [rows[0], rows[1] | {"calls": {"fast": 0, "stock": 7}}, *rows[2:]]
+    for wrong in (swapped, fell_back):
+        with pytest.raises(ValueError, match="not a pair"):
+            tables.ways(measured | {"rows": wrong})
+
+
+def test_tables_take_what_bench_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Timed rows fill cells; skipped and wrong rows leave them empty, ours included."""
+
+    def row(size: str, contender: str, ms: float | None, gb: float | None = None) -> Row:
+        status = "skipped" if ms is None else "timed"
+        return Row(
+            model="qwen3-vl-8b",
+            size=size,
+            patches=9,
+            contender=contender,
+            status=status,
+            floor_ms=1,
+            bound=1,
+            ms=ms,
+            peak_gb=gb,
+        )
+
+    rows = [row("small", "stock sdpa", 123.4, 4.25), row("small", "stock liger", None), row("small", "auto", 100, 2)]
+    rows += [row("large", "stock sdpa", 30, 1), row("large", "stock compile_blocks", 20), row("large", "auto", None)]
+    rows += [row("large", "auto+graph", 10, 1)]
+    written = document(rows, dtype=torch.bfloat16, rounds=5, peak=None, train=True)
+    written |= {"commit": "abc1234", "command": "hf-vit-accel bench"}
+    monkeypatch.setattr(tables, "load", lambda file: json.loads(json.dumps(written)))
+    head, _, *cells, _, caption = tables.TABLES["training"].text().splitlines()
+    assert cells == [
+        "| Qwen3-VL-8B | small | 9 | 123 (4.2) |  |  | 100 (2.0) |  |",
+        "| Qwen3-VL-8B | large | 9 | 30.0 (1.0) |  | 20.0 |  | 10.0 |",
+    ]
+    assert head.count("|") == cells[0].count("|") and "at abc1234" in caption and torch.__version__ in caption
+    with pytest.raises(KeyError, match="auto"):  # no range over some of the sizes
+        summary.gains(copy.deepcopy(written), "auto", ("sdpa",))
+    written["rows"] = [row for row in written["rows"] if row["size"] == "small"]
+    assert summary.gains(copy.deepcopy(written), "auto", ("sdpa",)) == {"qwen3-vl-8b": "1.2x"}
