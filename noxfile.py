@@ -61,13 +61,14 @@ CORE = [f"tests/unit/test_{name}.py" for name in ("families", "loading", "proof"
 @nox.session(tags=["nightly"])
 @nox.parametrize("transformers", TESTED["towers"])
 def versions(session: nox.Session, transformers: str) -> None:
-    """Run the core of the tests, and every tower in every use, with transformers from the oldest to the newest.
+    """Run all tests, and every tower in every use, with transformers from the oldest to the newest.
 
-    The results are recorded for the table of versions; `make support` writes it. PEFT and accelerate are the newest
-    that install beside the version.
+    Left out are tests of what a version lacks: tests/support/lacking.py lists them with reasons. The uses of towers are
+    recorded for the table of versions; `make support` writes it. PEFT and accelerate are the newest that install beside
+    the version.
     """
     install(session, transformers=transformers)
-    session.run("pytest", "-q", "-n", "auto", *CORE, *session.posargs)
+    run_suite(session)
     matrix = ("pytest", "-q", "--matrix", "tests/integration/test_uses_by_version.py")
     session.run(*matrix, env={"RECORD_VERSIONS": "1"})
 

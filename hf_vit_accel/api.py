@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 from hf_vit_accel.backends import backend_named, require
 from hf_vit_accel.config import FlexConfig, Fp8Config, GraphConfig, ReuseConfig, Settings
-from hf_vit_accel.families import FAMILIES, Family, Tower
+from hf_vit_accel.families import FAMILIES_OF_COPIES, Family, Tower
 from hf_vit_accel.families.copies import CopyFamily
 from hf_vit_accel.layout import Grid, rows_of
 from hf_vit_accel.machine import raise_if_any
@@ -343,7 +343,7 @@ def _families_of_copies(like: object) -> dict[str, str]:
     """Return `like` as a dict; ValueError unless it names families that have a fast path."""
     if like is None:
         return {}
-    names = [family.name for family in FAMILIES if not family.attention_only]
+    names = [family.name for family in FAMILIES_OF_COPIES]
     if not isinstance(like, Mapping) or not all(isinstance(name, str) for name in like):
         raise ValueError(f'expected like as {{"NameOfAClass": "family"}}, got {like!r}')
     unknown = [family for family in like.values() if family not in names]

@@ -14,7 +14,7 @@ from torch import nn
 from hf_vit_accel.backends import BACKENDS, BackendUnavailableError, Choice, Kind, resolve
 from hf_vit_accel.config import GraphConfig, Settings
 from hf_vit_accel.engine.route import Route, Spec
-from hf_vit_accel.families import FAMILIES, Family, Tower
+from hf_vit_accel.families import FAMILIES, FAMILIES_OF_COPIES, Family, Tower
 from hf_vit_accel.families.copies import CopyFamily, suggest
 from hf_vit_accel.graphs.store import GraphStatus
 from hf_vit_accel.model import state as around
@@ -395,6 +395,6 @@ def towers_of(model: nn.Module, like: Mapping[str, str] | None = None) -> list[t
         raise ValueError(
             f"expected a model with a vision tower of one of the families {supported}, found none in "
             f"{type(model).__name__}; "
-            + ("; ".join(suggest(model, FAMILIES)) or "pass the loaded model, or its vision tower")
+            + ("; ".join(suggest(model, FAMILIES_OF_COPIES)) or "pass the loaded model, or its vision tower")
         )
     return towers

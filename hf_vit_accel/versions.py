@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_vit_accel.families.base import Part
 
-NEWEST_TESTED: Mapping[str, tuple[int, int]] = {"transformers": (5, 24), "torch": (2, 15)}
+NEWEST_TESTED = {"transformers": (5, 24), "torch": (2, 15)}
 """The newest versions that all tests ran with. pyproject.toml lists all (a test compares them)."""
 
 
@@ -60,18 +60,11 @@ def _vision_utils() -> Any:
 
 
 def popped_by(names: Iterable[str]) -> frozenset[str]:
-    """Return the metadata that a tower pops, by present names.
-
-    Args:
-        names: The names of all functions that its modules call.
-    """
+    """Return the metadata that a tower pops, by present names. It calls functions of the given names."""
     if hasattr(_vision_utils(), "get_vision_attention_seqlens"):
         return frozenset((*METADATA, *_LENGTHS))
-    found: set[str] = set()
-    for name in names:
-        if hasattr(_vision_utils(), name):
-            found.update(_POPPED_BEFORE_5_15.get(name, ()))
-    return frozenset(found)
+    called = [_POPPED_BEFORE_5_15.get(name, ()) for name in names if hasattr(_vision_utils(), name)]
+    return frozenset(argument for arguments in called for argument in arguments)
 
 
 def keyword_arguments(metadata: Mapping[str, Any], popped: frozenset[str]) -> dict[str, Any]:
@@ -91,30 +84,24 @@ def keyword_arguments(metadata: Mapping[str, Any], popped: frozenset[str]) -> di
 
 def takes_length(kinds: Iterable[type]) -> bool:
     """Return whether a rotary module among these classes takes a length, not positions."""
-    return "seqlen" in _arguments_of_rotaries(kinds)
+    return _rotary_takes("seqlen", kinds)
 
 
 def takes_rows(kinds: Iterable[type]) -> bool:
     """Return whether a rotary module among these classes takes rows and positions, and returns cos and sin."""
-    return "x" in _arguments_of_rotaries(kinds)
+    return _rotary_takes("x", kinds)
 
 
-def _arguments_of_rotaries(kinds: Iterable[type]) -> set[str]:
-    names: set[str] = set()
-    for kind in kinds:
-        forward: Any = getattr(kind, "forward", None)
-        if "RotaryEmbedding" in kind.__name__:
-            names.update(inspect.signature(forward).parameters)
-    return names
+def _rotary_takes(argument: str, kinds: Iterable[type[nn.Module]]) -> bool:
+    rotaries = [kind for kind in kinds if "RotaryEmbedding" in kind.__name__]
+    return any(argument in inspect.signature(kind.forward).parameters for kind in rotaries)
 
 
 def angles_by_length(rotary: Part, *, is_stock: bool) -> Callable[[Tensor], Tensor]:
     """Return a function of positions (T, 2) to angles (T, D / 2), by a rotary module that takes a length.
 
-    Args:
-        rotary: The module.
-        is_stock: Whether it is transformers' own. Then its product is computed for these positions only. Any other
-            module is called; the length that it needs is a host sync.
+    The product of transformers' own module is computed for these positions only. Any other module is called, and the
+    length that it needs is a host sync.
     """
 
     def compute(positions_T2: Tensor) -> Tensor:
@@ -142,9 +129,21 @@ def adds_unrounded(kinds: Iterable[type]) -> bool:
 
 
 def knows_segments(names: Iterable[str]) -> bool:
-    """Return whether layers under our names hand over all segments at once.
-
-    Args:
-        names: The names, and the string constants, in the code of a tower's modules.
-    """
+    """Return whether layers under our names hand over all segments at once, by the names and strings in their code."""
     return "flash_attention_2" not in names
+
+
+# Caches. Up to 5.4 there is no class of layers for linear attention: its import fails. Up to 5.23 the cache is named
+# `past_key_values`, from 5.24 on `cache`: under the other name it is not found. May go with 5.4, and with 5.23.
+
+
+def linear_attention_layer() -> type:
+    """Return the class of a cache's layers for linear attention, or one that no cache has."""
+    layers = importlib.import_module("transformers.cache_utils")  # slow
+    return getattr(layers, "LinearAttentionLayer", type("NoLayer", (), {}))
+
+
+def cache_name() -> str:
+    """Return the name of the cache among the arguments and the outputs of models."""
+    outputs = importlib.import_module("transformers.modeling_outputs")  # slow
+    return "cache" if hasattr(outputs.CausalLMOutputWithPast, "cache") else "past_key_values"

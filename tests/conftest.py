@@ -47,6 +47,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=deselected)
     items[:] = selected
 
+    from support.lacking import reason_to_skip
+
+    for item in selected:
+        reason = reason_to_skip(item.nodeid)
+        if reason is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
 
 def pytest_collection_finish() -> None:
     """Exempt all present objects from garbage collection, one of which took 0.3 s."""

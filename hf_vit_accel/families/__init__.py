@@ -12,6 +12,7 @@ from torch import nn
 from hf_vit_accel.families import (
     attention_only,
     dots3_note,
+    dots_ocr,
     ernie4_5_vl,
     glm4v,
     glm_ocr,
@@ -23,7 +24,18 @@ from hf_vit_accel.families import (
 )
 from hf_vit_accel.families.base import Block, Config, Family, Model, Parts, Tower
 
-__all__ = ["FAMILIES", "Block", "Config", "Family", "Model", "Parts", "Tower", "family_of", "find_towers"]
+__all__ = [
+    "FAMILIES",
+    "FAMILIES_OF_COPIES",
+    "Block",
+    "Config",
+    "Family",
+    "Model",
+    "Parts",
+    "Tower",
+    "family_of",
+    "find_towers",
+]
 
 FAMILIES: tuple[Family, ...] = (
     qwen2_vl.FAMILY,
@@ -37,7 +49,10 @@ FAMILIES: tuple[Family, ...] = (
     dots3_note.FAMILY,
     *attention_only.FAMILIES,
 )
-"""All families."""
+"""All families of towers in transformers."""
+
+FAMILIES_OF_COPIES = (*(family for family in FAMILIES if not family.attention_only), dots_ocr.FAMILY)
+"""The families that `like` may name. Towers of the last come with checkpoints only, as remote code."""
 
 _BY_CLASS = {tower: family for family in FAMILIES for tower in family.towers}
 

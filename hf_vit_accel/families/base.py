@@ -160,7 +160,7 @@ def qwen_parts(tower: Tower, **other_parts: Any) -> Parts:
         full_layers = frozenset(index for index in range(len(tower.blocks)) if index in full_layers)
     parts: dict[str, Any] = dict(
         patch_embed=tower.patch_embed,
-        projection=tower.patch_embed.proj,
+        projection=other_parts.get("projection") or tower.patch_embed.proj,
         table=getattr(tower, "pos_embed", None),
         rotary=tower.rotary_pos_emb,
         blocks=tuple(block_of(block) for block in tower.blocks),
@@ -213,6 +213,7 @@ class Family:
         pixel_dims: The dimensions of the pixels: 2 for (T, P), 5 for (1, T, channels, side, side).
         videos: Whether a grid entry may have several frames.
         attention_only: Whether the tower's own forward always runs, with our attention. Then no parts are needed.
+        options_of_proof: Arguments of a copy's forward, with which it computes in another dtype than bf16.
         tiny: The fields of the vision config that make a tower of four layers, which runs in milliseconds.
     """
 
@@ -227,6 +228,7 @@ class Family:
     pixel_dims: int = 2
     videos: bool = True
     attention_only: bool = False
+    options_of_proof: Mapping[str, object] = field(default_factory=dict, hash=False)
     tiny: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def pixels(self, tower: Tower, pixels_TP: Tensor) -> Tensor:

@@ -239,7 +239,7 @@ def _missing(tower: Tower) -> list[str]:
 def misfits(tower: Tower, family: Family) -> list[str]:
     """List which parts of a tower are missing, or others than those of a family."""
     problems = []
-    if not isinstance(getattr(tower, "config", None), transformers.PreTrainedConfig):
+    if not isinstance(getattr(tower, "config", None), transformers.PretrainedConfig):
         problems.append("it has no `config` of transformers")
     names = _arguments(tower)
     if names[1:2] != ["grid_thw"]:
@@ -285,7 +285,7 @@ def suggest(model: nn.Module, families: Sequence[Family]) -> list[str]:
     for path, module in model.named_modules():
         if not (hasattr(module, "patch_embed") and hasattr(module, "blocks")):
             continue
-        problems = {family.name: misfits(module, family) for family in families if not family.attention_only}
+        problems = {family.name: misfits(module, family) for family in families}
         name = min(problems, key=lambda family_name: len(problems[family_name]))
         kind = type(module).__name__
         where = f"{path or 'the model itself'} is a {kind}"

@@ -9,6 +9,7 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
@@ -17,7 +18,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from hf_vit_accel.model.step import ATTENTION, Arguments, Step, StepInputs, UnservedError, release, window_of
+from hf_vit_accel.model.step import ATTENTION, CACHE, Arguments, Step, StepInputs, UnservedError, release, window_of
 from hf_vit_accel.model.steps import Steps, steps_of
 
 FEWEST = 8
@@ -157,8 +158,10 @@ def _check(
 ) -> None:
     """Raise `UnservedError` if a call decodes by stock's method for a reason that is known before its first token."""
     mode = config.get_generation_mode(None).value
-    cache = model_kwargs.get("past_key_values")
+    cache = model_kwargs.get(CACHE)
     attention = model.config.get_text_config(decoder=True)._attn_implementation
+    if not hasattr(GenerationMixin, "_prefill"):
+        raise UnservedError(f"the loop of transformers {transformers.__version__}")
     methods = ("_sample", "_prefill", "_update_model_kwargs_for_generation")
     own_methods = [name for name in methods if getattr(type(model), name) is not getattr(GenerationMixin, name)]
     reasons = {
@@ -220,7 +223,7 @@ class _Loop:
 
     def __call__(self, input_ids: Tensor, arguments: Arguments, return_dict: bool) -> Any:
         """Return the output of a forward of one token."""
-        self._cache = arguments["past_key_values"]
+        self._cache = arguments[CACHE]
         if self._reason is None and (self._step is None or self._step.length >= self._room):
             try:
                 self._open_step(input_ids, arguments)
@@ -229,11 +232,11 @@ class _Loop:
         if self._step is None:
             return self._model(**self._stock_inputs(input_ids, arguments), return_dict=True)
         logits = self._step(self._model, input_ids[:, -1:])
-        return CausalLMOutputWithPast(logits=logits, past_key_values=self._cache)
+        return CausalLMOutputWithPast(logits=logits, **{CACHE: self._cache})
 
     def _stock_inputs(self, input_ids: Tensor, arguments: Arguments) -> Arguments:
         """Return the inputs of stock's forward, from masks and positions that may be some steps behind."""
-        arguments = self._updated(CausalLMOutputWithPast(past_key_values=self._cache), dict(arguments))
+        arguments = self._updated(CausalLMOutputWithPast(**{CACHE: self._cache}), dict(arguments))
         inputs: Arguments = self._model.prepare_inputs_for_generation(input_ids, **arguments)
         return inputs
 
@@ -266,7 +269,7 @@ class _Loop:
                 step = Step(inputs, source, slots, self._model.config.get_text_config(decoder=True))
                 self._steps.add(key, step, self._model)
             if inputs.form not in self._steps.refused:
-                trial = stock_inputs | {"past_key_values": copy.deepcopy(source)}
+                trial = stock_inputs | {CACHE: copy.deepcopy(source)}
                 expected = self._model(**trial, return_dict=True).logits[:, -1:]
                 step.load(inputs, source, length)
                 self._steps.prove(inputs.form, step(self._model, input_ids[:, -1:]), expected)

@@ -34,6 +34,7 @@ from hf_vit_accel.tower import checks, fsdp
 from hf_vit_accel.tower.forward import is_our_forward, redirect_shallow_copies
 from hf_vit_accel.tower.modules import is_inert
 from hf_vit_accel.tower.state import state_of as tower_state_of
+from hf_vit_accel.versions import cache_name
 
 STATE = "_hf_vit_accel_model"
 
@@ -302,7 +303,7 @@ def _before(model: Model, args: tuple[object, ...], kwargs: Arguments) -> Result
     if has_pictures and reason is None and not checks.reasons_untraceable():
         small = ROPE_INPUTS if arguments.get("position_ids") is None else ("input_ids", *_GRIDS)
         _fetch(model, state, proof, arguments, small)
-    if state.every_rank and every_rank.applies(tower, arguments.get("past_key_values")):
+    if state.every_rank and every_rank.applies(tower, arguments.get(cache_name())):
         options = {name: value for name, value in kwargs.items() if name not in names}
         encode = type(model).get_image_features.__get__(model)
         every_rank.add_dummies(model, state.features)

@@ -13,12 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, StaticLayer
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from hf_vit_accel.versions import cache_name, linear_attention_layer
+
 ATTENTION = "hf_vit_accel_decode_step"
 """The name of the attention that the text model has while its step runs or is captured."""
+CACHE = cache_name()
+"""The name of the cache among the arguments of a model."""
+_LinearAttentionLayer: Any = linear_attention_layer()
 _FURTHER_TERMS = ("softcap", "s_aux", "sinks", "position_bias")
 _PER_CALL = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts", "rope_deltas")
 """Arguments that a decode step ignores, since it gets positions."""
@@ -100,7 +105,7 @@ class SlotLayer(StaticLayer):
 
 def _states_of(layer: Any) -> list[Tensor]:
     """Return the tensors that a step of this layer writes."""
-    if not isinstance(layer, LinearAttentionLayer):
+    if not isinstance(layer, _LinearAttentionLayer):
         return [layer.keys, layer.values]
     states = [*layer.conv_states.values(), *layer.recurrent_states.values()]
     return [state for state in states if state is not None]
@@ -116,7 +121,7 @@ def window_of(cache: Any) -> float:
         raise UnservedError("an offloaded cache")
     windows = [float("inf")]
     for layer in cache.layers:
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, _LinearAttentionLayer):
             raise UnservedError(f"cache layers of class {type(layer).__name__}")
         if any(state is None or state.dim() < 3 for state in _states_of(layer)):
             raise UnservedError("cache layers without keys")
@@ -128,7 +133,7 @@ def window_of(cache: Any) -> float:
 def release(cache: Any) -> None:
     """Free the keys and values of a cache, whose shapes stay."""
     for layer in cache.layers:
-        if not isinstance(layer, LinearAttentionLayer):
+        if not isinstance(layer, _LinearAttentionLayer):
             layer.keys = layer.keys.new_zeros(()).expand(layer.keys.shape)
             layer.values = layer.values.new_zeros(()).expand(layer.values.shape)
 
@@ -155,7 +160,7 @@ class StepInputs:
         if self.mask is not None and (not isinstance(self.mask, Tensor) or self.mask.shape != (rows, length + 1)):
             raise UnservedError("an attention_mask of a shape of its own")
         for name, value in inputs.items():
-            if name in ("attention_mask", "past_key_values", *_PER_CALL):
+            if name in ("attention_mask", CACHE, *_PER_CALL):
                 continue
             if isinstance(value, Tensor) and name.endswith("token_type_ids"):
                 value = value[:, -1:]  # transformers 5.17 passes those of the whole text, too
@@ -195,7 +200,7 @@ class Step:
         self._slot_1 = torch.zeros(1, dtype=torch.long, device=self.device)
         layers: list[Any] = []
         for layer in cache.layers:
-            is_linear = isinstance(layer, LinearAttentionLayer)
+            is_linear = isinstance(layer, _LinearAttentionLayer)
             layers.append(copy.deepcopy(layer) if is_linear else SlotLayer(layer, slots, self._slot_1))
         self.cache = Cache(layers=layers)
         self._states = [state for layer in layers for state in _states_of(layer)]
@@ -244,7 +249,7 @@ class Step:
         self._mask_B11S.index_fill_(3, self._slot_1, 0.0)
         arguments = self._tensors | self._constants | {"attention_mask": self._mask_B11S, "return_dict": True}
         with _step_attention(self._config), torch.no_grad():
-            self._logits = model(**arguments, past_key_values=self.cache).logits
+            self._logits = model(**arguments, **{CACHE: self.cache}).logits
         self._slot_1.add_(1)
         self._tensors["position_ids"].add_(1)
         states = [state for layer in self.cache.layers for state in _states_of(layer)]

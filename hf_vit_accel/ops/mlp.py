@@ -53,9 +53,12 @@ def layers_of(mlp: Part) -> tuple[list[Part], Part, Part] | None:
     for before, activation, after in _NAMES:
         if all(hasattr(mlp, name) for name in (*before, activation, after)):
             return [getattr(mlp, name) for name in before], getattr(mlp, activation), getattr(mlp, after)
+    if all(hasattr(mlp, name) for name in ("fc1", "fc3", "fc2")):  # the code of dots.ocr calls silu, a function
+        return [mlp.fc1, mlp.fc3], _SILU, mlp.fc2
     return None
 
 
+_SILU = nn.SiLU()
 _NAMES = (
     (("gate_proj", "up_proj"), "act_fn", "down_proj"),
     (("linear_fc1",), "act_fn", "linear_fc2"),
@@ -78,7 +81,7 @@ def reasons_against(mlp: Part, context: Context) -> list[str]:
     missing = [linear.bias is None for linear in before]
     if any(missing) and (len(before) == 1 or not all(missing)):
         return ["a Linear of the MLP has no bias"]
-    reasons = context.reasons_replaced(activation)
+    reasons = [] if activation is _SILU else context.reasons_replaced(activation)
     if reasons:
         return reasons
     kind = activation_of(activation, context)

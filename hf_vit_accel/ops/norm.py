@@ -35,7 +35,7 @@ def fused(norm: Part, context: Context) -> AddThen:
     if rms:
         weights = context.reader((norm, "weight"), cast=False)
         no_bias = None  # the argument after the weight; an RMSNorm has no bias to read
-        eps = context.read(norm, "variance_epsilon")
+        eps = context.read(norm, "variance_epsilon" if hasattr(norm, "variance_epsilon") else "eps")
         settings: tuple[object, ...] = (no_bias, eps, rms, context.rows_dtype)
     else:
         weights = context.reader((norm, "weight"), (norm, "bias"), cast=False)
@@ -47,7 +47,10 @@ def fused(norm: Part, context: Context) -> AddThen:
 
 
 def _is_rms(norm: nn.Module) -> bool:
-    return hasattr(norm, "variance_epsilon")
+    if hasattr(norm, "variance_epsilon"):
+        return True
+    is_of_torch = hasattr(norm, "normalized_shape")  # torch's RMSNorm rounds otherwise
+    return hasattr(norm, "eps") and not hasattr(norm, "bias") and not is_of_torch
 
 
 def plain(norm: nn.Module, context: Context, *, rows: bool = True) -> AddThen:

@@ -42,7 +42,7 @@ from hf_vit_accel.tower.plan import (
 from hf_vit_accel.tower.proof import NAMES
 from hf_vit_accel.tower.snapshot import Snapshot
 from hf_vit_accel.tower.state import SpecKey, TowerState
-from hf_vit_accel.versions import keyword_arguments
+from hf_vit_accel.versions import keyword_arguments, knows_segments
 
 _OUTER_GRAPH = (
     "A patched tower cannot be captured in an outer CUDA graph. By default it captures its own where that pays, with "
@@ -223,6 +223,8 @@ def _decide_metadata(
     reasons = reasons_slow + route.unmet
     if state.settings.score_mod is not None and name not in NAMES:
         raise_if_any([*reasons, f"blocks attend by {name!r}"], because="a score_mod was given")
+    if state.settings.score_mod is not None and not knows_segments(call.snapshot.proof.code.called_names()):
+        raise_if_any([*reasons, "blocks attend without our segments"], because="a score_mod was given")
     if state.settings.strict:
         raise_if_any(reasons)
     return StockPlan(

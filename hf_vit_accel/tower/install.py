@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from hf_vit_accel.backends import BACKENDS
-from hf_vit_accel.families import FAMILIES, Family, Tower, family_of
+from hf_vit_accel.families import FAMILIES_OF_COPIES, Family, Tower, family_of
 from hf_vit_accel.families.copies import CopyFamily, class_in, copy_family, misfits
 from hf_vit_accel.tower.forward import (
     FORWARD_ATTRIBUTES,
@@ -53,7 +53,7 @@ def towers_in(model: nn.Module, like: Mapping[str, str]) -> list[tuple[str, Towe
 
 def _family_of_copy(tower: Tower, copied: str, name: str) -> CopyFamily:
     """Return the family of a copy; ValueError with every part that is missing or different."""
-    base = next(family for family in FAMILIES if family.name == name)
+    base = next(family for family in FAMILIES_OF_COPIES if family.name == name)
     problems = misfits(tower, base)
     if problems:
         raise ValueError(f"{type(tower).__name__} is not built as {name} is: {'; '.join(problems)}")

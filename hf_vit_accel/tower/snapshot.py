@@ -198,7 +198,7 @@ class Snapshot:
         )
 
     def current(self) -> bool:
-        """Return whether the tower is as it was read. Counts the call for an undecided proof: False if it is due again."""
+        """Return whether the tower is as it was read. It counts the call where a proof is to be tried again later."""
         if self.proof.backoff is not None and proof.count_call(self.proof):
             return False
         try:

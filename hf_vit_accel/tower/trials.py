@@ -8,6 +8,7 @@ and random ones. Everything is plain torch, on the device of the copy.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -22,7 +23,7 @@ from hf_vit_accel.config import Settings
 from hf_vit_accel.engine.encoder import encode
 from hf_vit_accel.engine.route import Spec, lay_out
 from hf_vit_accel.families import Parts, Tower
-from hf_vit_accel.families.copies import CopyFamily, Form, heads_of, read_output, trusted_classes
+from hf_vit_accel.families.copies import CopyFamily, Form, Output, heads_of, read_output, trusted_classes
 from hf_vit_accel.layout import rows_of
 from hf_vit_accel.ops import Context, build
 from hf_vit_accel.tower.differences import (
@@ -36,6 +37,7 @@ from hf_vit_accel.tower.differences import (
     far_off_in_low_precision,
     trials,
 )
+from hf_vit_accel.tower.exact import attending_in_fp32
 
 
 def _clone(tower: nn.Module, dtype: torch.dtype | None = None) -> Tower:
@@ -101,6 +103,16 @@ def _pixels(trial: Trial, weight: Tensor) -> Tensor:
     return noise_TP.to(torch.bfloat16).to(weight)
 
 
+def _call(clone: Tower, family: CopyFamily, pixels: Tensor, grid_thw: Tensor) -> Output:
+    """Call a clone, in fp32 with exact attention and with the arguments that let it compute in fp32."""
+    options: dict[str, object] = {}
+    if pixels.dtype != torch.bfloat16 and not torch.is_autocast_enabled(pixels.device.type):
+        names = inspect.signature(type(clone).forward).parameters
+        options = {name: value for name, value in family.options_of_proof.items() if name in names}
+    with attending_in_fp32(clone):
+        return clone(pixels, grid_thw=grid_thw, **options)
+
+
 def _run(clone: Tower, family: CopyFamily, trial: Trial, kind: Kind) -> Sides:
     """Run a clone and our operations on the same pixels."""
     clone.train(trial.training)
@@ -112,7 +124,7 @@ def _run(clone: Tower, family: CopyFamily, trial: Trial, kind: Kind) -> Sides:
     autocast = nullcontext() if kind.autocast is None else torch.autocast(weight.device.type, dtype=kind.autocast)
     with torch.set_grad_enabled(trial.grad):
         with autocast:
-            output = clone(family.pixels(clone, pixels_TP), grid_thw=grid_thw)
+            output = _call(clone, family, family.pixels(clone, pixels_TP), grid_thw)
         form, expected = read_output(output, len(pixels_TP))
         expected = list(expected)
         stock = Results(expected, _gradients(clone, trial, pixels_TP, expected))
@@ -207,7 +219,7 @@ def _first_layer(clone: Tower, family: CopyFamily, trial: Trial) -> int | None:
     weight = parts.projection.weight
     pixels_TP = _pixels(trial, weight)
     with torch.no_grad(), _exact_products():
-        clone(family.pixels(clone, pixels_TP), grid_thw=torch.tensor(trial.grid, device=weight.device))
+        _call(clone, family, family.pixels(clone, pixels_TP), torch.tensor(trial.grid, device=weight.device))
         for hook in hooks:
             hook.remove()
         if len(entering_rows) != len(parts.blocks):

@@ -63,13 +63,13 @@ class Watch:
         return None if is_same else "a buffer changed"
 
 
-def _configs_of(attributes: list[dict[str, Any]]) -> Iterator[transformers.PreTrainedConfig]:
+def _configs_of(attributes: list[dict[str, Any]]) -> Iterator[transformers.PretrainedConfig]:
     """Yield every config in the attributes of modules, and the configs inside it; none twice."""
     pending: list[Any] = [value for values in attributes for value in values.values()]
     seen: set[int] = set()
     while pending:
         config = pending.pop()
-        if isinstance(config, transformers.PreTrainedConfig) and id(config) not in seen:
+        if isinstance(config, transformers.PretrainedConfig) and id(config) not in seen:
             seen.add(id(config))
             yield config
             pending += vars(config).values()

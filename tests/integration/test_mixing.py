@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny import TINY, assert_close, outputs_of, pixels_for, tower_of
+from tiny import TINY, assert_close, merged_of, outputs_of, pixels_for, tower_of
 from torch import nn
 from transformers.activations import ACT2FN
 
@@ -61,8 +61,9 @@ def results(model: nn.Module) -> list[torch.Tensor]:
     tower = tower_of(model)
     pixels = pixels_for(tower, GRID)
     pixels[16:32] = pixels[:16]  # two equal pictures
-    outputs = outputs_of(tower(pixels, grid_thw=torch.tensor(GRID)))
-    outputs[1].square().sum().backward()
+    output = tower(pixels, grid_thw=torch.tensor(GRID))
+    outputs = outputs_of(output)
+    merged_of(output).square().sum().backward()
     gradients = [parameter.grad for parameter in tower.parameters() if parameter.grad is not None]
     return [*(output.detach() for output in outputs), *gradients]
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from tiny import TINY, assert_close, outputs_of, pixels_for, run_tower, tower_of
+from support.versions import vision_function
+from tiny import TINY, assert_close, merged_of, outputs_of, pixels_for, run_tower, tower_of
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import vision_utils
 
 import hf_vit_accel
 from hf_vit_accel.tower.state import state_of
@@ -82,11 +82,11 @@ def test_unpatching_one_of_two_leaves_the_other(towers: tuple[Any, Any], unpatch
 def test_a_replica_of_data_parallel_runs_its_own_weights(towers: tuple[Any, Any]) -> None:
     """`nn.DataParallel` copies modules without their parameters, and sets tensors of another device as attributes."""
     tower, stock = towers
-    expected = [2 * output for output in run_tower(stock, GRID)]
+    expected = 2 * merged_of(stock(**inputs_for(stock)))
     replica = tower._replicate_for_data_parallel()
     replica.merger = Doubled(tower.merger)
     output = replica(**inputs_for(tower))
-    assert_close([output.pooler_output], [expected[1]])
+    assert_close([merged_of(output)], [expected])
 
 
 class Doubled(nn.Module):
@@ -210,18 +210,18 @@ def test_export_with_metadata_equals_stock(family: str) -> None:
     grid = torch.tensor([(1, 4, 4)])
     pixels = pixels_for(tower, [(1, 4, 4)])
     metadata = {
-        "position_ids": vision_utils.get_vision_position_ids(grid, 2),
-        "cu_seqlens": vision_utils.get_vision_cu_seqlens(grid),
+        "position_ids": vision_function("get_vision_position_ids")(grid, 2),
+        "cu_seqlens": vision_function("get_vision_cu_seqlens")(grid),
     }
     if family == "qwen3_vl":
-        metadata["interp_indices"], metadata["interp_weights"] = (
-            vision_utils.get_vision_interpolation_indices_and_weights(
-                grid,
-                num_grid_per_side=tower.num_grid_per_side,
-                mode=tower.interpolation_mode,
-                align_corners=True,
-                spatial_merge_size=2,
-            )
+        metadata["interp_indices"], metadata["interp_weights"] = vision_function(
+            "get_vision_interpolation_indices_and_weights"
+        )(
+            grid,
+            num_grid_per_side=tower.num_grid_per_side,
+            mode=tower.interpolation_mode,
+            align_corners=True,
+            spatial_merge_size=2,
         )
     expected = outputs_of(tower(pixels, grid_thw=grid))
     hf_vit_accel.patch(model)
@@ -253,6 +253,6 @@ def test_gradients_of_pixels_in_another_shape(towers: tuple[Any, Any]) -> None:
         inputs = inputs_for(model)
         pixels = inputs["hidden_states"].requires_grad_()
         output = model(pixels.view(2 * len(pixels), -1), grid_thw=inputs["grid_thw"])
-        output.pooler_output.square().sum().backward()
+        merged_of(output).square().sum().backward()
         gradients_by_model.append([pixels.grad, model.blocks[0].attn.qkv.weight.grad])
     assert_close(*gradients_by_model)

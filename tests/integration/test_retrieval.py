@@ -63,6 +63,8 @@ def pages(model: nn.Module, family: str, *, padded: bool) -> dict[str, torch.Ten
     longest = max(prompt["input_ids"].shape[1] for prompt in prompts)
     batch = {}
     for name, value in {"input_ids": 2, "attention_mask": 0, "mm_token_type_ids": 0}.items():
+        if name not in prompts[0]:  # transformers before 5.3 takes no types of tokens
+            continue
         rows = [
             nn.functional.pad(prompt[name], (longest - prompt[name].shape[1], 0), value=value) for prompt in prompts
         ]
@@ -77,7 +79,7 @@ def pages(model: nn.Module, family: str, *, padded: bool) -> dict[str, torch.Ten
 def embed(model: nn.Module, family: str, *, padded: bool) -> torch.Tensor:
     inputs = pages(model, family, padded=padded)
     if type(model).__name__ == "ColQwen2ForRetrieval":
-        del inputs["mm_token_type_ids"]
+        inputs.pop("mm_token_type_ids", None)
     with torch.no_grad():
         output = model(**inputs)
     if isinstance(output, torch.Tensor):

@@ -15,7 +15,7 @@ import torch
 from tiny import randomise
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
@@ -26,7 +26,7 @@ Output = Tensor | tuple[Tensor, list[Tensor]] | ModelOutput
 MakeNorm = Callable[[int], nn.Module]
 
 
-class CopiedConfig(PreTrainedConfig):
+class CopiedConfig(PretrainedConfig):
     """The config of all copies, of a class that transformers does not have."""
 
     model_type = "copied_vision"

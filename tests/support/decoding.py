@@ -13,6 +13,7 @@ from torch import Tensor
 import hf_vit_accel
 from hf_vit_accel.model import decoding
 from hf_vit_accel.model import steps as steps_module
+from hf_vit_accel.model.step import CACHE
 from hf_vit_accel.model.steps import Steps, steps_of
 from support.recorded_ops import OperationRecorder
 
@@ -64,8 +65,8 @@ def assert_equal_outputs(ours: Any, stock: Any) -> None:
     for name in ("logits", "scores"):
         for tensor, exact in zip(ours.get(name) or (), stock.get(name) or (), strict=True):
             torch.testing.assert_close(tensor, exact, atol=1e-4, rtol=1e-4)
-    if stock.get("past_key_values") is not None:
-        assert_equal_caches(ours.past_key_values, stock.past_key_values)
+    if stock.get(CACHE) is not None:
+        assert_equal_caches(ours[CACHE], stock[CACHE])
 
 
 def assert_equal_caches(ours: Any, stock: Any) -> None:

@@ -18,6 +18,8 @@ from transformers import (
     WatermarkingConfig,
 )
 
+from hf_vit_accel.model.step import CACHE
+
 Outcome = Literal["served", "stock", "dropped", "raises", "none"]
 
 
@@ -92,7 +94,7 @@ ARGUMENTS = (
         ("past_key_values",),
         "served",
         "a `DynamicCache`, which ends as stock's; any other cache is stock's",
-        (dict(make_past_key_values=DynamicCache),),
+        ({f"make_{CACHE}": DynamicCache},),
     ),
     _served("temperature", calls=(dict(do_sample=True, temperature=1.7),)),
     _served("top_k", calls=(dict(do_sample=True, top_k=7),)),

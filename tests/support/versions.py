@@ -35,6 +35,15 @@ def build(family: Family, module: str, name: str) -> Tower:
     return tiny_tower(family, module, name)
 
 
+def vision_function(name: str) -> Callable[..., torch.Tensor]:
+    """Return a function of transformers that computes metadata; skip the test where transformers lacks it."""
+    module = pytest.importorskip("transformers.vision_utils", reason="this transformers has no module vision_utils")
+    if not hasattr(module, name):
+        pytest.skip(f"this transformers has no function {name}")
+    function: Callable[..., torch.Tensor] = getattr(module, name)
+    return function
+
+
 def verdict(tower: Tower) -> str:
     """Return "fast" if all calls since `patch` were, else the reason why they were not."""
     [status] = hf_vit_accel.status(tower).towers

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.saved import Saved, save
-from tiny import GRIDS, TINY, assert_close, left_padded, pixels_for, run_tower, tower_of
+from tiny import GRIDS, TINY, assert_close, left_padded, merged_of, outputs_of, pixels_for, run_tower, tower_of
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -105,7 +105,7 @@ def test_dropout_is_stock(saved: Saved) -> None:
             torch.manual_seed(0)
             with torch.set_grad_enabled(grad):
                 pixels = pixels_for(tower, GRIDS["image"])
-                outputs.append(tower(pixels, grid_thw=torch.tensor(GRIDS["image"])).last_hidden_state)
+                outputs.append(outputs_of(tower(pixels, grid_thw=torch.tensor(GRIDS["image"])))[0])
     assert_close(outputs[2:], outputs[:2])
 
 
@@ -145,7 +145,7 @@ def test_attentions_of_an_eager_model_are_returned(saved: Saved) -> None:
         expected = tower(pixels, grid_thw=grid).attentions
         tower.config.output_attentions = False
         hf_vit_accel.patch(model)
-        assert_close([tower(pixels, grid_thw=grid).pooler_output], [stock.pooler_output])
+        assert_close([merged_of(tower(pixels, grid_thw=grid))], [merged_of(stock)])
         assert state_of(tower).fast_calls == 1
         tower.config.output_attentions = True
         attentions = tower(pixels, grid_thw=grid).attentions

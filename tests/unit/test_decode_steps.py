@@ -253,6 +253,7 @@ def test_a_window_that_fills_up_lets_stock_go_on() -> None:
 STOCK = {
     "qwen4_exp": "cache layers of class DynamicIndexedLayer",
     "glm5_next": "cache layers of class DynamicIndexedLayer",
+    "hy_v4_vl": "cache layers of class DynamicIndexedLayer",
     "hyperclovax_vision_v2": "the model computes positions in every step itself",
     "exaone4_5": "the model computes positions in every step itself",
 }

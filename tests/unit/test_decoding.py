@@ -23,6 +23,7 @@ from transformers.generation.streamers import BaseStreamer
 import hf_vit_accel
 from hf_vit_accel import graphed_decoding
 from hf_vit_accel.model import decoding
+from hf_vit_accel.model.step import CACHE
 
 ALL_OUTPUTS: dict[str, Any] = dict(return_dict_in_generate=True, output_scores=True, output_logits=True)
 NO_PICTURES = dict(suppress_tokens=[tiny.IMAGE, tiny.VIDEO, tiny.START, tiny.END])
@@ -101,7 +102,7 @@ def test_a_conversation_goes_on_in_the_cache_that_a_call_returned(model: Any) ->
     for way, cache in caches.items():
         custom_generate = graphed_decoding if way == "ours" else None
         turn = model.generate(
-            **inputs, past_key_values=cache, max_new_tokens=9, custom_generate=custom_generate, **NO_PICTURES
+            **inputs, **{CACHE: cache}, max_new_tokens=9, custom_generate=custom_generate, **NO_PICTURES
         )
         for words in ([[7, 8, 9]], [[11]]):
             ids = torch.cat([turn, torch.tensor(words)], 1)
@@ -112,7 +113,7 @@ def test_a_conversation_goes_on_in_the_cache_that_a_call_returned(model: Any) ->
                 ids,
                 attention_mask=torch.ones_like(ids),
                 mm_token_type_ids=types,
-                past_key_values=cache,
+                **{CACHE: cache},
                 max_new_tokens=12,
                 custom_generate=custom_generate,
                 **NO_PICTURES,
@@ -223,7 +224,7 @@ def test_stock_decodes_a_call_without_a_static_step(model: Any) -> None:
     inputs = text([5, 6, 7])
     called = []
     both(model, inputs, max_new_tokens=5)
-    both(model, inputs, max_new_tokens=12, make_past_key_values=lambda: make_static_cache(model))
+    both(model, inputs, max_new_tokens=12, **{f"make_{CACHE}": lambda: make_static_cache(model)})
     model.train()
     both(model, inputs, max_new_tokens=12)
     model.eval()
@@ -262,13 +263,13 @@ def test_modes_of_autograd_may_change_between_calls(model: Any, mode: Any) -> No
 
 @both_ways
 def test_autocast_keeps_its_steps_to_itself(model: Any) -> None:
-    """Keys and values of several dtypes have no static cache. Calls without autocast have one before and after."""
+    """Keys and values of several dtypes have no static cache: those of some versions under autocast."""
     for _ in range(2):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             both(model, text([5, 6]), max_new_tokens=12)
         both(model, text([5, 6]), max_new_tokens=12)
     counts = counts_of(model)
-    assert counts.static_calls == 2 and list(counts.reasons.values()) == [2]
+    assert (counts.static_calls, list(counts.reasons.values())) in ((2, [2]), (4, []))
 
 
 @both_ways
@@ -326,7 +327,7 @@ def test_an_error_of_the_user_leaves_the_cache_and_later_calls_right(model: Any)
         with pytest.raises(KeyError, match="the user's"):
             model.generate(
                 **text([5, 6, 7]),
-                past_key_values=cache,
+                **{CACHE: cache},
                 logits_processor=LogitsProcessorList([Fail()]),
                 custom_generate=custom_generate,
                 max_new_tokens=20,

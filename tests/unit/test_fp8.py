@@ -24,7 +24,7 @@ from support.cpu_graphs import SMALL, Recorder, status_of
 from support.fp8 import GraphOnCpu, graph_on_cpu, quantize_on_cpu, run_fp8_on_cpu
 from support.graphs import draw_grid, patch
 from support.towers import both_towers
-from tiny import TINY, all_equal, largest_error, outputs_of, pixels_for, relative_error, run_tower, tower_of
+from tiny import TINY, all_equal, largest_error, merged_of, outputs_of, pixels_for, relative_error, run_tower, tower_of
 
 import hf_vit_accel
 from hf_vit_accel import BackendUnavailableError, FallbackError, FlexConfig, Fp8Config, GraphConfig
@@ -124,14 +124,14 @@ def test_an_image_that_is_not_finite_spoils_no_other(fp8_on_cpu: None, model: An
     pixels = pixels_for(tower, grid)
     pixels[3] = float("nan")
     with torch.no_grad():
-        merged = outputs_of(tower(pixels, grid_thw=torch.tensor(grid)))[1]
+        merged = merged_of(tower(pixels, grid_thw=torch.tensor(grid)))
     alone = run_tower_on(tower, pixels[64:], grid[1:])
     assert merged[:16].isnan().any() and relative_error(merged[16:], alone) < 0.02
 
 
 def run_tower_on(tower: Any, pixels: torch.Tensor, grid: list[tuple[int, int, int]]) -> torch.Tensor:
     with torch.no_grad():
-        return outputs_of(tower(pixels, grid_thw=torch.tensor(grid)))[1]
+        return merged_of(tower(pixels, grid_thw=torch.tensor(grid)))
 
 
 def test_outliers_outside_the_sample_of_rows(fp8_on_cpu: None) -> None:

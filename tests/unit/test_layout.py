@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from transformers import vision_utils
+from support.versions import vision_function
 
 from hf_vit_accel.layout import Geometry, Segments, build, to_device
 from hf_vit_accel.machine import LRU
@@ -45,12 +45,12 @@ def examples(test):
 def test_segments_and_positions(grid) -> None:
     metadata = build(tuple(grid), Geometry(merge=MERGE))
     grid_thw = torch.tensor(grid)
-    offsets = vision_utils.get_vision_cu_seqlens(grid_thw)
+    offsets = vision_function("get_vision_cu_seqlens")(grid_thw)
     assert torch.equal(torch.from_numpy(metadata.full.cu_seqlens_S1), offsets) and offsets.dtype == torch.int32
     assert metadata.full.cu_seqlens_S1.dtype == np.int32
     assert metadata.full.max_seqlen == int((offsets[1:] - offsets[:-1]).max())
     assert (metadata.full.count, metadata.full.rows) == (len(offsets) - 1, int(offsets[-1]))
-    positions = vision_utils.get_vision_position_ids(grid_thw, MERGE)
+    positions = vision_function("get_vision_position_ids")(grid_thw, MERGE)
     assert torch.equal(torch.from_numpy(metadata.position_ids_T2).long(), positions)
     assert (metadata.rows, metadata.merged) == (len(positions), len(positions) // MERGE**2)
     assert metadata.window is None and metadata.interp_indices_TK is None
@@ -63,7 +63,7 @@ def test_segments_and_positions(grid) -> None:
 @pytest.mark.parametrize(("window_size", "patch"), [(112, 14), (32, 4), (24, 4)])
 def test_windows(grid, window_size, patch) -> None:
     metadata = build(tuple(grid), Geometry(merge=MERGE, window=window_size // MERGE // patch))
-    index, offsets = vision_utils.get_vision_window_index(torch.tensor(grid), MERGE, window_size, patch)
+    index, offsets = vision_function("get_vision_window_index")(torch.tensor(grid), MERGE, window_size, patch)
     assert torch.equal(torch.from_numpy(metadata.window_index_M), index)
     assert torch.equal(torch.from_numpy(metadata.inverse_index_M), torch.argsort(index))
     assert torch.equal(torch.from_numpy(metadata.window.cu_seqlens_S1), offsets)
@@ -77,7 +77,7 @@ def test_windows(grid, window_size, patch) -> None:
 @pytest.mark.parametrize("side", [48, 6, 1])
 def test_interpolation(grid, side) -> None:
     metadata = build(tuple(grid), Geometry(merge=MERGE, table=side))
-    indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
+    indices, weights = vision_function("get_vision_interpolation_indices_and_weights")(
         torch.tensor(grid), side, align_corners=True, spatial_merge_size=MERGE
     )
     assert torch.equal(torch.from_numpy(metadata.interp_indices_TK).long(), indices)
@@ -93,12 +93,12 @@ def test_other_interpolations(grid, align_corners, taps) -> None:
     geometry = Geometry(merge=1, table=7, taps=taps, align_corners=align_corners, clips=True)
     metadata = build(tuple(grid), geometry)
     mode = "bilinear" if taps == 2 else "bicubic"
-    indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
+    indices, weights = vision_function("get_vision_interpolation_indices_and_weights")(
         torch.tensor(grid), 7, mode=mode, align_corners=align_corners, spatial_merge_size=1
     )
     assert torch.equal(torch.from_numpy(metadata.interp_indices_TK).long(), indices)
     assert torch.equal(torch.from_numpy(metadata.interp_weights_TK), weights), "bit for bit"
-    offsets = vision_utils.get_vision_cu_seqlens(torch.tensor(grid), merge_temporal=True)
+    offsets = vision_function("get_vision_cu_seqlens")(torch.tensor(grid), merge_temporal=True)
     assert torch.equal(torch.from_numpy(metadata.full.cu_seqlens_S1), offsets)
 
 
@@ -109,7 +109,7 @@ def test_other_merge_sizes(merge, sizes) -> None:
     metadata = build(tuple(grid), Geometry(merge=merge))
     assert torch.equal(
         torch.from_numpy(metadata.position_ids_T2).long(),
-        vision_utils.get_vision_position_ids(torch.tensor(grid), merge),
+        vision_function("get_vision_position_ids")(torch.tensor(grid), merge),
     )
 
 

@@ -18,6 +18,7 @@ from tiny import (
     TINY,
     assert_close,
     largest_error,
+    merged_of,
     outputs_of,
     pixels_for,
     run_tower,
@@ -314,7 +315,7 @@ def test_fused_optimizers_step_as_on_stock(references: list[str]) -> None:
             run_tower(tower_of(model), GRID)
             pixels = pixels_for(tower_of(model), GRIDS["image"])
             grid = torch.tensor(GRIDS["image"])
-            loss = tower_of(model)(pixels, grid_thw=grid).pooler_output.square().mean()
+            loss = merged_of(tower_of(model)(pixels, grid_thw=grid)).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

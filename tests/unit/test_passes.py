@@ -24,6 +24,8 @@ from tiny import (
     assert_close,
     checkpoint_layers,
     largest_error,
+    merged_of,
+    outputs_of,
     pixels_for,
     relative_error,
     run_tower,
@@ -267,7 +269,7 @@ def other_parameters(tower: Any) -> list[torch.Tensor]:
     """Return gradients of weights that modules hold during the forward alone; some have none."""
     new = {name: torch.nn.Parameter(p.detach() * 1.1, "norm" in name) for name, p in tower.named_parameters()}
     inputs = pixels_for(tower, GRIDS[1]), torch.tensor(GRIDS[1])
-    torch.func.functional_call(tower, new, inputs).pooler_output.square().sum().backward()
+    merged_of(torch.func.functional_call(tower, new, inputs)).square().sum().backward()
     return [weight.grad for weight in new.values() if weight.requires_grad]
 
 
@@ -277,14 +279,14 @@ def assigned(tower: Any) -> list[torch.Tensor]:
     loss: Any = 0
     for weights in sets:
         tower.load_state_dict(weights, assign=True)
-        loss = loss + hold(tower, GRIDS[1])[1].square().sum()
+        loss = loss + hold(tower, GRIDS[1])[-1].square().sum()
     loss.backward()
     return [weight.grad for weights in sets for weight in weights.values()]
 
 
 def data_swapped(tower: Any) -> list[torch.Tensor]:
     """Return gradients of weights whose memory is exchanged before the backward; stock saves Linears' operands."""
-    loss = hold(tower, GRIDS[1])[1].square().sum()
+    loss = hold(tower, GRIDS[1])[-1].square().sum()
     for module in tower.modules():
         if isinstance(module, torch.nn.Linear):
             module.weight.data = module.weight.data * 1.5
@@ -294,7 +296,7 @@ def data_swapped(tower: Any) -> list[torch.Tensor]:
 
 def put_back(tower: Any) -> list[torch.Tensor]:
     """Return gradients by a backward that finds other weights, which stay."""
-    loss = hold(tower, GRIDS[1])[1].square().sum()
+    loss = hold(tower, GRIDS[1])[-1].square().sum()
     first = dict(tower.named_parameters())
     tower.load_state_dict({name: 2 * x for name, x in tower.state_dict().items()}, assign=True)
     now = dict(tower.named_parameters())
@@ -305,7 +307,7 @@ def put_back(tower: Any) -> list[torch.Tensor]:
 
 def removed(tower: Any) -> list[torch.Tensor]:
     """Return gradients by a backward after a weight was removed."""
-    loss = hold(tower, GRIDS[1])[1].square().sum()
+    loss = hold(tower, GRIDS[1])[-1].square().sum()
     first = dict(tower.named_parameters())
     del tower.blocks[0].attn.proj.weight
     loss.backward()
@@ -315,7 +317,7 @@ def removed(tower: Any) -> list[torch.Tensor]:
 
 def frozen_meanwhile(tower: Any) -> list[torch.Tensor]:
     """Return gradients by two backwards, the first while a part is frozen."""
-    loss = hold(tower, GRIDS[1])[1].square().sum()
+    loss = hold(tower, GRIDS[1])[-1].square().sum()
     tower.blocks[0].requires_grad_(False)
     loss.backward(retain_graph=True)
     tower.blocks[0].requires_grad_(True)
@@ -337,7 +339,7 @@ def test_two_threads_run_passes_again_at_once() -> None:
     parameters = dict(tower.named_parameters())
 
     def step() -> None:
-        hold(tower, GRIDS[1])[1].square().sum().backward()
+        hold(tower, GRIDS[1])[-1].square().sum().backward()
 
     step()
     expected = [2 * parameter.grad for parameter in parameters.values()]
@@ -361,7 +363,7 @@ def test_an_adapter_that_is_switched_before_its_passes_run_again_raises() -> Non
     tower.merger.requires_grad_(True)
 
     def loss() -> torch.Tensor:
-        return hold(tower, GRIDS[1])[1].square().sum()
+        return hold(tower, GRIDS[1])[-1].square().sum()
 
     with model.disable_adapter():
         without = loss()
@@ -376,7 +378,7 @@ def test_an_adapter_that_is_rescaled_before_its_passes_run_again_raises() -> Non
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(TINY["qwen2_5_vl"].build(), peft.LoraConfig(target_modules=["qkv", "proj"], r=2))
     tower = tower_of(hf_vit_accel.patch(model, max_rows=50))
-    loss = hold(tower, GRIDS[1])[1].square().sum()
+    loss = hold(tower, GRIDS[1])[-1].square().sum()
     for module in tower.modules():
         if isinstance(module, peft.tuners.lora.LoraLayer):
             module.scale_layer(2.0)
@@ -387,7 +389,7 @@ def test_an_adapter_that_is_rescaled_before_its_passes_run_again_raises() -> Non
 def test_a_weight_that_is_modified_before_its_passes_run_again_raises() -> None:
     """Raise like stock, which saves the weight for the gradient."""
     tower = hf_vit_accel.patch(tower_of(TINY["qwen2_5_vl"].build()), max_rows=50)
-    loss = hold(tower, GRIDS[1])[1].square().sum()
+    loss = hold(tower, GRIDS[1])[-1].square().sum()
     with torch.no_grad():
         tower.blocks[0].attn.proj.weight.mul_(1.5)
     with pytest.raises(RuntimeError, match="modified in place since its forward"):
@@ -396,7 +398,7 @@ def test_a_weight_that_is_modified_before_its_passes_run_again_raises() -> None:
 
 def hold(tower: Any, grid: Grid) -> list[torch.Tensor]:
     output = tower(pixels_for(tower, grid), grid_thw=torch.tensor(grid))
-    return [output.last_hidden_state, output.pooler_output, *(output.get("deepstack_features") or ())]
+    return outputs_of(output)
 
 
 def test_fused_and_replayed_passes(references: list[str], on_cpu: type[Recorder]) -> None:
@@ -445,7 +447,7 @@ def test_nothing_but_the_outputs_is_larger_than_a_pass(family: str, monkeypatch:
     grid_thw = torch.tensor(grid)
     with torch.no_grad(), Made() as result:
         outputs = tower(pixels, grid_thw=grid_thw)
-    assert len(outputs.last_hidden_state) == 960 and 96 <= result.rows <= 3 * 96, "queries, keys and values of a pass"
+    assert len(merged_of(outputs)) == 240 and 96 <= result.rows <= 3 * 96, "queries, keys and values of a pass"
     assert laid_out == [96], "one route for all"
 
 
@@ -593,7 +595,7 @@ def test_memory_that_runs_out_halves_passes_once(monkeypatch: pytest.MonkeyPatch
         tried = tight(small, 64)
         for _ in range(2):
             actual = tower(pixels, grid_thw=grid_thw)
-            assert relative_error(actual.pooler_output, expected.pooler_output) < 1e-5
+            assert relative_error(merged_of(actual), merged_of(expected)) < 1e-5
     assert tried == [96, 48, 48, 48, 48] + [48] * 4
     words = " with gradients" if grad else ""
     assert status_of(tower).passes == f"2 calls in 8 passes, at most 50 rows{words} since memory ran out"
@@ -613,12 +615,12 @@ def test_memory_that_runs_out_in_a_backward_pass_is_raised(monkeypatch: pytest.M
 
     def step() -> torch.Tensor:
         tower.zero_grad()
-        tower(pixels, grid_thw=grid_thw).pooler_output.square().sum().backward()
+        merged_of(tower(pixels, grid_thw=grid_thw)).square().sum().backward()
         return tower.blocks[1].mlp.fc1.weight.grad
 
     expected = step()
     hf_vit_accel.patch(tower, max_rows=40, strict=True)
-    output = tower(pixels, grid_thw=grid_thw).pooler_output
+    output = merged_of(tower(pixels, grid_thw=grid_thw))
     with monkeypatch.context() as small:
         tried = tight(small, 10)
         with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
@@ -698,7 +700,7 @@ def test_layers_that_fsdp_shards_are_not_run_in_passes(tmp_path: Path) -> None:
             fully_shard(block, mesh=mesh)
         hf_vit_accel.patch(tower, max_rows=40)
         output = tower(pixels_for(tower, VIDEO), grid_thw=torch.tensor(VIDEO))
-        assert len(output.last_hidden_state) == rows_of(VIDEO) and status_of(tower).passes is None
+        assert len(merged_of(output)) == rows_of(VIDEO) // 4 and status_of(tower).passes is None
         assert status_of(tower).calls == 1
         assert status_of(tower).fallbacks == {"not cut by max_rows: FSDP2 gathers weights at each pass": 1}
     finally:

@@ -383,7 +383,7 @@ def test_gradients_are_those_of_stock(tower: nn.Module, pixels: bool) -> None:
 def test_batched_gradients_equal_those_taken_one_by_one(tower: nn.Module) -> None:
     bias = tower.blocks[0].attn.qkv.bias.requires_grad_()
     hf_vit_accel.patch(tower, reuse=True, strict=True)
-    column = call(tower, [item(tower, (1, 4, 4)), item(tower, (1, 4, 4)), item(tower, (1, 4, 4), 1)])[1][:, 0]
+    column = call(tower, [item(tower, (1, 4, 4)), item(tower, (1, 4, 4)), item(tower, (1, 4, 4), 1)])[-1][:, 0]
     directions = torch.eye(len(column))
     (batched,) = torch.autograd.grad(column, bias, directions, is_grads_batched=True, retain_graph=True)
     for direction, row in zip(directions, batched, strict=True):
@@ -465,9 +465,9 @@ def test_features_of_inference_mode_serve_gradients_later(tower: nn.Module) -> N
         assert all(x.is_inference() for x in expected)
     outputs = call(tower, items)  # gradients are recorded, the tower is frozen
     assert counts(tower) == (4, 2, 2) and not any(x.is_inference() or x.requires_grad for x in outputs)
-    head = nn.Linear(outputs[1].shape[1], 3)
-    head(outputs[1]).sum().backward()
-    assert_close([head.weight.grad], [expected[1].sum(0).expand(3, -1)])
+    head = nn.Linear(outputs[-1].shape[-1], 3)
+    head(outputs[-1]).sum().backward()
+    assert_close([head.weight.grad], [expected[-1].sum(0).expand(3, -1)])
 
 
 def test_the_least_recently_used_go(tower: nn.Module) -> None:
@@ -653,7 +653,7 @@ def test_third_party_modules_are_not_trusted(tower: nn.Module, adapter: str) -> 
         assert same(call(tower, items), call(tower, items)) and counts(tower) == (4, 2, 0)
         assert [why for why in state_of(tower).fallbacks if "might act otherwise at a later call" in why]
         tower.train()
-        assert not torch.equal(*call(tower, items)[1].chunk(2)), "two copies are dropped out differently"
+        assert not torch.equal(*call(tower, items)[-1].chunk(2)), "two copies are dropped out differently"
         assert counts(tower) == (4, 2, 0)
         assert [why for why in state_of(tower).fallbacks if "may be random in training" in why]
         hf_vit_accel.patch(tower, reuse=True, strict=True)

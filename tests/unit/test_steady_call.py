@@ -68,7 +68,9 @@ def test_a_steady_call_enters_few_functions_of_few_files(
         functions = entered(lambda: tower(pixels, grid_thw=grid))
         calls_between_files = entries(lambda: tower(pixels, grid_thw=grid))
     wrapper = ("/machine.py", "call")  # marks the failures of an operation
-    steady = [key for key in functions if not is_of_operations(key[0]) and key[:2] != wrapper]
+    steady = [
+        key for key in functions if not is_of_operations(key[0]) and key[:2] != wrapper and key[0] != "/versions.py"
+    ]
     listing = "\n".join(str(key) for key in sorted(steady))
     assert len(steady) <= 25, listing
     assert len({file for file, _, _ in steady}) <= 9, listing

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from support.exactness import check_error_bound
-from tiny import FAMILIES, GRIDS, TINY, assert_close, pixels_for, relative_error, run_tower, tower_of
+from tiny import FAMILIES, GRIDS, TINY, assert_close, merged_of, pixels_for, relative_error, run_tower, tower_of
 from torch import nn
 
 import hf_vit_accel
@@ -109,7 +109,7 @@ def gradients_of(tower: nn.Module) -> torch.Tensor:
     """Return the gradients of all parameters in fp32, for pixels that are rounded to bf16."""
     grid = GRIDS["mixed"]
     pixels = pixels_for(tower, grid).bfloat16().to("cuda", tower.patch_embed.proj.weight.dtype)
-    tower(pixels, grid_thw=torch.tensor(grid, device="cuda")).pooler_output.float().square().mean().backward()
+    merged_of(tower(pixels, grid_thw=torch.tensor(grid, device="cuda"))).float().square().mean().backward()
     gradients = [parameter.grad for parameter in tower.parameters() if parameter.grad is not None]
     return torch.cat([gradient.float().flatten() for gradient in gradients])
 

@@ -84,7 +84,7 @@ def loss_of(outputs: Tensors, seed: int, uses: Callable[[int], bool] = bool) -> 
     terms = []
     for index, output in enumerate(outputs):
         weight = torch.randn(output.shape, generator=generator).to(output.device, output.dtype)
-        if uses(index):
+        if uses(index) or len(outputs) == 1:
             terms.append((output * weight).sum())
     return torch.stack(terms).sum()
 

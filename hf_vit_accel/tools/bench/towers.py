@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -56,8 +56,23 @@ _SHAPES: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "qwen2.5-omni-7b": ("Qwen2_5OmniVisionEncoderConfig", _QWEN2_5 | dict(out_hidden_size=3584)),
     "exaone-4.5": ("Exaone4_5_VisionConfig", _QWEN2_5 | dict(out_hidden_size=5120)),
 }
-_EXPORTED = frozenset(transformers.__all__)  # type: ignore[attr-defined]  # older versions lack some
-SHAPES = {model: shape for model, shape in _SHAPES.items() if shape[0] in _EXPORTED}
+
+
+def _config_class(name: str) -> Callable[..., object] | None:
+    """Return the class of a vision config by its name, also where transformers does not export it; None without one."""
+    for family in FAMILIES:
+        for module, _ in family.towers:
+            try:
+                configs = importlib.import_module(module.replace(".modeling_", ".configuration_"))
+            except ImportError:  # this transformers lacks the model
+                continue
+            if hasattr(configs, name):
+                kind: Callable[..., object] = getattr(configs, name)
+                return kind
+    return None
+
+
+SHAPES = {model: shape for model, shape in _SHAPES.items() if _config_class(shape[0]) is not None}
 """Name -> class of the vision config in transformers and its arguments, if the installed transformers has the class."""
 
 SIZES: Mapping[str, Grid] = {
@@ -113,7 +128,9 @@ def vision_config(model: str) -> Any:
     """
     if model in SHAPES:
         name, arguments = SHAPES[model]
-        return getattr(transformers, name)(**arguments)
+        kind = _config_class(name)
+        assert kind is not None
+        return kind(**arguments)
     try:
         # `from_pretrained` would ask the hub again and again for a repository that does not exist.
         is_repository = model.count("/") == 1 and has_file(model, "config.json")

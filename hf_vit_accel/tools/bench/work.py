@@ -61,8 +61,12 @@ def draw_batch(run: Run, grid: Grid, seed: int) -> Batch:
 def outputs_of(output: Any) -> list[Tensor]:
     """Return the features that a model takes: merged rows and deepstack features.
 
-    A tower that merges nothing gives its last rows instead.
+    A tower that merges nothing gives its last rows instead. A tower without an output class returns bare tensors.
     """
+    if isinstance(output, Tensor):
+        return [output]
+    if type(output) is tuple:
+        return [output[0], *output[1]]
     merged = output.last_hidden_state if output.pooler_output is None else output.pooler_output
     return [merged, *(output.get("deepstack_features") or [])]
 

@@ -1,0 +1,219 @@
+"""A tiny tower in the manner of dots.ocr's remote code: own classes, two attentions, pixels cast to bf16 by default.
+
+`T` packed patch rows, `E` width, `H` heads, `D` head dim, `M` merged tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from tiny import randomise
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PretrainedConfig, PreTrainedModel
+
+
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, _: Tensor, *lengths: int, causal: bool = False
+) -> Tensor:
+    """Attend within segments as the package flash_attn does: in half precision alone."""
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
+    rows = offsets.diff().tolist()
+    outs = []
+    for parts in zip(q.split(rows), k.split(rows), v.split(rows), strict=True):
+        out = functional.scaled_dot_product_attention(*(x.transpose(0, 1) for x in parts), is_causal=causal)
+        outs.append(out.transpose(0, 1))
+    return torch.cat(outs)
+
+
+class DotsVisionConfig(PretrainedConfig):
+    """The config; transformers has none of that type."""
+
+    model_type = "tiny_dots_vision"
+
+    def __init__(self, **kwargs: object) -> None:
+        self.embed_dim = 32
+        self.hidden_size = 24
+        self.intermediate_size = 44
+        self.num_hidden_layers = 5
+        self.num_attention_heads = 2
+        self.num_channels = 3
+        self.patch_size = 2
+        self.spatial_merge_size = 2
+        self.temporal_patch_size = kwargs.pop("temporal_patch_size", 1)
+        self.post_norm = kwargs.pop("post_norm", True)
+        self.attention = kwargs.pop("attention", "sdpa")
+        self.is_causal = kwargs.pop("is_causal", False)
+        self.bend = kwargs.pop("bend", 0.0)
+        super().__init__(**kwargs)
+
+
+class RMSNorm(nn.Module):
+    """Normalises in fp32, and rounds before it scales."""
+
+    def __init__(self, width: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * wide.square().mean(-1, keepdim=True).add(self.eps).rsqrt()).type_as(x) * self.weight
+
+
+class Frequencies(nn.Module):
+    """The angles of that many positions."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", 1e4 ** (-torch.arange(0, width, 2).float() / width), persistent=False)
+
+    def forward(self, seqlen: int) -> Tensor:
+        return torch.outer(torch.arange(seqlen).to(self.inv_freq), self.inv_freq)
+
+
+class PatchEmbed(nn.Module):
+    """Embeds the first frame of patches, and normalises."""
+
+    def __init__(self, config: DotsVisionConfig) -> None:
+        super().__init__()
+        self.shape = config.num_channels, config.temporal_patch_size, config.patch_size, config.patch_size
+        self.temporal_patch_size = config.temporal_patch_size
+        self.proj = nn.Conv2d(config.num_channels, config.embed_dim, config.patch_size, config.patch_size)
+        self.norm = RMSNorm(config.embed_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.proj(x.view(-1, *self.shape)[:, :, 0]).flatten(1))
+
+
+class Preprocessor(nn.Module):
+    """Holds the embedding."""
+
+    def __init__(self, config: DotsVisionConfig) -> None:
+        super().__init__()
+        self.patchifier = PatchEmbed(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.patchifier(x)
+
+
+def rotate(x_THD: Tensor, angles: Tensor) -> Tensor:
+    """Rotate halves of heads, in fp32."""
+    cos, sin = (function(angles).repeat(1, 2)[:, None].float() for function in (torch.cos, torch.sin))
+    first, second = x_THD.float().chunk(2, -1)
+    return (x_THD.float() * cos + torch.cat((-second, first), -1) * sin).type_as(x_THD)
+
+
+class Attention(nn.Module):
+    """Attends within frames, by a mask or by FlashAttention."""
+
+    def __init__(self, config: DotsVisionConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.num_heads = config.num_attention_heads
+        self.qkv = nn.Linear(config.embed_dim, 3 * config.embed_dim, bias=False)
+        self.proj = nn.Linear(config.embed_dim, config.embed_dim, bias=False)
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor, rotary_pos_emb: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(len(x), 3, self.num_heads, -1).unbind(1)
+        q = rotate(q, rotary_pos_emb)
+        k = rotate(k, rotary_pos_emb)
+        if self.config.attention == "flash_attention_2":
+            longest = int(cu_seqlens.diff().max())
+            causal = self.config.is_causal
+            out = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, longest, longest, causal=causal)
+        else:
+            frames = torch.repeat_interleave(torch.arange(len(cu_seqlens) - 1).to(cu_seqlens), cu_seqlens.diff())
+            mask = frames[:, None] == frames
+            out = functional.scaled_dot_product_attention(*(y.transpose(0, 1) for y in (q, k, v)), attn_mask=mask)
+            out = out.transpose(0, 1)
+        return self.proj(out.flatten(1))
+
+
+class SwiGLU(nn.Module):
+    """The MLP, whose activation is a function."""
+
+    def __init__(self, config: DotsVisionConfig) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(config.embed_dim, config.intermediate_size, bias=False)
+        self.fc2 = nn.Linear(config.intermediate_size, config.embed_dim, bias=False)
+        self.fc3 = nn.Linear(config.embed_dim, config.intermediate_size, bias=False)
+        self.bend = config.bend
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.fc1(x)
+        return self.fc2((functional.silu(gate) + self.bend * gate) * self.fc3(x))
+
+
+class Block(nn.Module):
+    """A layer."""
+
+    def __init__(self, config: DotsVisionConfig) -> None:
+        super().__init__()
+        self.attn = Attention(config)
+        self.norm1 = RMSNorm(config.embed_dim)
+        self.mlp = SwiGLU(config)
+        self.norm2 = RMSNorm(config.embed_dim)
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor, rotary_pos_emb: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x), cu_seqlens, rotary_pos_emb)
+        return x + self.mlp(self.norm2(x))
+
+
+class PatchMerger(nn.Module):
+    """Makes one feature of every merge block."""
+
+    def __init__(self, config: DotsVisionConfig) -> None:
+        super().__init__()
+        self.hidden_size = config.embed_dim * config.spatial_merge_size**2
+        self.ln_q = nn.LayerNorm(config.embed_dim, eps=1e-6)
+        first = nn.Linear(self.hidden_size, self.hidden_size)
+        self.mlp = nn.Sequential(first, nn.GELU(), nn.Linear(self.hidden_size, config.hidden_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(self.ln_q(x).view(-1, self.hidden_size))
+
+
+class DotsVisionTransformer(PreTrainedModel):
+    """The tower, whose class has the name of the remote one."""
+
+    config_class = DotsVisionConfig
+
+    def __init__(self, config: DotsVisionConfig) -> None:
+        super().__init__(config)
+        self.spatial_merge_size = config.spatial_merge_size
+        self.patch_embed = Preprocessor(config)
+        self.rotary_pos_emb = Frequencies(config.embed_dim // config.num_attention_heads // 2)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        if config.post_norm:
+            self.post_trunk_norm = RMSNorm(config.embed_dim)
+        self.merger = PatchMerger(config)
+
+    def angles(self, grid_thw: Tensor) -> Tensor:
+        """Return the angles of all rows, merge block by merge block."""
+        merge = self.spatial_merge_size
+        positions = []
+        for t, h, w in grid_thw.tolist():
+            rows, columns = (x.flatten() for x in torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij"))
+            both = torch.stack((rows, columns), -1).view(h // merge, merge, w // merge, merge, 2)
+            positions.append(both.transpose(1, 2).reshape(-1, 2).repeat(t, 1))
+        table = self.rotary_pos_emb(int(grid_thw[:, 1:].max()))
+        return table[torch.cat(positions).to(table.device)].flatten(1)
+
+    def forward(self, hidden_states: Tensor, grid_thw: Tensor, bf16: bool = True) -> Tensor:
+        if bf16:
+            hidden_states = hidden_states.bfloat16()
+        x = self.patch_embed(hidden_states)
+        angles = self.angles(grid_thw)
+        lengths = torch.repeat_interleave(grid_thw[:, 1] * grid_thw[:, 2], grid_thw[:, 0])
+        cu_seqlens = functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        for block in self.blocks:
+            x = block(x, cu_seqlens, angles)
+        if self.config.post_norm:
+            x = self.post_trunk_norm(x)
+        return self.merger(x)
+
+
+def build(dtype: torch.dtype = torch.bfloat16, **fields: object) -> DotsVisionTransformer:
+    """Build a tower with random weights, none of them trivial."""
+    return randomise(DotsVisionTransformer(DotsVisionConfig(**fields)).eval()).to(dtype)

@@ -1,0 +1,155 @@
+"""Tests that this version of transformers cannot run, since it lacks what they speak of. Each group has a reason.
+
+`conftest.py` skips them. Versions are told apart by what they have, not by their numbers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from dataclasses import dataclass
+from importlib.metadata import version
+from types import ModuleType
+
+import transformers
+from packaging.version import Version
+from transformers.distributed import DistributedConfig
+from transformers.models.qwen2_vl import modeling_qwen2_vl
+
+
+@dataclass(frozen=True)
+class Lack:
+    """Tests that need something of transformers.
+
+    Args:
+        reason: What this transformers lacks.
+        is_lacking: Whether it does.
+        tests: Parts of the names of tests, with their files.
+    """
+
+    reason: str
+    is_lacking: bool
+    tests: tuple[str, ...]
+
+
+def _asks_for_another_peft() -> bool:
+    """Return whether transformers refuses to load adapters with the installed PEFT."""
+    if importlib.util.find_spec("peft") is None:
+        return False
+    oldest = getattr(importlib.import_module("transformers.integrations.peft"), "MIN_PEFT_VERSION", "0")
+    return Version(version("peft")) < Version(oldest)
+
+
+def _vision_utils() -> ModuleType | None:
+    """Return the module that computes metadata; None before there was one."""
+    name = "transformers.vision_utils"
+    return None if importlib.util.find_spec(name) is None else importlib.import_module(name)
+
+
+_POSITIONS = inspect.signature(modeling_qwen2_vl.Qwen2VLModel.get_rope_index).parameters
+_COMPOSITES = ("qwen3_omni_moe", "glm4v", "glm4v_moe", "glm46v", "paddleocr_vl", "qwen2_5_omni", "video_llama_3")
+_COMPOSITES_TESTS = ("test_loading_by_name_leaves_text_alone", "test_features_of_images_and_videos_equal_stock")
+
+LACKS = (
+    Lack(
+        "transformers before 5.3 knows no types of tokens: only towers are fast, and examples/ does not run",
+        "mm_token_type_ids" not in _POSITIONS,
+        (
+            "tests/examples/",
+            "unit/test_positions.py",
+            "unit/test_every_rank.py",
+            "unit/test_decode_steps.py",
+            "unit/test_decoding",
+            "test_python_of_the_docs_runs[docs/training.md]",
+        ),
+    ),
+    Lack(
+        "transformers before 5.3 has other fields in the configs of these models",
+        "mm_token_type_ids" not in _POSITIONS,
+        (
+            *(f"{test}[{name}" for test in _COMPOSITES_TESTS for name in (*_COMPOSITES, "glm_image")),
+            "test_a_tower_two_levels_down_by_name",
+            "test_every_family_has_a_composite",
+        ),
+    ),
+    Lack(
+        "transformers before 5.9 gives its towers no metadata, and waits for the device in every layer",
+        _vision_utils() is None,
+        (
+            "test_a_stock_tower_under_our_name_is_right_without_plans",
+            "test_offsets_without_a_plan_are_planned_once",
+            "test_a_call_that_is_too_long_for_a_backend_goes_to_the_next",
+        ),
+    ),
+    Lack(
+        "transformers before 5.15: other metadata, caches and placeholders; PaddleOCR-VL is stock under autocast",
+        not hasattr(_vision_utils(), "get_vision_attention_seqlens"),
+        (
+            "test_compiled_blocks_are_whole_graphs",
+            "test_text_models_of_every_family[replayed-qwen3_5",
+            "test_states_that_a_step_replaces_have_no_static_step",
+            "test_a_tower_of_frames_gets_one_row_a_frame",
+            "test_under_autocast_a_tower_is_as_stock[torch.bfloat16-PaddleOCRVisionTransformer",
+            "test_whatever_module_is_replaced_runs_itself[PaddleOCRVisionTransformer",
+        ),
+    ),
+    Lack(
+        "this transformers splits no tensors by a plan in DistributedConfig",
+        "tp_plan" not in inspect.signature(DistributedConfig).parameters,
+        ("test_tensor_parallelism_keeps_the_tokens",),
+    ),
+    Lack(
+        "transformers 4.57: towers return bare tensors, take no hidden states, and attend segment by segment",
+        not hasattr(transformers, "PreTrainedConfig"),
+        (
+            "test_the_readme_is_short_and_its_script_runs_as_it_stands",
+            "test_python_of_the_docs_runs",
+            "hooked]",
+            "test_a_backend_that_fails_in_a_capture_or_later",
+            "test_cell[`pipeline",
+            "test_a_checkpointed_head_on_a_frozen_tower_is_trained",
+            "test_layers_behind_frozen_embeddings_are_trained_under_reentrant_checkpoints",
+            "test_compiled_towers_are_one_call_for_every_layout",
+            "test_a_score_mod_in_layers_that_differ",
+            "test_a_tower_with_a_score_mod",
+            "test_calls_without_copies_are_encoded_as_they_are",
+            "test_known_items_are_not_encoded_again",
+            "test_the_least_recently_used_go[",
+            "test_steps_of_several_layouts",
+            "test_the_loss_may_use_other_outputs",
+            "test_jit_trace_goes_the_stock_way",
+            "[ColQwen2ForRetrieval",
+            "test_bytes_beyond_the_outputs_are_a_pass_whatever_the_length[qwen2_5_vl",
+            "test_beside_an_mlp_only_the_stream_its_norm_and_the_tables_are_held[qwen2_5_vl",
+            "test_flash_attention_2_of_torch",
+            "test_flash_attention_3_as_a_module_only",
+            "test_hooks_and_hidden_states_go_the_stock_way",
+            "test_steps_are_captured_when_their_layout_comes_often",
+            "test_attentions_of_an_eager_model_are_returned",
+            "test_gradients_add_up_once",
+            "test_a_frozen_tower_has_gradients_of_pixels_and_marked_outputs",
+        ),
+    ),
+    Lack(
+        "this transformers asks for a newer PEFT than the installed one",
+        _asks_for_another_peft(),
+        ("test_random_calls_give_the_outputs_of_stock",),
+    ),
+    Lack(
+        "Qwen3-VL before transformers 5.9 fails on images without rows, and reads unset memory by other merge sizes",
+        _vision_utils() is None,
+        (
+            "test_odd_input_is_replayed[qwen3_vl-padding rows in the grid]",
+            "test_any_attribute_may_change[qwen3_vl-True]",
+        ),
+    ),
+)
+"""Every group."""
+
+
+def reason_to_skip(name: str) -> str | None:
+    """Return what this transformers lacks for a test; None for a test that it can run."""
+    for lack in LACKS:
+        if lack.is_lacking and any(part in name for part in lack.tests):
+            return lack.reason
+    return None
