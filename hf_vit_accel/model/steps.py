@@ -48,7 +48,7 @@ def _is_idle(hook: object) -> bool:
 
     transformers' own for hidden states stays after a call that asked for them. Ours on a model only act on pictures.
     """
-    return isinstance(hook, OWN_HOOKS) or getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
+    return hook in OWN_HOOKS or getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
 
 def _reason_of_module(module: nn.Module) -> str | None:
