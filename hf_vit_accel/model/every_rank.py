@@ -215,4 +215,4 @@ def try_host_grids(model: Model, family: Family, merge: int) -> None:
     grid = torch.tensor([[1, merge, 2 * merge], [3, merge, merge]])
     pixels = torch.empty(5 * merge * merge, 4, device="meta")
     for method in (type(model).get_image_features, type(model).get_video_features):
-        method(model, pixels, grid, return_dict=True)
+        method(model, pixels, grid)

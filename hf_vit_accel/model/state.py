@@ -187,7 +187,7 @@ def _rope_index(model: Model, state: ModelState, arguments: Arguments) -> Result
         host = state.copies.on_host(arguments, parameters_of(stock))
         if state.code != code:
             state.code = code
-            state.numbers_images = numbers_images(model)
+            state.numbers_images = "mm_token_type_ids" in parameters_of(stock) and numbers_images(model)
         result = image_positions(host, model.config.vision_config.spatial_merge_size) if state.numbers_images else None
         result = to_device(result or stock(model, **host), arguments["input_ids"].device)
     except Exception as error:  # the same call on the device raises it again, or does not
