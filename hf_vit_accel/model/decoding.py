@@ -244,7 +244,7 @@ class _Loop:
             raise UnservedError(f"fewer than {FEWEST} tokens to come, and no step captured")
         with torch.inference_mode(False), torch.no_grad():  # buffers of inference mode could not be written later
             if step is None:
-                step = Step(step_inputs, self._cache, slots, self._model.config.get_text_config(decoder=True))
+                step = Step(step_inputs, self._cache, slots, self._model)
                 self._steps.capture(step, self._model)
             else:
                 self._steps.keep(self._key, step)

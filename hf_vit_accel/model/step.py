@@ -17,6 +17,8 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from hf_vit_accel.model.norms import as_one_kernel, norms_of
+
 ATTENTION = "hf_vit_accel_decode_step"
 """The name of the attention that the text model has while its step runs or is captured."""
 _FURTHER_TERMS = ("softcap", "s_aux", "sinks", "position_bias")
@@ -177,10 +179,11 @@ class Step:
         is_proven: Whether its logits were compared with stock's.
     """
 
-    def __init__(self, inputs: StepInputs, cache: Any, slots: int, config: Any) -> None:
+    def __init__(self, inputs: StepInputs, cache: Any, slots: int, model: Any) -> None:
         self._tensors = {name: torch.zeros_like(tensor).contiguous() for name, tensor in inputs.tensors.items()}
         self._constants = inputs.constants
-        self._config = config
+        self._config = model.config.get_text_config(decoder=True)
+        self._norms = norms_of(model)
         self.device = self._tensors["input_ids"].device
         self._slot_1 = torch.zeros(1, dtype=torch.long, device=self.device)
         layers: list[Any] = []
@@ -237,7 +240,7 @@ class Step:
         """Compute one step, and advance the buffers. This is what a graph captures."""
         self._mask_B11S.index_fill_(3, self._slot_1, 0.0)
         arguments = self._tensors | self._constants | {"attention_mask": self._mask_B11S, "return_dict": True}
-        with _step_attention(self._config), torch.no_grad():
+        with _step_attention(self._config), as_one_kernel(self._norms), torch.no_grad():
             self._logits = model(**arguments, past_key_values=self._cache).logits
         self._slot_1.add_(1)
         self._tensors["position_ids"].add_(1)
