@@ -154,6 +154,24 @@ def _part(output: Result, first: int, end: int) -> Result:
     return type(output)(**parts)
 
 
+@dataclass(eq=False)
+class AddDummy:
+    """Forward pre-hook of the text model: add the dummy's zero to the embeddings, through which all losses go.
+
+    Further on, backward passes of ranks with and without pictures would gather weights in another order.
+    """
+
+    features: Features
+
+    def __call__(self, text: nn.Module, args: tuple[object, ...], kwargs: Arguments) -> object:
+        zero = self.features.zero
+        embeddings = kwargs.get("inputs_embeds")
+        if zero is None or embeddings is None:
+            return None
+        self.features.zero = None
+        return args, {**kwargs, "inputs_embeds": embeddings + zero.to(embeddings.device, embeddings.dtype)}
+
+
 class _Tower(nn.Module):
     """A stand-in for the tower in a trial: a merged token is the sum of its patches."""
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hf_vit_accel.families import Model, find_towers
 from hf_vit_accel.machine import one_line
 from hf_vit_accel.model.every_rank import (
-    KINDS,
+    AddDummy,
     Features,
     applies,
     encode_once,
@@ -33,6 +33,9 @@ from hf_vit_accel.tower.forward import is_our_forward, own_hooks, redirect_copie
 from hf_vit_accel.tower.modules import is_inert
 
 STATE = "_hf_vit_accel_model"
+
+Stock = Callable[..., Result]
+"""The function of a model's class, which takes the model first."""
 
 
 class ModelState:
@@ -95,20 +98,28 @@ def install(model: nn.Module, state: ModelState) -> None:
 
 
 def uninstall(model: nn.Module) -> ModelState | None:
-    """Take state, methods and hooks off a model. Shallow copies share its dictionaries of hooks, and keep theirs."""
+    """Take state, methods and hooks off a model."""
     state: ModelState | None = vars(model).pop(STATE, None)
     for name in _SERVED:
         if isinstance(vars(model).get(name), Method):
             del vars(model)[name]
-    own_hooks(model)
-    for name in ("_forward_hooks", "_forward_hooks_always_called"):
-        vars(model)[name] = OrderedDict(vars(model)[name])
-    for hooks in (model._forward_pre_hooks, model._forward_hooks):
-        for key in [key for key, hook in hooks.items() if hook in OWN_HOOKS]:
-            del hooks[key]
-            model._forward_pre_hooks_with_kwargs.pop(key, None)
-            model._forward_hooks_always_called.pop(key, None)
+    _drop_hooks(model)
+    text = (vars(model).get("_modules") or {}).get("language_model")
+    if isinstance(text, nn.Module):
+        _drop_hooks(text)
     return state
+
+
+def _drop_hooks(module: nn.Module) -> None:
+    """Take our hooks off a module. Its shallow copies share the dictionaries of hooks, and keep theirs."""
+    own_hooks(module)
+    for name in ("_forward_hooks", "_forward_hooks_always_called"):
+        vars(module)[name] = OrderedDict(vars(module)[name])
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key in [key for key, hook in hooks.items() if hook in OWN_HOOKS or isinstance(hook, AddDummy)]:
+            del hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+            module._forward_hooks_always_called.pop(key, None)
 
 
 def follow_name(model: nn.Module, is_fast: bool) -> None:
@@ -163,7 +174,7 @@ class Method:
         names = parameters_of(stock)
         if len(args) > len(names) or kwargs.keys() & set(names[: len(args)]):
             return stock(model, *args, **kwargs)  # raises
-        result = _SERVED[self.__name__](model, state, dict(zip(names, args, strict=False)) | kwargs)
+        result = _SERVED[self.__name__](model, state, stock, dict(zip(names, args, strict=False)) | kwargs)
         return stock(model, *args, **kwargs) if result is None else result
 
 
@@ -174,19 +185,21 @@ def parameters_of(method: Callable[..., Result]) -> tuple[str, ...]:
     return tuple(parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD)
 
 
-def _rope_index(model: Model, state: ModelState, arguments: Arguments) -> Result:
-    """Return positions and deltas, computed on the host: of images by us, of all else by the model's own method.
+def _rope_index(model: Model, state: ModelState, stock: Stock, arguments: Arguments) -> Result:
+    """Return positions and deltas, computed on the host.
+
+    Images are numbered at once where the method does it alike. Otherwise the method itself runs.
 
     Returns:
-        None where that raises.
+        None if the method raises.
     """
-    stock = type(model).get_rope_index
     within = "get_vision_position_ids"
     code = type(model), stock, getattr(type(model), within, None), vars(model).get(within)
     try:
         host = state.copies.on_host(arguments, parameters_of(stock))
         if state.code != code:
             state.code = code
+            state.numbers_images = False  # also where the comparison raises
             state.numbers_images = "mm_token_type_ids" in parameters_of(stock) and numbers_images(model)
         result = image_positions(host, model.config.vision_config.spatial_merge_size) if state.numbers_images else None
         result = to_device(result or stock(model, **host), arguments["input_ids"].device)
@@ -198,7 +211,7 @@ def _rope_index(model: Model, state: ModelState, arguments: Arguments) -> Result
     return result
 
 
-def _placeholder_mask(model: Model, state: ModelState, arguments: Arguments) -> Result:
+def _placeholder_mask(model: Model, state: ModelState, stock: Stock, arguments: Arguments) -> Result:
     """Return the masks of placeholders, which the model's method computes and checks on the host.
 
     It gets stand-ins for embeddings and features: their width is two, since only their sizes count.
@@ -218,22 +231,14 @@ def _placeholder_mask(model: Model, state: ModelState, arguments: Arguments) -> 
                 return None
             small[name] = torch.empty(len(tensor), 2, device="cpu")
     try:
-        masks = type(model).get_placeholder_mask(model, **small)
+        masks = stock(model, **small)
         sent = to_device(tuple(mask[..., :1] for mask in masks), embeddings.device)
     except Exception:  # stock raises it again
         return None
     return tuple(x if mask.shape[-1] == 1 else x.expand_as(embeddings) for x, mask in zip(sent, masks, strict=True))
 
 
-def _image_features(model: Model, state: ModelState, arguments: Arguments) -> Result:
-    return _features(model, state, type(model).get_image_features, arguments)
-
-
-def _video_features(model: Model, state: ModelState, arguments: Arguments) -> Result:
-    return _features(model, state, type(model).get_video_features, arguments)
-
-
-def _features(model: Model, state: ModelState, stock: Callable[..., Result], arguments: Arguments) -> Result:
+def _features(model: Model, state: ModelState, stock: Stock, arguments: Arguments) -> Result:
     """Return features that this forward has encoded already, or encode them with the grid on the host."""
     pixels_name, grid_name = parameters_of(stock)[:2]
     features = state.features.find(arguments.get(pixels_name))
@@ -255,11 +260,11 @@ def _passes_on_grids(tower: nn.Module) -> bool:
     )
 
 
-_SERVED: dict[str, Callable[[Model, ModelState, Arguments], Result]] = {
+_SERVED: dict[str, Callable[[Model, ModelState, Stock, Arguments], Result]] = {
     "get_rope_index": _rope_index,
     "get_placeholder_mask": _placeholder_mask,
-    "get_image_features": _image_features,
-    "get_video_features": _video_features,
+    "get_image_features": _features,
+    "get_video_features": _features,
 }
 
 
@@ -269,11 +274,11 @@ def before_forward(model: Model, args: tuple[object, ...], kwargs: Arguments) ->
         _before(model, args, kwargs)
 
 
-def after_forward(model: Model, args: object, output: Result) -> None:
-    """Drop what was kept for the forward, and add a dummy's zero, through which all losses go; a forward hook."""
-    if model._hf_vit_accel_model.every_rank or not torch.compiler.is_compiling():
-        return _after(model, output)
-    return None
+def after_forward(model: Model, args: object, output: object) -> None:
+    """Drop what was kept for the forward; a forward hook."""
+    if not torch.compiler.is_compiling():
+        model._hf_vit_accel_model.copies.clear()
+        model._hf_vit_accel_model.features.outputs = []
 
 
 OWN_HOOKS = (before_forward, after_forward)
@@ -281,9 +286,8 @@ OWN_HOOKS = (before_forward, after_forward)
 
 @lru_cache(maxsize=1)
 def _exclude_from_compile() -> None:
-    """Exclude the hooks from `torch.compile`, once: a decorator would import `torch._dynamo` in a second."""
+    """Exclude `_before` from `torch.compile`, once: a decorator would import `torch._dynamo` in a second."""
     globals()["_before"] = torch.compiler.disable(_before, reason="positions are computed on the host")
-    globals()["_after"] = torch.compiler.disable(_after, reason="positions are computed on the host")
 
 
 def _before(model: Model, args: tuple[object, ...], kwargs: Arguments) -> None:
@@ -292,30 +296,20 @@ def _before(model: Model, args: tuple[object, ...], kwargs: Arguments) -> None:
     if len(args) > len(names) or checks.reasons_untraceable():
         return
     arguments: Arguments = dict(zip(names, args, strict=False)) | kwargs
-    if any(arguments.get(pixels) is not None for pixels, _ in (*KINDS.values(), ("mm_encoder_outputs", ""))):
+    if any(arguments.get(name) is not None for name in ("pixel_values", "pixel_values_videos", "mm_encoder_outputs")):
         small = [arguments.get(name) for name in parameters_of(type(model).get_rope_index)]
         state.copies.fetch([tensor for tensor in small if isinstance(tensor, Tensor)])
     in_model = tower_in(model)
     if state.every_rank and in_model is not None and applies(in_model[1], arguments.get("past_key_values")):
-        if not isinstance(vars(model).get("get_image_features"), Method):
+        methods = [vars(model).get(name) for name in ("get_image_features", "get_video_features")]
+        if not all(isinstance(method, Method) for method in methods):
             raise ValueError(f"every_rank does not work with methods of its own on {type(model).__name__}; drop them")
+        hooks = [hook for hook in model.language_model._forward_pre_hooks.values() if isinstance(hook, AddDummy)]
+        if len(hooks) != 1 or hooks[0].features is not state.features:  # the text model is new, or the model a copy
+            _drop_hooks(model.language_model)
+            model.language_model.register_forward_pre_hook(AddDummy(state.features), with_kwargs=True)
         options = {name: value for name, value in kwargs.items() if name not in names}
         encode_once(state.features, model, arguments, options)
-
-
-def _after(model: Model, output: Result) -> Result:
-    state: ModelState = vars(model)[STATE]
-    zero = state.features.zero
-    state.copies.clear()
-    state.features.outputs = []
-    state.features.zero = None
-    if zero is None or output is None:
-        return None
-    hidden = output[0] + zero.to(output[0].device, output[0].dtype)
-    if isinstance(output, tuple):
-        return hidden, *output[1:]
-    output.last_hidden_state = hidden
-    return output
 
 
 def _own_state(model: nn.Module) -> ModelState:

@@ -160,6 +160,12 @@ def test_fifty_steps(family: str, size: int, wrapper: str, tmp_path: Path) -> No
     run_on_ranks(check_training, size, tmp_path, size, family, wrapper, "all weights", 50)
 
 
+def test_adapters_gather_weights_in_one_order(tmp_path: Path) -> None:
+    """Ranks with and without pictures would wait for each other, if the dummy joined behind the text model."""
+    prove()
+    run_on_ranks(check_training, 2, tmp_path, 2, "qwen3_vl", "fsdp", "lora", 6)
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("wrapper", ["fsdp", "ddp"])
 @pytest.mark.parametrize("variant", VARIANTS[1:])
@@ -263,6 +269,7 @@ def test_another_text_model_gets_the_dummy() -> None:
         model(**batch_of(model, "none", 0)).loss.backward()
         assert all(parameter.grad is not None for parameter in tower_of(model).parameters())
         model.model.language_model = copy.deepcopy(model.model.language_model)
+    assert len(model.model.language_model._forward_pre_hooks) == 1
 
 
 def test_what_cannot_be_one_call_is_refused() -> None:

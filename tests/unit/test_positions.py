@@ -152,6 +152,24 @@ def test_images_are_numbered_at_once(name: str, on_device: type[OnDevice], monke
     assert len(calls) < 10 and state.state_of(model).numbers_images
 
 
+def test_a_method_that_fails_later_fails_as_in_stock(
+    monkeypatch: pytest.MonkeyPatch, on_device: type[OnDevice]
+) -> None:
+    model = holder_of(hf_vit_accel.patch(build("qwen3_vl")))
+    batch = {name: value for name, value in left_padded(model).items() if not name.startswith("pixel")}
+    model.get_rope_index(**moved(batch))
+    assert state.state_of(model).numbers_images
+
+    def fail(*args: Model, **kwargs: Model) -> Model:
+        raise KeyError("mine")
+
+    monkeypatch.setattr(type(model), "get_vision_position_ids", fail)
+    for _ in range(2):
+        with pytest.raises(KeyError, match="mine"):
+            model.get_rope_index(**moved(batch))
+    assert status_of(model).stock_calls == 2
+
+
 def text_inputs(model: Model, inputs: Inputs) -> Inputs:
     """Return what the text model gets in a forward."""
     seen: Inputs = {}
