@@ -133,14 +133,8 @@ def knows_segments(names: Iterable[str]) -> bool:
     return "flash_attention_2" not in names
 
 
-# Caches. Up to 5.4 there is no class of layers for linear attention: its import fails. Up to 5.23 the cache is named
-# `past_key_values`, from 5.24 on `cache`: under the other name it is not found. May go with 5.4, and with 5.23.
-
-
-def linear_attention_layer() -> type:
-    """Return the class of a cache's layers for linear attention, or one that no cache has."""
-    layers = importlib.import_module("transformers.cache_utils")  # slow
-    return getattr(layers, "LinearAttentionLayer", type("NoLayer", (), {}))
+# Caches. Up to 5.23 the cache is named `past_key_values`, from 5.24 on `cache`. Under the other name it is not found.
+# May go with 5.23.
 
 
 def cache_name() -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 import warnings
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,12 +13,13 @@ import transformers
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
-from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerationMixin
+from transformers.generation.utils import GENERATION_MODES_MAPPING
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from hf_vit_accel.model.step import ATTENTION, CACHE, Arguments, Step, StepInputs, UnservedError, release, window_of
+from hf_vit_accel.machine import one_line
+from hf_vit_accel.model.step import ATTENTION, CACHE, Arguments, Step, StepInputs, UnservedError, window_of
 from hf_vit_accel.model.steps import Steps, steps_of
 
 FEWEST = 8
@@ -83,33 +84,30 @@ def graphed_decoding(
     )
     arguments |= model_kwargs
     synced_gpus = synced_gpus or _is_synced(model)
+    if max_bytes is None:
+        max_bytes = (
+            torch.cuda.get_device_properties(input_ids.device).total_memory // 8 if input_ids.is_cuda else 1 << 30
+        )
     steps = steps_of(model)
     try:
         _check(model, input_ids, generation_config, model_kwargs, synced_gpus)
-        with steps.of_call(model, max_graphs, _most_bytes(input_ids) if max_bytes is None else max_bytes):
+        with steps.of_call(model, max_graphs, max_bytes):
             return _decode_by_steps(model, input_ids, steps, arguments | {"streamer": streamer})
     except UnservedError as error:
         steps.stock[str(error)] += 1
-    arguments |= {"synced_gpus": synced_gpus}
-    return _decode_by_stock(model, input_ids, inputs_tensor, streamer, arguments)
+    return _decode_by_stock(model, input_ids, inputs_tensor, streamer, arguments | {"synced_gpus": synced_gpus})
 
 
 @torch.no_grad()
-def _decode_by_steps(model: PreTrainedModel, input_ids: Tensor, steps: Steps, arguments: Arguments) -> Any:
+def _decode_by_steps(model: Any, input_ids: Tensor, steps: Steps, arguments: Arguments) -> Any:
     """Run transformers' loop, with the model's forwards of one token in static steps."""
-    loop: Any = _Loop(model, steps, arguments["generation_config"])
+    loop = _Loop(model, steps, arguments["generation_config"])
     try:
-        output = GenerationMixin._sample(loop, input_ids, **arguments)  # type: ignore[arg-type]
+        output = type(model)._sample(loop, input_ids, **arguments)
     finally:
         loop.store()
     loop.count()
     return output
-
-
-def _most_bytes(input_ids: Tensor) -> int:
-    """Return the bytes of steps to keep on a device by default."""
-    device = input_ids.device
-    return torch.cuda.get_device_properties(device).total_memory // 8 if device.type == "cuda" else 1 << 30
 
 
 def _is_synced(model: PreTrainedModel) -> bool:
@@ -158,26 +156,21 @@ def _check(
 ) -> None:
     """Raise `UnservedError` if a call decodes by stock's method for a reason that is known before its first token."""
     mode = config.get_generation_mode(None).value
+    if not hasattr(type(model), "_prefill"):
+        raise UnservedError(f"the loop of transformers {transformers.__version__}")
     cache = model_kwargs.get(CACHE)
     attention = model.config.get_text_config(decoder=True)._attn_implementation
-    if not hasattr(GenerationMixin, "_prefill"):
-        raise UnservedError(f"the loop of transformers {transformers.__version__}")
-    methods = ("_sample", "_prefill", "_update_model_kwargs_for_generation")
-    own_methods = [name for name in methods if getattr(type(model), name) is not getattr(GenerationMixin, name)]
     reasons = {
-        f"num_beams={config.num_beams}": config.num_beams > 1,
+        "beams": config.num_beams > 1,
         mode.replace("_", " "): mode not in ("greedy_search", "sample"),
         "synced_gpus": synced_gpus,
-        "an encoder and a decoder": model.config.is_encoder_decoder,
         "output_attentions": config.output_attentions,
         "output_hidden_states": config.output_hidden_states,
         "use_cache=False": not model_kwargs.get("use_cache"),
         f"a cache of class {type(cache).__name__}": type(cache) is not DynamicCache,
-        f"a {type(model).__name__} with other methods than GenerationMixin": own_methods,
         "the model is in training mode": model.training,
-        f"ids on {input_ids.device}": input_ids.device != model.device or input_ids.device.type not in ("cpu", "cuda"),
+        f"a device of type {input_ids.device.type}": input_ids.device.type not in ("cpu", "cuda"),
         f"the text model's attention is {attention}": attention not in _ATTENTION,
-        "an empty batch": not len(input_ids),
     }
     for reason, is_so in reasons.items():
         if is_so:
@@ -195,10 +188,9 @@ class _Loop:
         self._steps = steps
         self._generation_config = config
         self._step: Step | None = None
-        self._form: Hashable = None
+        self._key: Hashable = None
         self._room = 0.0
         self._cache: Any = None
-        self._updates_due = 0
         self._reason: str | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -208,86 +200,73 @@ class _Loop:
         """Pass on the arguments. `__call__` computes stock's inputs where it needs them."""
         return {"input_ids": input_ids, "arguments": arguments}
 
-    def _update_model_kwargs_for_generation(self, outputs: Any, model_kwargs: Arguments, **kwargs: Any) -> Arguments:
-        """Leave masks and positions alone while steps advance their own."""
-        self._updates_due += 1
-        if self._step is None:
-            model_kwargs = self._updated(outputs, model_kwargs)
-            self._updates_due = 0
-        return model_kwargs
-
-    def _updated(self, outputs: Any, model_kwargs: Arguments) -> Arguments:
-        for _ in range(self._updates_due):
-            model_kwargs = self._model._update_model_kwargs_for_generation(outputs, model_kwargs)
-        return model_kwargs
-
     def __call__(self, input_ids: Tensor, arguments: Arguments, return_dict: bool) -> Any:
-        """Return the output of a forward of one token."""
+        """Return the output of a forward of one token: of the step, or of stock where there is none."""
         self._cache = arguments[CACHE]
-        if self._reason is None and (self._step is None or self._step.length >= self._room):
-            try:
-                self._open_step(input_ids, arguments)
-            except Exception as error:  # whatever a model's code raises, stock goes on
-                self._give_up(error)
-        if self._step is None:
-            return self._model(**self._stock_inputs(input_ids, arguments), return_dict=True)
-        logits = self._step(self._model, input_ids[:, -1:])
-        return CausalLMOutputWithPast(logits=logits, **{CACHE: self._cache})
+        ids_B1 = input_ids[:, -1:]
+        if self._step is not None and self._step.length < self._room:
+            return CausalLMOutputWithPast(logits=self._step(self._model, ids_B1), **{CACHE: self._cache})
+        if self._step is not None:
+            self._step.store(self._cache)
+        self._step = None
+        inputs = self._model.prepare_inputs_for_generation(input_ids, **arguments)
+        if self._reason is None:
+            with self._giving_up():
+                self._step = self._loaded_step(inputs, self._generation_config.max_length - input_ids.shape[1])
+        if self._step is not None and self._step.is_proven:
+            return CausalLMOutputWithPast(logits=self._step(self._model, ids_B1), **{CACHE: self._cache})
+        output = self._model(**inputs, return_dict=True)
+        if self._step is not None:
+            with self._giving_up():
+                self._step.prove(self._model, ids_B1, output.logits[:, -1:])
+                self._steps.keep(self._key, self._step)
+                self._step.store(self._cache)
+        return output
 
-    def _stock_inputs(self, input_ids: Tensor, arguments: Arguments) -> Arguments:
-        """Return the inputs of stock's forward, from masks and positions that may be some steps behind."""
-        arguments = self._updated(CausalLMOutputWithPast(**{CACHE: self._cache}), dict(arguments))
-        inputs: Arguments = self._model.prepare_inputs_for_generation(input_ids, **arguments)
-        return inputs
+    def _loaded_step(self, inputs: Arguments, due: int) -> Step:
+        """Return a step that has room and goes on from the cache: a captured one, or a new one.
 
-    def _open_step(self, input_ids: Tensor, arguments: Arguments) -> None:
-        """Go on with a step that has room: from the prompt's cache, or from the cache of a step that is full.
+        Args:
+            inputs: Stock's inputs of the next forward.
+            due: How many tokens may come.
 
         Raises:
             UnservedError: If this call gets none.
-            Exception: If no call of this form gets one.
+            Exception: If the model gets none.
         """
+        length = int(self._cache.get_seq_length())
         window = window_of(self._cache)
-        source = self._cache if self._step is None else self._step.cache
-        length = int(self._cache.get_seq_length()) if self._step is None else self._step.length
-        stock_inputs = self._stock_inputs(input_ids, arguments)
-        inputs = StepInputs(stock_inputs, length)
-        due = self._generation_config.max_length - input_ids.shape[1]
         slots = slots_for(length + max(1, min(due, max(_RESERVE, length // 4))))
         self._room = min(slots, window - 1)
         if length >= self._room:
             raise UnservedError(f"a sliding window of {window} tokens")
-        if self._steps.refused.get(inputs.form) is not None:
-            raise UnservedError(str(self._steps.refused[inputs.form]))
-        key = (inputs.form, len(input_ids), slots)
-        step = self._steps.find(key)
+        step_inputs = StepInputs(inputs, length)
+        self._key = step_inputs.key, slots
+        step = self._steps.find(self._key)
         if step is None and due < FEWEST:
             raise UnservedError(f"fewer than {FEWEST} tokens to come, and no step captured")
-        self._form = inputs.form
         with torch.inference_mode(False), torch.no_grad():  # buffers of inference mode could not be written later
             if step is None:
-                step = Step(inputs, source, slots, self._model.config.get_text_config(decoder=True))
-                self._steps.add(key, step, self._model)
-            if inputs.form not in self._steps.refused:
-                trial = stock_inputs | {CACHE: copy.deepcopy(source)}
-                expected = self._model(**trial, return_dict=True).logits[:, -1:]
-                step.load(inputs, source, length)
-                self._steps.prove(inputs.form, step(self._model, input_ids[:, -1:]), expected)
-            step.load(inputs, source, length)
-        release(self._cache)
-        self._step = step
+                step = Step(step_inputs, self._cache, slots, self._model)
+                self._steps.capture(step, self._model)
+            else:
+                self._steps.keep(self._key, step)
+            step.load(step_inputs, self._cache, length)
+        return step
 
-    def _give_up(self, error: Exception) -> None:
-        """Let stock go on from here, and remember an error that every call of this form would meet."""
-        self._reason = str(error)
-        if isinstance(error, torch.OutOfMemoryError):
+    @contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """Let stock go on after an error, and remember one that every call of this model would meet."""
+        try:
+            yield
+        except UnservedError as error:
+            self._reason = str(error)
+        except torch.OutOfMemoryError:
             self._reason = "memory ran out"
-        elif not isinstance(error, UnservedError):
-            self._reason = f"{type(error).__name__}: {error}".split("\n")[0]
-            self._steps.refuse(self._form, self._reason)
-        if self._step is not None:
-            self._step.store(self._cache)
-        self._step = None
+        except Exception as error:  # whatever a model's code raises, stock goes on
+            self._reason = self._steps.refused = one_line(error)
+        if self._reason is not None:
+            self._step = None
 
     def count(self) -> None:
         """Count a call that ended."""
@@ -300,4 +279,4 @@ class _Loop:
         """Leave in a cache that the user sees what stock would have left."""
         is_visible = self._generation_config.return_dict_in_generate or getattr(self._cache, "_is_user_defined", True)
         if self._step is not None and is_visible:
-            self._step.store(self._cache)
+            self._step.store(self._cache, is_kept=True)

@@ -6,18 +6,18 @@ rank without pictures, or with images and videos, must call the tower as often a
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 import transformers
 from torch import Tensor, nn
 
-from hf_vit_accel.families import Family, Model, Tower
-from hf_vit_accel.model.positions import Arguments, Result
+from hf_vit_accel import machine
+from hf_vit_accel.families import Family, Model, Tower, family_of
+from hf_vit_accel.model.host import Arguments, Result
 from hf_vit_accel.tower import fsdp
-from hf_vit_accel.tower.forward import own_hooks
 
 KINDS = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
 """Kinds of pictures, with the arguments of a model's forward for their pixels and their grid."""
@@ -28,22 +28,29 @@ class Features:
     """The features of one forward, encoded in one call of the tower.
 
     Attributes:
-        outputs: By kind of picture: the pixels that the forward was given, and their part of the output.
-        zero: The sum of a dummy's features with weight zero, to be added to the embeddings; None with real pictures.
+        outputs: The pixels that the forward was given, and their part of the output.
+        zero: The sum of a dummy's features with weight zero; None with real pictures.
         calls: Forwards that called the tower once.
         dummies: How many of them encoded a dummy.
     """
 
-    outputs: dict[str, tuple[Tensor, Result]] = field(default_factory=dict)
+    outputs: list[tuple[Tensor, Result]] = field(default_factory=list)
     zero: Tensor | None = None
     calls: int = 0
     dummies: int = 0
 
-    def take(self, kind: str, pixels: object) -> Result:
-        """Return the output for these pixels, once; None if they are not part of this forward."""
-        if kind not in self.outputs or self.outputs[kind][0] is not pixels:
-            return None
-        return self.outputs.pop(kind)[1]
+    def find(self, pixels: object) -> Result:
+        """Return the output for these pixels; None if this forward has not encoded them."""
+        return next((output for source, output in self.outputs if source is pixels), None)
+
+
+def tower_in(model: nn.Module) -> tuple[str, Tower, Family] | None:
+    """Return name, tower and family of the tower directly in a model; None without one."""
+    for name, module in model.named_children():
+        family = family_of(module)
+        if family is not None:
+            return name, module, family
+    return None
 
 
 def applies(tower: Tower, cache: transformers.Cache | None) -> bool:
@@ -60,22 +67,13 @@ def applies(tower: Tower, cache: transformers.Cache | None) -> bool:
     return is_sharded or any(hasattr(parameter, "ds_id") for parameter in tower.parameters())
 
 
-def encode_once(
-    features: Features,
-    encode: Callable[..., Result],
-    tower: Tower,
-    family: Family,
-    arguments: Arguments,
-    options: Arguments,
-) -> None:
+def encode_once(features: Features, model: Model, arguments: Arguments, options: Arguments) -> None:
     """Encode all images and videos of a forward, or a dummy, in one call of the tower.
 
     Args:
         features: Receives the result.
-        encode: The model's `get_image_features`.
-        tower: The tower.
-        family: Its family.
-        arguments: The named arguments of the forward.
+        model: The model.
+        arguments: The named arguments of its forward.
         options: Its other keyword arguments, which reach the tower.
 
     Raises:
@@ -84,24 +82,36 @@ def encode_once(
     separate = [name for name in options if name.startswith(("image_", "video_"))]
     if separate:
         raise ValueError(f"every_rank encodes images and videos in one call, so {separate} cannot be used; drop them")
-    features.outputs.clear()
+    in_model = tower_in(model)
+    assert in_model is not None
+    _, tower, family = in_model
     features.zero = None
-    present = {kind: names for kind, names in KINDS.items() if arguments.get(names[0]) is not None}
-    grids = {kind: _frames_apart(arguments[grid], family) for kind, (_, grid) in present.items()}
-    pixels = [arguments[name] for name, _ in present.values()]
-    if present:
-        output = encode(torch.cat(pixels), torch.cat(list(grids.values())), return_dict=True, **options)
-    else:
-        output = encode(*_dummy(tower, arguments), return_dict=True, **options)
-        tensors = [*output.pooler_output, *_flat(output.get("deepstack_features") or ())]
-        # The weight comes before the sum, which could overflow in fp16.
-        features.zero = torch.stack([(tensor * 0).sum() for tensor in tensors]).sum()
-        features.dummies += 1
     features.calls += 1
-    entry = 0
-    for (kind, grid), tensor in zip(grids.items(), pixels, strict=True):
-        features.outputs[kind] = tensor, _part(output, entry, entry + len(grid))
-        entry += len(grid)
+    present = [names for names in KINDS.values() if arguments.get(names[0]) is not None]
+    pictures = [(arguments[pixels], arguments[grid]) for pixels, grid in present]
+    if pictures:
+        features.outputs = encode_together(model, family, pictures, options)
+        return
+    features.dummies += 1
+    features.outputs = []
+    output = type(model).get_image_features(model, *_dummy(tower, arguments), return_dict=True, **options)
+    # The weight comes before the sum, which could overflow in fp16.
+    features.zero = torch.stack([(tensor * 0).sum() for tensor in _tensors_of(output)]).sum()
+
+
+def encode_together(
+    model: Model, family: Family, pictures: list[tuple[Tensor, Tensor]], options: Arguments
+) -> list[tuple[Tensor, Result]]:
+    """Encode pixels and grids of images and of videos in one call; return the pixels with their outputs."""
+    grids = [_frames_apart(grid, family) for _, grid in pictures]
+    all_pixels = torch.cat([pixels for pixels, _ in pictures])
+    output = type(model).get_image_features(model, all_pixels, torch.cat(grids), return_dict=True, **options)
+    outputs = []
+    first = 0
+    for (pixels, _), grid in zip(pictures, grids, strict=True):
+        outputs.append((pixels, _part(output, first, first + len(grid))))
+        first += len(grid)
+    return outputs
 
 
 def _frames_apart(grid: Tensor, family: Family) -> Tensor:
@@ -123,10 +133,10 @@ def _dummy(tower: Tower, arguments: Arguments) -> tuple[Tensor, Tensor]:
     return pixels, torch.tensor([[1, merge, merge]], device=device)
 
 
-def _flat(groups: Sequence[Tensor | Sequence[Tensor]]) -> list[Tensor]:
-    """Return the tensors in a list of tensors and tuples of tensors: versions of transformers differ."""
+def _tensors_of(output: Result) -> list[Tensor]:
+    """Return the features of an output; versions of transformers differ in the form of those of deepstack."""
     tensors: list[Tensor] = []
-    for group in groups:
+    for group in (output.pooler_output, *(output.get("deepstack_features") or ())):
         tensors += [group] if isinstance(group, Tensor) else group
     return tensors
 
@@ -146,7 +156,10 @@ def _part(output: Result, first: int, end: int) -> Result:
 
 @dataclass(eq=False)
 class AddDummy:
-    """Forward pre-hook of the text model: add the dummy's zero to the embeddings, through which all losses go."""
+    """Forward pre-hook of the text model: add the dummy's zero to the embeddings, through which all losses go.
+
+    Further on, backward passes of ranks with and without pictures would gather weights in another order.
+    """
 
     features: Features
 
@@ -159,21 +172,65 @@ class AddDummy:
         return args, {**kwargs, "inputs_embeds": embeddings + zero.to(embeddings.device, embeddings.dtype)}
 
 
-def add_dummies(model: Model, features: Features) -> None:
-    """Give the text model of a model the hook, unless it has it."""
-    text = model.language_model
-    hooks = [hook for hook in text._forward_pre_hooks.values() if isinstance(hook, AddDummy)]
-    if len(hooks) != 1 or hooks[0].features is not features:  # the text model is new, or the model a copy
-        drop_hooks(text, AddDummy)
-        text.register_forward_pre_hook(AddDummy(features), with_kwargs=True)
+class _Tower(nn.Module):
+    """A stand-in for the tower in a trial: a merged token is the sum of its patches."""
+
+    dtype = torch.float32
+
+    def __init__(self, tower: Tower, family: Family) -> None:
+        super().__init__()
+        self.config = tower.config
+        self.spatial_merge_size = tower.config.spatial_merge_size
+        self._family = family
+        self._output_class = family.output_class(tower)
+
+    def forward(self, pixels: Tensor, grid_thw: Tensor, **options: object) -> Result:
+        merged = pixels.reshape(-1, self.spatial_merge_size**2, pixels.shape[1]).sum(1)
+        return self._family.output_of(self._output_class, [pixels, merged, merged * 2, merged * 3])
 
 
-def drop_hooks(module: nn.Module, kinds: type | tuple[type, ...]) -> None:
-    """Take hooks of these classes off a module. Its shallow copies share its dictionaries, and keep theirs."""
-    own_hooks(module)
-    vars(module)["_forward_hooks"] = OrderedDict(module._forward_hooks)
-    for hooks in (vars(module)["_forward_pre_hooks"], vars(module)["_forward_hooks"]):
-        for key, hook in list(hooks.items()):
-            if isinstance(hook, kinds):
-                del hooks[key]
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
+def try_out(trial: Callable[[Model, Family, int], None], model: Model) -> str | None:
+    """Run a trial of a model with a stand-in for its tower; return why it failed, or None."""
+    in_model = tower_in(model)
+    if in_model is None:
+        return "the model holds no supported tower"
+    name, tower, family = in_model
+    twin = copy.copy(model)
+    stand_in = _Tower(tower, family)
+    vars(twin)["_modules"] = model._modules | {name: stand_in}
+    for method in ("get_image_features", "get_video_features"):
+        vars(twin).pop(method, None)
+
+    def run() -> None:
+        with torch.device("cpu"), torch.no_grad():
+            trial(twin, family, stand_in.spatial_merge_size)
+
+    try:
+        machine.run_isolated(run)
+    except Exception as error:  # of transformers' method, or of a comparison
+        return machine.one_line(error)
+    return None
+
+
+def try_one_call(model: Model, family: Family, merge: int) -> None:
+    """Compare the features of images and videos after one call with those after transformers' calls."""
+    grids = [
+        torch.tensor([[1, merge, 2 * merge], [1, merge, merge]]),
+        torch.tensor([[2, merge, merge], [1, merge, 3 * merge]]),
+    ]
+    pictures = [(torch.rand(int(grid.prod(1).sum()), 4), grid) for grid in grids]
+    outputs = encode_together(model, family, pictures, {})
+    methods = type(model).get_image_features, type(model).get_video_features
+    for method, picture, (_, output) in zip(methods, pictures, outputs, strict=True):
+        expected = method(model, *picture, return_dict=True)
+        is_equal = output.keys() >= {name for name in expected if name.endswith(("pooler_output", "features"))}
+        if not is_equal or not torch.equal(torch.cat(_tensors_of(output)), torch.cat(_tensors_of(expected))):
+            raise ValueError(f"{type(model).__name__} encodes images and videos differently")
+
+
+def try_host_grids(model: Model, family: Family, merge: int) -> None:
+    """Run the methods for features on the meta device with a grid on the CPU: mixing the two is an error."""
+    grid = torch.tensor([[1, merge, 2 * merge], [3, merge, merge]])
+    pixels = torch.empty(5 * merge * merge, 4, device="meta")
+    for method in (type(model).get_image_features, type(model).get_video_features):
+        method(model, pixels, grid)

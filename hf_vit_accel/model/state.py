@@ -1,44 +1,42 @@
-"""A patched model around its tower: its state, its methods and its hooks, all of them on the instance.
+"""A patched model around its tower: its methods read small tensors on the host, where they wait for nothing.
 
-A call outside of the proof runs the method of the class.
+The code that runs is the model's own. Methods and hooks are on the instance.
 """
 
 from __future__ import annotations
 
 import inspect
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from hf_vit_accel.families import Model, Tower, find_towers
-from hf_vit_accel.model import every_rank
-from hf_vit_accel.model.every_rank import KINDS, AddDummy, Features
-from hf_vit_accel.model.positions import (
-    ROPE_INPUTS,
-    Arguments,
-    HostCopies,
-    Result,
-    is_plain,
-    placeholder_masks,
-    positions_of,
+from hf_vit_accel.families import Model, find_towers
+from hf_vit_accel.machine import one_line
+from hf_vit_accel.model.every_rank import (
+    AddDummy,
+    Features,
+    applies,
+    encode_once,
+    tower_in,
+    try_host_grids,
+    try_one_call,
+    try_out,
 )
-from hf_vit_accel.model.proof import ModelProof, known_class, parameters_of, prove, tower_in
+from hf_vit_accel.model.host import Arguments, HostCopies, Result, to_device
+from hf_vit_accel.model.positions import image_positions, numbers_images
 from hf_vit_accel.tower import checks, fsdp
-from hf_vit_accel.tower.forward import is_our_forward, redirect_shallow_copies
+from hf_vit_accel.tower.forward import is_our_forward, own_hooks, redirect_shallow_copies
 from hf_vit_accel.tower.modules import is_inert
-from hf_vit_accel.tower.state import state_of as tower_state_of
 from hf_vit_accel.versions import cache_name
 
 STATE = "_hf_vit_accel_model"
 
-_REPLACED = ("get_rope_index", "get_placeholder_mask", "get_image_features", "get_video_features")
+Stock = Callable[..., Result]
+"""The function of a model's class, which takes the model first."""
 
 
 class ModelState:
@@ -47,10 +45,13 @@ class ModelState:
     Attributes:
         every_rank: Whether every training forward calls the tower exactly once.
         calls: How often positions were computed on the host.
-        stock_calls: How often transformers computed them.
+        stock_calls: How often transformers computed them on the device.
         fallbacks: Why it did.
-        copies: Tensors of the last call on the host.
+        copies: Tensors of a forward on the host.
         features: Features of a forward that were encoded in one call of the tower.
+        takes_host_grids: Whether the methods for features take a grid on the host; None before they were tried.
+        code: The methods that `numbers_images` compared with ours.
+        numbers_images: Whether they number images as ours.
     """
 
     def __init__(self, every_rank: bool = False) -> None:
@@ -60,16 +61,24 @@ class ModelState:
         self.fallbacks: Counter[str] = Counter()
         self.copies = HostCopies()
         self.features = Features()
+        self.takes_host_grids: bool | None = None
+        self.code: tuple[object, ...] = ()
+        self.numbers_images = False
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.every_rank,)
+
+
+def is_model(kind: type) -> bool:
+    """Return whether a class has the methods of a model with M-RoPE."""
+    return all(hasattr(kind, name) for name in _SERVED)
 
 
 def holders_of(model: nn.Module) -> Iterator[tuple[str, Model]]:
     """Yield path and module of every model with M-RoPE that holds a supported tower directly."""
     for path, _, _ in find_towers(model):
         holder_path = path.rpartition(".")[0]
-        if path and known_class(model.get_submodule(holder_path)) is not None:
+        if path and is_model(type(model.get_submodule(holder_path))):
             yield holder_path, model.get_submodule(holder_path)
 
 
@@ -83,23 +92,35 @@ def install(model: nn.Module, state: ModelState) -> None:
     uninstall(model)
     _exclude_from_compile()
     vars(model)[STATE] = state
-    for name in _REPLACED:
+    for name in _SERVED:
         vars(model).setdefault(name, Method(model, name))
-    model.register_forward_pre_hook(BeforeForward(state.every_rank), with_kwargs=True)
-    model.register_forward_hook(AfterForward())
+    model.register_forward_pre_hook(before_forward, with_kwargs=True)
+    model.register_forward_hook(after_forward, always_call=True)
 
 
 def uninstall(model: nn.Module) -> ModelState | None:
     """Take state, methods and hooks off a model."""
     state: ModelState | None = vars(model).pop(STATE, None)
-    for name in _REPLACED:
+    for name in _SERVED:
         if isinstance(vars(model).get(name), Method):
             del vars(model)[name]
-    every_rank.drop_hooks(model, OWN_HOOKS)
+    _drop_hooks(model)
     text = (vars(model).get("_modules") or {}).get("language_model")
     if isinstance(text, nn.Module):
-        every_rank.drop_hooks(text, AddDummy)
+        _drop_hooks(text)
     return state
+
+
+def _drop_hooks(module: nn.Module) -> None:
+    """Take our hooks off a module. Its shallow copies share the dictionaries of hooks, and keep theirs."""
+    own_hooks(module)
+    for name in ("_forward_hooks", "_forward_hooks_always_called"):
+        vars(module)[name] = OrderedDict(vars(module)[name])
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key in [key for key, hook in hooks.items() if hook in OWN_HOOKS or isinstance(hook, AddDummy)]:
+            del hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+            module._forward_hooks_always_called.pop(key, None)
 
 
 def follow_name(model: nn.Module, is_fast: bool) -> None:
@@ -109,7 +130,7 @@ def follow_name(model: nn.Module, is_fast: bool) -> None:
         model: A model of a composite. Under construction it has no modules yet: they come later.
         is_fast: Whether its tower gets one of our names.
     """
-    models = [model] if known_class(model) is not None else []
+    models = [model] if is_model(type(model)) else []
     models += [holder for _, holder in holders_of(model)] if vars(model).get("_modules") else []
     for holder in models:
         if not is_fast:
@@ -118,160 +139,150 @@ def follow_name(model: nn.Module, is_fast: bool) -> None:
             install(holder, ModelState())
 
 
-def proof_of(model: Model) -> tuple[ModelProof, str | None]:
-    """Return the proof for a model, and why the model is outside of it; None if it is inside."""
-    kind = known_class(model)
-    assert kind is not None
-    proof = prove(model, kind)
-    if proof.is_overridden(model, Method):
-        return proof, "the model has methods of its own in the place of transformers'"
-    in_model = tower_in(model)
-    if in_model is None or tower_state_of(in_model[1]) is None:
-        return proof, "the tower is not patched"
-    return proof, None
-
-
 def reason_not_one_call(model: Model) -> str | None:
     """Return why images and videos cannot be encoded in one call; None if they can."""
-    kind = known_class(model)
-    assert kind is not None
-    proof = prove(model, kind)
-    if proof.is_overridden(model, Method):
-        return "the model has methods of its own in the place of transformers'"
-    return None if proof.one_call else "; ".join(proof.reasons)
+    why = try_out(try_one_call, model)
+    return None if why is None else f"images and videos need more than one call: {why}"
 
 
 class Method:
-    """Replacement for a method of a model. Behaves like the bound method, and holds the model weakly."""
+    """Replacement for a method of a model. Behaves like the bound method, and holds the model weakly.
 
-    __slots__ = ("__weakref__", "_class", "_model", "_name")
+    A deleted model is freed at once, and a copy gets methods of its own.
+    """
 
-    def __init__(self, model: nn.Module, name: str) -> None:
+    def __init__(self, model: Model, name: str) -> None:
         self._model = weakref.ref(model)
-        self._class = type(model)
-        self._name = name
+        self.__name__ = name
+        self.__signature__ = inspect.signature(getattr(type(model), name).__get__(model))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.__self__, self._name)
-
-    def __deepcopy__(self, memo: dict[int, nn.Module]) -> Method:
-        model = self.__self__
-        twin: Model = memo.get(id(model), model)
-        return type(self)(twin, self._name)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("__func__", "__wrapped__", *self.__slots__):
-            raise AttributeError(name)
-        if name == "__signature__":
-            return inspect.signature(getattr(self._class, self._name).__get__(self))
-        return getattr(getattr(self._class, self._name), name)
+        return type(self), (self.__self__, self.__name__)
 
     @property
     def __self__(self) -> Model:
         model = self._model()
         if model is None:
-            raise ReferenceError(f"the model of this {self._name} was deleted; keep a reference to the model")
+            raise ReferenceError(f"the model of this {self.__name__} was deleted; keep a reference to the model")
         return model
 
     def __call__(self, *args: object, **kwargs: Result) -> Result:
         model = self.__self__
-        stock = getattr(type(model), self._name)
+        stock = getattr(type(model), self.__name__)
         state = state_of(model)
-        if state is None or torch.compiler.is_compiling():
+        if state is None or torch.compiler.is_compiling() or checks.reasons_untraceable():
             return stock(model, *args, **kwargs)
         names = parameters_of(stock)
         if len(args) > len(names) or kwargs.keys() & set(names[: len(args)]):
             return stock(model, *args, **kwargs)  # raises
-        result = _SERVED[self._name](model, state, dict(zip(names, args, strict=False)) | kwargs)
+        result = _SERVED[self.__name__](model, state, stock, dict(zip(names, args, strict=False)) | kwargs)
         return stock(model, *args, **kwargs) if result is None else result
 
 
-def _rope_index(model: Model, state: ModelState, arguments: Arguments) -> Result:
-    """Return positions and deltas, counted; None to let transformers compute them."""
-    proof, reason = proof_of(model)
-    reasons = [] if reason is None else [reason]
-    if proof.rule is None:
-        reasons += proof.reasons
-    reasons += checks.reasons_untraceable()
-    if not reasons and proof.rule is not None:
-        result = positions_of(state.copies, proof.rule, model.config, arguments)
-        if result is not None:
-            state.calls += 1
-            return result
-        reasons = ["tokens and grids do not fit, or are in a form of their own"]
-    state.stock_calls += 1
-    state.fallbacks[reasons[0]] += 1
-    return None
+@lru_cache(maxsize=64)
+def parameters_of(method: Callable[..., Result]) -> tuple[str, ...]:
+    """Return the names of a method's parameters, without `self` and the one for all other keyword arguments."""
+    parameters = list(inspect.signature(method).parameters.values())[1:]
+    return tuple(parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD)
 
 
-def _placeholder_mask(model: Model, state: ModelState, arguments: Arguments) -> Result:
-    """Return the masks if a copy of the ids is on the host; None to let transformers count, or raise."""
+def _rope_index(model: Model, state: ModelState, stock: Stock, arguments: Arguments) -> Result:
+    """Return positions and deltas, computed on the host.
+
+    Images are numbered at once where the method does it alike. Otherwise the method itself runs.
+
+    Returns:
+        None if the method raises.
+    """
+    within = "get_vision_position_ids"
+    code = type(model), stock, getattr(type(model), within, None), vars(model).get(within)
+    try:
+        host = state.copies.on_host(arguments, parameters_of(stock))
+        if state.code != code:
+            state.code = code
+            state.numbers_images = False  # also where the comparison raises
+            state.numbers_images = "mm_token_type_ids" in parameters_of(stock) and numbers_images(model)
+        result = image_positions(host, model.config.vision_config.spatial_merge_size) if state.numbers_images else None
+        result = to_device(result or stock(model, **host), arguments["input_ids"].device)
+    except Exception as error:  # the same call on the device raises it again, or does not
+        state.stock_calls += 1
+        state.fallbacks[one_line(error)] += 1
+        return None
+    state.calls += 1
+    return result
+
+
+def _placeholder_mask(model: Model, state: ModelState, stock: Stock, arguments: Arguments) -> Result:
+    """Return the masks of placeholders, which the model's method computes and checks on the host.
+
+    It gets stand-ins for embeddings and features: their width is two, since only their sizes count.
+
+    Returns:
+        None if the ids have no copy on the host, or if the method raises.
+    """
     ids = arguments.get("input_ids")
     embeddings = arguments.get("inputs_embeds")
-    features = [arguments.get(name) for name in ("image_features", "video_features")]
-    if not is_plain(ids, "input_ids") or type(embeddings) is not Tensor or checks.reasons_untraceable():
+    host_ids = state.copies.find(ids) if isinstance(ids, Tensor) else None
+    if host_ids is None or host_ids is ids or not isinstance(embeddings, Tensor):
         return None
-    proof, reason = proof_of(model)
-    if proof.video_token is None or reason is not None:
+    small = arguments | {"input_ids": host_ids, "inputs_embeds": torch.empty(*embeddings.shape[:-1], 2, device="cpu")}
+    for name, tensor in arguments.items():
+        if isinstance(tensor, Tensor) and name.endswith("features"):
+            if tensor.dim() != 2 or tensor.shape[1] != embeddings.shape[-1]:
+                return None
+            small[name] = torch.empty(len(tensor), 2, device="cpu")
+    try:
+        masks = stock(model, **small)
+        sent = to_device(tuple(mask[..., :1] for mask in masks), embeddings.device)
+    except Exception:  # stock raises it again
         return None
-    ids_BS = state.copies.find(ids)
-    if ids_BS is None:
-        return None
-    return placeholder_masks(model.config, proof.video_token, ids, ids_BS, embeddings, features)
+    return tuple(x if mask.shape[-1] == 1 else x.expand_as(embeddings) for x, mask in zip(sent, masks, strict=True))
 
 
-def _image_features(model: Model, state: ModelState, arguments: Arguments) -> Result:
-    return _features(model, state, "image", type(model).get_image_features, arguments)
-
-
-def _video_features(model: Model, state: ModelState, arguments: Arguments) -> Result:
-    return _features(model, state, "video", type(model).get_video_features, arguments)
-
-
-def _features(model: Model, state: ModelState, kind: str, stock: Callable[..., Result], arguments: Arguments) -> Result:
+def _features(model: Model, state: ModelState, stock: Stock, arguments: Arguments) -> Result:
     """Return features that this forward has encoded already, or encode them with the grid on the host."""
-    pixels, grid = [arguments.get(name) for name in parameters_of(stock)[:2]]
-    result = state.features.take(kind, pixels)
-    if result is not None or not is_plain(grid, "grid_thw") or state.copies.is_on_host(grid):
-        return result
-    proof, reason = proof_of(model)
-    if reason is None and not checks.reasons_untraceable():
-        _fetch(model, state, proof, arguments, parameters_of(stock)[1:2])
-    return stock(model, **arguments)
+    pixels_name, grid_name = parameters_of(stock)[:2]
+    features = state.features.find(arguments.get(pixels_name))
+    if features is not None:
+        return features
+    if state.takes_host_grids is None:
+        state.takes_host_grids = try_out(try_host_grids, model) is None
+    in_model = tower_in(model)
+    if not state.takes_host_grids or in_model is None or not _passes_on_grids(in_model[1]):
+        return None
+    return stock(model, **state.copies.on_host(arguments, [grid_name]))
 
 
-_SERVED: Mapping[str, Callable[[Model, ModelState, Arguments], Result]] = {
+def _passes_on_grids(tower: nn.Module) -> bool:
+    """Return whether our forward gets the grid as it is: no wrapper or hook of others sees it."""
+    hooks = [*tower._forward_pre_hooks.values(), *tower._forward_hooks.values()]
+    return is_our_forward(vars(tower).get("forward")) and all(
+        hook is redirect_shallow_copies or is_inert(hook) or fsdp.hooked_by_fsdp(hook) for hook in hooks
+    )
+
+
+_SERVED: dict[str, Callable[[Model, ModelState, Stock, Arguments], Result]] = {
     "get_rope_index": _rope_index,
     "get_placeholder_mask": _placeholder_mask,
-    "get_image_features": _image_features,
-    "get_video_features": _video_features,
+    "get_image_features": _features,
+    "get_video_features": _features,
 }
 
 
-@dataclass(frozen=True)
-class BeforeForward:
-    """Forward pre-hook of a model: fetch small tensors in one transfer, before the tower fills the device's queue."""
-
-    every_rank: bool
-
-    def __call__(self, model: nn.Module, args: tuple[object, ...], kwargs: Arguments) -> Result:
-        if torch.compiler.is_compiling() and not self.every_rank:
-            return None
-        return _before(model, args, kwargs)
+def before_forward(model: Model, args: tuple[object, ...], kwargs: Arguments) -> None:
+    """Fetch small tensors in one transfer, before the tower fills the device's queue; a forward pre-hook."""
+    if model._hf_vit_accel_model.every_rank or not torch.compiler.is_compiling():
+        _before(model, args, kwargs)
 
 
-@dataclass(frozen=True)
-class AfterForward:
-    """Forward hook of a model: end the time in which inference tensors count as unmodified."""
-
-    def __call__(self, model: nn.Module, args: object, output: object) -> None:
-        state = None if torch.compiler.is_compiling() else state_of(model)
-        if state is not None:
-            state.copies.in_forward = False
+def after_forward(model: Model, args: object, output: object) -> None:
+    """Drop what was kept for the forward; a forward hook."""
+    if not torch.compiler.is_compiling():
+        model._hf_vit_accel_model.copies.clear()
+        model._hf_vit_accel_model.features.outputs = []
 
 
-OWN_HOOKS = (BeforeForward, AfterForward)
-"""The classes of our hooks on a model."""
+OWN_HOOKS = (before_forward, after_forward)
 
 
 @lru_cache(maxsize=1)
@@ -280,69 +291,34 @@ def _exclude_from_compile() -> None:
     globals()["_before"] = torch.compiler.disable(_before, reason="positions are computed on the host")
 
 
-def _before(model: Model, args: tuple[object, ...], kwargs: Arguments) -> Result:
-    """Return the arguments of a forward, with grids on the host where that is proven."""
+def _before(model: Model, args: tuple[object, ...], kwargs: Arguments) -> None:
     state = _own_state(model)
     names = parameters_of(type(model).forward)
-    if len(args) > len(names) or (is_in_torch_dispatch_mode() and checks.reasons_fake()):
-        return None
-    arguments: Arguments = dict(zip(names, args, strict=False)) | kwargs
-    has_pictures = any(arguments.get(pixels) is not None for pixels, _ in KINDS.values())
-    has_pictures = has_pictures or bool(arguments.get("mm_encoder_outputs"))
-    if not has_pictures and not state.every_rank:
-        return None
-    proof, reason = proof_of(model)
-    in_model = tower_in(model)
-    why = reason_not_one_call(model) if state.every_rank else None
-    if why is not None:
-        raise ValueError(f"every_rank cannot encode all pictures of a forward in one call: {why}; patch again")
-    if in_model is None:
-        return None
-    _, tower, family = in_model
-    state.copies.in_forward = True
-    if has_pictures and reason is None and not checks.reasons_untraceable():
-        small = ROPE_INPUTS if arguments.get("position_ids") is None else ("input_ids", *_GRIDS)
-        _fetch(model, state, proof, arguments, small)
-    if state.every_rank and every_rank.applies(tower, arguments.get(cache_name())):
-        options = {name: value for name, value in kwargs.items() if name not in names}
-        encode = type(model).get_image_features.__get__(model)
-        every_rank.add_dummies(model, state.features)
-        every_rank.encode_once(state.features, encode, tower, family, arguments, options)
-    return (), arguments
-
-
-_GRIDS = tuple(grid for _, grid in KINDS.values())
-
-
-def _fetch(model: Model, state: ModelState, proof: ModelProof, arguments: Arguments, names: tuple[str, ...]) -> None:
-    """Copy these arguments to the host in one transfer, and put the copies of grids in their place."""
-    tensors = {name: arguments[name] for name in names if is_plain(arguments.get(name), name)}
-    arrays = dict(zip(tensors, state.copies.read(list(tensors.values())), strict=True))
-    in_model = tower_in(model)
-    if in_model is None or not proof.host_grids or not _takes_host_grids(in_model[1]):
+    if len(args) > len(names) or checks.reasons_untraceable():
         return
-    for name in _GRIDS:
-        if name in tensors and not state.copies.is_on_host(tensors[name]):
-            arguments[name] = torch.from_numpy(arrays[name]).to(tensors[name].dtype)
-
-
-def _takes_host_grids(tower: Tower) -> bool:
-    """Return whether our forward gets the grid as it is: no wrapper or hook of others sees it."""
-    hooks = [*tower._forward_pre_hooks.values(), *tower._forward_hooks.values()]
-    return is_our_forward(vars(tower).get("forward")) and all(
-        hook is redirect_shallow_copies or is_inert(hook) or fsdp.hooked_by_fsdp(hook) for hook in hooks
-    )
+    arguments: Arguments = dict(zip(names, args, strict=False)) | kwargs
+    if any(arguments.get(name) is not None for name in ("pixel_values", "pixel_values_videos", "mm_encoder_outputs")):
+        small = [arguments.get(name) for name in parameters_of(type(model).get_rope_index)]
+        state.copies.fetch([tensor for tensor in small if isinstance(tensor, Tensor)])
+    in_model = tower_in(model)
+    if state.every_rank and in_model is not None and applies(in_model[1], arguments.get(cache_name())):
+        methods = [vars(model).get(name) for name in ("get_image_features", "get_video_features")]
+        if not all(isinstance(method, Method) for method in methods):
+            raise ValueError(f"every_rank does not work with methods of its own on {type(model).__name__}; drop them")
+        hooks = [hook for hook in model.language_model._forward_pre_hooks.values() if isinstance(hook, AddDummy)]
+        if len(hooks) != 1 or hooks[0].features is not state.features:  # the text model is new, or the model a copy
+            _drop_hooks(model.language_model)
+            model.language_model.register_forward_pre_hook(AddDummy(state.features), with_kwargs=True)
+        options = {name: value for name, value in kwargs.items() if name not in names}
+        encode_once(state.features, model, arguments, options)
 
 
 def _own_state(model: nn.Module) -> ModelState:
     """Return the state of a model. A shallow copy gets a state and methods of its own."""
-    attributes = vars(model)
-    state: ModelState = attributes[STATE]
-    replaced = [attributes[name] for name in _REPLACED if isinstance(attributes.get(name), Method)]
-    if any(method._model() is not model for method in replaced):
-        state = ModelState(state.every_rank)
-        attributes[STATE] = state
-        for name in _REPLACED:
-            if isinstance(attributes.get(name), Method):
-                attributes[name] = Method(model, name)
+    state: ModelState = vars(model)[STATE]
+    methods = [method for method in vars(model).values() if isinstance(method, Method)]
+    if any(method._model() is not model for method in methods):
+        state = vars(model)[STATE] = ModelState(state.every_rank)
+        for method in methods:
+            vars(model)[method.__name__] = Method(model, method.__name__)
     return state

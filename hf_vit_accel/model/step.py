@@ -17,13 +17,13 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from hf_vit_accel.versions import cache_name, linear_attention_layer
+from hf_vit_accel.model.norms import as_one_kernel, norms_of
+from hf_vit_accel.versions import cache_name
 
 ATTENTION = "hf_vit_accel_decode_step"
 """The name of the attention that the text model has while its step runs or is captured."""
 CACHE = cache_name()
 """The name of the cache among the arguments of a model."""
-_LinearAttentionLayer: Any = linear_attention_layer()
 _FURTHER_TERMS = ("softcap", "s_aux", "sinks", "position_bias")
 _PER_CALL = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts", "rope_deltas")
 """Arguments that a decode step ignores, since it gets positions."""
@@ -103,9 +103,14 @@ class SlotLayer(StaticLayer):
         return self._slot_1[0]
 
 
+def is_linear(layer: Any) -> bool:
+    """Return whether a layer keeps the states of linear attention, whose size is that of no text."""
+    return hasattr(layer, "recurrent_states")
+
+
 def _states_of(layer: Any) -> list[Tensor]:
     """Return the tensors that a step of this layer writes."""
-    if not isinstance(layer, _LinearAttentionLayer):
+    if not is_linear(layer):
         return [layer.keys, layer.values]
     states = [*layer.conv_states.values(), *layer.recurrent_states.values()]
     return [state for state in states if state is not None]
@@ -119,23 +124,12 @@ def window_of(cache: Any) -> float:
     """
     if cache.offloading:
         raise UnservedError("an offloaded cache")
-    windows = [float("inf")]
     for layer in cache.layers:
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, _LinearAttentionLayer):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) and not is_linear(layer):
             raise UnservedError(f"cache layers of class {type(layer).__name__}")
         if any(state is None or state.dim() < 3 for state in _states_of(layer)):
             raise UnservedError("cache layers without keys")
-        if isinstance(layer, DynamicSlidingWindowLayer):
-            windows.append(layer.sliding_window)
-    return min(windows)
-
-
-def release(cache: Any) -> None:
-    """Free the keys and values of a cache, whose shapes stay."""
-    for layer in cache.layers:
-        if not isinstance(layer, _LinearAttentionLayer):
-            layer.keys = layer.keys.new_zeros(()).expand(layer.keys.shape)
-            layer.values = layer.values.new_zeros(()).expand(layer.values.shape)
+    return min([float("inf"), *(layer.sliding_window for layer in cache.layers if hasattr(layer, "sliding_window"))])
 
 
 class StepInputs:
@@ -145,6 +139,7 @@ class StepInputs:
         tensors: Tensors of one value a row: ids, positions, kinds of tokens.
         constants: Other arguments.
         mask: The mask of padding, one column for every token; None without padding.
+        key: What steps for such inputs have in common.
     """
 
     def __init__(self, inputs: Arguments, length: int) -> None:
@@ -173,47 +168,42 @@ class StepInputs:
                 raise UnservedError(f"the argument {name} in every step")
         if "position_ids" not in self.tensors:
             raise UnservedError("the model computes positions in every step itself")
-
-    @property
-    def form(self) -> tuple[Any, ...]:
-        """Return what steps for such inputs share, whatever their batch."""
-        shapes = [(name, tensor.dtype, tensor.shape[:-2]) for name, tensor in self.tensors.items()]
-        return (*shapes, *self.constants.items(), self.mask is None)
+        shapes = [(name, tensor.dtype, tensor.shape) for name, tensor in self.tensors.items()]
+        self.key = (*shapes, *self.constants.items())
 
 
 class Step:
     """The decode step of a batch on a cache of some slots. Everything that advances does so inside the step.
 
     Attributes:
-        cache: The static cache.
-        slots: Tokens that the cache can hold.
         length: Tokens in the cache, counted on the host.
         nbytes: Bytes of the cache and of the graph.
         replay: Replays the step from a graph; None where every step runs.
+        is_proven: Whether its logits were compared with stock's.
     """
 
-    def __init__(self, inputs: StepInputs, cache: Any, slots: int, config: Any) -> None:
+    def __init__(self, inputs: StepInputs, cache: Any, slots: int, model: Any) -> None:
         self._tensors = {name: torch.zeros_like(tensor).contiguous() for name, tensor in inputs.tensors.items()}
         self._constants = inputs.constants
-        self._config = config
+        self._config = model.config.get_text_config(decoder=True)
+        self._norms = norms_of(model)
         self.device = self._tensors["input_ids"].device
         self._slot_1 = torch.zeros(1, dtype=torch.long, device=self.device)
         layers: list[Any] = []
         for layer in cache.layers:
-            is_linear = isinstance(layer, _LinearAttentionLayer)
-            layers.append(copy.deepcopy(layer) if is_linear else SlotLayer(layer, slots, self._slot_1))
-        self.cache = Cache(layers=layers)
+            layers.append(copy.deepcopy(layer) if is_linear(layer) else SlotLayer(layer, slots, self._slot_1))
+        self._cache = Cache(layers=layers)
         self._states = [state for layer in layers for state in _states_of(layer)]
         keys = next(layer.keys for layer in layers if isinstance(layer, SlotLayer))
         self._mask_B11S = torch.zeros(len(keys), 1, 1, slots, dtype=keys.dtype, device=keys.device)
         self._logits: Tensor | None = None
-        self.slots = slots
         self.length = 0
         self.nbytes = sum(state.nbytes for state in self._states)
         self.replay: Callable[[], None] | None = None
+        self.is_proven = False
 
     def load(self, inputs: StepInputs, cache: Any, length: int) -> None:
-        """Take over a call: copy the first `length` tokens of its cache, and the inputs of its next step."""
+        """Take over a call: the tokens of its cache, whose memory becomes this step's, and the inputs of its step."""
         for name, buffer in self._tensors.items():
             buffer.copy_(inputs.tensors[name])
         self._slot_1.fill_(length)
@@ -224,20 +214,25 @@ class Step:
             visible_BS.zero_()
         else:
             visible_BS.masked_fill_(inputs.mask[:, :length] != 0, 0.0)
-        for layer, source in zip(self.cache.layers, cache.layers, strict=True):
+        for layer, source in zip(self._cache.layers, cache.layers, strict=True):
             for state, value in zip(_states_of(layer), _states_of(source), strict=True):
                 if isinstance(layer, SlotLayer):
                     state[:, :, length:].zero_()  # a masked slot counts zero times, but NaN would stay NaN
-                    state[:, :, :length].copy_(value[:, :, :length])
+                    state[:, :, :length].copy_(value)
                 else:
                     state.copy_(value)
+            if isinstance(layer, SlotLayer):  # frees the memory of the prompt's
+                source.keys = layer.keys[:, :, :length]
+                source.values = layer.values[:, :, :length]
 
-    def store(self, cache: Any) -> None:
-        """Leave in a cache the states that stock would have left."""
-        for layer, target in zip(self.cache.layers, cache.layers, strict=True):
+    def store(self, cache: Any, *, is_kept: bool = False) -> None:
+        """Leave in a cache what stock would have left there: views of this step's keys, copies in one that is kept."""
+        for layer, target in zip(self._cache.layers, cache.layers, strict=True):
             if isinstance(layer, SlotLayer):
-                target.keys = layer.keys[:, :, : self.length].clone()
-                target.values = layer.values[:, :, : self.length].clone()
+                target.keys, target.values = [
+                    state[:, :, : self.length].clone() if is_kept else state[:, :, : self.length]
+                    for state in _states_of(layer)
+                ]
                 if isinstance(target, DynamicSlidingWindowLayer):
                     target.cumulative_length = self.length
             else:
@@ -248,11 +243,11 @@ class Step:
         """Compute one step, and advance the buffers. This is what a graph captures."""
         self._mask_B11S.index_fill_(3, self._slot_1, 0.0)
         arguments = self._tensors | self._constants | {"attention_mask": self._mask_B11S, "return_dict": True}
-        with _step_attention(self._config), torch.no_grad():
-            self._logits = model(**arguments, **{CACHE: self.cache}).logits
+        with _step_attention(self._config), as_one_kernel(self._norms), torch.no_grad():
+            self._logits = model(**arguments, **{CACHE: self._cache}).logits
         self._slot_1.add_(1)
         self._tensors["position_ids"].add_(1)
-        states = [state for layer in self.cache.layers for state in _states_of(layer)]
+        states = [state for layer in self._cache.layers for state in _states_of(layer)]
         assert [state.data_ptr() for state in states] == [state.data_ptr() for state in self._states], "not in place"
 
     def __call__(self, model: Any, ids_B1: Tensor) -> Tensor:
@@ -265,3 +260,13 @@ class Step:
         self.length += 1
         assert self._logits is not None
         return self._logits
+
+    def prove(self, model: Any, ids_B1: Tensor, expected: Tensor) -> None:
+        """Compute one step whose logits stock has computed, too. Raises `ArithmeticError` if they differ."""
+        logits = self(model, ids_B1).double()
+        is_exact = expected.dtype.itemsize > 2 and torch.get_float32_matmul_precision() == "highest"
+        difference = (logits - expected.double()).norm(dim=-1) / expected.double().norm(dim=-1)
+        error = float(difference.max())
+        if not error <= (1e-4 if is_exact else 0.05):  # nor for NaN
+            raise ArithmeticError(f"logits differ from stock's by {error:.2g}")
+        self.is_proven = True

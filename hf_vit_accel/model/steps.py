@@ -34,8 +34,6 @@ def _fingerprint(value: Any) -> Hashable:
         return value
     if isinstance(value, Tensor):
         return value.data_ptr(), value.dtype, value.shape, value.stride()
-    if isinstance(value, nn.Module):
-        return ref(value)
     if isinstance(value, dict):
         return tuple((_fingerprint(key), _fingerprint(item)) for key, item in value.items())
     if isinstance(value, list | tuple | set):
@@ -43,23 +41,16 @@ def _fingerprint(value: Any) -> Hashable:
     return type(value), id(value)
 
 
-def _is_idle(hook: object) -> bool:
-    """Return whether a hook does nothing in a decode step.
-
-    transformers' own for hidden states stays after a call that asked for them. Ours on a model only act on pictures.
-    """
-    return isinstance(hook, OWN_HOOKS) or getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
-
-
 def _reason_of_module(module: nn.Module) -> str | None:
     """Return why a step that is replayed would not do what this module does, or None."""
-    attributes = vars(module)
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    if not all(_is_idle(hook) for hook in hooks):
+    # transformers' hooks for hidden states stay after a call that asked for them. Ours only act on pictures.
+    idle = "transformers.utils.output_capturing"
+    if any(hook not in OWN_HOOKS and getattr(hook, "__module__", None) != idle for hook in hooks):
         return "a forward hook"
-    if "_hf_hook" in attributes:
+    if "_hf_hook" in vars(module):
         return "hooks of accelerate"
-    if module._compiled_call_impl is not None or hasattr(attributes.get("forward"), "_torchdynamo_orig_callable"):
+    if module._compiled_call_impl is not None or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable"):
         return "torch.compile"
     for tensor in (*module._parameters.values(), *module._buffers.values()):
         if tensor is not None and type(tensor) not in (nn.Parameter, Tensor, nn.Buffer):
@@ -78,17 +69,17 @@ def read_model(model: nn.Module) -> Hashable:
     towers = {module for _, tower, _ in find_towers(model) for module in tower.modules()}
     autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
     facts: list[Hashable] = [machine.numerics(), *autocast]
-    devices = set()
     for name, module in model.named_modules(memo=towers):
         reason = _reason_of_module(module)
         if reason is not None:
             raise UnservedError(f"{reason} on {name or 'the model'}")
-        tensors = [*module._parameters.values(), *module._buffers.values()]
-        devices |= {tensor.device for tensor in tensors if tensor is not None}
         attributes = {key: value for key, value in vars(module).items() if key not in _IGNORED}
-        facts += [ref(module), _fingerprint(tensors), _fingerprint(attributes)]
-    if len(devices) > 1:
-        raise UnservedError("weights on several devices")
+        facts += [
+            ref(module),
+            _fingerprint(module._parameters),
+            _fingerprint(module._buffers),
+            _fingerprint(attributes),
+        ]
     return tuple(facts)
 
 
@@ -98,16 +89,16 @@ class Steps:
     Attributes:
         served: Calls that static steps decoded.
         stock: Reason -> calls that stock decoded, wholly or from some token on.
-        refused: Form of a step -> why no static step computes it; None where one was proven to.
+        refused: Why no static step computes what this model computes; None as long as steps do.
     """
 
     def __init__(self) -> None:
         self._lock = Lock()
         self.served = 0
         self.stock: Counter[str] = Counter()
-        self.refused: dict[Hashable, str | None] = {}
+        self.refused: str | None = None
         self._identity: Hashable = None
-        self._steps: OrderedDict[tuple[Hashable, ...], Step] = OrderedDict()
+        self._steps: OrderedDict[Hashable, Step] = OrderedDict()
         self._recorder: CudaRecorder | None = None
 
     @contextmanager
@@ -123,18 +114,18 @@ class Steps:
         try:
             if identity != self._identity:
                 self._drop(0, 0)
-                self.refused.clear()
+                self.refused = None
                 self._recorder = None
                 self._identity = identity
+            if self.refused is not None:
+                raise UnservedError(self.refused)
             if self._recorder is not None:
                 self._recorder.wait()
-            try:
-                yield
-            finally:
-                if self._recorder is not None:
-                    self._recorder.done()
-                self._drop(max_graphs, max_bytes)
+            yield
         finally:
+            if self._recorder is not None:
+                self._recorder.done()
+            self._drop(max_graphs, max_bytes)
             self._lock.release()
 
     def _drop(self, max_graphs: int, max_bytes: int) -> None:
@@ -144,7 +135,7 @@ class Steps:
             self._steps.popitem(last=False)
 
     def free(self) -> bool:
-        """Free all steps, and return whether there were any. Counts and proofs stay."""
+        """Free all steps, and return whether there were any. Counts stay."""
         with self._lock:
             has_steps = bool(self._steps)
             self._drop(0, 0)
@@ -154,14 +145,12 @@ class Steps:
     def _nbytes(self) -> int:
         return sum(step.nbytes for step in self._steps.values())
 
-    def find(self, key: tuple[Hashable, ...]) -> Step | None:
+    def find(self, key: Hashable) -> Step | None:
         """Return the step of a key, if there is one."""
-        if key in self._steps:
-            self._steps.move_to_end(key)
         return self._steps.get(key)
 
-    def add(self, key: tuple[Hashable, ...], step: Step, model: nn.Module) -> None:
-        """Capture a new step, where the device can, and keep it. Its buffers hold nothing of a call yet."""
+    def capture(self, step: Step, model: nn.Module) -> None:
+        """Capture a new step where the device can. Its buffers hold nothing of a call yet."""
         if can_capture(step.device):
             if self._recorder is None:
                 self._recorder = CudaRecorder(step.device)
@@ -170,23 +159,11 @@ class Steps:
                 raise UnservedError(why)
             [step.replay], nbytes = self._recorder.record(lambda: step.run(model))
             step.nbytes += nbytes
+
+    def keep(self, key: Hashable, step: Step) -> None:
+        """Keep a step as the one that was used last."""
         self._steps[key] = step
-
-    def prove(self, form: Hashable, logits: Tensor, expected: Tensor) -> None:
-        """Remember that steps of a form compute stock's logits, to rounding. Raises `ArithmeticError` if not."""
-        is_exact = expected.dtype.itemsize > 2 and torch.get_float32_matmul_precision() == "highest"
-        bound = 1e-4 if is_exact else 0.05
-        difference = (logits.double() - expected.double()).norm(dim=-1)
-        error = float((difference / expected.double().norm(dim=-1)).max())
-        if not error <= bound:  # nor for NaN
-            raise ArithmeticError(f"logits differ from stock's by {error:.2g}")
-        self.refused[form] = None
-
-    def refuse(self, form: Hashable, reason: str) -> None:
-        """Remember that no static step computes a form, and drop those that were captured."""
-        self.refused[form] = reason
-        for key in [key for key in self._steps if key[0] == form]:
-            del self._steps[key]
+        self._steps.move_to_end(key)
 
     def __str__(self) -> str:
         text = f"{self.served} calls on a static cache ({len(self._steps)} held, {self._nbytes / 2**20:.0f} MiB)"

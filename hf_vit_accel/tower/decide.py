@@ -79,8 +79,8 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
         raise RuntimeError(_OUTER_GRAPH)
     # An unpredictable module (an adapter) may train parameters outside of the tower.
     grad_mode = torch.is_grad_enabled()
-    may_train = bool(snapshot.unpredictable) or snapshot.trained(call.parameters)
-    grad = grad_mode and (may_train or inputs.pixels.requires_grad)
+    is_fixed = not (snapshot.unpredictable or inputs.pixels.requires_grad)
+    grad = grad_mode and (not is_fixed or snapshot.trained(call.parameters))
     checkpoints = checkpoints_of(snapshot.parts) if grad else []
     sharing = state.sharing
     shared = NOT_SHARED if sharing is None else _decide_sharing(state, sharing, call, checkpoints, not_shared)

@@ -196,7 +196,7 @@ def test_a_tower_does_not_grow(
             resident_bytes.append(resident())
             blocks.append(sys.getallocatedblocks())
     check_bounded(state, 64)
-    assert state.calls == len(grids) == 120 and not state.fallbacks
+    assert state.fast_calls == len(grids) == 120 and not state.fallbacks
     assert resident_bytes[2] - resident_bytes[1] < 4 << 20, resident_bytes
     assert blocks[2] - blocks[1] < 120, blocks
 

@@ -30,4 +30,4 @@ def test_the_docs_show_the_modules_that_treat_each_row_by_itself(path: Path) -> 
 def test_the_docs_show_every_argument_of_generate() -> None:
     text = GENERATE_PAGE.read_text()
     assert with_blocks(text) == text, "stale: run make support"
-    assert "| `num_beams` | stock | num_beams=2 |" in text
+    assert "| `num_beams` | stock | beams |" in text

@@ -81,7 +81,7 @@ ARGUMENTS = (
     _served("max_time", calls=(dict(max_time=1000.0),)),
     Argument(("stop_strings", "tokenizer"), "raises", "pass a `StopStringCriteria` in `stopping_criteria`"),
     _served("do_sample", calls=(dict(do_sample=True), _SAMPLE)),
-    Argument(("num_beams",), "stock", "num_beams=2", (dict(num_beams=2), dict(num_beams=2, do_sample=True))),
+    Argument(("num_beams",), "stock", "beams", (dict(num_beams=2), dict(num_beams=2, do_sample=True))),
     Argument(("use_mtp",), "stock", _ASSISTED),
     Argument(("use_cache",), "stock", "use_cache=False", (dict(use_cache=False),)),
     Argument(

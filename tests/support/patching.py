@@ -37,7 +37,7 @@ def check_calls(model: nn.Module, fast: int, stock: int, *reasons: str) -> None:
     """Check the number of fast calls and of stock calls, which went that way for these reasons and no others."""
     state = state_of(tower_of(model))
     status = status_of(model)
-    assert (state.calls, state.stock_calls) == (status.calls, status.stock_calls) == (fast, stock)
+    assert (state.fast_calls, state.stock_calls) == (status.calls, status.stock_calls) == (fast, stock)
     assert status.fallbacks == dict(state.fallbacks)
     for fallback in state.fallbacks:
         assert any(reason in fallback for reason in reasons), state.fallbacks

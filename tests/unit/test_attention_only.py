@@ -194,7 +194,7 @@ def test_another_geometry_gets_other_offsets() -> None:
     clips = Geometry(merge=1, clips=True)
 
     def offsets_of(geometry: Geometry) -> dict[str, torch.Tensor]:
-        return routes.offsets(((2, 4, 6),), torch.device("cpu"), geometry, Settings(), {}, {})
+        return routes.segment_arguments(((2, 4, 6),), torch.device("cpu"), geometry, Settings(), {}, {})
 
     offsets = [offsets_of(geometry) for geometry in (frames, clips, frames)]
     assert [tensors["cu_seqlens"].tolist() for tensors in offsets] == [[0, 24, 48], [0, 48], [0, 24, 48]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ from torch import nn
 
 from hf_vit_accel import graphed_decoding
 from hf_vit_accel.model import step as step_module
+from hf_vit_accel.model.norms import as_one_kernel, norms_of
 from hf_vit_accel.model.steps import free_steps, steps_of
 
 Recorder = type[OperationRecorder]
@@ -273,6 +275,45 @@ def test_text_models_of_every_family(name: str) -> None:
         both(model, inputs, max_new_tokens=24, min_new_tokens=24, **outputs)
     counts = counts_of(model)
     assert counts.reasons == ({STOCK[name]: 3} if name in STOCK else {})
+
+
+def test_norms_that_torch_computes_alike() -> None:
+    for name, count in {"qwen2_5_vl": 5, "qwen3_vl": 9}.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            model = TINY[name].build().to(dtype)
+            assert len(norms_of(model)) == count, "those of layers, of queries and keys, and the last one"
+    assert not set(norms_of(model)) & set(tiny.tower_of(model).modules())
+    norms_of(model)[-1].forward = None
+    assert len(norms_of(model)) == 8
+    for others in ("cohere_compass", "qwen3_5"):  # a LayerNorm, and one that adds 1 to its weight
+        assert norms_of(COMPOSITES[others].make()) == []
+
+
+def test_norms_are_torchs_inside_a_step_alone(model: nn.Module) -> None:
+    norm = norms_of(model)[0]
+    hidden = torch.randn(2, len(norm.weight))
+    dtypes = (torch.float32, torch.bfloat16)
+    expected = [norm(hidden.to(dtype)) for dtype in dtypes]
+    calls = []
+
+    def forward(self: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        calls.append(hidden.dtype)
+        return former(self, hidden)
+
+    former = type(norm).forward
+    with pytest.MonkeyPatch.context() as patch, as_one_kernel([norm]):
+        patch.setattr(type(norm), "forward", forward)
+        results = [norm(hidden.to(dtype)) for dtype in dtypes]
+        assert calls == [torch.bfloat16], "weights of another dtype"
+        thread = threading.Thread(target=lambda: norm(hidden))
+        thread.start()
+        thread.join()
+        assert calls[1:] == [torch.float32], "another thread"
+    for result, exact in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, exact)
+    assert "forward" not in vars(norm)
+    both(model, TEXT, max_new_tokens=12)
+    assert not [module for module in model.modules() if "forward" in vars(module)]
 
 
 def test_states_that_a_step_replaces_have_no_static_step(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:

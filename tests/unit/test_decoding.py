@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from support.composites import COMPOSITES, left_padded
 from support.decoding import assert_equal_outputs, both, counts_of
 from support.generate_arguments import make_static_cache
 from support.recorded_ops import OperationRecorder
@@ -262,6 +263,15 @@ def test_modes_of_autograd_may_change_between_calls(model: Any, mode: Any) -> No
 
 
 @both_ways
+def test_states_of_linear_attention_in_inference_mode() -> None:
+    model = COMPOSITES["qwen3_5"].make()
+    with torch.inference_mode():
+        both(model, left_padded(), max_new_tokens=150, min_new_tokens=150, **ALL_OUTPUTS)
+    both(model, left_padded(), max_new_tokens=20, **ALL_OUTPUTS)
+    assert counts_of(model).static_calls == 2
+
+
+@both_ways
 def test_autocast_keeps_its_steps_to_itself(model: Any) -> None:
     """Keys and values of several dtypes have no static cache: those of some versions under autocast."""
     for _ in range(2):
@@ -344,7 +354,7 @@ def test_status_reports_the_calls(model: Any, recorder: type[OperationRecorder])
     both(model, text([5, 6]), max_new_tokens=12, num_beams=4)
     line = str(hf_vit_accel.status(model)).splitlines()[-1]
     assert line.startswith("decoding: 1 calls on a static cache (1 held, ")
-    assert line.endswith("), 1 by stock (1 x num_beams=4)")
+    assert line.endswith("), 1 by stock (1 x beams)")
     assert "decoding" in hf_vit_accel.status(model).to_dict()
 
 

@@ -160,6 +160,12 @@ def test_fifty_steps(family: str, size: int, wrapper: str, tmp_path: Path) -> No
     run_on_ranks(check_training, size, tmp_path, size, family, wrapper, "all weights", 50)
 
 
+def test_adapters_gather_weights_in_one_order(tmp_path: Path) -> None:
+    """Ranks with and without pictures would wait for each other, if the dummy joined behind the text model."""
+    prove()
+    run_on_ranks(check_training, 2, tmp_path, 2, "qwen3_vl", "fsdp", "lora", 6)
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("wrapper", ["fsdp", "ddp"])
 @pytest.mark.parametrize("variant", VARIANTS[1:])

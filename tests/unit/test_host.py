@@ -80,8 +80,8 @@ def no_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_module, "why_not_triton", lambda device, dtype: None)
     monkeypatch.setattr(mlp, "why_not_descriptors", lambda device: None)
     monkeypatch.setattr(torch_cudnn.TorchCudnn, "reasons_against", lambda backend, request: [])
-    monkeypatch.setattr(torch_cudnn, "_sdpa", attend)
-    monkeypatch.setattr(torch_cudnn, "_sdpa_backward", attend_backward)
+    monkeypatch.setattr(torch_cudnn, "_cudnn_attention", attend)
+    monkeypatch.setattr(torch_cudnn, "_cudnn_attention_backward", attend_backward)
 
 
 def tower_of_depth(family: str, depth: int) -> nn.Module:

@@ -233,8 +233,8 @@ def test_cudnn_attends_runs_of_equal_lengths(
     packed: bool, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Test views of the projection and separate q, k and v: one run or several, and rows that attend to themselves."""
-    monkeypatch.setattr(torch_cudnn, "_sdpa", CudnnStandIn.forward)
-    monkeypatch.setattr(torch_cudnn, "_sdpa_backward", CudnnStandIn.backward)
+    monkeypatch.setattr(torch_cudnn, "_cudnn_attention", CudnnStandIn.forward)
+    monkeypatch.setattr(torch_cudnn, "_cudnn_attention_backward", CudnnStandIn.backward)
     monkeypatch.setattr(torch_cudnn, "_rotate_", rotate_)
     monkeypatch.setattr(torch_cudnn, "rope_gather_back", CudnnStandIn.gather_back)
     backend = backend_named("torch_cudnn")
