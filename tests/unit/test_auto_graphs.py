@@ -6,6 +6,8 @@ On a CPU a recorder stands in that replays by running again, on poisoned buffers
 from __future__ import annotations
 
 import copy
+import gc
+import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,7 +20,7 @@ from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel import FlexConfig
-from hf_vit_accel.graphs import automatic
+from hf_vit_accel.graphs import automatic, recorder
 from hf_vit_accel.graphs.automatic import AutoGraphs
 from hf_vit_accel.tower.state import state_of
 
@@ -335,3 +337,28 @@ def test_steps_that_need_much_memory_are_not_captured(on_cpu: type[Recorder], mo
 def test_settings_survive_copies(model: nn.Module) -> None:
     hf_vit_accel.patch(model)
     assert state_of(tower_of(copy.deepcopy(model))).settings.graphs == "auto"
+
+
+class Graph:
+    """Stand in for a CUDA graph: destroying it ends the process, as in a child without CUDA."""
+
+    def __del__(self) -> None:
+        os._exit(7)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_a_forked_child_destroys_no_graph() -> None:
+    """Garbage that was not yet collected at the fork is kept as well."""
+    pid = os.fork()
+    if pid:
+        assert os.waitpid(pid, 0)[1] == 0
+        return
+    graph, garbage = Graph(), [Graph()]  # in a child of their own: this process must not end with them
+    garbage.append(garbage)
+    recorder._GRAPHS.update((graph, garbage[0]))
+    grandchild = os.fork()
+    if grandchild:
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1]))
+    del graph, garbage
+    gc.collect()
+    os._exit(0)
