@@ -94,12 +94,12 @@ def _attend_to_chunk_kernel(
 
 @jit
 def _add_chunks_kernel(
-    sums, maxima, totals, out, chunks, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_C: tl.constexpr
+    sums, maxima, totals, out, chunks, GROUP: tl.constexpr, DIM: tl.constexpr, MOST_CHUNKS: tl.constexpr
 ):
     # A program takes one query head: it gives the chunks' softmaxes one maximum, and normalises their sum.
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    c = tl.arange(0, BLOCK_C)
+    c = tl.arange(0, MOST_CHUNKS)
     d = tl.arange(0, DIM)
     inside = c < chunks
     part = (row * chunks + c) * GROUP + head
@@ -163,7 +163,7 @@ def attend_in_chunks(
         chunks,
         GROUP=group,
         DIM=dim,
-        BLOCK_C=next_power_of_2(chunks),
+        MOST_CHUNKS=_MOST_CHUNKS,  # one kernel for all lengths
         num_warps=4,
     )
     return out_BKGD

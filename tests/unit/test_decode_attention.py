@@ -26,8 +26,8 @@ def inputs_of(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -
     value = torch.randn(batch, key_heads, slots, dim)
     mask = torch.zeros(batch, 1, 1, slots)
     for sample in range(batch):
-        length = slots - 1 - 67 * sample
-        mask[sample, ..., : 3 * sample] = float("-inf")
+        length = slots - 1 - 67 * sample % (slots // 2)
+        mask[sample, ..., : 3 * sample % 100] = float("-inf")
         mask[sample, ..., length:] = float("-inf")
         key[sample, :, length:] = 100.0
         value[sample, :, length:] = 100.0

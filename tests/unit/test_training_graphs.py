@@ -1113,7 +1113,7 @@ def test_gpu_status_counts_the_memory_of_graphs_which_is_bounded() -> None:
     hf_vit_accel.patch(tower, cuda_graphs=GraphConfig(max_tokens=4096, exact_after=1))
     for _ in range(2):
         train(tower, [(1, 8, 3840 // 2)], 0)
-    bound = 3 * state_of(tower).training_runner.status().nbytes
+    bound = state_of(tower).training_runner.status().nbytes
     assert bound > 0, "the largest step was captured"
     hf_vit_accel.unpatch(tower)
     gc.collect()
@@ -1121,7 +1121,7 @@ def test_gpu_status_counts_the_memory_of_graphs_which_is_bounded() -> None:
     bytes_before = bytes_in_pools()
     times_dropped = 0
     hf_vit_accel.patch(tower, cuda_graphs=GraphConfig(max_tokens=4096, exact_after=1, max_training_bytes=bound))
-    for seed in range(3):
+    for seed in range(5):
         for tokens in range(512, 4096, 256):
             before = state_of(tower).training_runner.status()
             train(tower, [(1, 8, tokens // 2)], seed)
