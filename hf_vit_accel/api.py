@@ -378,8 +378,8 @@ def _check_amax(path: str, tower: Tower, family: Family, settings: Settings) -> 
     if amax.model not in ("", family.name):
         problem = f"of {family.name}, got those of {amax.model!r}"
     elif in_file != expected:
-        place = path or "the tower"
-        problem = f"for the {expected[0]} layers of {expected[1]} heads of {place}, got {in_file[0]} of {in_file[1]}"
+        name = path or "the tower"
+        problem = f"for the {expected[0]} layers of {expected[1]} heads of {name}, got {in_file[0]} of {in_file[1]}"
     else:
         silent = silent_layers(amax, tower, family)
         if not silent:

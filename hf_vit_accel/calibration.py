@@ -61,7 +61,7 @@ def calibrate(
         assert state is not None
         weight = family.parts(tower).projection.weight
         scales = state.scales(state.snapshot(tower), weight.device)
-        scales.watch()
+        scales.record_amax()
         for call in images:
             for pixels_TP, grid_thw in _pixels_and_grids(call):
                 tower(family.pixels(tower, pixels_TP.to(weight.device, weight.dtype).flatten(1)), grid_thw=grid_thw)
@@ -69,7 +69,7 @@ def calibrate(
                 choice = state.last.choices["full"]
                 if choice.backend is not FP8:  # the scales hold zeros, or the maxima of the call before
                     raise ValueError(f"expected images that FP8 can attend to: {choice.not_worth}; pass fewer at once")
-                seen_L3H = scales.seen()
+                seen_L3H = scales.recorded_amax()
                 largest_L3H = seen_L3H if largest_L3H is None else largest_L3H.maximum(seen_L3H)
     if largest_L3H is None:
         raise ValueError("No images given: `images` is empty. Pass at least one image or video.")

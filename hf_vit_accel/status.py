@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_vit_accel.backends import BACKENDS, BackendUnavailableError, Choice, Kind, resolve
+from hf_vit_accel.backends import BACKENDS, BackendUnavailableError, Choice, LayerKind, resolve
 from hf_vit_accel.config import GraphConfig, Settings
 from hf_vit_accel.engine.route import Route, Spec
 from hf_vit_accel.families import FAMILIES, FAMILIES_OF_COPIES, Family, Tower
-from hf_vit_accel.families.copies import CopyFamily, suggest
+from hf_vit_accel.families.copies import CopyFamily, suggest_families
 from hf_vit_accel.graphs.store import GraphStatus
 from hf_vit_accel.model import state as around
 from hf_vit_accel.model.state import ModelState
@@ -296,9 +296,9 @@ def _last_route(state: TowerState, snapshot: Snapshot, spec: Spec | None) -> Rou
     return last if targets.get(id(last.spec)) == targets.get(id(spec)) else None
 
 
-def _choices_now(spec: Spec, family: Family) -> dict[Kind, Choice]:
+def _choices_now(spec: Spec, family: Family) -> dict[LayerKind, Choice]:
     """Choose the backend of every kind of layer, for a call whose layout is unknown."""
-    kinds: tuple[Kind, ...] = ("full", "window") if family.windows else ("full",)
+    kinds: tuple[LayerKind, ...] = ("full", "window") if family.windows else ("full",)
     return {kind: resolve(spec.settings.attention, replace(spec.request, kind=kind)) for kind in kinds}
 
 
@@ -363,7 +363,7 @@ def reasons_now(
     return reasons, spec
 
 
-def _fp8_status(state: TowerState, choices: Mapping[Kind, Choice]) -> str | None:
+def _fp8_status(state: TowerState, choices: Mapping[LayerKind, Choice]) -> str | None:
     """Describe how attention in FP8 is scaled, and where it was not used."""
     fp8 = state.settings.fp8
     if fp8 is None:
@@ -395,6 +395,6 @@ def towers_of(model: nn.Module, like: Mapping[str, str] | None = None) -> list[t
         raise ValueError(
             f"expected a model with a vision tower of one of the families {supported}, found none in "
             f"{type(model).__name__}; "
-            + ("; ".join(suggest(model, FAMILIES_OF_COPIES)) or "pass the loaded model, or its vision tower")
+            + ("; ".join(suggest_families(model, FAMILIES_OF_COPIES)) or "pass the loaded model, or its vision tower")
         )
     return towers

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from hf_vit_accel import machine
 from hf_vit_accel.backends.base import HALF, Attend, Backend, Plan, Request, attention_op, reasons_from_trial
-from hf_vit_accel.ops.rope import rope_, rope_back_, rotate
-from hf_vit_accel.ops.training.trained import Trained
+from hf_vit_accel.ops.base import Rotate
+from hf_vit_accel.ops.rope import rope_, rope_back_
+from hf_vit_accel.ops.rope import rotate as our_rotation
+from hf_vit_accel.ops.training.nodes import OpWithBackward
 
 PACKAGE = machine.Package(
     module="flash_attn.cute",
@@ -59,11 +61,11 @@ class FlashAttention4(Backend):
         qkv_T3HD = torch.stack((q_THD, k_THD, v_THD), dim=1)
         return _Attention.apply(qkv_T3HD, None, None, *_settings(plan))
 
-    def attend_layers(self, plan: Plan, layers: int, rotate_: Attend) -> list[Attend]:
-        if not plan.request.grad or getattr(rotate_, "__wrapped__", rotate_) is not rotate:
-            return super().attend_layers(plan, layers, rotate_)
-        trained = Trained(function=_Attention, settings=_settings(plan), fault=self.name)
-        return [trained] * layers
+    def attend_layers(self, plan: Plan, layers: int, rotate: Rotate) -> list[Attend]:
+        if not plan.request.grad or getattr(rotate, "__wrapped__", rotate) is not our_rotation:
+            return super().attend_layers(plan, layers, rotate)
+        attention = OpWithBackward(function=_Attention, settings=_settings(plan), fault=self.name)
+        return [attention] * layers
 
 
 def _settings(plan: Plan) -> tuple[Any, ...]:

@@ -17,9 +17,10 @@ from torch import Tensor
 from hf_vit_accel import machine
 from hf_vit_accel.backends.base import HALF, Attend, Backend, Plan, Request, reasons_from_trial
 from hf_vit_accel.layout import Segments
+from hf_vit_accel.ops.base import Rotate
 from hf_vit_accel.ops.rope import rope_, rope_gather_back
-from hf_vit_accel.ops.rope import rotate as rotation
-from hf_vit_accel.ops.training.trained import Trained
+from hf_vit_accel.ops.rope import rotate as our_rotation
+from hf_vit_accel.ops.training.nodes import OpWithBackward
 
 Groups = Sequence[tuple[int, int]]
 """(segments, rows of each) of every group."""
@@ -78,12 +79,12 @@ class TorchCudnn(Backend):
             return out_THD
         return _Attention.apply(torch.stack((q_THD, k_THD, v_THD), dim=1), None, None, groups, scale)
 
-    def attend_layers(self, plan: Plan, layers: int, rotate: Attend) -> list[Attend]:
+    def attend_layers(self, plan: Plan, layers: int, rotate: Rotate) -> list[Attend]:
         groups = plan.host["groups"]
         scale = plan.request.scale
-        if plan.request.grad and getattr(rotate, "__wrapped__", rotate) is rotation:
+        if plan.request.grad and getattr(rotate, "__wrapped__", rotate) is our_rotation:
             # Our own rotation: `_Attention` fuses it and its gradient.
-            return [Trained(function=_Attention, settings=(groups, scale), fault=self.name)] * layers
+            return [OpWithBackward(function=_Attention, settings=(groups, scale), fault=self.name)] * layers
 
         def attend(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
             rotated_T3HD = rotate(qkv_T3HD, cos_TD, sin_TD)

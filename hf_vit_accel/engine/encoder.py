@@ -58,7 +58,7 @@ def checkpoints_of(parts: Parts) -> list[Checkpoint | None]:
 
 def encode(
     route: Route,
-    pixels_TP: Tensor,
+    pixels_or_rows: Tensor,
     checkpoints: Sequence[Checkpoint | None] = (),
     blocks_to_call: Mapping[int, nn.Module] = MappingProxyType({}),
     output_slices: Sequence[Tensor] = (),
@@ -71,11 +71,11 @@ def encode(
 
     Args:
         route: The operations, the attention of every layer, and the metadata on the device.
-        pixels_TP: The pixels, or their embedded rows (T, E).
+        pixels_or_rows: The pixels (T, P), or their embedded rows (T, E).
         checkpoints: By layer, None for a layer that keeps what its gradient needs.
         blocks_to_call: By layer, the block whose call must surround the layer, since hooks on it gather the weights.
         output_slices: The slices of the call's outputs for this pass. Deepstack features are written there at once.
-        is_embedded: Whether `pixels_TP` is embedded rows. The caller keeps them, so they are not written to.
+        is_embedded: Whether these are embedded rows. The caller keeps them, so they are not written to.
 
     Returns:
         Tensors that belong to the caller.
@@ -88,7 +88,7 @@ def encode(
     tensors = route.tensors
     request = route.spec.request
     assert ops is not None
-    x_TE = pixels_TP.clone() if is_embedded else ops.embed(pixels_TP)
+    x_TE = pixels_or_rows.clone() if is_embedded else ops.embed(pixels_or_rows)
     x_TE, cos_TD, sin_TD = _with_positions(ops, tensors, x_TE)
     heads = 3, request.heads, request.head_dim
     merged_by_layer: list[Tensor] = []

@@ -172,7 +172,7 @@ class PassLimit:
         return ", ".join(lines)
 
 
-class TrainedPasses:
+class RecomputedPasses:
     """Passes with gradients: nothing of a pass is kept but its input, from which it runs again in the backward pass.
 
     Args:

@@ -185,10 +185,10 @@ def _reached_mergers(depth: int, indexes: Sequence[int], mergers: Sequence[nn.Mo
     Raises:
         ValueError: a layer is listed that has no merger.
     """
-    places = {layer: indexes.index(layer) for layer in range(depth) if layer in indexes}
-    if max(places.values(), default=-1) >= len(mergers):
+    merger_indices = {layer: indexes.index(layer) for layer in range(depth) if layer in indexes}
+    if max(merger_indices.values(), default=-1) >= len(mergers):
         raise ValueError(f"deepstack_visual_indexes {list(indexes)} lists more layers than there are mergers")
-    return {layer: mergers[place] for layer, place in places.items()}
+    return {layer: mergers[index] for layer, index in merger_indices.items()}
 
 
 TINY: Mapping[str, Any] = dict(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -27,7 +26,7 @@ from hf_vit_accel.ops import (
     rope,
 )
 from hf_vit_accel.ops import window_attention as window
-from hf_vit_accel.ops.base import AddThen, Apply, Context, Operation
+from hf_vit_accel.ops.base import AddThen, Apply, BuiltOperation, Context, Operation, Rotate
 from hf_vit_accel.ops.launch import why_not_triton
 
 __all__ = ["PARTS", "TABLE", "Context", "LayerOps", "Operation", "Ops", "build", "why_not_triton"]
@@ -79,7 +78,7 @@ class Ops:
         embed: pixels to rows.
         add_positions: adds interpolated position embeddings to rows; None for a tower without.
         tables: rows and positions (T, 2) to cos and sin, (T, D) each.
-        rotate: see `ops.rope`.
+        rotate: packed queries, keys and values with cos and sin, to the same with rotated q and k; see `ops.rope`.
         attend_window: attention within windows; None where a backend attends them.
         layers: of every layer.
         finish: the last layer's (x, delta) to the rows that the tower returns, and to features if it has a merger.
@@ -92,7 +91,7 @@ class Ops:
     embed: Apply
     add_positions: Callable[[Rows, Tensor, Tensor], Rows] | None
     tables: Callable[[Rows, Tensor], Table]
-    rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
+    rotate: Rotate
     attend_window: window.WindowOp | None
     layers: tuple[LayerOps, ...]
     finish: Finish
@@ -107,7 +106,7 @@ def build(parts: Parts, context: Context, requested: frozenset[str] | None = Non
     Args:
         requested: names of parts to fuse; None for all.
     """
-    built: dict[str, dict[int, Any]] = {}
+    built: dict[str, dict[int, BuiltOperation]] = {}
     unfused: dict[str, str] = {}
     for operation in TABLE:
         is_requested = requested is None or operation.name in requested
@@ -131,11 +130,11 @@ def build(parts: Parts, context: Context, requested: frozenset[str] | None = Non
     )
 
 
-Built = Mapping[str, Mapping[int, Any]]
+BuiltOperations = Mapping[str, Mapping[int, BuiltOperation]]
 """The operations that were built, by the name of the part and the `id` of the module."""
 
 
-def _embed(parts: Parts, built: Built, context: Context) -> Apply:
+def _embed(parts: Parts, built: BuiltOperations, context: Context) -> Apply:
     embed: Apply = built["patch_embed"][id(parts)]
     if parts.embed_norm is None:
         return embed
@@ -145,7 +144,7 @@ def _embed(parts: Parts, built: Built, context: Context) -> Apply:
     return lambda pixels_TP: norm_rows(embed(pixels_TP), None)[1]
 
 
-def _final_norm(parts: Parts, built: Built, context: Context) -> AddThen | None:
+def _final_norm(parts: Parts, built: BuiltOperations, context: Context) -> AddThen | None:
     if parts.final_norm is None:
         return None
     if context.rows_dtype is not None:  # the tower returns it, in the dtype that autocast chooses for norms
@@ -154,7 +153,7 @@ def _final_norm(parts: Parts, built: Built, context: Context) -> AddThen | None:
     return final_norm
 
 
-def _layer(block: Block, built: Built, context: Context) -> LayerOps:
+def _layer(block: Block, built: BuiltOperations, context: Context) -> LayerOps:
     norm2: AddThen = built["norms"][id(block.norm2)]
     if not mlp.routed(block.mlp):
         mlp_op: Apply = built["mlp"][id(block.mlp)]

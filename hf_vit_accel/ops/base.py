@@ -21,6 +21,8 @@ from hf_vit_accel.families.base import Parts
 
 Apply = Callable[[Tensor], Tensor]
 """Rows to rows."""
+Rotate = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(packed projection (T, 3, H, D), cos (T, D), sin (T, D)) to the projection with rotated q and k."""
 ReadWeights = Callable[[], list[Any]]
 """Reads weights as they are now, in the order of a function's arguments; biases may be None."""
 Attributes = dict[str, Any]
@@ -75,8 +77,8 @@ def reasons_replaced(
     return []
 
 
-class Watched:
-    """Record attributes of modules with their values, to notice changes."""
+class RecordedAttributes:
+    """Attributes of modules with their values, recorded to notice changes."""
 
     def __init__(self) -> None:
         self._names: dict[int, tuple[Attributes, dict[str, None]]] = {}
@@ -109,7 +111,7 @@ class Watched:
         self._values = [copied(get(attributes)) for get, attributes in self._getters]
 
     def unchanged(self) -> bool:
-        """Whether all attributes still have the values that `seal` recorded."""
+        """Return whether all attributes still have the values that `seal` recorded."""
         try:
             return [get(attributes) for get, attributes in self._getters] == self._values and not any(
                 name in attributes for name, attributes in self._absent
@@ -173,32 +175,32 @@ class Context:
     Attributes:
         device: of the rows.
         dtype: of the rows.
-        weights: dtype of the weights. Where it differs from the rows' (autocast), weights are cast.
+        weights_dtype: of the weights. Where it differs from the rows' (autocast), weights are cast.
         no_kernels: why Triton kernels cannot run; None if they can.
         reference: build plain torch instead of kernels, differentiable and on any device.
         grad: whether gradients flow through the operations.
         classes: classes whose forwards the proof covers; None for all of transformers.
         trusted: those of them that belong to a copy's own code.
-        watched: attributes of modules that were read.
+        recorded: attributes of modules that were read.
         fused: operations earlier in the table that are fused.
         activations: results of `ops.mlp.activation_of`.
     """
 
     device: torch.device
     dtype: torch.dtype
-    weights: torch.dtype | None = None
+    weights_dtype: torch.dtype | None = None
     no_kernels: str | None = None
     reference: bool = False
     grad: bool = False
     classes: frozenset[type] | None = None
     trusted: frozenset[type] = frozenset()
-    watched: Watched = field(default_factory=Watched)
+    recorded: RecordedAttributes = field(default_factory=RecordedAttributes)
     fused: set[str] = field(default_factory=set)
     activations: dict[tuple[type, str], str | None] = field(default_factory=dict)
 
     def read(self, module: nn.Module, name: str, default: object = None) -> Any:
-        """Read and record an attribute of a module; see `Watched`."""
-        return self.watched.read(module, name, default)
+        """Read and record an attribute of a module; see `RecordedAttributes`."""
+        return self.recorded.read(module, name, default)
 
     def reader(self, *names: tuple[nn.Module, str], cast: bool = True) -> ReadWeights:
         """Build a function that reads weights, and biases that may be None, as they are at its call.
@@ -231,7 +233,7 @@ class Context:
 
     def called(self, module: nn.Module) -> nn.Module:
         """Record all attributes of a module that is called as it is, and return it."""
-        self.watched.all_of(module)
+        self.recorded.all_of(module)
         return module
 
     @property
@@ -251,7 +253,7 @@ class Context:
     @property
     def casts(self) -> bool:
         """Whether the rows have another dtype than the weights."""
-        return self.weights not in (None, self.dtype)
+        return self.weights_dtype not in (None, self.dtype)
 
     @property
     def cast(self) -> Callable[[Any], Any]:
@@ -271,7 +273,7 @@ class Context:
 
 Subject = Any
 """A module of transformers, a `Block` or all `Parts`, as an operation needs it."""
-Built = Any
+BuiltOperation = Any
 """A callable, with the arguments that the field of `Ops` documents."""
 
 
@@ -295,13 +297,13 @@ class Operation:
     summary: str
     subjects: Callable[[Parts], list[Subject]]
     reasons_against: Callable[[Subject, Context], list[str]]
-    fused: Callable[[Subject, Context], Built]
-    plain: Callable[[Subject, Context], Built]
+    fused: Callable[[Subject, Context], BuiltOperation]
+    plain: Callable[[Subject, Context], BuiltOperation]
     triton: bool = True
     guards: bool = False
     missing: str = ""
 
-    def build(self, parts: Parts, context: Context, *, requested: bool) -> tuple[dict[int, Built], str | None]:
+    def build(self, parts: Parts, context: Context, *, requested: bool) -> tuple[dict[int, BuiltOperation], str | None]:
         """Build the operation for every subject, by the subject's `id`; also why none is fused, or None."""
         subjects = self.subjects(parts)
         reason = next(self._reasons(subjects, context, requested), None)

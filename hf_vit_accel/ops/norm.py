@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from hf_vit_accel.families.base import Part, Parts
 from hf_vit_accel.ops.add_norm import add_norm_, add_norm_reference
 from hf_vit_accel.ops.base import AddThen, Context, Operation
+from hf_vit_accel.ops.training.nodes import NormWithBackward
 from hf_vit_accel.ops.training.norm_backward import AddNormFunction
-from hf_vit_accel.ops.training.trained import TrainedNorm
 
 
 def reasons_against(norm: Part, context: Context) -> list[str]:
@@ -41,7 +41,7 @@ def fused(norm: Part, context: Context) -> AddThen:
         weights = context.reader((norm, "weight"), (norm, "bias"), cast=False)
         settings = context.read(norm, "eps"), rms, context.rows_dtype
     if context.grad and not context.reference:
-        return TrainedNorm(function=AddNormFunction, weights=weights, settings=settings)
+        return NormWithBackward(function=AddNormFunction, weights=weights, settings=settings)
     run = add_norm_reference if context.reference else add_norm_
     return lambda x_TE, delta_TE: run(x_TE, delta_TE, *weights(), *settings)
 

@@ -19,7 +19,7 @@ from hf_vit_accel.ops.base import Apply, Context, filled
 from hf_vit_accel.ops.heads import ShapeHeads, shape_heads_reference, sizes_of
 from hf_vit_accel.ops.linear import LinearFunction
 from hf_vit_accel.ops.training.context import FunctionContext, Gradients, InnerContext
-from hf_vit_accel.ops.training.trained import Trained
+from hf_vit_accel.ops.training.nodes import OpWithBackward
 
 
 def build(block: Block, context: Context, shape: Apply | None) -> Apply:
@@ -38,7 +38,7 @@ def build(block: Block, context: Context, shape: Apply | None) -> Apply:
     if context.trains_by_kernels and not is_replaced and joins:
         norm_weights = context.reader(*((norm, "weight") for norm in block.head_norms), cast=False)
         settings = len(modules), None if shape is None else sizes_of(block, context)
-        return Trained(
+        return OpWithBackward(
             function=ProjectFunction,
             weights=lambda: weights() + norm_weights(),
             settings=settings,

@@ -18,7 +18,7 @@ from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
 from hf_vit_accel.ops.rope import reasons_against_rotation, rope_reference
 from hf_vit_accel.ops.training.column_sum import MANY_ROWS, attach_column_sum
 from hf_vit_accel.ops.training.context import FunctionContext, Gradients
-from hf_vit_accel.ops.training.trained import Trained
+from hf_vit_accel.ops.training.nodes import OpWithBackward
 
 LONGEST = 64
 """Rows of the longest window that the kernels take: one program holds a complete window."""
@@ -296,7 +296,7 @@ class WindowOp:
             scale: The scale of the scores.
         """
         if self.differentiable:
-            return Trained(function=WindowAttention, settings=(cu_seqlens_S1, scale))
+            return OpWithBackward(function=WindowAttention, settings=(cu_seqlens_S1, scale))
         return machine.guarded(machine.KERNELS, partial(self.function, cu_seqlens_S1=cu_seqlens_S1, scale=scale))
 
 

@@ -46,7 +46,7 @@ class ReuseFacts:
         applies: False where nothing is reused and no reason is reported, as under transforms of torch.func.
         reasons: Why no image of this call is reused.
         reasons_against_keeping: Why no features are kept for later calls.
-        watched: All parameters and buffers; empty where no features are kept.
+        weights_to_sum: All parameters and buffers, whose checksum keys the kept features; empty where none are kept.
         context: Settings that decide features beside the weights, such as the dtype of autocast.
         no_kernels: Why Triton kernels are not tried; None if they are.
     """
@@ -54,7 +54,7 @@ class ReuseFacts:
     applies: bool = True
     reasons: list[str] = field(default_factory=list)
     reasons_against_keeping: list[str] = field(default_factory=list)
-    watched: list[Tensor] = field(default_factory=list)
+    weights_to_sum: list[Tensor] = field(default_factory=list)
     context: Hashable = None
     no_kernels: str | None = None
 
@@ -64,9 +64,9 @@ class ReuseStatus:
     """Counts of reused images and videos.
 
     Attributes:
-        items: Images and videos of the calls that were searched for copies.
+        items: Images and videos of the calls that were searched for equal ones.
         encoded: Images that were encoded.
-        hits: Images whose features came from an earlier call. All others were copies of an image in their call.
+        hits: Images whose features came from an earlier call. All others were equal to an image of their call.
         held: Images whose features are kept now.
         nbytes: Device memory of the kept features and pixels.
     """
@@ -78,9 +78,9 @@ class ReuseStatus:
     nbytes: int
 
     def __str__(self) -> str:
-        copies = self.items - self.encoded - self.hits
+        repeated = self.items - self.encoded - self.hits
         return (
-            f"  reuse      {self.items} items: {self.encoded} encoded, {copies} copies, {self.hits} from earlier "
+            f"  reuse      {self.items} items: {self.encoded} encoded, {repeated} copies, {self.hits} from earlier "
             f"calls; {self.held} held ({self.nbytes / 2**20:.0f} MiB)"
         )
 
@@ -147,7 +147,7 @@ class Reuse:
         counts = dict(items=self._images, encoded=self._encoded, hits=self._hits)
         return ReuseStatus(**counts, held=len(self._kept), nbytes=self._kept.total_cost)
 
-    def close(self) -> None:
+    def drop_features(self) -> None:
         """Drop all kept features."""
         self._kept.clear()
         self._table = None
@@ -161,15 +161,15 @@ class Reuse:
             facts: Facts about the tower.
         """
         grid = grid_N3.tolist() if grid_N3.device.type == "cpu" else None
-        # Copies of pixels that require gradients have gradients of their own.
+        # Equal pixels that require gradients have gradients of their own.
         applies = facts.applies and not (torch.is_grad_enabled() and pixels_TP.requires_grad)
         if not applies or facts.reasons or pixels_TP.is_meta:
             return Repeats(grid=grid or grid_N3.tolist(), unmet=facts.reasons if applies else [])
         device = pixels_TP.device
         images = len(grid_N3)
-        table, unmet = self._watch(facts, device)
-        has_no_copies = images < 2 or (grid is not None and len({tuple(sizes) for sizes in grid}) == images)
-        if not pixels_TP.numel() or not images or (has_no_copies and table is None):
+        table, unmet = self._weight_table(facts, device)
+        has_no_repeats = images < 2 or (grid is not None and len({tuple(sizes) for sizes in grid}) == images)
+        if not pixels_TP.numel() or not images or (has_no_repeats and table is None):
             return Repeats(grid=grid or grid_N3.tolist(), unmet=unmet)
 
         runs_kernels = facts.no_kernels is None and why_not_triton(device, torch.float16) is None  # pixels of any dtype
@@ -177,7 +177,7 @@ class Reuse:
         words_TW = words_of(pixels_TP)
         sums = torch.zeros(1 + 4 * images, dtype=torch.int64, device=device)
         if table is not None:
-            sum_weights(facts.watched, table.chunks_2C, sums)
+            sum_weights(facts.weights_to_sum, table.chunks_2C, sums)
         sum_images(words_TW, grid_N3.to(device, torch.int64, non_blocking=True).contiguous(), sums)
         weights_sum, *flat = sums.tolist()
 
@@ -195,15 +195,15 @@ class Reuse:
         sources = self._find_sources(present, keys, bits, equal_pairs)
         return Repeats(grid=grid, unmet=unmet, sources=sources, bits=bits, keys=keys)
 
-    def _watch(self, facts: ReuseFacts, device: torch.device) -> tuple[WeightTable | None, list[str]]:
+    def _weight_table(self, facts: ReuseFacts, device: torch.device) -> tuple[WeightTable | None, list[str]]:
         """Return the table of the weights; or None, and the reasons why no features are kept."""
-        if not facts.watched:
+        if not facts.weights_to_sum:
             return None, facts.reasons_against_keeping
-        layout = _layout_of(facts.watched)
+        layout = _layout_of(facts.weights_to_sum)
         table = self._table
         if table is None or table.layout != layout:
-            self._table = table = WeightTable(facts.watched, layout)
-        if table.reasons or facts.watched[0].device != device:
+            self._table = table = WeightTable(facts.weights_to_sum, layout)
+        if table.reasons or facts.weights_to_sum[0].device != device:
             return None, table.reasons
         if device.type == "cuda":
             table.chunks_2C.record_stream(torch.cuda.current_stream(device))
@@ -277,19 +277,19 @@ class Reuse:
         return [torch.cat(pieces) for pieces in zip(*by_item, strict=True)]
 
     def _keep(self, repeats: Repeats, fresh_by_index: dict[int, list[Tensor]]) -> None:
-        """Keep copies of pixels and outputs, since callers may write to both, unless they exceed the bound."""
-        copies_by_index: dict[int, list[Tensor]] = {}
+        """Keep clones of pixels and outputs, since callers may write to both, unless they exceed the bound."""
+        clones_by_index: dict[int, list[Tensor]] = {}
         # Inference tensors could not be used where gradients are recorded later.
         with torch.inference_mode(False), torch.no_grad():
             for index, outputs in fresh_by_index.items():
                 tensors = [repeats.bits[index], *outputs]
                 if sum(tensor.nbytes for tensor in tensors) <= self._kept.cost:
-                    copies_by_index[index] = [tensor.clone() for tensor in tensors]
-        if not copies_by_index:
+                    clones_by_index[index] = [tensor.clone() for tensor in tensors]
+        if not clones_by_index:
             return
         stream = _stream_of(repeats.bits[0])
         ready = None if stream is None else stream.record_event()
-        for index, tensors in copies_by_index.items():
+        for index, tensors in clones_by_index.items():
             features = Kept(bits_TW=tensors[0], outputs=tensors[1:], stream=stream, ready=ready)
             self._kept.keep(repeats.keys[index], features, sum(tensor.nbytes for tensor in tensors))
 
@@ -344,8 +344,8 @@ def _layout_of(tensors: list[Tensor]) -> list[Any]:
 class _Repeat(torch.autograd.Function):
     """Repeat pieces of rows, of these sizes, in an order.
 
-    The backward adds up the gradients of copies, in fp32 and rounded once. It consists of plain torch operations, so
-    that `torch.autograd.grad(is_grads_batched=True)` works.
+    The backward adds up the gradients of the repetitions, in fp32 and rounded once. Its operations are plain torch:
+    they work under `torch.autograd.grad(is_grads_batched=True)`, too.
     """
 
     @staticmethod

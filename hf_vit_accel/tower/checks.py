@@ -25,7 +25,7 @@ from hf_vit_accel.machine import is_upstream
 from hf_vit_accel.sharing.reuse import ReuseFacts
 from hf_vit_accel.tower import copies, fsdp, proof
 from hf_vit_accel.tower.code import names_of_forwards
-from hf_vit_accel.tower.differences import Kind
+from hf_vit_accel.tower.differences import CallDtypes
 from hf_vit_accel.tower.modules import WeightMemory, is_inert
 from hf_vit_accel.tower.snapshot import HOOKS, Snapshot
 from hf_vit_accel.versions import POPPED
@@ -35,12 +35,12 @@ _GLOBAL_HOOKS = tuple(
 )
 
 
-def autocast_dtype(device: torch.device, weights: torch.dtype) -> torch.dtype | None:
+def autocast_dtype(device: torch.device, weights_dtype: torch.dtype) -> torch.dtype | None:
     """Return the dtype of autocast on a device; None where it is off, and for fp64 weights, which it does not cast."""
-    kind = device.type
-    if weights == torch.float64 or not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    device_type = device.type
+    if weights_dtype == torch.float64 or not torch.amp.is_autocast_available(device_type):
         return None
-    return torch.get_autocast_dtype(kind)
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
 def reasons_fake() -> list[str]:
@@ -94,8 +94,8 @@ def reasons_of_copy(
     if copy_proof is None or not isinstance(family, CopyFamily):
         return []
     device = snapshot.parts.projection.weight.device
-    kind = Kind(weights.dtype, autocast_dtype(device, weights.dtype))
-    reasons = copies.reasons_of_call(tower, family, copy_proof, kind, options)
+    dtypes = CallDtypes(weights.dtype, autocast_dtype(device, weights.dtype))
+    reasons = copies.reasons_of_call(tower, family, copy_proof, dtypes, options)
     # Blocks that are checkpointed themselves are served; older code checkpoints them in the tower's forward.
     blocks = [block.module for block in snapshot.parts.blocks]
     is_checkpointed = tower.training and getattr(tower, "gradient_checkpointing", False)
@@ -237,8 +237,8 @@ def facts_for_reuse(
     if snapshot.unpredictable and snapshot.in_training_mode() and not reasons:
         reasons.append(f"{snapshot.unpredictable}, and may be random in training")
     against_keeping: list[str] = []
-    watched: list[Tensor] = []
-    if settings.reuse.across_calls and not (grad_mode and (snapshot.unpredictable or snapshot.trained(parameters))):
+    weights_to_sum: list[Tensor] = []
+    if settings.reuse.across_calls and not (grad_mode and (snapshot.unpredictable or snapshot.is_trained(parameters))):
         if snapshot.unpredictable:
             against_keeping.append(f"{snapshot.unpredictable}, and might act otherwise at a later call")
         if settings.score_mod is not None:
@@ -248,12 +248,12 @@ def facts_for_reuse(
         if not against_keeping and snapshot.holds_plain_tensors():
             against_keeping.append("a module holds a tensor that is neither parameter nor buffer")
         if not against_keeping:
-            watched = [*parameters, *snapshot.buffers()]
+            weights_to_sum = [*parameters, *snapshot.buffers()]
     return ReuseFacts(
         applies=not reasons_untraceable(),
         reasons=reasons,
         reasons_against_keeping=against_keeping,
-        watched=watched,
+        weights_to_sum=weights_to_sum,
         context=autocast_dtype(device, weights.dtype),
         no_kernels=no_kernels,
     )

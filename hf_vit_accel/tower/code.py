@@ -114,11 +114,11 @@ class CopyCode(Code):
         return []
 
     def attributes_of_tower(self, tower: nn.Module) -> frozenset[str]:
-        """Return the same as for other towers, without the places of our forward."""
+        """Return the same as for other towers, without the attributes that may hold our forward."""
         return super().attributes_of_tower(tower) - {"forward", "_old_forward"}
 
     def config_fields(self, tower: Tower) -> list[str]:
-        """Return nothing: `Watch` compares complete configs."""
+        """Return nothing: `CopyState` compares complete configs."""
         return []
 
 

@@ -13,7 +13,7 @@ from hf_vit_accel.families import Parts
 
 
 class WeightMemory:
-    """Where the parameters of a tower lie in memory now, adapters' last, and what they are. It holds none of them.
+    """Addresses, dtypes and sizes of a tower's parameters, adapters' last. It holds none of the parameters.
 
     CUDA graphs compare it by identity: the snapshot makes a new one when an address changes.
 

@@ -175,7 +175,7 @@ def _prove(key: tuple[type, str], config: Config, family: Family, backoff: Backo
             with torch.device("cpu"), Isolated():
                 twin = build_twin(kind, config, family, dtype)
                 classes = _classes(twin)
-                return _verdict(key, twin, family, Code(kind, classes))
+                return _prove_twin(key, twin, family, Code(kind, classes))
         except Exception as error:
             why = f"{kind.__name__} could not be run beside our operations: {one_line(error)}"
     code = Code(kind, classes)
@@ -186,7 +186,7 @@ def _classes(twin: Tower) -> frozenset[type]:
     return frozenset(type(module) for module in twin.modules())
 
 
-def _verdict(key: tuple[type, str], twin: Tower, family: Family, code: Code) -> Proof:
+def _prove_twin(key: tuple[type, str], twin: Tower, family: Family, code: Code) -> Proof:
     """Return why our operations are not the twin's forward, and which metadata of ours its forward takes."""
     parameters = inspect.signature(type(twin).forward).parameters
     unknown = [name for name in family.arguments if name not in parameters]
@@ -231,7 +231,9 @@ def _spec(twin: Tower, family: Family, dtype: torch.dtype | None = None) -> Spec
     weight = parts.projection.weight
     attention = parts.blocks[0].attention
     dtype = dtype or weight.dtype
-    context = Context(device=weight.device, dtype=dtype, weights=weight.dtype, reference=True, classes=_classes(twin))
+    context = Context(
+        device=weight.device, dtype=dtype, weights_dtype=weight.dtype, reference=True, classes=_classes(twin)
+    )
     request = Request(
         device=weight.device,
         dtype=dtype,

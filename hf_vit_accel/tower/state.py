@@ -146,7 +146,7 @@ class TowerState:
         if reason is not None:
             self.rebuilds += 1
             self.rebuild_reason = reason
-        self.close()
+        self.drop_caches()
         self.follow_attention(tower)
         self.last_snapshot = snapshot = Snapshot(tower, self.family, self.former_name)
         self.attributes = attributes_of(tower)
@@ -176,15 +176,15 @@ class TowerState:
         context = Context(
             device=request.device,
             dtype=request.dtype,
-            weights=weights.dtype,
+            weights_dtype=weights.dtype,
             no_kernels=self.faults.get(KERNELS) or why_not_triton(request.device, request.dtype),
             classes=snapshot.proof.classes,
             trusted=snapshot.proof.trusted,
-            watched=snapshot.watched,
+            recorded=snapshot.recorded,
             grad=request.grad,
         )
         ops = build(snapshot.parts, context, requested_parts)
-        snapshot.watched.seal()
+        snapshot.recorded.seal()
         self.routes.cache.cost = max(1 << 20, weights.nbytes // 50)
         return ops
 
@@ -198,8 +198,8 @@ class TowerState:
             return scales
         if scales is not None:
             if self.inference_runner is not None:
-                self.inference_runner.close()  # its graphs write to the memory that goes
-            scales.close()
+                self.inference_runner.drop_graphs()  # its graphs write to the memory that goes
+            scales.wait_for_writes()
         self._scales = Scales(
             device=device, layers=layers, heads=snapshot.heads, fixed=self.settings.amax, min_seqlen=fp8.min_seqlen
         )
@@ -251,13 +251,17 @@ class TowerState:
     def set_faults(self, faults: dict[str, str]) -> None:
         """Set which backends and kernels are disabled, and drop all that was built. The next call builds anew."""
         self.faults = faults
-        self.close()
+        self.drop_caches()
 
-    def close(self) -> None:
-        """Drop everything that was cached, device memory included."""
-        for part in (self.inference_runner, self.training_runner, self.reuse, self._scales):
-            if part is not None:
-                part.close()
+    def drop_caches(self) -> None:
+        """Drop the snapshot and everything that was built or kept, device memory included."""
+        for runner in (self.inference_runner, self.training_runner):
+            if runner is not None:
+                runner.drop_graphs()
+        if self.reuse is not None:
+            self.reuse.drop_features()
+        if self._scales is not None:
+            self._scales.wait_for_writes()
         self.routes.cache.clear()
         self.last_snapshot = None
         self._scales = None

@@ -10,7 +10,7 @@ import weakref
 from typing import Any
 
 from hf_vit_accel.families import FAMILIES, FAMILIES_OF_COPIES, find_towers
-from hf_vit_accel.families.copies import suggest
+from hf_vit_accel.families.copies import suggest_families
 from hf_vit_accel.tower.proof import NAMES, warn_once
 
 _NOTED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -39,5 +39,5 @@ def warn(beside: Any = None) -> None:
             warn_once(
                 f"{name} stays stock, but for its attention: it has the config of a supported vision tower, but is of "
                 f"an unknown class. Known are the classes of transformers for {families}."
-                + "".join(f" {sentence}." for sentence in suggest(model, FAMILIES_OF_COPIES))
+                + "".join(f" {sentence}." for sentence in suggest_families(model, FAMILIES_OF_COPIES))
             )

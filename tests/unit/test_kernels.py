@@ -387,11 +387,13 @@ def test_kernels_scale_by_the_same(exact_e4m3: None, target: Target) -> None:
     used_1 = torch.ones(1, dtype=torch.int32, device=target["device"])
     zeros_TD = zeros_TD.to(target["device"])
     for amax_3H in extremes().to(target["device"])[:: 29 if target["device"] == "cpu" else 1]:
-        call_43H = torch.zeros(4, *amax_3H.shape, device=target["device"])
-        call_43H[0] = amax_3H
-        quantize(qkv, zeros_TD, zeros_TD, used_1, call_43H, 16, fixed_scales=True)
+        scaling_43H = torch.zeros(4, *amax_3H.shape, device=target["device"])
+        scaling_43H[0] = amax_3H
+        quantize(qkv, zeros_TD, zeros_TD, used_1, scaling_43H, 16, fixed_scales=True)
         scales_3H = fit(amax_3H)
-        assert torch.equal(call_43H[2], scales_3H) and call_43H[3, 0, 0] == 1 / (scales_3H[0, 0] * scales_3H[1, 0])
+        assert torch.equal(scaling_43H[2], scales_3H) and scaling_43H[3, 0, 0] == 1 / (
+            scales_3H[0, 0] * scales_3H[1, 0]
+        )
 
 
 @where
@@ -427,15 +429,15 @@ def check_quantize(target: Target, dim: int, padded: int, turned: float) -> None
     cos_TD = angles_TD.cos() * turned
     sin_TD = angles_TD.sin() * turned
     used_1 = torch.tensor([used], dtype=torch.int32, device=target["device"])
-    call_43H = torch.full((4, 3, heads), float("nan"), device=target["device"])
-    out, mean_HD = quantize(qkv_T3HD, cos_TD, sin_TD, used_1, call_43H, padded)
+    scaling_43H = torch.full((4, 3, heads), float("nan"), device=target["device"])
+    out, mean_HD = quantize(qkv_T3HD, cos_TD, sin_TD, used_1, scaling_43H, padded)
 
     center_HD, expected_3H = sample_reference(qkv_T3HD, used)
-    assert relative_error(mean_HD, center_HD) < 1e-6 and relative_error(call_43H[0], expected_3H) < 1e-6
-    expected, used_now, amax = quantize_reference(qkv_T3HD, cos_TD, sin_TD, used, mean_HD, call_43H[0], padded)
-    assert torch.equal(used_now, fit(call_43H[0])) == (turned < 2), "what was expected serves, or what was found"
-    assert torch.equal(call_43H[1], amax) and torch.equal(call_43H[2], used_now)
-    assert call_43H[3, 0, 0].item() == 1 / (used_now[0, 0] * used_now[1, 0]).item()
+    assert relative_error(mean_HD, center_HD) < 1e-6 and relative_error(scaling_43H[0], expected_3H) < 1e-6
+    expected, used_now, amax = quantize_reference(qkv_T3HD, cos_TD, sin_TD, used, mean_HD, scaling_43H[0], padded)
+    assert torch.equal(used_now, fit(scaling_43H[0])) == (turned < 2), "what was expected serves, or what was found"
+    assert torch.equal(scaling_43H[1], amax) and torch.equal(scaling_43H[2], used_now)
+    assert scaling_43H[3, 0, 0].item() == 1 / (used_now[0, 0] * used_now[1, 0]).item()
     assert torch.equal(out.float().nan_to_num(1e3), expected.float().nan_to_num(1e3))
     assert out[:, 0, 0].isnan().sum() == out[:, 0].isnan().sum() > 0
     assert not out[..., dim:].float().any()
@@ -457,14 +459,16 @@ def test_quantize_by_fixed_scales_cuts_off(exact_e4m3: None, target: Target) -> 
     dim = 72
     qkv_T3HD = draw(rows, 3, heads, dim, target=target)
     angles_TD = draw(rows, dim // 2, target=target, dtype=torch.float32).repeat(1, 2)
-    call_43H = torch.full((4, 3, heads), 1.0, device=target["device"])
-    call_43H[1] = 2.5
+    scaling_43H = torch.full((4, 3, heads), 1.0, device=target["device"])
+    scaling_43H[1] = 2.5
     used_1 = torch.tensor([rows], dtype=torch.int32, device=target["device"])
     tables = angles_TD.cos(), angles_TD.sin()
-    out, mean_HD = quantize(qkv_T3HD, *tables, used_1, call_43H, 128, fixed_scales=True)
-    expected, scales, amax = quantize_reference(qkv_T3HD, *tables, rows, mean_HD, call_43H[0], 128, fixed_scales=True)
-    assert (call_43H[0] == 1).all() and torch.equal(call_43H[2], scales)
-    assert torch.equal(call_43H[1], amax.clamp(min=2.5))
+    out, mean_HD = quantize(qkv_T3HD, *tables, used_1, scaling_43H, 128, fixed_scales=True)
+    expected, scales, amax = quantize_reference(
+        qkv_T3HD, *tables, rows, mean_HD, scaling_43H[0], 128, fixed_scales=True
+    )
+    assert (scaling_43H[0] == 1).all() and torch.equal(scaling_43H[2], scales)
+    assert torch.equal(scaling_43H[1], amax.clamp(min=2.5))
     assert torch.equal(out.float(), expected.float()) and (out.float() == LARGEST).any()
 
 

@@ -686,7 +686,8 @@ def test_reasons_against_keeping_are_reported(tower: nn.Module) -> None:
     state = state_of(tower)
     snapshot = state.snapshot(tower)
     facts = checks.facts_for_reuse(state.settings, snapshot, *snapshot.weights(), torch.device("cpu"), None)
-    assert facts.reasons_against_keeping == ["a score_mod may read what changes between calls"] and not facts.watched
+    assert facts.reasons_against_keeping == ["a score_mod may read what changes between calls"]
+    assert not facts.weights_to_sum
 
 
 def test_calls_of_the_stock_forward_reuse_nothing(tower: nn.Module) -> None:

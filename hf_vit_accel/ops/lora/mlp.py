@@ -19,8 +19,8 @@ from hf_vit_accel.ops.lora.inputs import JoinedLinears
 from hf_vit_accel.ops.lora.modules import Lora
 from hf_vit_accel.ops.training.context import FunctionContext, Gradients, InnerContext
 from hf_vit_accel.ops.training.gelu_backward import gelu, gelu_gradient
+from hf_vit_accel.ops.training.nodes import OpWithBackward
 from hf_vit_accel.ops.training.swiglu_backward import aligned, swiglu_gradient
-from hf_vit_accel.ops.training.trained import Trained
 
 
 def activated_reference(z: Tensor, kind: str, limit: float | None = None) -> Tensor:
@@ -151,7 +151,7 @@ def mlp(before: Sequence[Lora], after: Lora, kind: str, limit: float | None, con
     width = len(before[0].base.weight)
     first = product(before, context)
     last = product([after], context, in_features=-(-width // 8) * 8 if len(before) > 1 else width)
-    if not (isinstance(first, Trained) and isinstance(last, Trained)):
+    if not (isinstance(first, OpWithBackward) and isinstance(last, OpWithBackward)):
         return lambda x_TE: last(Activated.apply(first(x_TE), kind, limit))
 
     def weights() -> list[Any]:
@@ -159,4 +159,4 @@ def mlp(before: Sequence[Lora], after: Lora, kind: str, limit: float | None, con
         return [len(first_flat), *first_flat, *last.weights()]
 
     settings = *first.settings, *last.settings, kind, limit
-    return Trained(function=AdaptedMlp, weights=weights, settings=settings, takes_norm=True)
+    return OpWithBackward(function=AdaptedMlp, weights=weights, settings=settings, takes_norm=True)
