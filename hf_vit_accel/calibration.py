@@ -83,7 +83,7 @@ def calibrate(
     return amax.save(path)
 
 
-def _pixels_and_grids(call: Any) -> list[tuple[Tensor, Any]]:
+def _pixels_and_grids(call: object) -> list[tuple[Tensor, Any]]:
     """Return the pixels and the grid of the images, and of the videos, in one output of a processor."""
     inputs: Mapping[str, Any] = call if isinstance(call, Mapping) else {}
     pairs = [(inputs[pixels], inputs.get(grid)) for pixels, grid in _INPUT_NAMES if inputs.get(pixels) is not None]

@@ -337,7 +337,7 @@ def _weights_of_calls(tower: Tower, snapshot: Snapshot) -> WeightMemory:
 
 
 def reasons_now(
-    tower: Tower, state: TowerState, snapshot: Snapshot, name: str | None, former_forward: Any
+    tower: Tower, state: TowerState, snapshot: Snapshot, name: str | None, former_forward: object
 ) -> tuple[list[str], Spec | None]:
     """List what keeps every call off the fast path, and return what decides its routes.
 
@@ -357,7 +357,7 @@ def reasons_now(
     weights = _weights_of_calls(tower, snapshot)
     reasons += checks.reasons_of_copy(tower, state.family, snapshot, weights, {})
     reasons += checks.reasons_slow(tower, snapshot, weights, {}, grad=False)
-    weight: Any = snapshot.parts.projection.weight
+    weight = snapshot.parts.projection.weight
     graphs_requested = isinstance(state.settings.graphs, GraphConfig)
     spec = spec_of(state, snapshot, weights, weight.device, fast=not reasons, grad=False, for_graphs=graphs_requested)
     return reasons, spec

@@ -20,6 +20,7 @@ from hf_vit_accel.backends.base import HALF, Attend, Backend, Plan, Request, att
 from hf_vit_accel.ops.base import Rotate
 from hf_vit_accel.ops.rope import rope_, rope_back_
 from hf_vit_accel.ops.rope import rotate as our_rotation
+from hf_vit_accel.ops.training.context import FunctionContext
 from hf_vit_accel.ops.training.nodes import OpWithBackward
 
 PACKAGE = machine.Package(
@@ -95,7 +96,7 @@ def _attend_cuda(
 _attend = attention_op("flash_attention_4", _attend_cuda)
 
 
-def _lengths(cu_seqlens_S1: Tensor, max_seqlen: int) -> dict[str, Any]:
+def _lengths(cu_seqlens_S1: Tensor, max_seqlen: int) -> dict[str, Tensor | int]:
     """Return the package's arguments for the segments, which are the same for queries and keys."""
     return {
         "cu_seqlens_q": cu_seqlens_S1,
@@ -122,7 +123,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: FunctionContext,
         qkv_T3HD: Tensor,
         cos_TD: Tensor | None,
         sin_TD: Tensor | None,
@@ -142,7 +143,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @machine.once_differentiable
-    def backward(ctx: Any, dout_THD: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionContext, dout_THD: Tensor) -> tuple[Tensor | None, ...]:
         rotated_T3HD, out_THD, lse_HT, cos_TD, sin_TD, cu_seqlens_S1 = ctx.saved_tensors
         dqkv_T3HD = torch.empty_like(rotated_T3HD, memory_format=torch.contiguous_format)
         q_THD, k_THD, v_THD = rotated_T3HD.unbind(1)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from hf_vit_accel.layout import Segments
 from hf_vit_accel.ops.base import Rotate
 from hf_vit_accel.ops.rope import rope_, rope_gather_back
 from hf_vit_accel.ops.rope import rotate as our_rotation
+from hf_vit_accel.ops.training.context import FunctionContext
 from hf_vit_accel.ops.training.nodes import OpWithBackward
 
 Groups = Sequence[tuple[int, int]]
@@ -178,7 +178,12 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, qkv_T3HD: Tensor, cos_TD: Tensor | None, sin_TD: Tensor | None, groups: Groups, scale: float
+        ctx: FunctionContext,
+        qkv_T3HD: Tensor,
+        cos_TD: Tensor | None,
+        sin_TD: Tensor | None,
+        groups: Groups,
+        scale: float,
     ) -> Tensor:
         if cos_TD is not None and sin_TD is not None:
             _rotate_(qkv_T3HD, cos_TD, sin_TD)
@@ -194,7 +199,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @machine.once_differentiable
-    def backward(ctx: Any, dout_THD: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionContext, dout_THD: Tensor) -> tuple[Tensor | None, ...]:
         rotated_T3HD, out_THD, cos_TD, sin_TD, *tensors = ctx.saved_tensors
         dout_THD = dout_THD.contiguous()
         dqkv_T3HD = torch.empty_like(rotated_T3HD)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +35,8 @@ from hf_vit_accel.graphs.step import (
 )
 from hf_vit_accel.graphs.store import CaptureError, Eager, GraphStore, Identity
 from hf_vit_accel.layout import Grid
+from hf_vit_accel.ops.base import Attributes
+from hf_vit_accel.ops.training.context import FunctionContext
 
 
 class _Call:
@@ -116,7 +117,7 @@ class TrainingRunner(GraphStore[CapturedStep]):
         route: Route,
         pixels_TP: Tensor,
         parameters: Sequence[Tensor],
-        parameter_dicts: Sequence[dict[str, Any]],
+        parameter_dicts: Sequence[Attributes],
         memory: list[object],
     ) -> Tensors | Eager:
         """Replay the forward of a call, so that autograd replays its backward.
@@ -269,7 +270,12 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, runner: TrainingRunner, call: _Call, route: Route, pixels_TP: Tensor, *trained_parameters: Tensor
+        ctx: FunctionContext,
+        runner: TrainingRunner,
+        call: _Call,
+        route: Route,
+        pixels_TP: Tensor,
+        *trained_parameters: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         # Saved weights raise if they change before the backward, as in stock. Frozen ones count: gradients pass them.
@@ -293,7 +299,7 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     @machine.once_differentiable
-    def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionContext, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
         pixels_TP, *parameters = ctx.saved_tensors
 
         def compute_again() -> Gradients:

@@ -81,7 +81,7 @@ _PEFT_PARTS = (
 )
 
 
-def _has_known_variants(module: Any) -> bool:
+def _has_known_variants(module: nn.Module) -> bool:
     """Return whether the adapters of a PEFT module are plain LoRA or DoRA."""
     for variant in getattr(module, "lora_variant", {}).values():
         kind = variant if isinstance(variant, type) else type(variant)

@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -70,7 +69,7 @@ class Sharing:
         self._calls += 1
         self._others_wait = False
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._others_wait and isinstance(error, Exception):
             result = ShareResult.OUT_OF_MEMORY if isinstance(error, torch.OutOfMemoryError) else ShareResult.FAILED
             with suppress(RankError):  # this rank raises its own error

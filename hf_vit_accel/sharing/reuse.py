@@ -12,11 +12,10 @@ not do: they miss writes through `.data`, by which adapters are merged and some 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,8 +26,14 @@ from hf_vit_accel.config import ReuseConfig
 from hf_vit_accel.layout import Grid, settle, to_device
 from hf_vit_accel.machine import KERNELS, LRU, guarded
 from hf_vit_accel.ops import why_not_triton
+from hf_vit_accel.ops.training.context import FunctionContext
 from hf_vit_accel.sharing import checksum
 from hf_vit_accel.sharing.checksum import CHUNK, words_of
+
+Fingerprint = tuple[int, ...]
+"""Frames, height, width and checksum of an image."""
+EqualPairs = Callable[[list[tuple[Tensor, Tensor]]], list[bool]]
+"""Returns for every pair of word tensors whether they are equal."""
 
 _IN_TORCH = checksum.sum_images_reference, checksum.sum_weights_reference, checksum.equal_pairs_reference
 _BY_KERNELS = (
@@ -210,10 +215,10 @@ class Reuse:
         return table, []
 
     def _find_sources(
-        self, fingerprints: list[Any], keys: list[Hashable], bits: tuple[Tensor, ...], equal_pairs: Any
+        self, fingerprints: list[Fingerprint], keys: list[Hashable], bits: tuple[Tensor, ...], equal_pairs: EqualPairs
     ) -> list[int | Kept]:
         """Return the `sources` of a call. Every image is compared with one candidate; where they differ, it is new."""
-        first_index: dict[Any, int] = {}
+        first_index: dict[Fingerprint, int] = {}
         candidates: dict[int, int | Kept] = {}
         pairs: list[tuple[Tensor, Tensor]] = []
         for index, fingerprint in enumerate(fingerprints):
@@ -308,7 +313,7 @@ class WeightTable:
         chunks_2C: The address of every chunk, and its count of words.
     """
 
-    def __init__(self, tensors: list[Tensor], layout: list[Any]) -> None:
+    def __init__(self, tensors: list[Tensor], layout: list[list[object]]) -> None:
         self.layout = layout
         shapes_and_dtypes = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
         self.form = blake2b(repr(shapes_and_dtypes).encode(), digest_size=16).digest()
@@ -331,7 +336,7 @@ class WeightTable:
         settle(device)
 
 
-def _layout_of(tensors: list[Tensor]) -> list[Any]:
+def _layout_of(tensors: list[Tensor]) -> list[list[object]]:
     """Return where tensors are stored, with shapes and dtypes. One list per property is quicker than one per tensor."""
     return [
         [tensor.data_ptr() for tensor in tensors],
@@ -349,7 +354,7 @@ class _Repeat(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sizes: list[int], order: list[int]) -> Tensor:
+    def forward(ctx: FunctionContext, rows: Tensor, sizes: list[int], order: list[int]) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.sizes = sizes
         ctx.order = order
@@ -357,7 +362,7 @@ class _Repeat(torch.autograd.Function):
         return torch.cat([pieces[index] for index in order])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: FunctionContext, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
         if grad is None:
             return None, None, None
         starts = list(accumulate(ctx.sizes, initial=0))

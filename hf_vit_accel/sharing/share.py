@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ class Share(AbstractContextManager[None]):
         self._exchange_headers = exchange_headers
         self._device = pixels_TP.device
         self._grad = grad
-        self._replaced: AbstractContextManager[Any] = nullcontext()
+        self._replaced: AbstractContextManager[None] = nullcontext()
         self.grid = assignment.grid_of(ranks.rank)
         slots = _trained_slots(roots) if grad else []
         # A weight that modules share counts once.
@@ -65,8 +66,10 @@ class Share(AbstractContextManager[None]):
     def __enter__(self) -> None:
         self._replaced.__enter__()
 
-    def __exit__(self, *error: Any) -> None:
-        self._replaced.__exit__(*error)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._replaced.__exit__(kind, error, trace)
 
     def gather(self, outputs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
         """Return all rows of all outputs on every rank.
@@ -177,7 +180,9 @@ class _TakeShare(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: FunctionContext, ranks: Ranks, assignment: Assignment, pixels_TP: Tensor, *weights: Tensor) -> Any:
+    def forward(
+        ctx: FunctionContext, ranks: Ranks, assignment: Assignment, pixels_TP: Tensor, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.ranks = ranks
         ctx.assignment = assignment
@@ -190,7 +195,7 @@ class _TakeShare(torch.autograd.Function):
 
     @staticmethod
     @machine.once_differentiable
-    def backward(ctx: FunctionContext, _: Any, *gradients: Tensor | None) -> tuple[object, ...]:
+    def backward(ctx: FunctionContext, _: object, *gradients: Tensor | None) -> tuple[object, ...]:
         ranks = ctx.ranks
         assignment = ctx.assignment
         needs_pixels, *needs_weights = ctx.needs_input_grad[2:]
@@ -210,7 +215,7 @@ class _TakeShare(torch.autograd.Function):
             dpixels_TP = dshare_TP.new_empty(assignment.total, dshare_TP.shape[1])
             assignment.put_together(by_rank, dpixels_TP)
         ranks.settle(dshare_TP.device, when="while gradients were exchanged")
-        dweights: list[Any] = [None] * len(needs_weights)
+        dweights: list[Tensor | None] = [None] * len(needs_weights)
         for index, total, ranks_reached in zip(needed, sums, sums[-1].tolist(), strict=False):
             weight = ctx.weights[index]
             has_hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
@@ -222,7 +227,7 @@ class _Gather(torch.autograd.Function):
     """Brings the outputs of this rank's share to all ranks. Its backward takes the share's rows of their gradient."""
 
     @staticmethod
-    def forward(ctx: FunctionContext, share: Share, token: Tensor, *outputs: Tensor) -> Any:
+    def forward(ctx: FunctionContext, share: Share, token: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.assignment = share.assignment
         ctx.rank = share.ranks.rank

@@ -30,6 +30,9 @@ from hf_vit_accel.tower.modules import WeightMemory, is_inert
 from hf_vit_accel.tower.snapshot import HOOKS, Snapshot
 from hf_vit_accel.versions import POPPED
 
+HooksOf = Callable[[dict[str, Any]], Mapping[int, Callable[..., object]]]
+"""Reads the hooks of one kind from the dictionary of a module."""
+
 _GLOBAL_HOOKS = tuple(
     hooks for name, hooks in vars(torch_module).items() if name.startswith("_global_") and isinstance(hooks, dict)
 )
@@ -53,7 +56,7 @@ def reasons_fake() -> list[str]:
 
 
 def reasons_stock(
-    tower: Tower, former_forward: Any, name: str | None, snapshot: Snapshot, kwargs: Mapping[str, Any]
+    tower: Tower, former_forward: object, name: str | None, snapshot: Snapshot, kwargs: Mapping[str, object]
 ) -> list[str]:
     """Return why a call must reach the stock forward as it is.
 
@@ -79,7 +82,7 @@ def reasons_stock(
 
 
 def reasons_of_copy(
-    tower: Tower, family: Family, snapshot: Snapshot, weights: WeightMemory, options: Mapping[str, Any]
+    tower: Tower, family: Family, snapshot: Snapshot, weights: WeightMemory, options: Mapping[str, object]
 ) -> list[str]:
     """Return why a call of a copy must reach its own forward; none for any other tower.
 
@@ -104,7 +107,7 @@ def reasons_of_copy(
     return reasons
 
 
-def reasons_without_segments(tower: Tower, arguments: Mapping[str, Any], pixels: str) -> list[str]:
+def reasons_without_segments(tower: Tower, arguments: Mapping[str, object], pixels: str) -> list[str]:
     """Return why a tower whose attention alone is ours gets no segments from us, and must compute them itself.
 
     Args:
@@ -171,7 +174,7 @@ def attention_name(tower: Tower, settings: Settings, former_name: str | None) ->
 
 
 def reasons_slow(
-    tower: Tower, snapshot: Snapshot, weights: WeightMemory, options: Mapping[str, Any], *, grad: bool
+    tower: Tower, snapshot: Snapshot, weights: WeightMemory, options: Mapping[str, object], *, grad: bool
 ) -> list[str]:
     """Return why the blocks of a call must be called one by one.
 
@@ -202,7 +205,7 @@ def reasons_slow(
     return reasons + reasons_untraceable()
 
 
-def _reasons_hooked(snapshot: Snapshot, hooks_of: Callable[[dict[str, Any]], Mapping[int, Any]]) -> list[str]:
+def _reasons_hooked(snapshot: Snapshot, hooks_of: HooksOf) -> list[str]:
     """Return a sentence about the first module inside with a hook that the fast path would skip; empty for none."""
     sharded_ids = {id(vars(block)) for block in snapshot.sharded_layers.values()}
     for name, attributes in zip(snapshot.names_inside, snapshot.attributes_inside, strict=True):

@@ -6,7 +6,6 @@ Parameters are left out. The proof draws them anew, so they may change.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import transformers
 from torch import Tensor, nn
@@ -65,9 +64,9 @@ class CopyState:
         return None if is_same else "a buffer changed"
 
 
-def _configs_of(attributes: list[dict[str, Any]]) -> Iterator[transformers.PretrainedConfig]:
+def _configs_of(attributes: list[dict[str, object]]) -> Iterator[transformers.PretrainedConfig]:
     """Yield every config in the attributes of modules, and the configs inside it; none twice."""
-    pending: list[Any] = [value for values in attributes for value in values.values()]
+    pending: list[object] = [value for values in attributes for value in values.values()]
     seen: set[int] = set()
     while pending:
         config = pending.pop()

@@ -41,7 +41,7 @@ from hf_vit_accel.tower.retry import disable, halve_passes
 from hf_vit_accel.tower.snapshot import Snapshot
 from hf_vit_accel.tower.state import STATE, TowerState, state_of
 
-Original = Callable[..., Any]
+Original = Callable[..., object]
 """The stock forward of a tower, or the forward that its instance had before it was patched."""
 
 Arguments = tuple[object, ...]
@@ -98,7 +98,7 @@ class AcceleratedForward:
             vars(tower).update(self._state.attributes)
         return tower
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         """Return the outputs of a call.
 
         If a backend or a kernel fails, this call and later ones do without it. Out-of-memory errors reach the caller.
@@ -169,12 +169,12 @@ def our_forward_attribute(tower: nn.Module) -> str | None:
     return next((name for name in FORWARD_ATTRIBUTES if is_our_forward(vars(tower).get(name))), None)
 
 
-def is_our_forward(forward: Any) -> bool:
+def is_our_forward(forward: object) -> bool:
     """Return whether a forward is ours, also where accelerate's `unwrap_model` has bound it as a method."""
     return isinstance(getattr(forward, "__func__", forward), AcceleratedForward)
 
 
-def _call(tower: Tower, state: TowerState, original: Original, args: Arguments, kwargs: Options) -> Any:
+def _call(tower: Tower, state: TowerState, original: Original, args: Arguments, kwargs: Options) -> object:
     """Serve one call, again without a backend, a kernel or a way of sharing that failed, and in shorter passes."""
     pixels: Any = args[0] if args else kwargs.get(state.family.arguments[0])
     on_cuda = isinstance(pixels, Tensor) and pixels.is_cuda
@@ -201,7 +201,9 @@ def _call(tower: Tower, state: TowerState, original: Original, args: Arguments, 
             # Nothing holds what the failed attempt allocated when the next one begins.
 
 
-def _call_original(original: Original, pixels_name: str, args: Arguments, kwargs: Options, **injected: Any) -> Any:
+def _call_original(
+    original: Original, pixels_name: str, args: Arguments, kwargs: Options, **injected: object
+) -> object:
     """Call the stock forward, which computes with a grid on the device of the pixels."""
     pixels = args[0] if args else kwargs.get(pixels_name)
     grid = kwargs.get("grid_thw")
@@ -369,7 +371,7 @@ def _replay(plan: FastPlan, runner: Runner | TrainingRunner, one_pass: Pass, pix
     return runner.run(one_pass.route, pixels_TP, plan.parameters, plan.snapshot.parameter_dicts, memory)
 
 
-def _count(state: TowerState, outcome: Outcome) -> Any:
+def _count(state: TowerState, outcome: Outcome) -> object:
     """Count a call that is over, and return its output. A call that failed is not counted."""
     plan = outcome.plan
     state.fallbacks.update((*plan.reasons, *outcome.reasons))

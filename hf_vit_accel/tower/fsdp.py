@@ -23,7 +23,7 @@ def class_of(module: nn.Module) -> type:
     return type(module).__mro__[2] if isinstance(module, wrapper()) else type(module)
 
 
-def hooked_by_fsdp(hook: Callable[..., Any]) -> bool:
+def hooked_by_fsdp(hook: Callable[..., object]) -> bool:
     """Return whether FSDP2 has set a hook."""
     return str(getattr(hook, "__module__", None)).startswith("torch.distributed.fsdp._fully_shard.")
 
@@ -33,7 +33,7 @@ def _policy_of(module: Any) -> Any:
     return getattr(module._get_fsdp_state(), "_mp_policy", None)
 
 
-def gathered_dtype(module: Any, dtype: torch.dtype) -> torch.dtype:
+def gathered_dtype(module: nn.Module, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which FSDP2 gathers the weights of a module.
 
     Args:
@@ -44,7 +44,7 @@ def gathered_dtype(module: Any, dtype: torch.dtype) -> torch.dtype:
     return getattr(_policy_of(module), "param_dtype", None) or shards
 
 
-def reasons_against(blocks: Iterable[Any], dtype: torch.dtype) -> list[str]:
+def reasons_against(blocks: Iterable[nn.Module], dtype: torch.dtype) -> list[str]:
     """Return why layers cannot run through sharded blocks, beside other weights of a dtype."""
     for block in blocks:
         policy = _policy_of(block)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import nn
 
@@ -102,7 +102,7 @@ class StockPlan:
 
     way: Way
     reasons: tuple[str, ...]
-    injected: Mapping[str, Any] = field(default_factory=dict)
+    injected: Mapping[str, object] = field(default_factory=dict)
     route: Route | None = None
     shared: SharedCall = NOT_SHARED
 
@@ -182,5 +182,5 @@ class Outcome:
     """
 
     plan: CallPlan
-    output: Any
+    output: object
     reasons: tuple[str, ...] = ()

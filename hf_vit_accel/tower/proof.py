@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import transformers
@@ -167,7 +166,7 @@ _UNREAD_FIELDS |= {"return_dict", "output_hidden_states", "output_attentions"}
 
 def _prove(key: tuple[type, str], config: Config, family: Family, backoff: Backoff) -> Proof:
     """Run a twin beside our operations; an error on the way is no verdict, and asks for another attempt."""
-    kind: Any = key[0]
+    kind = key[0]
     classes: frozenset[type] = frozenset()
     why = ""
     for dtype in _DTYPES:
@@ -268,7 +267,7 @@ class _Expected:
     is_bare: bool
 
 
-def _stock(twin: Tower, family: Family, expected: _Expected, **kwargs: Any) -> Any:
+def _stock(twin: Tower, family: Family, expected: _Expected, **kwargs: object) -> object:
     """Return the output of the stock twin."""
     pixels = family.pixels(twin, expected.pixels_TP)
     return twin(pixels, grid_thw=torch.tensor(expected.grid, device="cpu"), **kwargs)
@@ -318,7 +317,7 @@ def _compare(twin: Tower, family: Family, grid: Grid, *, gradients: bool = False
     incoming = [torch.randn(x.shape, generator=generator, device="cpu", dtype=x.dtype) for x in expected.tensors]
     our_gradients = torch.autograd.grad(ours, inputs, incoming, allow_unused=True)
     stock_gradients = torch.autograd.grad(expected.tensors, inputs, incoming, allow_unused=True)
-    if why := _difference(list(our_gradients), list(stock_gradients), _GRADIENT_BOUND):
+    if why := _difference(our_gradients, stock_gradients, _GRADIENT_BOUND):
         return f"{name} has other gradients than our operations ({why})", expected
     return None, expected
 
@@ -380,12 +379,12 @@ def _compare_under_autocast(twin: Tower, family: Family) -> str | None:
     return why and f"{name} computes something else under autocast than our operations ({why})"
 
 
-def _difference(ours: list[Any], expected: list[Any], bound: float) -> str | None:
+def _difference(ours: Sequence[Tensor | None], expected: Sequence[Tensor | None], bound: float) -> str | None:
     """Say how far our tensors are from the expected ones, where that is more than the bound; None if it is not."""
     shapes = [[None if x is None else tuple(x.shape) for x in tensors] for tensors in (ours, expected)]
     if shapes[0] != shapes[1]:
         return f"shapes {shapes[0]} instead of {shapes[1]}"
-    pairs = [(o.detach(), e.detach()) for o, e in zip(ours, expected, strict=True) if e is not None]
+    pairs = [(o.detach(), e.detach()) for o, e in zip(ours, expected, strict=True) if o is not None and e is not None]
     total = torch.stack([e.norm() for _, e in pairs]).norm() if pairs else torch.tensor(0.0)
     # What should be zero (a gradient of a key's bias) is rounding: it is measured by all the others.
     errors = [float((o - e).norm() / (e.norm() + 1e-3 * total)) for o, e in pairs]

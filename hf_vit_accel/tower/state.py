@@ -42,7 +42,7 @@ class SpecKey(NamedTuple):
     fast: bool
     grad: bool
     weights_dtype: torch.dtype
-    weights_key: tuple[Any, ...]
+    weights_key: tuple[object, ...]
     scales: Scales | None
     halvings: int
     graphs: bool
@@ -74,7 +74,7 @@ class TowerState:
         self.family = family
         self.settings = settings
         self.former_name = former_name
-        self.former_forward: Callable[..., Any] | None = None
+        self.former_forward: Callable[..., object] | None = None
         self.keeps_attention = False
         self._attention_function = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.get(former_name)
 
@@ -98,7 +98,7 @@ class TowerState:
         if not family.attention_only:
             self._make_options()
 
-        self.attributes: dict[str, Any] = {}
+        self.attributes: dict[str, object] = {}
         self.last_snapshot: Snapshot | None = None
         self._scales: Scales | None = None
 
@@ -272,7 +272,7 @@ _INSENSITIVE = {"patch_embed", "norms", "mergers", "mlp"}
 """Parts whose fused operations call no module, so that autocast to the dtype of the weights changes nothing."""
 
 
-def attributes_of(tower: nn.Module) -> dict[str, Any]:
+def attributes_of(tower: nn.Module) -> dict[str, object]:
     """Return the attributes of a tower, without what patching added."""
     ours = (STATE, "forward", "_old_forward")
     return {name: value for name, value in vars(tower).items() if name not in ours}

@@ -112,15 +112,20 @@ class LayerNode:
         return _Layer.apply(self, heads, tuple(counts), cos_TD, sin_TD, x_TE.contiguous(), delta_TE, *weights)
 
 
-def layer_node_of(operations: Any, attend: Any) -> LayerNode | None:
+def layer_node_of(operations: Any, attend: object) -> LayerNode | None:
     """Build one node from a layer's operations and its attention; None where one of these six is not `OpWithBackward`.
 
     Attention is `OpWithBackward` by the window kernel, and by backends whose `attend_layers` returns such functions.
     """
     built = operations.norm1, operations.qkv, attend, operations.proj, operations.norm2, operations.mlp
-    # `guarded` wraps an operation; inside the node each part's forward is guarded by itself.
-    parts = [getattr(part, "__wrapped__", part) for part in built]
-    return LayerNode(parts=LayerParts(*parts)) if all(isinstance(part, OpWithBackward) for part in parts) else None
+    parts = []
+    for guarded_part in built:
+        # `guarded` wraps an operation; inside the node each part's forward is guarded by itself.
+        part = getattr(guarded_part, "__wrapped__", guarded_part)
+        if not isinstance(part, OpWithBackward):
+            return None
+        parts.append(part)
+    return LayerNode(parts=LayerParts(*parts))
 
 
 class _PartContext(InnerContext):

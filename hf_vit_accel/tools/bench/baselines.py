@@ -22,8 +22,9 @@ from hf_vit_accel import machine
 from hf_vit_accel.backends import Request
 from hf_vit_accel.backends.flash_attention_3 import FlashAttention3
 from hf_vit_accel.backends.torch_varlen import TorchVarlen
+from hf_vit_accel.families import Tower
 from hf_vit_accel.layout import Grid, build, to_device
-from hf_vit_accel.tools.bench.towers import Tower, family_of_tower, weight_of
+from hf_vit_accel.tools.bench.towers import family_of_tower, weight_of
 from hf_vit_accel.tower.proof import prove
 from hf_vit_accel.tower.snapshot import Snapshot
 from hf_vit_accel.versions import METADATA, keyword_arguments

@@ -16,10 +16,10 @@ import torch
 from hf_vit_accel import backends
 from hf_vit_accel.api import patched, warmup
 from hf_vit_accel.config import GraphConfig
+from hf_vit_accel.families import Tower
 from hf_vit_accel.graphs.recorder import why_not_graphs
 from hf_vit_accel.layout import Grid
 from hf_vit_accel.tools.bench.baselines import BASELINES, Open, Run, grid_tensor, is_trained, request_of
-from hf_vit_accel.tools.bench.towers import Tower
 
 _GRAPH = "+graph"
 _EAGER = "+eager"

@@ -18,11 +18,12 @@ import torch
 
 from hf_vit_accel import machine
 from hf_vit_accel.engine.inputs import Expected, read
+from hf_vit_accel.families import Tower
 from hf_vit_accel.layout import Grid, rows_of
 from hf_vit_accel.tools.bench.baselines import Run, is_trained
 from hf_vit_accel.tools.bench.contenders import Contender, check_names, choose
 from hf_vit_accel.tools.bench.profile import Part, profile
-from hf_vit_accel.tools.bench.towers import SHAPES, Tower, build_tower, family_of_tower, matrix_flops
+from hf_vit_accel.tools.bench.towers import SHAPES, build_tower, family_of_tower, matrix_flops
 from hf_vit_accel.tools.bench.verify import ErrorVerdict, Problem, Status, problem_of, reference_of, twin_of, verify
 from hf_vit_accel.tools.bench.work import Batch, milliseconds, peak_gigabytes, work
 

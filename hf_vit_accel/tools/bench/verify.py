@@ -12,10 +12,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from hf_vit_accel import machine
+from hf_vit_accel.families import Tower
 from hf_vit_accel.layout import Grid
 from hf_vit_accel.tools.bench.baselines import Run, is_trained, stock
 from hf_vit_accel.tools.bench.contenders import Contender
-from hf_vit_accel.tools.bench.towers import Tower, family_of_tower, weight_of
+from hf_vit_accel.tools.bench.towers import family_of_tower, weight_of
 from hf_vit_accel.tools.bench.work import Batch, Errors, draw_batch, results
 
 ROUNDING: Mapping[torch.dtype, float] = {
