@@ -65,8 +65,8 @@ def calibrate(
         for call in images:
             for pixels_TP, grid_thw in _pixels_and_grids(call):
                 tower(family.pixels(tower, pixels_TP.to(weight.device, weight.dtype).flatten(1)), grid_thw=grid_thw)
-                assert state.last is not None
-                choice = state.last.choices["full"]
+                assert state.last_route is not None
+                choice = state.last_route.choices["full"]
                 if choice.backend is not FP8:  # the scales hold zeros, or the maxima of the call before
                     raise ValueError(f"expected images that FP8 can attend to: {choice.not_worth}; pass fewer at once")
                 seen_L3H = scales.recorded_amax()

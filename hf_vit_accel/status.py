@@ -241,7 +241,7 @@ def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
         layouts=(len(state.routes.cache), state.routes.cache.hits, state.routes.cache.misses),
     )
     if family.attention_only:
-        return TowerStatus(**fields, backends=dict(state.attention_backends), unfused=beyond_attention(state.settings))
+        return TowerStatus(**fields, backends=dict(state.attention_backends), unfused=ignored_options(state.settings))
     snapshot = state.snapshot(tower)
     if snapshot.copy_proof is not None:
         fields["proven"] = str(snapshot.copy_proof.report)
@@ -289,7 +289,7 @@ def _graph_status(state: TowerState) -> GraphStatus | None:
 
 def _last_route(state: TowerState, snapshot: Snapshot, spec: Spec | None) -> Route | None:
     """Return the route of the last call; None if the weights were on another device then, or of another dtype."""
-    last = state.last
+    last = state.last_route
     if last is None or spec is None:
         return last
     targets = {id(known_spec): (key.device, key.weights_dtype) for key, known_spec in snapshot.specs.items()}
@@ -310,7 +310,7 @@ def _uses_window_kernel(snapshot: Snapshot, last: Route | None) -> bool:
     return side**2 <= LONGEST
 
 
-def beyond_attention(settings: Settings) -> dict[str, str]:
+def ignored_options(settings: Settings) -> dict[str, str]:
     """Return the requested options that a family without more than attention ignores, with the reason."""
     requested = {
         "cuda_graphs": settings.graphs != "auto" and settings.graphs,

@@ -35,12 +35,12 @@ class Checkpoint:
     block: nn.Module
 
     @property
-    def reentrant(self) -> bool:
+    def is_reentrant(self) -> bool:
         """The `use_reentrant` of transformers: no gradient reaches weights unless the layer's input requires one."""
         return bool(getattr(self.function, "keywords", {}).get("use_reentrant", True))
 
-    def needed(self, x_TE: Tensor, delta_TE: Tensor | None) -> bool:
-        """Return whether the layer has a gradient at all: frozen after frozen ones, it keeps nothing."""
+    def has_gradient(self, x_TE: Tensor, delta_TE: Tensor | None) -> bool:
+        """Return whether any gradient flows through the layer; a frozen layer after frozen ones has none."""
         if x_TE.requires_grad or (delta_TE is not None and delta_TE.requires_grad):
             return True
         return any(parameter.requires_grad for parameter in self.block.parameters())
@@ -96,7 +96,7 @@ def encode(
     delta_TE: Tensor | None = None
     for index, (layer, attend, node) in enumerate(zip(ops.layers, route.attends, route.nodes, strict=True)):
         checkpoint = checkpoints[index] if checkpoints else None
-        if checkpoint is not None and not checkpoint.needed(x_TE, delta_TE):
+        if checkpoint is not None and not checkpoint.has_gradient(x_TE, delta_TE):
             checkpoint = None
         if checkpoint is not None or index in blocks_to_call:
             run = node or _in_steps(layer, attend)
@@ -233,7 +233,7 @@ def _run_checkpointed(
 ) -> Tensor:
     """Run a layer as stock checkpoints it: one tensor goes in, one comes out."""
     x_TE = x_TE if delta_TE is None else x_TE + delta_TE
-    if checkpoint.reentrant and not x_TE.requires_grad:
+    if checkpoint.is_reentrant and not x_TE.requires_grad:
         x_TE = x_TE.detach().requires_grad_()
 
     def run_rows(x_TE: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Decide a layout: its metadata, a backend and its plan for every kind of layer, and the requests that are not met.
+"""Make the route of a layout: its metadata, a backend and its plan for every kind of layer, and unmet requests.
 
 A route is decided on the host, sent to the device in one copy, and cached: later calls of the same grid reuse it.
 `T` packed patch rows, `H` heads, `D` head dim.
@@ -138,7 +138,7 @@ class Route:
     def plan_for(self, cu_seqlens: Tensor) -> Plan | None:
         """Return the plan made for these offsets; None for others, since equal sizes may be other layouts.
 
-        KnownSegments that a tower computed by itself are compared once, by a host sync, for all layers that get them.
+        Offsets that a tower computed by itself are compared once, by a host sync, for all layers that get them.
         """
         for kind, name in _OFFSETS_BY_KIND.items():
             if cu_seqlens is self.tensors.get(name) or getattr(cu_seqlens, _KNOWN, None) == (kind, self):
@@ -164,8 +164,8 @@ class Route:
         return keyword_arguments({**metadata, ROUTE: self}, taken)
 
 
-def lay_out(layout: Grid | VisionMetadata, spec: Spec) -> Route:
-    """Decide everything about a layout on the host. Windows that our kernel attends need no plan."""
+def make_route(layout: Grid | VisionMetadata, spec: Spec) -> Route:
+    """Make the route of a layout on the host. Windows that our kernel attends need no plan."""
     metadata = layout if isinstance(layout, VisionMetadata) else build(layout, spec.geometry)
     arrays = metadata.arrays()
     faults = dict(spec.faults)
@@ -259,7 +259,7 @@ class Routes:
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
         def make() -> tuple[Route, int]:
-            route = lay_out(grid if layout is None else layout(), spec)
+            route = make_route(grid if layout is None else layout(), spec)
             return route, sum(array.nbytes for array in route.arrays.values())
 
         return self.cache.get((grid, spec, budget, stream), make)
@@ -293,8 +293,11 @@ class Routes:
             with outside_modes():
                 tensors = to_device(arrays, device)
             for kind, segments in metadata.segments().items():
-                known = KnownSegments(kind=kind, segments=segments, settings=settings, faults=faults, backends=backends)
-                setattr(tensors[_OFFSETS_BY_KIND[kind]], OFFSETS, known)
+                offsets = tensors[_OFFSETS_BY_KIND[kind]]
+                segments_of_kind = KnownSegments(
+                    kind=kind, segments=segments, settings=settings, faults=faults, backends=backends
+                )
+                setattr(offsets, OFFSETS, segments_of_kind)
             return {**tensors, "max_seqlen": metadata.full.max_seqlen}, 8 * len(grid)
 
         return self.cache.get((grid, device, geometry, stream), make)

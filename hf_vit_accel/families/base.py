@@ -55,7 +55,7 @@ class Block:
         return int(self.attention.num_heads // groups)
 
     @property
-    def shaped(self) -> bool:
+    def shapes_heads(self) -> bool:
         """Whether heads are normed or repeated between the Linears and the rotation."""
         return bool(self.head_norms) or self.key_heads != self.attention.num_heads
 

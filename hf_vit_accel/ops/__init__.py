@@ -78,9 +78,9 @@ class Ops:
         embed: pixels to rows.
         add_positions: adds interpolated position embeddings to rows; None for a tower without.
         tables: rows and positions (T, 2) to cos and sin, (T, D) each.
-        rotate: packed queries, keys and values with cos and sin, to the same with rotated q and k; see `ops.rope`.
-        attend_window: attention within windows; None where a backend attends them.
-        layers: of every layer.
+        rotate: rotates q and k of a packed projection.
+        attend_window: attention within windows; None where a backend attends in them.
+        layers: the operations of every layer.
         finish: the last layer's (x, delta) to the rows that the tower returns, and to features if it has a merger.
         deepstack: by layer, (x, delta) to (x + delta, the merger's result); may write the sum to x.
         fused: names of fused parts.
@@ -139,8 +139,8 @@ def _embed(parts: Parts, built: BuiltOperations, context: Context) -> Apply:
     if parts.embed_norm is None:
         return embed
     norm_rows: AddThen = built["norms"][id(parts.embed_norm)]
-    if context.casts:  # the norm's weights are fp32: its result starts the residual stream, which stays fp32
-        norm_rows = norm.plain(parts.embed_norm, context, rows=False)
+    if context.casts_weights:  # the norm's weights are fp32: its result starts the residual stream, which stays fp32
+        norm_rows = norm.plain(parts.embed_norm, context, in_rows_dtype=False)
     return lambda pixels_TP: norm_rows(embed(pixels_TP), None)[1]
 
 
@@ -148,22 +148,22 @@ def _final_norm(parts: Parts, built: BuiltOperations, context: Context) -> AddTh
     if parts.final_norm is None:
         return None
     if context.rows_dtype is not None:  # the tower returns it, in the dtype that autocast chooses for norms
-        return norm.plain(parts.final_norm, context, rows=False)
+        return norm.plain(parts.final_norm, context, in_rows_dtype=False)
     final_norm: AddThen = built["norms"][id(parts.final_norm)]
     return final_norm
 
 
 def _layer(block: Block, built: BuiltOperations, context: Context) -> LayerOps:
     norm2: AddThen = built["norms"][id(block.norm2)]
-    if not mlp.routed(block.mlp):
+    if not mlp.is_mixture_of_experts(block.mlp):
         mlp_op: Apply = built["mlp"][id(block.mlp)]
     else:
         mlp_op = context.called(block.mlp)
-        if context.casts:  # the router, and the sum over experts, keep the dtype that autocast chooses for norms
-            norm2 = norm.plain(block.norm2, context, rows=False)
+        if context.casts_weights:  # router and sum over experts keep the dtype that autocast chooses for norms
+            norm2 = norm.plain(block.norm2, context, in_rows_dtype=False)
     return LayerOps(
         norm1=built["norms"][id(block.norm1)],
-        qkv=project.build(block, context, built["heads"][id(block)] if block.shaped else None),
+        qkv=project.build(block, context, built["heads"][id(block)] if block.shapes_heads else None),
         proj=linear.build(block.proj, context),
         norm2=norm2,
         mlp=mlp_op,

@@ -95,10 +95,10 @@ class RecordedAttributes:
             self._absent.append((name, attributes))
         return getattr(module, name, default)
 
-    def all_of(self, module: nn.Module) -> None:
-        """Record all attributes of a module that is called, and of the modules inside it, except Linears.
+    def read_all(self, module: nn.Module) -> None:
+        """Read and record all attributes of a module and of the modules inside it, except Linears.
 
-        (A Linear's forward reads its weights only.)
+        A Linear's forward reads its weights only.
         """
         for child in module.modules():
             if type(child) is not nn.Linear:
@@ -133,8 +133,8 @@ def copied(value: Any) -> Any:
     return value
 
 
-def filled(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor] | None:
-    """Return the biases of joined products, with zeros for missing ones; None where all are missing."""
+def biases_or_zeros(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor] | None:
+    """Return the biases of joined products, zeros in the place of missing ones; None where all are missing."""
     if all(bias is None for bias in biases):
         return None
     pairs = zip(weights, biases, strict=True)
@@ -150,7 +150,7 @@ Slots = Sequence[tuple[Attributes, str]]
 
 @contextmanager
 def replaced(slots: Slots, by: Sequence[object]) -> Iterator[None]:
-    """Replace parameters of modules by other tensors within the with block. An entry that was absent goes again."""
+    """Replace parameters of modules by other tensors within the with block; remove entries that were absent."""
     former = [parameters.get(name, _ABSENT) for parameters, name in slots]
     try:
         for (parameters, name), tensor in zip(slots, by, strict=True):
@@ -170,7 +170,7 @@ _EMPTY_MODULE = nn.Module()
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Context:
-    """The target of operations: a device, dtypes, gradients. It records the attributes that they read.
+    """The target that operations are built for: device, dtypes, gradients. Records the attributes that they read.
 
     Attributes:
         device: of the rows.
@@ -226,14 +226,14 @@ class Context:
                     weights.append(attributes[name])
             return weights
 
-        if not (cast and self.casts):
+        if not (cast and self.casts_weights):
             return read
         to_rows = self.cast
         return lambda: [to_rows(weight) for weight in read()]
 
     def called(self, module: nn.Module) -> nn.Module:
         """Record all attributes of a module that is called as it is, and return it."""
-        self.recorded.all_of(module)
+        self.recorded.read_all(module)
         return module
 
     @property
@@ -251,7 +251,7 @@ class Context:
         return self.dtype if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) else None
 
     @property
-    def casts(self) -> bool:
+    def casts_weights(self) -> bool:
         """Whether the rows have another dtype than the weights."""
         return self.weights_dtype not in (None, self.dtype)
 
@@ -259,12 +259,12 @@ class Context:
     def cast(self) -> Callable[[Any], Any]:
         """Return a function that casts a weight, or a bias that may be None, to the dtype of the rows."""
         dtype = self.dtype
-        if not self.casts:
+        if not self.casts_weights:
             return lambda weight: weight
         return lambda weight: None if weight is None else weight.to(dtype)
 
     def reasons_replaced(self, module: nn.Module, kind: type[nn.Module] | None = None) -> list[str]:
-        """Report the reasons of the function of that name, and a class that the proof of the tower does not cover."""
+        """Report what `reasons_replaced` of this file does, and a class that the proof of the tower does not cover."""
         reasons = reasons_replaced(module, kind, self.trusted)
         if not reasons and kind is None and self.classes is not None and type(module) not in self.classes:
             return [f"a {type(module).__name__} is none of this tower's own modules"]

@@ -27,8 +27,8 @@ def layers_of(merger: Part) -> tuple[Part, list[Part]] | None:
     return None
 
 
-def _gated(merger: nn.Module) -> bool:
-    """Whether a merger is a product, its norm, an activation, and a SwiGLU with the names that `ops.mlp` knows."""
+def _is_gated(merger: nn.Module) -> bool:
+    """Return whether a merger is a product, its norm, an activation and a SwiGLU that `ops.mlp` knows."""
     return all(hasattr(merger, name) for name in ("proj", "post_projection_norm", "act1", "gate_proj"))
 
 
@@ -36,7 +36,7 @@ def _reasons_against(merger: Part, context: Context) -> list[str]:
     reasons = context.reasons_replaced(merger)
     if reasons:
         return reasons
-    if _gated(merger):
+    if _is_gated(merger):
         return norms.reasons_against(merger.post_projection_norm, context) + mlps.reasons_against(merger, context)
     layers = layers_of(merger)
     if layers is None or not hasattr(merger, "hidden_size"):
@@ -50,7 +50,7 @@ def _reasons_against(merger: Part, context: Context) -> list[str]:
 
 def fused(merger: Part, context: Context) -> AddThen:
     """Build (x, delta) to (x + delta, the merger's result)."""
-    if _gated(merger):
+    if _is_gated(merger):
         return _fused_gated(merger, context)
     layers = layers_of(merger)
     assert layers is not None

@@ -95,7 +95,7 @@ def fused(mlp: Part, context: Context) -> Apply:
     layers = layers_of(mlp)
     assert layers is not None
     before, activation, after = layers
-    context.recorded.all_of(activation)
+    context.recorded.read_all(activation)
     kind = str(activation_of(activation, context))
     limit = context.read(mlp, "swiglu_limit")
     loras: list[Lora] = []
@@ -181,13 +181,13 @@ def _swiglu(weights: ReadWeights, limit: float | None) -> Apply:
     return run
 
 
-def routed(mlp: nn.Module) -> bool:
-    """Whether an MLP is a mixture of experts; those are called as modules."""
+def is_mixture_of_experts(mlp: nn.Module) -> bool:
+    """Return whether an MLP is a mixture of experts, which is called as a module."""
     return hasattr(mlp, "experts")
 
 
 def _subjects(parts: Parts) -> list[nn.Module]:
-    return [block.mlp for block in parts.blocks if not routed(block.mlp)]
+    return [block.mlp for block in parts.blocks if not is_mixture_of_experts(block.mlp)]
 
 
 OPERATION = Operation(

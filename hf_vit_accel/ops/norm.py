@@ -53,14 +53,14 @@ def _is_rms(norm: nn.Module) -> bool:
     return hasattr(norm, "eps") and not hasattr(norm, "bias") and not is_of_torch
 
 
-def plain(norm: nn.Module, context: Context, *, rows: bool = True) -> AddThen:
-    """Add, then call the module.
+def plain(norm: nn.Module, context: Context, *, in_rows_dtype: bool = True) -> AddThen:
+    """Build an addition followed by a call of the module.
 
     Args:
-        rows: round the normed rows to the dtype of rows, instead of keeping the dtype that autocast gave them.
+        in_rows_dtype: whether the normed rows are rounded to the dtype of rows, or keep the one that autocast chose.
     """
     norm = context.called(norm)
-    dtype = context.rows_dtype if rows else None
+    dtype = context.rows_dtype if in_rows_dtype else None
 
     def add_norm(x_TE: Tensor, delta_TE: Tensor | None) -> tuple[Tensor, Tensor]:
         x_TE = x_TE if delta_TE is None else x_TE + delta_TE

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hf_vit_accel import machine
 from hf_vit_accel.families.base import Block
 from hf_vit_accel.ops import linear
-from hf_vit_accel.ops.base import Apply, Context, filled
+from hf_vit_accel.ops.base import Apply, Context, biases_or_zeros
 from hf_vit_accel.ops.heads import ShapeHeads, shape_heads_reference, sizes_of
 from hf_vit_accel.ops.linear import LinearFunction
 from hf_vit_accel.ops.training.context import FunctionContext, Gradients, InnerContext
@@ -64,7 +64,7 @@ def _joined(weights: list[Any], products: int) -> tuple[Tensor, Tensor | None]:
     """Join the weights of products, followed by their biases, into one weight (F, E) and one bias (F)."""
     if products == 1:
         return weights[0], weights[1]
-    biases = filled(weights[:products], weights[products : 2 * products])
+    biases = biases_or_zeros(weights[:products], weights[products : 2 * products])
     return torch.cat(weights[:products]), None if biases is None else torch.cat(biases)
 
 

@@ -117,7 +117,7 @@ class Repeats:
         sources: For every image: its own index if it must be encoded, the index of an equal image of this call, or
             features of an earlier call. Empty where nothing is reused.
         bits: The words of every image, (rows of the image, W).
-        keys: Keys under which features are kept; empty where they are not.
+        keys: The keys under which features are kept; empty where they are not.
     """
 
     grid: list[list[int]]

@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_vit_accel.backends import backend_named
 from hf_vit_accel.engine.encoder import Checkpoint, checkpoints_of
 from hf_vit_accel.engine.inputs import Inputs
-from hf_vit_accel.engine.passes import cut, reasons_whole
+from hf_vit_accel.engine.passes import cut, reasons_not_cut
 from hf_vit_accel.engine.route import Spec
 from hf_vit_accel.families import Tower
 from hf_vit_accel.families.copies import CopyFamily
@@ -79,8 +79,8 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
         raise RuntimeError(_OUTER_GRAPH)
     # An unpredictable module (an adapter) may train parameters outside of the tower.
     grad_mode = torch.is_grad_enabled()
-    is_fixed = not (snapshot.unpredictable or inputs.pixels.requires_grad)
-    grad = grad_mode and (not is_fixed or snapshot.is_trained(call.parameters))
+    may_train_others = bool(snapshot.unpredictable) or inputs.pixels.requires_grad
+    grad = grad_mode and (may_train_others or snapshot.is_trained(call.parameters))
     checkpoints = checkpoints_of(snapshot.parts) if grad else []
     sharing = state.sharing
     shared = NOT_SHARED if sharing is None else _decide_sharing(state, sharing, call, checkpoints, not_shared)
@@ -192,7 +192,7 @@ def _decide_sharing(
     assignment = sharing.split(inputs.grid, distinct, snapshot.facts)
     if assignment is None:
         return SharedCall(result="too small to share")
-    is_reentrant = any(checkpoint is not None and checkpoint.reentrant for checkpoint in checkpoints)
+    is_reentrant = any(checkpoint is not None and checkpoint.is_reentrant for checkpoint in checkpoints)
     reasons = sharing.reasons_against(snapshot.facts, reentrant=is_reentrant)
     if reasons:
         return SharedCall(reasons=tuple(reasons))
@@ -204,8 +204,10 @@ def _decide_attention(tower: Tower, state: TowerState, call: Call) -> StockPlan:
     """Return the plan of a call with our attention alone: offsets carry the lengths of its segments."""
     assert call.inputs is not None and state.popped is not None
     device = call.inputs.pixels.device
-    of_tower = state.settings, state.faults, state.attention_backends
-    offsets = state.routes.segment_arguments(call.inputs.grid, device, state.family.geometry(tower), *of_tower)
+    geometry = state.family.geometry(tower)
+    offsets = state.routes.segment_arguments(
+        call.inputs.grid, device, geometry, state.settings, state.faults, state.attention_backends
+    )
     return StockPlan(way=Way.ATTENTION, reasons=(), injected=keyword_arguments(offsets, state.popped))
 
 
@@ -262,7 +264,7 @@ def _most_rows(
     """
     if spec.max_rows is not None and not any(checkpoints):
         return spec.max_rows, []
-    reasons = reasons_whole(snapshot.facts, checkpoints)
+    reasons = reasons_not_cut(snapshot.facts, checkpoints)
     if spec.max_rows is not None and not reasons:
         return spec.max_rows, []
     too_long = isinstance(state.settings.max_rows, int) and rows > state.settings.max_rows

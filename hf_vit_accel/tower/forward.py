@@ -382,11 +382,11 @@ def _count(state: TowerState, outcome: Outcome) -> object:
     else:
         state.stock_calls += 1
     if isinstance(plan, StockPlan):
-        state.last = plan.route or state.last  # an untouched call has no route
+        state.last_route = plan.route or state.last_route  # an untouched call has no route
         return outcome.output
     if plan.passes:
-        state.last = plan.passes[-1].route
+        state.last_route = plan.passes[-1].route
     if len(plan.passes) > 1:
         state.pass_limit.calls += 1
-        state.pass_limit.count += len(plan.passes)
+        state.pass_limit.passes += len(plan.passes)
     return outcome.output

@@ -24,7 +24,7 @@ from hf_vit_accel import machine, versions
 from hf_vit_accel.backends import Request
 from hf_vit_accel.config import Settings
 from hf_vit_accel.engine.encoder import encode
-from hf_vit_accel.engine.route import ROUTE, Spec, lay_out
+from hf_vit_accel.engine.route import ROUTE, Spec, make_route
 from hf_vit_accel.families import Config, Family, Tower
 from hf_vit_accel.layout import Grid, rows_of
 from hf_vit_accel.machine import one_line
@@ -303,7 +303,7 @@ def _compare(twin: Tower, family: Family, grid: Grid, *, gradients: bool = False
         output = _stock(twin, family, drawn)
         is_bare = isinstance(output, Tensor | tuple)
         expected = replace(drawn, tensors=family.tensors_of(output), is_bare=is_bare)
-        ours = encode(lay_out(drawn.grid, _spec(twin, family)).ready(), drawn.pixels_TP)
+        ours = encode(make_route(drawn.grid, _spec(twin, family)).ready(), drawn.pixels_TP)
     our_output = family.output_of(None if is_bare else family.output_class(twin), ours)
     ours = family.tensors_of(our_output)
     if why := _difference(ours, expected.tensors, _OUTPUT_BOUND):
@@ -345,7 +345,7 @@ def _injectable(
 def _compare_injected(twin: Tower, family: Family, expected: _Expected, taken: frozenset[str]) -> str | None:
     """Return why stock may not be given our metadata: it raises, or computes something else."""
     name = type(twin).__name__
-    metadata = lay_out(expected.grid, replace(_spec(twin, family), ops=None)).ready().injected(taken)
+    metadata = make_route(expected.grid, replace(_spec(twin, family), ops=None)).ready().injected(taken)
     twin.config._attn_implementation_internal = "flash_vit_auto"
     try:
         with torch.no_grad():
@@ -367,11 +367,11 @@ def _compare_under_autocast(twin: Tower, family: Family) -> str | None:
     expected = _draw(twin, family, GRIDS[0])
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         output = _stock(twin, family, expected)
-        ours = encode(lay_out(expected.grid, _spec(twin, family, torch.bfloat16)).ready(), expected.pixels_TP)
+        ours = encode(make_route(expected.grid, _spec(twin, family, torch.bfloat16)).ready(), expected.pixels_TP)
     is_bare = isinstance(output, Tensor | tuple)
     ours = family.tensors_of(family.output_of(None if is_bare else family.output_class(twin), ours))
     tensors = family.tensors_of(output)
-    dtypes = [[str(x.dtype).removeprefix("torch.") for x in some] for some in (ours, tensors)]
+    dtypes = [[str(x.dtype).removeprefix("torch.") for x in results] for results in (ours, tensors)]
     name = type(twin).__name__
     if dtypes[0] != dtypes[1]:
         return f"{name} returns {dtypes[1]} under autocast, and our operations {dtypes[0]}"

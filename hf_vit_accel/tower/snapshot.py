@@ -258,7 +258,7 @@ class Snapshot:
             if self.recorded.read(block.attention, "attention_dropout", 0.0):
                 self.dropout = True
         self.heads, self.head_dim, self.scale = heads_of_layers[0]
-        self.varied = any(heads != heads_of_layers[0] for heads in heads_of_layers)
+        self.has_varied_heads = any(heads != heads_of_layers[0] for heads in heads_of_layers)
         dims = 2 if isinstance(self.parts.projection, nn.Linear) else 4
         is_packed = not isinstance(weight, Tensor) or weight.dim() < dims or not weight.is_floating_point()
         self.width = None if is_packed else weight.shape[1:].numel()
@@ -268,7 +268,7 @@ class Snapshot:
         """Yield `reasons_slow`: what the fast path would miss, on modules that it never calls."""
         if self.proof.why_not_fast is not None:
             yield self.proof.why_not_fast
-        if self.varied:
+        if self.has_varied_heads:
             yield "layers have different heads, or scale attention differently"
         device = accelerate_device(tower)
         named_modules = list(zip(self.names_inside, self._modules, strict=True))

@@ -59,7 +59,7 @@ class TowerState:
         fast_calls: Calls that ran our operations, or attended through our backends alone.
         stock_calls: All others.
         fallbacks: Why calls got less than was requested, with the number of calls.
-        last: The route of the last call.
+        last_route: The route of the last call.
         warming: The thread that runs `warmup`.
         attention_backends: The backend of each kind of layer, where our attention alone runs.
         popped: The metadata that such a tower pops; None before its first call.
@@ -81,7 +81,7 @@ class TowerState:
         self.fast_calls = 0
         self.stock_calls = 0
         self.fallbacks: Counter[str] = Counter()
-        self.last: Route | None = None
+        self.last_route: Route | None = None
         self.warming: int | None = None
         self.attention_backends: dict[str, str] = {}
         self.popped: frozenset[str] | None = None
@@ -227,7 +227,7 @@ class TowerState:
             ops=self._build(snapshot, weights, request) if key.fast else None,
             full_layers=snapshot.full_layers,
             faults=tuple(self.faults.items()),
-            max_rows=self.pass_limit.rows(key.device, grad=grad, whole=never_cut),
+            max_rows=self.pass_limit.rows(key.device, grad=grad, never_cut=never_cut),
             settings=settings,
         )
         snapshot.specs[key] = spec
@@ -265,7 +265,7 @@ class TowerState:
         self.routes.cache.clear()
         self.last_snapshot = None
         self._scales = None
-        self.last = None
+        self.last_route = None
 
 
 _INSENSITIVE = {"patch_embed", "norms", "mergers", "mlp"}

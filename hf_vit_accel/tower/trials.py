@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from hf_vit_accel.backends import Request
 from hf_vit_accel.config import Settings
 from hf_vit_accel.engine.encoder import encode
-from hf_vit_accel.engine.route import Spec, lay_out
+from hf_vit_accel.engine.route import Spec, make_route
 from hf_vit_accel.families import Parts, Tower
 from hf_vit_accel.families.copies import CopyFamily, Form, Output, heads_of, read_output, trusted_classes
 from hf_vit_accel.layout import rows_of
@@ -133,7 +133,7 @@ def _run(clone: Tower, family: CopyFamily, trial: Trial, dtypes: CallDtypes) -> 
         expected = list(expected)
         stock = Results(expected, _gradients(clone, trial, pixels_TP, expected))
         with autocast:
-            encoded = encode(lay_out(trial.grid, spec).ready(), pixels_TP)
+            encoded = encode(make_route(trial.grid, spec).ready(), pixels_TP)
         if len(encoded) <= (form.index if form.kind is Tensor else 0):
             raise ValueError("it returns merged features, but has no merger that is known")
         tensors = form.select(encoded)
@@ -235,7 +235,7 @@ def _first_layer(clone: Tower, family: CopyFamily, trial: Trial) -> int | None:
         end = len(entering_rows)  # rows that enter layer `end` are off, or there is no such layer
         while end - first > 1:
             middle = (first + end) // 2
-            ours_TE = encode(lay_out(trial.grid, _shortened(spec, middle)).ready(), pixels_TP)[0]
+            ours_TE = encode(make_route(trial.grid, _shortened(spec, middle)).ready(), pixels_TP)[0]
             stock_TE = entering_rows[middle]
             if float((ours_TE - stock_TE).norm() / stock_TE.norm()) <= OUTPUT_BOUND:
                 first = middle

@@ -44,7 +44,7 @@ from hf_vit_accel.ops.linear_activation import (
 )
 from hf_vit_accel.ops.positions import add_positions_, add_positions_reference
 from hf_vit_accel.ops.rope import rope_, rope_reference
-from hf_vit_accel.ops.window_attention import heads_each, window_attention, window_attention_reference
+from hf_vit_accel.ops.window_attention import heads_per_program, window_attention, window_attention_reference
 
 SMALL = dict(device="cpu", rows=7, heads=2, dtype=torch.float16)
 LARGE = dict(device="cuda", rows=2053, heads=16)
@@ -287,7 +287,7 @@ def test_window_attention(target: Target, lengths: list[int], dim: int) -> None:
 @pytest.mark.parametrize(("windows", "expected"), [(1, 1), (16, 1), (32, 2), (64, 4), (256, 16), (288, 2), (2000, 16)])
 def test_heads_of_a_program(windows: int, expected: int) -> None:
     """Plan heads for 132 multiprocessors with two programs each."""
-    assert heads_each(windows, 16, 264) == expected
+    assert heads_per_program(windows, 16, 264) == expected
 
 
 @where
@@ -540,7 +540,8 @@ COMPILED = {
         f"quantize, {'again' if again else 'first'}": (
             "ops.fp8.quantize",
             "_quantize_kernel",
-            "qkv:*bf16 cos:*fp32 sin:*fp32 center:*fp32 used_rows:*i32 call:*fp32 out:*fp8e4nv rows:i32 row_stride:i32",
+            "qkv:*bf16 cos:*fp32 sin:*fp32 center:*fp32 used_rows:*i32 scaling:*fp32 out:*fp8e4nv rows:i32 "
+            "row_stride:i32",
             dict(HEADS=16, DIM=72, PADDED=128, AGAIN=again) | dict(ROWS=32, BLOCK_T=4, BLOCK_H=16),
         )
         for again in (False, True)
@@ -548,7 +549,7 @@ COMPILED = {
     "sample": (
         "ops.fp8.quantize",
         "_sample_kernel",
-        "qkv:*bf16 used_rows:*i32 call:*fp32 center:*fp32 row_stride:i32",
+        "qkv:*bf16 used_rows:*i32 scaling:*fp32 center:*fp32 row_stride:i32",
         dict(HEADS=16, DIM=72, SAMPLES=256, FIXED_SCALES=False, BLOCK_J=64),
     ),
     "dequantize": (
@@ -568,7 +569,7 @@ COMPILED = {
         "ops.window_attention",
         "_window_attention_kernel",
         "qkv:*bf16 cos:*fp32 sin:*fp32 offsets:*i32 out:*bf16 scale_log2:fp32 table_stride:i32",
-        dict(HEADS=16, HEADS_EACH=4, DIM=80, BLOCK_T=64, BLOCK_D=64),
+        dict(HEADS=16, HEADS_PER_PROGRAM=4, DIM=80, BLOCK_T=64, BLOCK_D=64),
     ),
     "sum_images": ("sharing.checksum", "_images_kernel", "words:*i32 grid:*i64 out:*i64 rows:i32 width:i32", {}),
     "sum_weights": ("sharing.checksum", "_weights_kernel", "table:*i64 out:*i64 chunks:i32", {}),

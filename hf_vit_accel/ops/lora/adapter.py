@@ -211,7 +211,7 @@ def product(loras: Sequence[Lora], context: Context, in_features: int | None = N
                 b.append(active.b.weight)
         return [*read(), tuple(adapters), *a, *b]  # read last: `active` may unmerge adapters from the weights
 
-    if context.trains_by_kernels and not any(lora.drops for lora in loras):
+    if context.trains_by_kernels and not any(lora.has_dropout for lora in loras):
         return OpWithBackward(function=AdaptedFunction, weights=flat_inputs, settings=(linears,), takes_norm=True)
 
     def run(x_TE: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ def choose(
     Args:
         tower: The tower.
         attentions: Names of backends, and "auto"; None for "auto" and each backend that can run it.
-            "+graph" at the end of a name replays a CUDA graph of the size's exact shape from the first call on, and
+            "+graph" at the end of a name replays a CUDA graph of the size's exact shape, from the first call on.
             "+eager" replays none. Other names have `patch`'s default.
             "+fp8" before it attends in FP8 where that pays.
         baselines: Names of `BASELINES`.
