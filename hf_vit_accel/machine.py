@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -112,6 +113,27 @@ def cuda_device_name(index: int | None = None) -> str:
 def multiprocessors(device: torch.device) -> int:
     """Return the number of multiprocessors of a CUDA device; 1 for any other device."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+_RESOURCES: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
+_INHERITED: list[object] = []
+
+
+def keep_in_children(resource: object) -> None:
+    """Keep a CUDA graph or event alive in forked processes, such as a data loader's workers.
+
+    Destroying one there aborts the process, which the garbage collector may do at any time.
+    """
+    _RESOURCES[id(resource)] = resource
+
+
+def _inherit() -> None:
+    """Hold all resources of the parent process for ever."""
+    _INHERITED.extend(_RESOURCES.values())
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_inherit)
 
 
 @probe

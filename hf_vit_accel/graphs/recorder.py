@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
 from torch import Tensor
+
+from hf_vit_accel.machine import keep_in_children
 
 
 def why_not_graphs(device: torch.device) -> str | None:
@@ -26,21 +26,6 @@ def free_bytes(device: torch.device) -> int:
 
 _CAPTURES = threading.Lock()
 """Held during a capture: captures of two threads could disturb one another."""
-
-_GRAPHS: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
-"""Every graph that is alive in this process."""
-
-_KEPT_IN_CHILD: list[torch.cuda.CUDAGraph] = []
-"""The graphs that a forked process inherited."""
-
-
-def _keep_graphs_in_child() -> None:
-    """Keep inherited graphs alive: a forked process aborts when it destroys a graph, as its garbage collector may."""
-    _KEPT_IN_CHILD.extend(_GRAPHS)
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_keep_graphs_in_child)
 
 
 class _Memory:
@@ -63,6 +48,7 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._event = torch.cuda.Event()
+        keep_in_children(self._event)
         self._last_stream: torch.cuda.Stream | None = None
 
     def against(self) -> str | None:
@@ -99,7 +85,8 @@ class CudaRecorder:
         """Capture every run; return the replay functions and their device memory in bytes."""
         free_before, _ = torch.cuda.mem_get_info(self._device)
         graphs = [torch.cuda.CUDAGraph() for _ in runs]
-        _GRAPHS.update(graphs)
+        for graph in graphs:
+            keep_in_children(graph)
         for graph, run in zip(graphs, runs, strict=True):
             self._capture(graph, run)
         free_after, _ = torch.cuda.mem_get_info(self._device)

@@ -18,6 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from hf_vit_accel.model.norms import as_one_kernel, norms_of
+from hf_vit_accel.ops.decode_attention import attend_in_chunks, why_not_in_chunks
 from hf_vit_accel.versions import cache_name
 
 ATTENTION = "hf_vit_accel_decode_step"
@@ -49,7 +50,8 @@ def attend_grouped(
 ) -> tuple[Tensor, None]:
     """Attend with the query heads of a group as rows of one query, so that no key head is copied.
 
-    transformers before 5.23 repeats key heads in memory wherever there is a mask.
+    transformers before 5.23 repeats key heads in memory wherever there is a mask. Half precision on a GPU takes our
+    kernel, all else torch's.
     The forward of another thread may come here with several tokens, and gets transformers' own function.
     """
     further = [name for name in _FURTHER_TERMS if kwargs.get(name) is not None]
@@ -63,7 +65,10 @@ def attend_grouped(
     if mask.dtype != torch.bool:
         mask = mask.to(query_BHTD.dtype)  # autocast
     query = query_BHTD.reshape(batch, key_heads, heads // key_heads, width)
-    out = nn.functional.scaled_dot_product_attention(query, key_BKSD, value_BKSD, attn_mask=mask, scale=scaling)
+    if why_not_in_chunks(query, key_BKSD, value_BKSD, mask) is None:
+        out = attend_in_chunks(query, key_BKSD, value_BKSD, mask, width**-0.5 if scaling is None else scaling)
+    else:
+        out = nn.functional.scaled_dot_product_attention(query, key_BKSD, value_BKSD, attn_mask=mask, scale=scaling)
     return out.reshape(batch, 1, heads, value_BKSD.shape[-1]), None
 
 

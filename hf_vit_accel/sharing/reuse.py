@@ -24,7 +24,7 @@ from torch import Tensor
 from hf_vit_accel import machine
 from hf_vit_accel.config import ReuseConfig
 from hf_vit_accel.layout import Grid, settle, to_device
-from hf_vit_accel.machine import KERNELS, LRU, guarded
+from hf_vit_accel.machine import KERNELS, LRU, guarded, keep_in_children
 from hf_vit_accel.ops import why_not_triton
 from hf_vit_accel.ops.training.context import FunctionContext
 from hf_vit_accel.sharing import checksum
@@ -296,6 +296,7 @@ class Reuse:
         ready = None if stream is None else stream.record_event()
         for index, tensors in clones_by_index.items():
             features = Kept(bits_TW=tensors[0], outputs=tensors[1:], stream=stream, ready=ready)
+            keep_in_children(features)
             self._kept.keep(repeats.keys[index], features, sum(tensor.nbytes for tensor in tensors))
 
 

@@ -16,6 +16,7 @@ from hf_vit_accel import ops
 from hf_vit_accel.ops import (
     activation,
     add_norm,
+    decode_attention,
     heads,
     linear_activation,
     positions,
@@ -133,13 +134,20 @@ SEPARATE_KERNELS: dict[str, Kernel] = {
         (quantize, "_quantize_kernel"),
     ),
     "dequantize": _row(quantize.dequantize, quantize.dequantize_reference, (quantize, "_dequantize_kernel")),
+    "attend_in_chunks": _row(
+        decode_attention.attend_in_chunks,
+        decode_attention.attend_reference,
+        (decode_attention, "_attend_to_chunk_kernel"),
+        (decode_attention, "_add_chunks_kernel"),
+    ),
     "sum_images": _row(checksum.sum_images, checksum.sum_images_reference, (checksum, "_images_kernel")),
     "sum_weights": _row(checksum.sum_weights, checksum.sum_weights_reference, (checksum, "_weights_kernel")),
     "equal_pairs": _row(checksum.equal_pairs, checksum.equal_pairs_reference, (checksum, "_compare_kernel")),
 }
 """Functions outside `ops.TABLE`, which `references` leaves alone.
 
-`test_fp8.py` compares those of FP8 with their references, `test_reuse.py` those of the checksums.
+`test_fp8.py` compares those of FP8 with their references, `test_reuse.py` those of the checksums,
+`test_decode_attention.py` that of a decode step.
 """
 
 

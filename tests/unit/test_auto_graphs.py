@@ -20,8 +20,9 @@ from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel import FlexConfig
-from hf_vit_accel.graphs import automatic, recorder
+from hf_vit_accel.graphs import automatic
 from hf_vit_accel.graphs.automatic import AutoGraphs
+from hf_vit_accel.machine import keep_in_children
 from hf_vit_accel.tower.state import state_of
 
 IMAGE: Grid = [(1, 6, 8)]
@@ -355,7 +356,8 @@ def test_a_forked_child_destroys_no_graph() -> None:
         return
     graph, garbage = Graph(), [Graph()]  # in a child of their own: this process must not end with them
     garbage.append(garbage)
-    recorder._GRAPHS.update((graph, garbage[0]))
+    keep_in_children(graph)
+    keep_in_children(garbage[0])
     grandchild = os.fork()
     if grandchild:
         os._exit(os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1]))

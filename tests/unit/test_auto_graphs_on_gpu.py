@@ -7,6 +7,7 @@ import gc
 import os
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from tiny import TINY, outputs_of, pixels_for, relative_error, run_tower, tower_
 from torch import nn
 
 import hf_vit_accel
+from hf_vit_accel import ReuseConfig
 from hf_vit_accel.graphs import automatic
 from hf_vit_accel.tower.state import state_of
 
@@ -106,11 +108,13 @@ def test_threads_and_streams(tower: nn.Module) -> None:
     assert not wrong, wrong
 
 
-def test_a_forked_child() -> None:
+@pytest.mark.parametrize("options", [{}, {"reuse": ReuseConfig(across_calls=True)}], ids=["graphs", "kept features"])
+def test_a_forked_child(options: dict[str, Any]) -> None:
     """A child of a data loader may free the model that it inherited."""
     model = TINY["qwen3_vl"].build().to("cuda", torch.bfloat16)
-    tower = hf_vit_accel.patch(tower_of(model))
-    replay_once(tower)
+    tower = hf_vit_accel.patch(tower_of(model), **options)
+    for _ in range(4):
+        run_tower(tower, IMAGE)
     gc.collect()  # graphs of other tests, which the child would destroy
     child = os.fork()
     if child == 0:
@@ -129,7 +133,7 @@ def test_a_forked_child() -> None:
     if pid == 0:
         os.kill(child, 9)
     assert pid == child and code == 0
-    replay_once(tower)
+    run_tower(tower, IMAGE)
 
 
 def test_an_outer_graph_is_refused(tower: nn.Module) -> None:

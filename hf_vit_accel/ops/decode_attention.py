@@ -1,0 +1,169 @@
+"""Attention of one new token a sample to the keys of a static cache, in chunks of keys that run side by side.
+
+A library's kernel gives a sample and a key head one program, which reads all keys one after the other. With few samples
+most of the GPU idles then.
+
+`B` samples, `K` key heads, `G` query heads of one key head, `S` slots of the cache, `C` chunks, `D` head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_vit_accel import machine
+from hf_vit_accel.ops.launch import jit, next_power_of_2, tl, why_not_triton
+
+_BLOCK = 64
+"""Keys that a program loads at a time. Chunks are multiples of it."""
+_SHORTEST = 128
+"""Keys of the shortest chunk: with fewer, adding up the chunks costs more than it saves."""
+_MOST_CHUNKS = 64
+"""Chunks that one program adds up."""
+
+
+def why_not_in_chunks(query_BKGD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask_B11S: Tensor) -> str | None:
+    """Return why the kernels cannot compute an attention; None if they can."""
+    batch, _, group, width = query_BKGD.shape
+    slots = key_BKSD.shape[2]
+    if width not in (32, 64, 128, 256) or group > 64 or slots % _BLOCK:
+        return "the kernel has no such shape"
+    if key_BKSD.shape != value_BKSD.shape or mask_B11S.shape != (batch, 1, 1, slots):
+        return "the shapes differ"
+    if not key_BKSD.dtype == value_BKSD.dtype == mask_B11S.dtype == query_BKGD.dtype:
+        return "the dtypes differ"
+    if not all(tensor.is_contiguous() for tensor in (key_BKSD, value_BKSD, mask_B11S)):
+        return "a tensor is not contiguous"
+    return why_not_triton(query_BKGD.device, query_BKGD.dtype)
+
+
+def attend_reference(
+    query_BKGD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask_B11S: Tensor, scale: float
+) -> Tensor:
+    """Compute softmax(scale * q k^T + mask) v in fp32, (B, K, G, D)."""
+    scores_BKGS = scale * (query_BKGD.float() @ key_BKSD.float().mT) + mask_B11S.float()
+    return (scores_BKGS.softmax(-1) @ value_BKSD.float()).to(query_BKGD.dtype)
+
+
+@jit
+def _attend_to_chunk_kernel(
+    query,
+    key,
+    value,
+    mask,
+    sums,
+    maxima,
+    totals,
+    scale_log2,
+    slots,
+    chunk,
+    KEY_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    # A program takes one chunk of one key head of one sample, and keeps the softmax of its keys unnormalised.
+    row = tl.program_id(0).to(tl.int64)
+    g = tl.arange(0, BLOCK_G)
+    s = tl.arange(0, BLOCK_S)
+    d = tl.arange(0, DIM)
+    inside = g < GROUP
+    q = tl.load(query + (row * GROUP + g)[:, None] * DIM + d[None, :], mask=inside[:, None], other=0.0)
+    maximum = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    result = tl.zeros([BLOCK_G, DIM], tl.float32)
+    first = tl.program_id(1) * chunk
+    for start in tl.range(first, tl.minimum(first + chunk, slots), BLOCK_S):
+        cell = (row * slots + start + s)[:, None] * DIM + d[None, :]
+        bias = tl.load(mask + (row // KEY_HEADS) * slots + start + s).to(tl.float32) * 1.4426950408889634
+        scores = tl.dot(q, tl.trans(tl.load(key + cell))) * scale_log2 + bias[None, :]
+        former = maximum
+        maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+        shift = tl.where(maximum == float("-inf"), 0.0, maximum)  # so far all keys are masked
+        weights = tl.exp2(scores - shift[:, None])
+        fade = tl.exp2(former - shift)
+        total = total * fade + tl.sum(weights, axis=1)
+        v = tl.load(value + cell)
+        result = tl.dot(weights.to(v.dtype), v, acc=result * fade[:, None])
+    part = (row * tl.num_programs(1) + tl.program_id(1)) * GROUP + g
+    tl.store(sums + part[:, None] * DIM + d[None, :], result, mask=inside[:, None])
+    tl.store(maxima + part, maximum, mask=inside)
+    tl.store(totals + part, total, mask=inside)
+
+
+@jit
+def _add_chunks_kernel(
+    sums, maxima, totals, out, chunks, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    # A program takes one query head: it gives the chunks' softmaxes one maximum, and normalises their sum.
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    c = tl.arange(0, BLOCK_C)
+    d = tl.arange(0, DIM)
+    inside = c < chunks
+    part = (row * chunks + c) * GROUP + head
+    maximum = tl.load(maxima + part, mask=inside, other=float("-inf"))
+    weights = tl.exp2(maximum - tl.max(maximum, axis=0))
+    total = tl.sum(weights * tl.load(totals + part, mask=inside, other=0.0), axis=0)
+    result = tl.load(sums + part[:, None] * DIM + d[None, :], mask=inside[:, None], other=0.0)
+    result = tl.sum(result * weights[:, None], axis=0) / total
+    tl.store(out + (row * GROUP + head) * DIM + d, result.to(out.dtype.element_ty))
+
+
+def chunk_of(rows: int, slots: int, programs: int) -> int:
+    """Return how many keys one program reads: as few as fill the GPU with programs, in blocks of 64.
+
+    Args:
+        rows: Samples times key heads.
+        slots: Keys of a row.
+        programs: Programs that run at once.
+    """
+    chunks = min(max(programs // rows, 1), _MOST_CHUNKS)
+    return max(-(-slots // (chunks * _BLOCK)) * _BLOCK, _SHORTEST)
+
+
+def attend_in_chunks(
+    query_BKGD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask_B11S: Tensor, scale: float
+) -> Tensor:
+    """Run `attend_reference` as two kernels, where `why_not_in_chunks` returns None. A sample must see one key."""
+    batch, key_heads, group, dim = query_BKGD.shape
+    slots = key_BKSD.shape[2]
+    rows = batch * key_heads
+    chunk = chunk_of(rows, slots, 2 * machine.multiprocessors(query_BKGD.device))
+    chunks = -(-slots // chunk)
+    query_BKGD = query_BKGD.contiguous()
+    sums_RCGD = query_BKGD.new_empty(rows, chunks, group, dim, dtype=torch.float32)
+    maxima_RCG = query_BKGD.new_empty(rows, chunks, group, dtype=torch.float32)
+    totals_RCG = torch.empty_like(maxima_RCG)
+    out_BKGD = torch.empty_like(query_BKGD)
+    _attend_to_chunk_kernel[(rows, chunks)](
+        query_BKGD,
+        key_BKSD,
+        value_BKSD,
+        mask_B11S,
+        sums_RCGD,
+        maxima_RCG,
+        totals_RCG,
+        scale * 1.4426950408889634,
+        slots,
+        chunk,
+        KEY_HEADS=key_heads,
+        GROUP=group,
+        DIM=dim,
+        BLOCK_G=max(next_power_of_2(group), 16),
+        BLOCK_S=_BLOCK,
+        num_warps=4,
+    )
+    _add_chunks_kernel[(rows, group)](
+        sums_RCGD,
+        maxima_RCG,
+        totals_RCG,
+        out_BKGD,
+        chunks,
+        GROUP=group,
+        DIM=dim,
+        BLOCK_C=next_power_of_2(chunks),
+        num_warps=4,
+    )
+    return out_BKGD

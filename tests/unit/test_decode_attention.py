@@ -1,0 +1,102 @@
+"""The attention of a decode step: chunks of keys give what one softmax over all keys gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.interpreter import INTERPRETED
+
+from hf_vit_accel.model import step
+from hf_vit_accel.ops import decode_attention
+from hf_vit_accel.ops.decode_attention import attend_in_chunks, attend_reference, chunk_of, why_not_in_chunks
+
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+SHAPES = [(1, 2, 7, 384, 64), (3, 2, 4, 256, 128), (2, 1, 17, 128, 32)]
+"""Samples, key heads, queries of a key head, slots, head dim."""
+
+
+def inputs_of(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> Inputs:
+    """Draw inputs; samples have padding on the left, other lengths, and large values where nothing may look."""
+    batch, key_heads, group, slots, dim = shape
+    torch.manual_seed(0)
+    query = torch.randn(batch, key_heads, group, dim)
+    key = torch.randn(batch, key_heads, slots, dim)
+    value = torch.randn(batch, key_heads, slots, dim)
+    mask = torch.zeros(batch, 1, 1, slots)
+    for sample in range(batch):
+        length = slots - 1 - 67 * sample
+        mask[sample, ..., : 3 * sample] = float("-inf")
+        mask[sample, ..., length:] = float("-inf")
+        key[sample, :, length:] = 100.0
+        value[sample, :, length:] = 100.0
+    query, key, value, mask = (tensor.to(device, dtype) for tensor in (query, key, value, mask))
+    return query, key, value, mask
+
+
+def assert_exact(inputs: Inputs, scale: float) -> None:
+    """Check that the error is that of rounding the weights and the output."""
+    assert why_not_in_chunks(*inputs) is None
+    query, key, value, mask = (tensor.double() for tensor in inputs)
+    expected = ((scale * (query @ key.mT) + mask).softmax(-1) @ value).float()
+    result = attend_in_chunks(*inputs, scale)
+    assert result.shape == expected.shape and result.dtype == inputs[0].dtype
+    bound = 3 * torch.finfo(result.dtype).eps
+    assert float((result.float() - expected).norm() / expected.norm()) < bound
+    assert float((attend_reference(*inputs, scale).float() - expected).norm() / expected.norm()) < bound
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="test_interpreted.py runs it")
+@pytest.mark.parametrize("processors", [1, 2, 40])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_interpreted(shape: tuple[int, ...], processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One chunk, a few, and as many as there are; a chunk may have no visible key."""
+    monkeypatch.setattr(decode_attention.machine, "multiprocessors", lambda device: processors)
+    assert_exact(inputs_of(shape, torch.float16), 0.3)
+
+
+@pytest.mark.parametrize("slots", [128, 384, 1280, 10240])
+@pytest.mark.parametrize("rows", [1, 4, 7, 128, 1000])
+def test_chunks_fill_the_gpu(rows: int, slots: int) -> None:
+    chunk = chunk_of(rows, slots, 264)
+    chunks = -(-slots // chunk)
+    assert chunk % 64 == 0 and chunk >= 128 and chunks <= 64
+    assert chunks == 1 or rows * chunks <= 264
+    assert chunk == 128 or rows * -(-slots // (chunk - 64)) > 264 or -(-slots // (chunk - 64)) > 64
+
+
+def test_other_shapes_and_dtypes_are_refused() -> None:
+    query, key, value, mask = inputs_of(SHAPES[0], torch.float16)
+    shape, others = "the kernel has no such shape", "the shapes differ"
+    assert why_not_in_chunks(query[..., :48], key[..., :48], value[..., :48], mask) == shape
+    assert why_not_in_chunks(query, key[:, :, :100], value[:, :, :100], mask[..., :100]) == shape
+    assert why_not_in_chunks(query, key, value[..., :32], mask) == others
+    assert why_not_in_chunks(query, key, value, mask.expand(1, 1, 7, -1)) == others
+    assert why_not_in_chunks(query, key, value, mask.float()) == "the dtypes differ"
+    assert why_not_in_chunks(query, key, value.mT.contiguous().mT, mask) == "a tensor is not contiguous"
+    assert why_not_in_chunks(*(tensor.float() for tensor in (query, key, value, mask))) is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, (1, 4, 7, 1280, 128), (32, 8, 4, 1280, 128), (1, 4, 7, 10240, 128)])
+def test_gpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    assert_exact(inputs_of(shape, dtype, "cuda"), 0.3)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="test_interpreted.py runs it")
+def test_interpreted_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attention of the step takes the kernel, with the heads in transformers' order."""
+    query, key, value, mask = inputs_of(SHAPES[1], torch.float16)
+    calls = []
+
+    def counted(*inputs: Any) -> torch.Tensor:
+        calls.append(inputs)
+        return attend_in_chunks(*inputs)
+
+    monkeypatch.setattr(step, "attend_in_chunks", counted)
+    out, _ = step.attend_grouped(torch.nn.Module(), query.flatten(1, 2)[:, :, None], key, value, mask)
+    assert len(calls) == 1
+    expected = attend_reference(query, key, value, mask, query.shape[-1] ** -0.5)
+    torch.testing.assert_close(out, expected.flatten(1, 2)[:, None], rtol=1e-2, atol=1e-2)
