@@ -1,4 +1,4 @@
-"""`python -m hf_vit_accel`, and what `hf-vit-accel` runs."""
+"""Run the command line, by `python -m hf_vit_accel` or `hf-vit-accel`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import sys
 
 
 def run() -> None:
-    """The command line, which has the last word on the terminal.
+    """Run the command line, and silence standard error when Python ends.
 
-    When Python ends, the bindings of cuDNN's frontend report each of their objects that is left, in hundreds of lines
-    on standard error. Nothing is lost by not hearing them.
+    The bindings of cuDNN's frontend then report each of their objects that is left, in hundreds of useless lines.
     """
     atexit.register(_be_silent)  # before the libraries register theirs, so it runs after them
     from hf_vit_accel.tools.cli import app
@@ -20,6 +19,7 @@ def run() -> None:
 
 
 def _be_silent() -> None:
+    """Send standard error to nowhere, once everything printed so far is out."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

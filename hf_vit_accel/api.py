@@ -22,7 +22,7 @@ from hf_vit_accel.model import state as around
 from hf_vit_accel.ops import PARTS
 from hf_vit_accel.ops.fp8.scales import Amax
 from hf_vit_accel.sharing.ranks import ranks_of
-from hf_vit_accel.status import Status, beyond_attention, reasons_now, status, towers_of
+from hf_vit_accel.status import Status, ignored_options, reasons_now, status, towers_of
 from hf_vit_accel.tower import checks
 from hf_vit_accel.tower.install import former_of, install, uninstall
 from hf_vit_accel.tower.loading import restore_name
@@ -126,7 +126,7 @@ def _prepare(path: str, tower: Tower, family: Family, settings: Settings) -> tup
     label = f"the tower {path or '(the model itself)'}"
     if family.attention_only:
         if settings.strict:
-            raise_if_any([f"{option}: {why}" for option, why in beyond_attention(settings).items()], label)
+            raise_if_any([f"{option}: {why}" for option, why in ignored_options(settings).items()], label)
         return tower, state, name
     snapshot = state.snapshot(tower)  # runs the proof now, not in the first call
     if is_copy and snapshot.reasons_stock:
@@ -378,8 +378,8 @@ def _check_amax(path: str, tower: Tower, family: Family, settings: Settings) -> 
     if amax.model not in ("", family.name):
         problem = f"of {family.name}, got those of {amax.model!r}"
     elif in_file != expected:
-        place = path or "the tower"
-        problem = f"for the {expected[0]} layers of {expected[1]} heads of {place}, got {in_file[0]} of {in_file[1]}"
+        name = path or "the tower"
+        problem = f"for the {expected[0]} layers of {expected[1]} heads of {name}, got {in_file[0]} of {in_file[1]}"
     else:
         silent = silent_layers(amax, tower, family)
         if not silent:

@@ -61,15 +61,15 @@ def calibrate(
         assert state is not None
         weight = family.parts(tower).projection.weight
         scales = state.scales(state.snapshot(tower), weight.device)
-        scales.watch()
+        scales.record_amax()
         for call in images:
             for pixels_TP, grid_thw in _pixels_and_grids(call):
                 tower(family.pixels(tower, pixels_TP.to(weight.device, weight.dtype).flatten(1)), grid_thw=grid_thw)
-                assert state.last is not None
-                choice = state.last.choices["full"]
+                assert state.last_route is not None
+                choice = state.last_route.choices["full"]
                 if choice.backend is not FP8:  # the scales hold zeros, or the maxima of the call before
                     raise ValueError(f"expected images that FP8 can attend to: {choice.not_worth}; pass fewer at once")
-                seen_L3H = scales.seen()
+                seen_L3H = scales.recorded_amax()
                 largest_L3H = seen_L3H if largest_L3H is None else largest_L3H.maximum(seen_L3H)
     if largest_L3H is None:
         raise ValueError("No images given: `images` is empty. Pass at least one image or video.")
@@ -83,7 +83,7 @@ def calibrate(
     return amax.save(path)
 
 
-def _pixels_and_grids(call: Any) -> list[tuple[Tensor, Any]]:
+def _pixels_and_grids(call: object) -> list[tuple[Tensor, Any]]:
     """Return the pixels and the grid of the images, and of the videos, in one output of a processor."""
     inputs: Mapping[str, Any] = call if isinstance(call, Mapping) else {}
     pairs = [(inputs[pixels], inputs.get(grid)) for pixels, grid in _INPUT_NAMES if inputs.get(pixels) is not None]

@@ -10,6 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from torch import Tensor
+
 
 @dataclass(frozen=True, kw_only=True)
 class FlexConfig:
@@ -45,7 +47,7 @@ class FlexConfig:
         >>> model = hf_vit_accel.patch(model, attention=hf_vit_accel.FlexConfig(score_mod=nearer))
     """
 
-    score_mod: Callable[..., Any] | None = None
+    score_mod: Callable[..., Tensor] | None = None
 
     def __post_init__(self) -> None:
         if self.score_mod is None:
@@ -193,7 +195,7 @@ class Settings:
     """
 
     attention: str = "auto"
-    score_mod: Callable[..., Any] | None = None
+    score_mod: Callable[..., Tensor] | None = None
     fuse: frozenset[str] | None = None
     graphs: GraphConfig | Literal["auto"] | None = "auto"
     fp8: Fp8Config | None = None

@@ -153,7 +153,7 @@ def versions() -> dict[str, str | None]:
 _UPSTREAM = tuple(str(Path(str(package.__file__)).parent) + os.sep for package in (torch, transformers))
 
 
-def is_upstream(function: Any) -> bool:
+def is_upstream(function: object) -> bool:
     """Return whether a function's code, and the code of every function it wraps, is torch's or transformers'.
 
     The file of the code decides, so a function that only borrows an upstream name does not pass.

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_vit_accel.backends import BACKENDS, BackendUnavailableError, Choice, Kind, resolve
+from hf_vit_accel.backends import BACKENDS, BackendUnavailableError, Choice, LayerKind, resolve
 from hf_vit_accel.config import GraphConfig, Settings
 from hf_vit_accel.engine.route import Route, Spec
 from hf_vit_accel.families import FAMILIES, FAMILIES_OF_COPIES, Family, Tower
-from hf_vit_accel.families.copies import CopyFamily, suggest
+from hf_vit_accel.families.copies import CopyFamily, suggest_families
 from hf_vit_accel.graphs.store import GraphStatus
 from hf_vit_accel.model import state as around
 from hf_vit_accel.model.state import ModelState
@@ -241,7 +241,7 @@ def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
         layouts=(len(state.routes.cache), state.routes.cache.hits, state.routes.cache.misses),
     )
     if family.attention_only:
-        return TowerStatus(**fields, backends=dict(state.attention_backends), unfused=beyond_attention(state.settings))
+        return TowerStatus(**fields, backends=dict(state.attention_backends), unfused=ignored_options(state.settings))
     snapshot = state.snapshot(tower)
     if snapshot.copy_proof is not None:
         fields["proven"] = str(snapshot.copy_proof.report)
@@ -289,16 +289,16 @@ def _graph_status(state: TowerState) -> GraphStatus | None:
 
 def _last_route(state: TowerState, snapshot: Snapshot, spec: Spec | None) -> Route | None:
     """Return the route of the last call; None if the weights were on another device then, or of another dtype."""
-    last = state.last
+    last = state.last_route
     if last is None or spec is None:
         return last
     targets = {id(known_spec): (key.device, key.weights_dtype) for key, known_spec in snapshot.specs.items()}
     return last if targets.get(id(last.spec)) == targets.get(id(spec)) else None
 
 
-def _choices_now(spec: Spec, family: Family) -> dict[Kind, Choice]:
+def _choices_now(spec: Spec, family: Family) -> dict[LayerKind, Choice]:
     """Choose the backend of every kind of layer, for a call whose layout is unknown."""
-    kinds: tuple[Kind, ...] = ("full", "window") if family.windows else ("full",)
+    kinds: tuple[LayerKind, ...] = ("full", "window") if family.windows else ("full",)
     return {kind: resolve(spec.settings.attention, replace(spec.request, kind=kind)) for kind in kinds}
 
 
@@ -310,7 +310,7 @@ def _uses_window_kernel(snapshot: Snapshot, last: Route | None) -> bool:
     return side**2 <= LONGEST
 
 
-def beyond_attention(settings: Settings) -> dict[str, str]:
+def ignored_options(settings: Settings) -> dict[str, str]:
     """Return the requested options that a family without more than attention ignores, with the reason."""
     requested = {
         "cuda_graphs": settings.graphs != "auto" and settings.graphs,
@@ -337,7 +337,7 @@ def _weights_of_calls(tower: Tower, snapshot: Snapshot) -> WeightMemory:
 
 
 def reasons_now(
-    tower: Tower, state: TowerState, snapshot: Snapshot, name: str | None, former_forward: Any
+    tower: Tower, state: TowerState, snapshot: Snapshot, name: str | None, former_forward: object
 ) -> tuple[list[str], Spec | None]:
     """List what keeps every call off the fast path, and return what decides its routes.
 
@@ -357,13 +357,13 @@ def reasons_now(
     weights = _weights_of_calls(tower, snapshot)
     reasons += checks.reasons_of_copy(tower, state.family, snapshot, weights, {})
     reasons += checks.reasons_slow(tower, snapshot, weights, {}, grad=False)
-    weight: Any = snapshot.parts.projection.weight
+    weight = snapshot.parts.projection.weight
     graphs_requested = isinstance(state.settings.graphs, GraphConfig)
     spec = spec_of(state, snapshot, weights, weight.device, fast=not reasons, grad=False, for_graphs=graphs_requested)
     return reasons, spec
 
 
-def _fp8_status(state: TowerState, choices: Mapping[Kind, Choice]) -> str | None:
+def _fp8_status(state: TowerState, choices: Mapping[LayerKind, Choice]) -> str | None:
     """Describe how attention in FP8 is scaled, and where it was not used."""
     fp8 = state.settings.fp8
     if fp8 is None:
@@ -395,6 +395,6 @@ def towers_of(model: nn.Module, like: Mapping[str, str] | None = None) -> list[t
         raise ValueError(
             f"expected a model with a vision tower of one of the families {supported}, found none in "
             f"{type(model).__name__}; "
-            + ("; ".join(suggest(model, FAMILIES_OF_COPIES)) or "pass the loaded model, or its vision tower")
+            + ("; ".join(suggest_families(model, FAMILIES_OF_COPIES)) or "pass the loaded model, or its vision tower")
         )
     return towers

@@ -38,7 +38,7 @@ def checked(tower: nn.Module, pixels_TP: torch.Tensor, grid: torch.Tensor) -> li
     parameters, weights = snapshot.weights()
     call = inputs.read(snapshot.expected, None, pixels_TP, grid_thw=grid)
     assert call is not None
-    if grad and (snapshot.unpredictable or call.pixels.requires_grad or snapshot.trained(parameters)):
+    if grad and (snapshot.unpredictable or call.pixels.requires_grad or snapshot.is_trained(parameters)):
         reasons.append("something is trained")
     return reasons + checks.reasons_slow(tower, snapshot, weights, call.options, grad=grad)
 

@@ -29,7 +29,7 @@ from hf_vit_accel import machine
 from hf_vit_accel.sharing import data_parallel
 from hf_vit_accel.sharing.data_parallel import checksum
 from hf_vit_accel.sharing.ranks import ranks_of
-from hf_vit_accel.sharing.split import Places, loads, split
+from hf_vit_accel.sharing.split import Assignment, loads, split
 from hf_vit_accel.tools.bench import require_matplotlib
 from hf_vit_accel.tools.bench.towers import build_tower, family_of_tower
 from hf_vit_accel.tower.state import state_of
@@ -166,7 +166,7 @@ def balance(tower: nn.Module, grid: Grid, count: int) -> dict[str, float]:
     shares = split(tuple(grid), count, clips=clips, full=full)
     costs = loads(tuple(grid), shares, clips=clips, full=full)
     rank = dist.get_rank()
-    share = list(Places(tuple(grid), shares).grid_of(rank)) if rank < count else []
+    share = list(Assignment(tuple(grid), shares).grid_of(rank)) if rank < count else []
     pixels = pixels_for(tower, share) if share else None
     hf_vit_accel.patch(tower)
 

@@ -14,7 +14,7 @@ from hf_vit_accel.backends.base import (
     Attend,
     Backend,
     BackendUnavailableError,
-    Kind,
+    LayerKind,
     Needs,
     Plan,
     Request,
@@ -31,7 +31,17 @@ from hf_vit_accel.backends.torch_cudnn import TorchCudnn
 from hf_vit_accel.backends.torch_varlen import TorchVarlen
 from hf_vit_accel.layout import Segments
 
-__all__ = ["Attend", "Backend", "BackendUnavailableError", "Kind", "Needs", "Plan", "Request", "ScoreMod", "plan_alone"]
+__all__ = [
+    "Attend",
+    "Backend",
+    "BackendUnavailableError",
+    "LayerKind",
+    "Needs",
+    "Plan",
+    "Request",
+    "ScoreMod",
+    "plan_alone",
+]
 
 BACKENDS: tuple[Backend, ...] = (
     FlashAttention3(),
@@ -65,7 +75,7 @@ class Rule:
             not count there.
     """
 
-    kind: Kind
+    kind: LayerKind
     order: tuple[str, ...]
     measured: str
     grad: bool = False

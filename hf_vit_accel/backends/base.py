@@ -17,10 +17,11 @@ from torch import Tensor
 
 from hf_vit_accel import machine
 from hf_vit_accel.layout import Array, Segments, to_device
+from hf_vit_accel.ops.base import Rotate
 from hf_vit_accel.ops.fp8.scales import Scales
 from hf_vit_accel.ops.window_attention import attention_reference
 
-Kind = Literal["full", "window"]
+LayerKind = Literal["full", "window"]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention of one layer: (packed projection (T, 3, H, D), cos (T, D), sin (T, D)) to attended rows (T, H, D)."""
 ScoreMod = Callable[..., Tensor]
@@ -61,7 +62,7 @@ class Request:
     heads: int
     head_dim: int
     scale: float
-    kind: Kind = "full"
+    kind: LayerKind = "full"
     packed: bool = False
     grad: bool = False
     score_mod: ScoreMod | None = None
@@ -229,11 +230,12 @@ class Backend(ABC):
         torch.compile must be able to trace it: it uses torch's operators, or a custom one with a fake implementation.
         """
 
-    def attend_layers(self, plan: Plan, layers: int, rotate: Attend) -> list[Attend]:
+    def attend_layers(self, plan: Plan, layers: int, rotate: Rotate) -> list[Attend]:
         """Return the attention function of every layer.
 
-        A layer that trains is one autograd node only if its function is a `Trained` (`ops.training.trained.layer_of`).
-        The functions returned here are not `Trained`: such a layer runs operation by operation, each a node of its own.
+        A layer that trains is one autograd node only if its attention is an `OpWithBackward` (see
+        `ops.training.nodes.layer_node_of`). The functions returned here are none: their layer runs operation by
+        operation, each a node of its own.
 
         Args:
             plan: The bound plan of the layers.

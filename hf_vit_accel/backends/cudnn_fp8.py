@@ -19,6 +19,7 @@ from hf_vit_accel import machine
 from hf_vit_accel.backends.base import Attend, Plan, Request
 from hf_vit_accel.backends.flashinfer_cudnn import INT32_END, CudnnPlan, FlashinferCudnn, Tensors, cudnn_plan_for
 from hf_vit_accel.layout import Segments
+from hf_vit_accel.ops.base import Rotate
 from hf_vit_accel.ops.fp8.e4m3 import E4M3
 from hf_vit_accel.ops.fp8.quantize import dequantize, quantize
 from hf_vit_accel.ops.fp8.scales import Scales
@@ -94,7 +95,7 @@ class CudnnFp8(FlashinferCudnn):
         row_THP = torch.empty(1, request.heads, _padded(request.head_dim), dtype=E4M3, device=request.device)
         _cudnn_plan(plan, (row_THP, row_THP, row_THP))
 
-    def attend_layers(self, plan: Plan, layers: int, rotate: Attend) -> list[Attend]:
+    def attend_layers(self, plan: Plan, layers: int, rotate: Rotate) -> list[Attend]:
         scales = plan.request.fp8
         assert scales is not None and scales.layers == layers
         return [_attend_of_layer(plan, scales, layer) for layer in range(layers)]
@@ -153,12 +154,12 @@ def _attend_packed(plan: Plan, scales: Scales, layer: int, qkv_T3HD: Tensor, cos
     heads, dim = qkv_T3HD.shape[-2:]
     if qkv_T3HD.stride()[1:] != (heads * dim, dim, 1):
         qkv_T3HD = qkv_T3HD.contiguous()
-    call_43H = scales.call(layer)
+    scaling_43H = scales.scaling_of(layer)
     has_file = scales.fixed is not None
     used_1 = plan.tensors["used_1"]
-    qkv_3THP, center_HD = quantize(qkv_T3HD, cos_TD, sin_TD, used_1, call_43H, _padded(dim), fixed_scales=has_file)
-    out_THP = _attend(plan, qkv_3THP, call_43H[3, 0, :1])
-    return dequantize(out_THP, call_43H[2, 2], center_HD, qkv_T3HD.dtype)
+    qkv_3THP, center_HD = quantize(qkv_T3HD, cos_TD, sin_TD, used_1, scaling_43H, _padded(dim), fixed_scales=has_file)
+    out_THP = _attend(plan, qkv_3THP, scaling_43H[3, 0, :1])
+    return dequantize(out_THP, scaling_43H[2, 2], center_HD, qkv_T3HD.dtype)
 
 
 def _attend(plan: Plan, qkv_3THP: Tensor, descale_1: Tensor) -> Tensor:

@@ -17,8 +17,11 @@ from torch import Tensor
 
 from hf_vit_accel import machine
 from hf_vit_accel.backends.base import HALF, Attend, Backend, Plan, Request, attention_op, reasons_from_trial
-from hf_vit_accel.ops.rope import rope_, rope_back_, rotate
-from hf_vit_accel.ops.training.trained import Trained
+from hf_vit_accel.ops.base import Rotate
+from hf_vit_accel.ops.rope import rope_, rope_back_
+from hf_vit_accel.ops.rope import rotate as our_rotation
+from hf_vit_accel.ops.training.context import FunctionContext
+from hf_vit_accel.ops.training.nodes import OpWithBackward
 
 PACKAGE = machine.Package(
     module="flash_attn.cute",
@@ -59,11 +62,11 @@ class FlashAttention4(Backend):
         qkv_T3HD = torch.stack((q_THD, k_THD, v_THD), dim=1)
         return _Attention.apply(qkv_T3HD, None, None, *_settings(plan))
 
-    def attend_layers(self, plan: Plan, layers: int, rotate_: Attend) -> list[Attend]:
-        if not plan.request.grad or getattr(rotate_, "__wrapped__", rotate_) is not rotate:
-            return super().attend_layers(plan, layers, rotate_)
-        trained = Trained(function=_Attention, settings=_settings(plan), fault=self.name)
-        return [trained] * layers
+    def attend_layers(self, plan: Plan, layers: int, rotate: Rotate) -> list[Attend]:
+        if not plan.request.grad or getattr(rotate, "__wrapped__", rotate) is not our_rotation:
+            return super().attend_layers(plan, layers, rotate)
+        attention = OpWithBackward(function=_Attention, settings=_settings(plan), fault=self.name)
+        return [attention] * layers
 
 
 def _settings(plan: Plan) -> tuple[Any, ...]:
@@ -93,7 +96,7 @@ def _attend_cuda(
 _attend = attention_op("flash_attention_4", _attend_cuda)
 
 
-def _lengths(cu_seqlens_S1: Tensor, max_seqlen: int) -> dict[str, Any]:
+def _lengths(cu_seqlens_S1: Tensor, max_seqlen: int) -> dict[str, Tensor | int]:
     """Return the package's arguments for the segments, which are the same for queries and keys."""
     return {
         "cu_seqlens_q": cu_seqlens_S1,
@@ -120,7 +123,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: FunctionContext,
         qkv_T3HD: Tensor,
         cos_TD: Tensor | None,
         sin_TD: Tensor | None,
@@ -140,7 +143,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @machine.once_differentiable
-    def backward(ctx: Any, dout_THD: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionContext, dout_THD: Tensor) -> tuple[Tensor | None, ...]:
         rotated_T3HD, out_THD, lse_HT, cos_TD, sin_TD, cu_seqlens_S1 = ctx.saved_tensors
         dqkv_T3HD = torch.empty_like(rotated_T3HD, memory_format=torch.contiguous_format)
         q_THD, k_THD, v_THD = rotated_T3HD.unbind(1)

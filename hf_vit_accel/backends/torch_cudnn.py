@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +16,11 @@ from torch import Tensor
 from hf_vit_accel import machine
 from hf_vit_accel.backends.base import HALF, Attend, Backend, Plan, Request, reasons_from_trial
 from hf_vit_accel.layout import Segments
+from hf_vit_accel.ops.base import Rotate
 from hf_vit_accel.ops.rope import rope_, rope_gather_back
-from hf_vit_accel.ops.rope import rotate as rotation
-from hf_vit_accel.ops.training.trained import Trained
+from hf_vit_accel.ops.rope import rotate as our_rotation
+from hf_vit_accel.ops.training.context import FunctionContext
+from hf_vit_accel.ops.training.nodes import OpWithBackward
 
 Groups = Sequence[tuple[int, int]]
 """(segments, rows of each) of every group."""
@@ -78,12 +79,12 @@ class TorchCudnn(Backend):
             return out_THD
         return _Attention.apply(torch.stack((q_THD, k_THD, v_THD), dim=1), None, None, groups, scale)
 
-    def attend_layers(self, plan: Plan, layers: int, rotate: Attend) -> list[Attend]:
+    def attend_layers(self, plan: Plan, layers: int, rotate: Rotate) -> list[Attend]:
         groups = plan.host["groups"]
         scale = plan.request.scale
-        if plan.request.grad and getattr(rotate, "__wrapped__", rotate) is rotation:
+        if plan.request.grad and getattr(rotate, "__wrapped__", rotate) is our_rotation:
             # Our own rotation: `_Attention` fuses it and its gradient.
-            return [Trained(function=_Attention, settings=(groups, scale), fault=self.name)] * layers
+            return [OpWithBackward(function=_Attention, settings=(groups, scale), fault=self.name)] * layers
 
         def attend(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
             rotated_T3HD = rotate(qkv_T3HD, cos_TD, sin_TD)
@@ -177,7 +178,12 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, qkv_T3HD: Tensor, cos_TD: Tensor | None, sin_TD: Tensor | None, groups: Groups, scale: float
+        ctx: FunctionContext,
+        qkv_T3HD: Tensor,
+        cos_TD: Tensor | None,
+        sin_TD: Tensor | None,
+        groups: Groups,
+        scale: float,
     ) -> Tensor:
         if cos_TD is not None and sin_TD is not None:
             _rotate_(qkv_T3HD, cos_TD, sin_TD)
@@ -193,7 +199,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @machine.once_differentiable
-    def backward(ctx: Any, dout_THD: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionContext, dout_THD: Tensor) -> tuple[Tensor | None, ...]:
         rotated_T3HD, out_THD, cos_TD, sin_TD, *tensors = ctx.saved_tensors
         dout_THD = dout_THD.contiguous()
         dqkv_T3HD = torch.empty_like(rotated_T3HD)

@@ -35,12 +35,12 @@ class Checkpoint:
     block: nn.Module
 
     @property
-    def reentrant(self) -> bool:
+    def is_reentrant(self) -> bool:
         """The `use_reentrant` of transformers: no gradient reaches weights unless the layer's input requires one."""
         return bool(getattr(self.function, "keywords", {}).get("use_reentrant", True))
 
-    def needed(self, x_TE: Tensor, delta_TE: Tensor | None) -> bool:
-        """Return whether the layer has a gradient at all: frozen after frozen ones, it keeps nothing."""
+    def has_gradient(self, x_TE: Tensor, delta_TE: Tensor | None) -> bool:
+        """Return whether any gradient flows through the layer; a frozen layer after frozen ones has none."""
         if x_TE.requires_grad or (delta_TE is not None and delta_TE.requires_grad):
             return True
         return any(parameter.requires_grad for parameter in self.block.parameters())
@@ -58,7 +58,7 @@ def checkpoints_of(parts: Parts) -> list[Checkpoint | None]:
 
 def encode(
     route: Route,
-    pixels_TP: Tensor,
+    pixels_or_rows: Tensor,
     checkpoints: Sequence[Checkpoint | None] = (),
     blocks_to_call: Mapping[int, nn.Module] = MappingProxyType({}),
     output_slices: Sequence[Tensor] = (),
@@ -71,11 +71,11 @@ def encode(
 
     Args:
         route: The operations, the attention of every layer, and the metadata on the device.
-        pixels_TP: The pixels, or their embedded rows (T, E).
+        pixels_or_rows: The pixels (T, P), or their embedded rows (T, E).
         checkpoints: By layer, None for a layer that keeps what its gradient needs.
         blocks_to_call: By layer, the block whose call must surround the layer, since hooks on it gather the weights.
         output_slices: The slices of the call's outputs for this pass. Deepstack features are written there at once.
-        is_embedded: Whether `pixels_TP` is embedded rows. The caller keeps them, so they are not written to.
+        is_embedded: Whether these are embedded rows. The caller keeps them, so they are not written to.
 
     Returns:
         Tensors that belong to the caller.
@@ -88,7 +88,7 @@ def encode(
     tensors = route.tensors
     request = route.spec.request
     assert ops is not None
-    x_TE = pixels_TP.clone() if is_embedded else ops.embed(pixels_TP)
+    x_TE = pixels_or_rows.clone() if is_embedded else ops.embed(pixels_or_rows)
     x_TE, cos_TD, sin_TD = _with_positions(ops, tensors, x_TE)
     heads = 3, request.heads, request.head_dim
     merged_by_layer: list[Tensor] = []
@@ -96,7 +96,7 @@ def encode(
     delta_TE: Tensor | None = None
     for index, (layer, attend, node) in enumerate(zip(ops.layers, route.attends, route.nodes, strict=True)):
         checkpoint = checkpoints[index] if checkpoints else None
-        if checkpoint is not None and not checkpoint.needed(x_TE, delta_TE):
+        if checkpoint is not None and not checkpoint.has_gradient(x_TE, delta_TE):
             checkpoint = None
         if checkpoint is not None or index in blocks_to_call:
             run = node or _in_steps(layer, attend)
@@ -233,7 +233,7 @@ def _run_checkpointed(
 ) -> Tensor:
     """Run a layer as stock checkpoints it: one tensor goes in, one comes out."""
     x_TE = x_TE if delta_TE is None else x_TE + delta_TE
-    if checkpoint.reentrant and not x_TE.requires_grad:
+    if checkpoint.is_reentrant and not x_TE.requires_grad:
         x_TE = x_TE.detach().requires_grad_()
 
     def run_rows(x_TE: Tensor) -> Tensor:

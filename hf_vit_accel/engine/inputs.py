@@ -49,7 +49,7 @@ class Inputs:
 
     pixels: Tensor
     grid: Grid
-    options: Mapping[str, Any]
+    options: Mapping[str, object]
     repeats: Any = None
 
 
@@ -57,7 +57,7 @@ FindRepeats = Callable[[Tensor, Tensor], tuple[list[list[int]], Any]]
 """Maps pixels (T, P) and the grid (N, 3) to the grid on the host and to `Inputs.repeats`, in one sync."""
 
 
-def read(expected: Expected, find_repeats: FindRepeats | None, /, *args: object, **options: Any) -> Inputs | None:
+def read(expected: Expected, find_repeats: FindRepeats | None, /, *args: object, **options: object) -> Inputs | None:
     """Return the inputs of a tower's forward, with the grid on the host: the one sync of a call.
 
     Args:
@@ -115,7 +115,7 @@ def read(expected: Expected, find_repeats: FindRepeats | None, /, *args: object,
     return Inputs(pixels=pixels, grid=grid, options=options, repeats=repeats)
 
 
-def _read_grid(grid_thw: Any, pixels_TP: Tensor, merge: int, find_repeats: FindRepeats | None) -> tuple[Grid, Any]:
+def _read_grid(grid_thw: object, pixels_TP: Tensor, merge: int, find_repeats: FindRepeats | None) -> tuple[Grid, Any]:
     """Return the grid on the host, without the rows of no frames that pad a batch, and the repeated images.
 
     Raises:
@@ -123,8 +123,13 @@ def _read_grid(grid_thw: Any, pixels_TP: Tensor, merge: int, find_repeats: FindR
             positive, or no multiple of the merge size.
     """
     device = pixels_TP.device
-    is_dense = isinstance(grid_thw, Tensor) and grid_thw.layout == torch.strided and not grid_thw.is_nested
-    if not is_dense or grid_thw.dim() != 2 or grid_thw.shape[1] != 3:
+    if (
+        not isinstance(grid_thw, Tensor)
+        or grid_thw.layout != torch.strided
+        or grid_thw.is_nested
+        or grid_thw.dim() != 2
+        or grid_thw.shape[1] != 3
+    ):
         raise ValueError(
             f"expected grid_thw of shape (images and videos, 3), got {_describe(grid_thw)}; each row is "
             "(frames, height, width) in patches, as the processor returns it"

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_vit_accel.engine.encoder import Checkpoint
 from hf_vit_accel.engine.facts import TowerFacts
-from hf_vit_accel.engine.recorded import Recorded
+from hf_vit_accel.engine.recorded import RecordedModules
 from hf_vit_accel.engine.route import Spec
 from hf_vit_accel.layout import Grid, rows_of
 
@@ -105,16 +105,16 @@ def _grid_of(units: Sequence[_Unit]) -> Grid:
     return tuple(images.values())
 
 
-def reasons_whole(facts: TowerFacts, checkpoints: Sequence[Checkpoint | None]) -> list[str]:
-    """Say why no call of a tower may be cut.
+def reasons_not_cut(facts: TowerFacts, checkpoints: Sequence[Checkpoint | None]) -> list[str]:
+    """Return why no call of a tower may be cut.
 
     Args:
         facts: of the tower.
-        checkpoints: those of its layers, in a call with gradients.
+        checkpoints: of its layers, in a call with gradients.
     """
     # Ranks with other images would have to make as many passes.
     reasons = ["FSDP2 gathers weights at each pass"] if facts.sharded_layers else []
-    if any(layer is not None and layer.reentrant for layer in checkpoints):
+    if any(layer is not None and layer.is_reentrant for layer in checkpoints):
         reasons.append("reentrant checkpoints bring gradients to weights at each pass")
     return [f"not cut by max_rows: {why}" for why in (*reasons, *facts.mixing)]
 
@@ -126,16 +126,16 @@ class PassLimit:
         max_rows: the setting of the user.
         rows_after_oom: by whether gradients flow, the rows of a pass since memory ran out; empty before.
         calls: how many calls were cut.
-        count: how many passes they had.
+        passes: how many passes they had.
     """
 
     def __init__(self, max_rows: int | Literal["auto"] | None) -> None:
         self.max_rows = max_rows
         self.rows_after_oom: dict[bool, int] = {}
         self.calls = 0
-        self.count = 0
+        self.passes = 0
 
-    def rows(self, device: torch.device, *, grad: bool, whole: bool) -> int | None:
+    def rows(self, device: torch.device, *, grad: bool, never_cut: bool) -> int | None:
         """Return the rows of a pass at most: `NO_LIMIT` if only memory that runs out cuts a call; None to never cut.
 
         With gradients a pass runs forward twice, so "auto" waits until memory runs out.
@@ -143,9 +143,9 @@ class PassLimit:
         Args:
             device: where the call runs.
             grad: whether gradients flow.
-            whole: whether no call may be cut, see `reasons_whole`.
+            never_cut: whether no call may be cut, see `reasons_not_cut`.
         """
-        if self.max_rows is None or whole or (self.max_rows == "auto" and device.type != "cuda"):
+        if self.max_rows is None or never_cut or (self.max_rows == "auto" and device.type != "cuda"):
             return None
         automatic = NO_LIMIT if grad else AUTO_ROWS
         return self.rows_after_oom.get(grad, automatic if self.max_rows == "auto" else self.max_rows)
@@ -166,13 +166,13 @@ class PassLimit:
         return True
 
     def __str__(self) -> str:
-        lines = [f"{self.calls} calls in {self.count} passes"] if self.calls else []
+        lines = [f"{self.calls} calls in {self.passes} passes"] if self.calls else []
         for grad, rows in self.rows_after_oom.items():
             lines.append(f"at most {rows} rows{' with gradients' if grad else ''} since memory ran out")
         return ", ".join(lines)
 
 
-class TrainedPasses:
+class RecomputedPasses:
     """Passes with gradients: nothing of a pass is kept but its input, from which it runs again in the backward pass.
 
     Args:
@@ -185,7 +185,7 @@ class TrainedPasses:
         parts = facts.parts
         self._embed = spec.ops.embed
         self._embedding = [module for module in (parts.patch_embed, parts.embed_norm) if module is not None]
-        self._recorded = Recorded(parts, has_adapters=facts.unpredictable is not None)
+        self._recorded = RecordedModules(parts, has_adapters=facts.unpredictable is not None)
 
     def run(self, encode: Callable[..., list[Tensor]], pixels_TP: Tensor) -> list[Tensor]:
         """Return the outputs of a pass.

@@ -93,13 +93,13 @@ class _RecordedTensor:
         self.value = tensor.clone() if self.is_copied else _alias(tensor)
         self._tensor = tensor
         self._pointer = tensor.data_ptr()
-        self._counted = tensor if self.is_copied else self.value
-        self._version = _version(self._counted)
+        self._version_source = tensor if self.is_copied else self.value
+        self._version = _version(self._version_source)
 
     @property
     def is_written(self) -> bool:
         """Whether the memory was written to since the forward."""
-        return _version(self._counted) != self._version
+        return _version(self._version_source) != self._version
 
     @property
     def is_still_held(self) -> bool:
@@ -159,7 +159,7 @@ class RecordedTensors:
                 yield Change(slot.attributes, slot.name, _ABSENT)
 
 
-class Recorded(RecordedTensors):
+class RecordedModules(RecordedTensors):
     """The tensors, training flags and adapters of modules during a forward whose passes run again for its gradients.
 
     Args:

@@ -1,4 +1,4 @@
-"""Decide a layout: its metadata, a backend and its plan for every kind of layer, and the requests that are not met.
+"""Make the route of a layout: its metadata, a backend and its plan for every kind of layer, and unmet requests.
 
 A route is decided on the host, sent to the device in one copy, and cached: later calls of the same grid reuse it.
 `T` packed patch rows, `H` heads, `D` head dim.
@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_vit_accel.backends import FP8, Attend, Choice, Kind, Plan, Request, resolve
+from hf_vit_accel.backends import FP8, Attend, Choice, LayerKind, Plan, Request, resolve
 from hf_vit_accel.config import Settings
 from hf_vit_accel.layout import Array, Geometry, Grid, Segments, VisionMetadata, build, pack, send, to_device, unpack
 from hf_vit_accel.machine import KERNELS, LRU, guarded, outside_modes
 from hf_vit_accel.ops import Ops
-from hf_vit_accel.ops.training.trained import TrainedLayer, layer_of
+from hf_vit_accel.ops.training.nodes import LayerNode, layer_node_of
 from hf_vit_accel.ops.window_attention import LONGEST
 from hf_vit_accel.versions import METADATA, keyword_arguments
 
@@ -29,7 +29,7 @@ Where a tower does not pass its keyword arguments on, the route is an attribute 
 """
 _KNOWN = "_hf_vit_accel_known"
 """The attribute of offsets that a tower computed by itself: their kind, and the route that has equal ones."""
-_OFFSETS_BY_KIND: Mapping[Kind, str] = {"full": "cu_seqlens", "window": "cu_window_seqlens"}
+_OFFSETS_BY_KIND: Mapping[LayerKind, str] = {"full": "cu_seqlens", "window": "cu_window_seqlens"}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -75,12 +75,12 @@ class Route:
     spec: Spec
     metadata: VisionMetadata
     arrays: Mapping[str, Array]
-    plans: Mapping[Kind, Plan]
-    choices: Mapping[Kind, Choice]
+    plans: Mapping[LayerKind, Plan]
+    choices: Mapping[LayerKind, Choice]
     unmet: list[str]
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     attends: list[Attend] = field(default_factory=list)
-    nodes: list[TrainedLayer | None] = field(default_factory=list)
+    nodes: list[LayerNode | None] = field(default_factory=list)
     signature: Any = None
     _packed: Tensor | None = None
     _bound: Route | None = None
@@ -102,7 +102,7 @@ class Route:
         """Return this route with its arrays in packed bytes on the device, built for its first call."""
         with outside_modes():
             tensors = unpack(packed, self.arrays)
-            plans: dict[Kind, Plan] = {}
+            plans: dict[LayerKind, Plan] = {}
             for kind, plan in self.plans.items():
                 arrays_of_plan = {name: tensors[f"{kind}/{name}"] for name in plan.arrays}
                 plans[kind] = guarded(plan.backend.name, plan.bind)(arrays_of_plan)
@@ -111,7 +111,7 @@ class Route:
         if ops is not None:
             bound.attends = bound._attends(ops)
             bound.nodes = [
-                layer_of(layer, attend) if self.spec.request.grad else None
+                layer_node_of(layer, attend) if self.spec.request.grad else None
                 for layer, attend in zip(ops.layers, bound.attends, strict=True)
             ]
         return bound
@@ -119,7 +119,7 @@ class Route:
     def _attends(self, ops: Ops) -> list[Attend]:
         """Return the attention of every layer."""
         layers = self.spec.full_layers
-        by_kind: dict[Kind, list[Attend]] = {}
+        by_kind: dict[LayerKind, list[Attend]] = {}
         for kind, plan in self.plans.items():
             attend_layers = guarded(plan.backend.name, plan.backend.attend_layers)
             by_kind[kind] = attend_layers(plan, len(layers), ops.rotate)
@@ -131,14 +131,14 @@ class Route:
             if attend_window is not None and not is_full:
                 attends.append(attend_window)
                 continue
-            kind_of_layer: Kind = "full" if is_full else "window"
+            kind_of_layer: LayerKind = "full" if is_full else "window"
             attends.append(guarded(self.plans[kind_of_layer].backend.name, by_kind[kind_of_layer][index]))
         return attends
 
     def plan_for(self, cu_seqlens: Tensor) -> Plan | None:
         """Return the plan made for these offsets; None for others, since equal sizes may be other layouts.
 
-        KnownSegments that a tower computed by itself are compared once, by a host sync, for all layers that get them.
+        Offsets that a tower computed by itself are compared once, by a host sync, for all layers that get them.
         """
         for kind, name in _OFFSETS_BY_KIND.items():
             if cu_seqlens is self.tensors.get(name) or getattr(cu_seqlens, _KNOWN, None) == (kind, self):
@@ -164,15 +164,15 @@ class Route:
         return keyword_arguments({**metadata, ROUTE: self}, taken)
 
 
-def lay_out(layout: Grid | VisionMetadata, spec: Spec) -> Route:
-    """Decide everything about a layout on the host. Windows that our kernel attends need no plan."""
+def make_route(layout: Grid | VisionMetadata, spec: Spec) -> Route:
+    """Make the route of a layout on the host. Windows that our kernel attends need no plan."""
     metadata = layout if isinstance(layout, VisionMetadata) else build(layout, spec.geometry)
     arrays = metadata.arrays()
     faults = dict(spec.faults)
     if KERNELS in faults:  # FP8 attention needs a kernel of ours, too
         faults[FP8.name] = faults[KERNELS]
-    choices: dict[Kind, Choice] = {}
-    plans: dict[Kind, Plan] = {}
+    choices: dict[LayerKind, Choice] = {}
+    plans: dict[LayerKind, Plan] = {}
     for kind, segments in metadata.segments().items():
         if kind == "window" and spec.ops and spec.ops.attend_window and segments.max_seqlen <= LONGEST:
             continue
@@ -187,7 +187,7 @@ def lay_out(layout: Grid | VisionMetadata, spec: Spec) -> Route:
     return Route(spec=spec, metadata=metadata, arrays=arrays, plans=plans, choices=choices, unmet=unmet)
 
 
-def _unmet(spec: Spec, choices: Mapping[Kind, Choice], plans: Mapping[Kind, Plan]) -> list[str]:
+def _unmet(spec: Spec, choices: Mapping[LayerKind, Choice], plans: Mapping[LayerKind, Plan]) -> list[str]:
     """List requested backends and fused parts that a route cannot use, and what failed when it ran, with reasons."""
     settings = spec.settings
     ops = spec.ops
@@ -225,7 +225,7 @@ class KnownSegments:
         plans: The plans made so far, by the requests of layers.
     """
 
-    kind: Kind
+    kind: LayerKind
     segments: Segments
     settings: Settings
     faults: Mapping[str, str]
@@ -259,7 +259,7 @@ class Routes:
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
         def make() -> tuple[Route, int]:
-            route = lay_out(grid if layout is None else layout(), spec)
+            route = make_route(grid if layout is None else layout(), spec)
             return route, sum(array.nbytes for array in route.arrays.values())
 
         return self.cache.get((grid, spec, budget, stream), make)
@@ -293,8 +293,11 @@ class Routes:
             with outside_modes():
                 tensors = to_device(arrays, device)
             for kind, segments in metadata.segments().items():
-                known = KnownSegments(kind=kind, segments=segments, settings=settings, faults=faults, backends=backends)
-                setattr(tensors[_OFFSETS_BY_KIND[kind]], OFFSETS, known)
+                offsets = tensors[_OFFSETS_BY_KIND[kind]]
+                segments_of_kind = KnownSegments(
+                    kind=kind, segments=segments, settings=settings, faults=faults, backends=backends
+                )
+                setattr(offsets, OFFSETS, segments_of_kind)
             return {**tensors, "max_seqlen": metadata.full.max_seqlen}, 8 * len(grid)
 
         return self.cache.get((grid, device, geometry, stream), make)

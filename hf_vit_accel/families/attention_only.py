@@ -13,17 +13,17 @@ from hf_vit_accel.layout import Geometry
 
 
 def _frames(tower: Tower) -> Geometry:
-    """Every frame is one segment. Rows are in raster order."""
+    """Return a geometry in which every frame is one segment, and rows are in raster order."""
     return Geometry(merge=1)
 
 
 def _clips(tower: Tower) -> Geometry:
-    """All frames of a grid entry are one segment."""
+    """Return a geometry in which all frames of a grid entry are one segment."""
     return Geometry(merge=1, clips=True)
 
 
 def _windows(tower: Tower) -> Geometry:
-    """Some layers attend per window, as large as the position table."""
+    """Return a geometry in which some layers attend per window, as large as the position table."""
     return Geometry(merge=1, window=tower.config.pos_emb_height)
 
 

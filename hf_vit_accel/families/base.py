@@ -55,7 +55,7 @@ class Block:
         return int(self.attention.num_heads // groups)
 
     @property
-    def shaped(self) -> bool:
+    def shapes_heads(self) -> bool:
         """Whether heads are normed or repeated between the Linears and the rotation."""
         return bool(self.head_norms) or self.key_heads != self.attention.num_heads
 
@@ -185,10 +185,10 @@ def _reached_mergers(depth: int, indexes: Sequence[int], mergers: Sequence[nn.Mo
     Raises:
         ValueError: a layer is listed that has no merger.
     """
-    places = {layer: indexes.index(layer) for layer in range(depth) if layer in indexes}
-    if max(places.values(), default=-1) >= len(mergers):
+    merger_indices = {layer: indexes.index(layer) for layer in range(depth) if layer in indexes}
+    if max(merger_indices.values(), default=-1) >= len(mergers):
         raise ValueError(f"deepstack_visual_indexes {list(indexes)} lists more layers than there are mergers")
-    return {layer: mergers[place] for layer, place in places.items()}
+    return {layer: mergers[index] for layer, index in merger_indices.items()}
 
 
 TINY: Mapping[str, Any] = dict(

@@ -20,7 +20,7 @@ from hf_vit_accel.families.base import Family, Part, Parts, Tower
 from hf_vit_accel.layout import Geometry
 
 _DEFAULTS = {"interpolation_mode": "bilinear", "interpolation_align_corners": True}
-"""Attributes that towers have since transformers 5.15, with the only values that they had before."""
+"""Attributes that towers have since transformers 5.15. Before, towers computed with these values."""
 
 Output: TypeAlias = Any
 """The result of a copy's forward, in a form of its own."""
@@ -35,27 +35,27 @@ class Form:
     Attributes:
         kind: The class of the result: a tensor, a tuple of features and deepstack features, or an output of fields.
         fields: The fields of an output that are set.
-        place: The place of a tensor that is returned alone among ours: 0 for the last rows, 1 for merged features.
+        index: Which of our tensors is returned where only one is: 0 for the last rows, 1 for merged features.
     """
 
     kind: type
     fields: tuple[str, ...] = ()
-    place: int = 1
+    index: int = 1
 
     def build(self, tensors: Sequence[Tensor]) -> Output:
-        """Return tensors as the copy does: from the last rows, merged features and deepstack features."""
+        """Return our last rows, merged features and deepstack features in the form of the copy."""
         if self.kind is Tensor:
-            return tensors[self.place]
+            return tensors[self.index]
         if self.kind is tuple:
             return tensors[1], list(tensors[2:])
         values: dict[str, object] = dict(zip(_FEATURES, tensors[:2]))  # noqa: B905
         values[_FEATURES[2]] = list(tensors[2:])
         return self.kind(**{name: values[name] for name in self.fields})
 
-    def places(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return those of our tensors that the copy returns, too, in the order of `read_output`."""
+    def select(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Select the tensors that the copy returns, too, out of ours, in the order of `read_output`."""
         if self.kind is Tensor:
-            return [tensors[self.place]]
+            return [tensors[self.index]]
         if self.kind is tuple:
             return list(tensors[1:])
         values = dict(zip(_FEATURES, (tensors[:1], tensors[1:2], tensors[2:]), strict=True))
@@ -64,7 +64,7 @@ class Form:
     def names(self, count: int) -> list[str]:
         """Return a name for every tensor of `read_output`."""
         if self.kind is Tensor or self.kind is tuple:
-            leading = ["features" if self.place else "rows"]
+            leading = ["features" if self.index else "rows"]
         else:
             leading = [name for name in self.fields if name != _FEATURES[2]]
         return leading + [f"deepstack features {index}" for index in range(count - len(leading))]
@@ -81,7 +81,7 @@ def read_output(output: Output, rows: int) -> tuple[Form, list[Tensor]]:
         ValueError: The form is none of those that towers have.
     """
     if isinstance(output, Tensor):
-        return Form(Tensor, place=int(output.shape[0] != rows)), [output]
+        return Form(Tensor, index=int(output.shape[0] != rows)), [output]
     if type(output) is tuple and len(output) == 2 and isinstance(output[0], Tensor) and isinstance(output[1], list):
         return Form(tuple), [output[0], *output[1]]
     if isinstance(output, ModelOutput) and output and set(output) <= set(_FEATURES):
@@ -90,11 +90,11 @@ def read_output(output: Output, rows: int) -> tuple[Form, list[Tensor]]:
         for name in names:
             tensors += [output[name]] if isinstance(output[name], Tensor) else list(output[name])
         return Form(type(output), names), tensors
-    raise ValueError(f"its forward returns a {type(output).__name__} of a form that is unknown")
+    raise ValueError(f"its forward returns a {type(output).__name__} of an unknown form")
 
 
 class _WithDefaults:
-    """A tower with default values for attributes that its version of the code did not have yet."""
+    """A tower, with default values for attributes that its version of the code lacks."""
 
     def __init__(self, tower: Tower) -> None:
         self._tower = tower
@@ -107,7 +107,7 @@ class _WithDefaults:
 
 @dataclass(frozen=True)
 class CopiedGeometry:
-    """Returns the geometry of a copy, by that of the family."""
+    """Read the geometry of a copy as the family does."""
 
     base: Family
 
@@ -118,12 +118,12 @@ class CopiedGeometry:
 
 @dataclass(frozen=True)
 class CopiedParts:
-    """Returns the parts of a copy, by the names of the family."""
+    """Find the parts of a copy by the names of the family."""
 
     base: Family
 
     def __call__(self, tower: Tower) -> Parts:
-        """Return the parts of a copy, whose rotation is called in its own way."""
+        """Return the parts of a copy; an adapter calls its rotary module in the module's own way."""
         parts = self.base.parts(tower)
         return replace(parts, rotary=CopiedRotaryEmbedding(parts.rotary))
 
@@ -187,21 +187,21 @@ def copy_family(tower: Tower, base: Family, copied: str) -> CopyFamily:
 
 
 def trusted_classes(tower: nn.Module) -> frozenset[type]:
-    """Return the classes of a copy's modules that come with it, in the same package; and our rotary module."""
+    """Return the classes of a copy's modules that its own package defines, and our rotary module's."""
     package = type(tower).__module__.partition(".")[0]
     classes = {type(module) for module in tower.modules()}
     return frozenset(kind for kind in classes if kind.__module__.partition(".")[0] == package) | {CopiedRotaryEmbedding}
 
 
 def heads_of(parts: Parts, values: list[Any]) -> list[Any]:
-    """Return (heads, head dim, scale), with the defaults of towers that name only the first."""
+    """Return (heads, head dim, scale); fill in the defaults where a tower names the heads only."""
     heads, head_dim, scale = values
     head_dim = head_dim or parts.projection.weight.shape[0] // heads
     return [heads, head_dim, scale or head_dim**-0.5]
 
 
 def class_in(names: Mapping[str, str], module: nn.Module) -> str | None:
-    """Return which of the names is that of a module's class, or of a class that it inherits from."""
+    """Return the name that a module's class has, or a class that it inherits from; None for none of the names."""
     return next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in names), None)
 
 
@@ -237,7 +237,7 @@ def _missing(tower: Tower) -> list[str]:
 
 
 def misfits(tower: Tower, family: Family) -> list[str]:
-    """List which parts of a tower are missing, or others than those of a family."""
+    """List the parts of a tower that are missing, or differ from a family's."""
     problems = []
     if not isinstance(getattr(tower, "config", None), transformers.PretrainedConfig):
         problems.append("it has no `config` of transformers")
@@ -259,7 +259,7 @@ def misfits(tower: Tower, family: Family) -> list[str]:
 
 
 def _differences(tower: Tower, family: Family, parts: Parts, geometry: Geometry) -> list[str]:
-    """List parts that a tower has beyond a family's, or lacks, where the family would run without a word."""
+    """List the parts that a tower has beyond a family's, or lacks, where the family's code would raise no error."""
     has_window = parts.full_layers is not None
     has_deepstack = hasattr(tower, "deepstack_merger_list")
     pairs = [
@@ -279,8 +279,8 @@ def _differences(tower: Tower, family: Family, parts: Parts, geometry: Geometry)
     return problems
 
 
-def suggest(model: nn.Module, families: Sequence[Family]) -> list[str]:
-    """Return a sentence about every module in a model that looks like a tower of a class that is not known."""
+def suggest_families(model: nn.Module, families: Sequence[Family]) -> list[str]:
+    """Describe every module that looks like a tower of an unknown class, with the family that it resembles most."""
     sentences = []
     for path, module in model.named_modules():
         if not (hasattr(module, "patch_embed") and hasattr(module, "blocks")):

@@ -13,8 +13,9 @@ In training it is the call's grid, and which outputs receive gradients.
 **What drops graphs.**
 
 - A call whose `store.Identity` differs makes all graphs stale; `store.stale_reason` decides, and names the reason.
-- `TowerState.close()`: after `unpatch`, another `patch`, or the failure of a backend or a kernel. Also if a module, an
-  attribute or a config field of the tower changed: then the tower is read again, and `status` counts it as `rebuilt`.
+- `TowerState.drop_caches()`: after `unpatch`, another `patch`, or the failure of a backend or a kernel. Also if a
+  module, an attribute or a config field of the tower changed: then the tower is read again, and `status` counts it as
+  `rebuilt`.
 - `max_graphs`: the least recently used graph goes.
 - `max_bytes` and `max_training_bytes`: all graphs go, since they share one memory pool (`GraphStore._make_room`).
 - An allocation on the device fails while automatic graphs are held (`GraphStore.give_up`).

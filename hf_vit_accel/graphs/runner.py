@@ -22,7 +22,7 @@ from hf_vit_accel.config import GraphConfig
 from hf_vit_accel.engine.encoder import encode
 from hf_vit_accel.engine.route import Route, Routes, Spec
 from hf_vit_accel.graphs import budgets
-from hf_vit_accel.graphs.automatic import CHOSEN_BY_RUNNER, AutoGraphs, GraphUse
+from hf_vit_accel.graphs.automatic import AutoGraphs, GraphUse
 from hf_vit_accel.graphs.buffers import Shape, pad
 from hf_vit_accel.graphs.recorder import CudaRecorder, free_bytes
 from hf_vit_accel.graphs.store import CaptureError, Eager, GraphStatus, GraphStore, Identity
@@ -86,16 +86,19 @@ class Runner(GraphStore[_Graph]):
     """The graphs of one tower without gradients: chooses, captures and replays them."""
 
     def __init__(self, config: GraphConfig, routes: Routes, auto: AutoGraphs | None = None) -> None:
+        super().__init__(config, config.max_bytes, auto)
         self._routes = routes
         self.budgets = config.budgets or budgets.ladder(config.max_tokens)
         self._rows_called = 0
         self._rows_replayed = 0
         self._exactly: bool | None = None
-        super().__init__(config, config.max_bytes, auto)
+        self._arena: list[Tensor] = []  # buffers that all budgets share: pixels, then every output
+        self._width = 0  # values per patch of the last call
+        self._tower_budgets: tuple[int, ...] = ()  # in the tokens of the last call's tower
 
     def _drop(self) -> None:
         super()._drop()
-        self._arena: list[Tensor] = []  # buffers that all budgets share: pixels, then every output
+        self._arena = []
 
     def static_buffers(self) -> list[Tensor]:
         """List the tensors that the next call writes before a graph reads them."""
@@ -122,7 +125,7 @@ class Runner(GraphStore[_Graph]):
         *,
         can_pad: bool = True,
     ) -> GraphUse:
-        """Decide how a call uses graphs, before it is planned.
+        """Decide how a call uses automatic graphs, before it is planned.
 
         Args:
             grid: The grid of the call.
@@ -131,8 +134,7 @@ class Runner(GraphStore[_Graph]):
             is_padding_slower: Whether graphs of budgets need a slower backend than an eager call would use.
             can_pad: Whether the backend that was asked for can replay other layouts than the captured one.
         """
-        if self.auto is None:
-            return CHOSEN_BY_RUNNER
+        assert self.auto is not None, "graphs that the user asked for are not chosen call by call"
         if self._exactly is not None:  # `warmup` asks for a capture
             return GraphUse(exactly=self._exactly)
         why = self._why_never()
@@ -171,10 +173,11 @@ class Runner(GraphStore[_Graph]):
         """
         identity = Identity(identity_spec, memory, pixels_TP.shape[1], machine.numerics())
         with self._lock:
-            refused = self._begin(identity, route.spec.request.device)
+            device = route.spec.request.device
+            refused = self._begin(identity, device)
             if refused is not None:
                 return refused
-            self._make_room()
+            self._make_room(device)
             self._width = pixels_TP.shape[1]
             self._tower_budgets = self.budgets_of(route.spec.geometry.merge)
             bins = self._bins(route, exactly)

@@ -23,7 +23,7 @@ Gradients = list[Tensor | None]
 
 
 @dataclass(kw_only=True, eq=False)
-class Step:
+class CapturedStep:
     """The two graphs of a layout, with the static tensors that they read and write.
 
     Attributes:
@@ -38,7 +38,7 @@ class Step:
             the pool's: they are valid until the next replay of any graph in it.
         slots: Where modules store the tower's parameters.
         other_slots: Where they store other tensors: buffers and plain attributes.
-        trained: Whether each parameter requires a gradient.
+        requires_grad: Whether each parameter requires a gradient.
         pointers: The memory address of each parameter.
         forward: Launches the forward graph.
         backward: Launches the backward graph.
@@ -58,7 +58,7 @@ class Step:
     gradients: Gradients
     slots: Slots
     other_slots: list[Slot]
-    trained: tuple[bool, ...]
+    requires_grad: tuple[bool, ...]
     pointers: list[int]
     forward: Callable[[], None]
     backward: Callable[[], None]
@@ -93,7 +93,7 @@ class StepCapture:
         self.route = route.ready()
         self.parameters = parameters
         self.slots = slots
-        self.trained = tuple(parameter.requires_grad for parameter in parameters)
+        self.requires_grad = tuple(parameter.requires_grad for parameter in parameters)
         self.pixels_TP = torch.zeros(pixels_TP.shape, dtype=request.dtype, device=request.device)
         self.leaf_TP = self.pixels_TP.detach().requires_grad_(pixels_TP.requires_grad)
         self.used = used
@@ -106,7 +106,7 @@ class StepCapture:
     def forward(self) -> None:
         """Encode the static pixels."""
         self._clear()
-        with torch.enable_grad(), _detached_leaves(self.slots, self.parameters, self.trained) as leaves:
+        with torch.enable_grad(), _detached_leaves(self.slots, self.parameters, self.requires_grad) as leaves:
             self._leaves = leaves
             self._encoded = encode(self.route, self.leaf_TP)
         self.outputs += [output.detach() for output in self._encoded]
@@ -117,14 +117,14 @@ class StepCapture:
             self._choose_incoming()
         self.gradients[:] = _gradients_of(self._encoded, self.used, self.leaf_TP, self._leaves, self.incoming)
 
-    def step(self, recorder: CudaRecorder) -> Step:
+    def step(self, recorder: CudaRecorder) -> CapturedStep:
         """Capture both graphs."""
         (forward, backward), nbytes = recorder.record(self.forward, self.backward)
         differentiable = [output.requires_grad for output in self._encoded]
         self._encoded = []  # the autograd graph must not outlive the capture
         self.gradients[:] = [gradient if gradient is None else recorder.borrow(gradient) for gradient in self.gradients]
         metadata = self.route.metadata
-        return Step(
+        return CapturedStep(
             label=f"{metadata.rows} patches in {metadata.full.count} segments",
             route=self.route,
             pixels_TP=self.pixels_TP,
@@ -135,7 +135,7 @@ class StepCapture:
             gradients=self.gradients,
             slots=self.slots,
             other_slots=self._other_slots(),
-            trained=self.trained,
+            requires_grad=self.requires_grad,
             pointers=[parameter.data_ptr() for parameter in self.parameters],
             forward=forward,
             backward=backward,
@@ -174,7 +174,7 @@ class StepCapture:
 
 
 def run_eagerly(
-    step: Step, route: Route, leaf_TP: Tensor, parameters: Sequence[Tensor], incoming: Sequence[Tensor | None]
+    step: CapturedStep, route: Route, leaf_TP: Tensor, parameters: Sequence[Tensor], incoming: Sequence[Tensor | None]
 ) -> Gradients:
     """Run forward and backward without graphs.
 
@@ -188,30 +188,31 @@ def run_eagerly(
     Returns:
         The gradients of the pixels and of every trained parameter.
     """
-    with torch.enable_grad(), _detached_leaves(step.slots, parameters, step.trained) as leaves:
+    with torch.enable_grad(), _detached_leaves(step.slots, parameters, step.requires_grad) as leaves:
         outputs = encode(route, leaf_TP)
     used = [gradient is not None for gradient in incoming]
     return _gradients_of(outputs, used, leaf_TP, leaves, present(incoming))
 
 
-def distinct_trained(parameters: Sequence[Tensor], trained: Sequence[bool]) -> Tensors:
+def distinct_trained(parameters: Sequence[Tensor], requires_grad: Sequence[bool]) -> Tensors:
     """Return the distinct trained parameters: a parameter that several modules share has one gradient."""
     distinct = {}
-    for parameter, is_trained in zip(parameters, trained, strict=True):
+    for parameter, is_trained in zip(parameters, requires_grad, strict=True):
         if is_trained:
             distinct[id(parameter)] = parameter
     return list(distinct.values())
 
 
 @contextmanager
-def _detached_leaves(slots: Slots, parameters: Sequence[Tensor], trained: Sequence[bool]) -> Iterator[Tensors]:
+def _detached_leaves(slots: Slots, parameters: Sequence[Tensor], requires_grad: Sequence[bool]) -> Iterator[Tensors]:
     """Replace trained parameters by detached leaves over the same memory, within the with block; yield the leaves.
 
     A parameter's own autograd node must not be captured. DDP or an earlier loss may keep it alive, and it runs on
     the stream that made it, which by default cannot be captured. It also runs hooks, which are meant for the gradient
     that leaves the tower. A parameter that was frozen since its forward has no such node.
     """
-    leaves = {id(parameter): parameter.detach().requires_grad_() for parameter in distinct_trained(parameters, trained)}
+    distinct = distinct_trained(parameters, requires_grad)
+    leaves = {id(parameter): parameter.detach().requires_grad_() for parameter in distinct}
     with replaced(slots, [leaves.get(id(parameter), parameter) for parameter in parameters]):
         yield list(leaves.values())
 

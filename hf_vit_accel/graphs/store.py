@@ -39,14 +39,14 @@ class Identity(NamedTuple):
         memory: Equal while weights and buffers stay at their addresses.
         pixel_width: Values per patch (P).
         numerics: torch's settings of precision and determinism.
-        trained: Whether the pixels and every parameter require gradients; empty in inference.
+        requires_grad: Whether the pixels and every parameter require gradients; empty in inference.
     """
 
     spec: Spec
     memory: list[object]
     pixel_width: int
     numerics: tuple[object, ...]
-    trained: tuple[bool, ...] = ()
+    requires_grad: tuple[bool, ...] = ()
 
 
 STALE_REASONS: Mapping[str, str] = {
@@ -54,7 +54,7 @@ STALE_REASONS: Mapping[str, str] = {
     "memory": "weights or buffers moved, or were replaced",
     "pixel_width": "patches have another width",
     "numerics": "torch computes in another precision",
-    "trained": "other tensors require gradients",
+    "requires_grad": "other tensors require gradients",
 }
 """Field of `Identity` -> why graphs captured under another value are stale."""
 
@@ -183,30 +183,42 @@ class GraphStore(ABC, Generic[G]):
         self._changes = 0
         self._eager: Counter[str] = Counter()
         self._stale: Counter[str] = Counter()
-        self._reset()
 
-    def _reset(self) -> None:
-        """Forget all graphs, and every capture that failed."""
         self._identity: Identity | None = None
         self._off: str | None = None
         self._failures = 0
         self._calls_without_room = 0
         self._patience = _PATIENCE
         self._refused: dict[Hashable, str] = {}
-        self._drop()
 
-    def _drop(self) -> None:
-        """Drop all graphs and static buffers."""
+        self.nbytes = 0
         self._recorder: Any = None  # a CudaRecorder from the first call on
         self._graphs: OrderedDict[Hashable, G] = OrderedDict()
         self._seen: OrderedDict[Hashable, int] = OrderedDict()
         self._retired: list[G] = []  # dropped graphs whose last replay may still run
+
+    def _reset(self) -> None:
+        """Forget all graphs, and every capture that failed."""
+        self._identity = None
+        self._off = None
+        self._failures = 0
+        self._calls_without_room = 0
+        self._patience = _PATIENCE
+        self._refused = {}
+        self._drop()
+
+    def _drop(self) -> None:
+        """Drop all graphs and static buffers."""
         self.nbytes = 0
+        self._recorder = None
+        self._graphs = OrderedDict()
+        self._seen = OrderedDict()
+        self._retired = []
         if self.auto is not None:
             self.auto.forget_choices()
 
-    def close(self) -> None:
-        """Give back every graph and buffer."""
+    def drop_graphs(self) -> None:
+        """Give back every graph and buffer, once no replay runs, and forget failed captures."""
         with self._lock:
             if self._recorder is not None:
                 self._recorder.settle()
@@ -255,7 +267,7 @@ class GraphStore(ABC, Generic[G]):
     def _why_never(self) -> str | None:
         """Return why no call uses graphs any more, or None. Drop graphs that another thread could not drop."""
         if self._given_up is not None and self._recorder is not None:
-            self.close()
+            self.drop_graphs()
         return self._given_up or self._off
 
     def _count_replay(self, graph: G) -> None:
@@ -273,7 +285,7 @@ class GraphStore(ABC, Generic[G]):
         if self._lock.acquire(blocking=False):
             try:
                 if not self._is_capturing:
-                    self.close()
+                    self.drop_graphs()
             finally:
                 self._lock.release()
 
@@ -284,9 +296,8 @@ class GraphStore(ABC, Generic[G]):
         if self._identity is None or why_stale is not None:
             if why_stale is not None:
                 self._stale[why_stale] += 1
-            self.close()
+            self.drop_graphs()
             self._identity = identity
-            self._device = device
             self._count_change(1)
         else:
             self._changes = max(self._changes - 1, 0)
@@ -367,7 +378,7 @@ class GraphStore(ABC, Generic[G]):
         if self.auto is not None:
             self.auto.forget_choices()
 
-    def _make_room(self) -> None:
+    def _make_room(self, device: torch.device) -> None:
         """Drop all graphs, if they hold too much memory and many calls found no room.
 
         All go at once, since graphs share one pool: dropping one would give nothing back.
@@ -381,4 +392,4 @@ class GraphStore(ABC, Generic[G]):
         self._recorder.settle()
         self._drop()
         torch.cuda.empty_cache()  # the allocator would keep their pool until memory runs out
-        self._recorder = CudaRecorder(self._device)
+        self._recorder = CudaRecorder(device)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,11 +22,21 @@ from hf_vit_accel import machine
 from hf_vit_accel.config import GraphConfig
 from hf_vit_accel.engine.recorded import RecordedTensors
 from hf_vit_accel.engine.route import Route
-from hf_vit_accel.graphs.automatic import CHOSEN_BY_RUNNER, AutoGraphs, GraphUse
+from hf_vit_accel.graphs.automatic import AutoGraphs, GraphUse
 from hf_vit_accel.graphs.recorder import CudaRecorder, free_bytes
-from hf_vit_accel.graphs.step import Gradients, Step, StepCapture, Tensors, distinct_trained, present, run_eagerly
+from hf_vit_accel.graphs.step import (
+    CapturedStep,
+    Gradients,
+    StepCapture,
+    Tensors,
+    distinct_trained,
+    present,
+    run_eagerly,
+)
 from hf_vit_accel.graphs.store import CaptureError, Eager, GraphStore, Identity
 from hf_vit_accel.layout import Grid
+from hf_vit_accel.ops.base import Attributes
+from hf_vit_accel.ops.training.context import FunctionContext
 
 
 class _Call:
@@ -41,7 +50,7 @@ class _Call:
         parameters: The tower's parameters, until autograd has saved them.
     """
 
-    def __init__(self, step: Step, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, step: CapturedStep, parameters: Sequence[Tensor]) -> None:
         self.step = step
         self.recorded = RecordedTensors(step.other_slots)
         self.is_over = False
@@ -66,16 +75,17 @@ class _WriteCounter:
         return self._alias._version != self._version
 
 
-class TrainingRunner(GraphStore[Step]):
+class TrainingRunner(GraphStore[CapturedStep]):
     """The graphs of forward and backward of one tower."""
 
     def __init__(self, config: GraphConfig, auto: AutoGraphs | None = None) -> None:
-        self._last_used: tuple[bool, ...] = ()  # whether the last loss used each output
         super().__init__(config, config.max_training_bytes, auto)
+        self._last_used: tuple[bool, ...] = ()  # whether the last loss used each output
+        self._last: weakref.ref[_Call] | None = None
 
     def _drop(self) -> None:
         super()._drop()
-        self._last: weakref.ref[_Call] | None = None
+        self._last = None
 
     def static_buffers(self) -> Tensors:
         """List the tensors that the next call writes before a graph reads them."""
@@ -87,7 +97,7 @@ class TrainingRunner(GraphStore[Step]):
         return buffers
 
     def choose(self, grid: Grid, values_per_row: int, parameters: Sequence[Tensor], device: torch.device) -> GraphUse:
-        """Decide whether a step is replayed, before it is planned.
+        """Decide whether a step is replayed from automatic graphs, before it is planned.
 
         Args:
             grid: The grid of the call.
@@ -95,8 +105,7 @@ class TrainingRunner(GraphStore[Step]):
             parameters: All parameters of the tower.
             device: The device of the call.
         """
-        if self.auto is None:
-            return CHOSEN_BY_RUNNER
+        assert self.auto is not None, "graphs that the user asked for are not chosen call by call"
         why = self._why_never()
         if why is not None:
             return GraphUse(why)
@@ -108,7 +117,7 @@ class TrainingRunner(GraphStore[Step]):
         route: Route,
         pixels_TP: Tensor,
         parameters: Sequence[Tensor],
-        parameter_dicts: Sequence[dict[str, Any]],
+        parameter_dicts: Sequence[Attributes],
         memory: list[object],
     ) -> Tensors | Eager:
         """Replay the forward of a call, so that autograd replays its backward.
@@ -125,15 +134,16 @@ class TrainingRunner(GraphStore[Step]):
         """
         if pixels_TP.is_inference():  # autograd cannot save inference tensors
             pixels_TP = pixels_TP.clone()
-        trained = (pixels_TP.requires_grad, *[parameter.requires_grad for parameter in parameters])
-        identity = Identity(route.spec, memory, pixels_TP.shape[1], machine.numerics(), trained)
+        requires_grad = (pixels_TP.requires_grad, *[parameter.requires_grad for parameter in parameters])
+        identity = Identity(route.spec, memory, pixels_TP.shape[1], machine.numerics(), requires_grad)
         with self._lock:
-            refused = self._begin(identity, route.spec.request.device) or self._why_eager(route, parameters)
+            device = route.spec.request.device
+            refused = self._begin(identity, device) or self._why_eager(route, parameters)
             if refused is not None:
                 return refused
-            self._make_room()
+            self._make_room(device)
 
-            def capture(recorder: CudaRecorder) -> Step:
+            def capture(recorder: CudaRecorder) -> CapturedStep:
                 slots = [
                     (parameter_dict, name)
                     for parameter_dict in parameter_dicts
@@ -149,7 +159,7 @@ class TrainingRunner(GraphStore[Step]):
             except CaptureError as error:
                 return self.eager(str(error), allowed_under_strict=error.allowed_under_strict)
             call = self._forward(step, pixels_TP, parameters)
-        leaves = distinct_trained(parameters, trained[1:])  # collected while the GPU works
+        leaves = distinct_trained(parameters, requires_grad[1:])  # collected while the GPU works
         return list(_Replay.apply(self, call, route, pixels_TP, *leaves))
 
     def _why_eager(self, route: Route, parameters: Sequence[Tensor]) -> Eager | None:
@@ -172,7 +182,7 @@ class TrainingRunner(GraphStore[Step]):
         return None
 
     @torch.no_grad()
-    def _forward(self, step: Step, pixels_TP: Tensor, parameters: Sequence[Tensor]) -> _Call:
+    def _forward(self, step: CapturedStep, pixels_TP: Tensor, parameters: Sequence[Tensor]) -> _Call:
         """Replay a forward and copy its outputs out."""
         call = _Call(step, parameters)
         self._recorder.wait()
@@ -241,7 +251,7 @@ class TrainingRunner(GraphStore[Step]):
             finally:
                 self._recorder.done()
 
-    def _backward(self, step: Step, incoming: Tensors) -> Gradients:
+    def _backward(self, step: CapturedStep, incoming: Tensors) -> Gradients:
         """Replay a backward and copy its gradients out."""
         self._recorder.wait()
         try:
@@ -260,7 +270,12 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, runner: TrainingRunner, call: _Call, route: Route, pixels_TP: Tensor, *trained: Tensor
+        ctx: FunctionContext,
+        runner: TrainingRunner,
+        call: _Call,
+        route: Route,
+        pixels_TP: Tensor,
+        *trained_parameters: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         # Saved weights raise if they change before the backward, as in stock. Frozen ones count: gradients pass them.
@@ -284,7 +299,7 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     @machine.once_differentiable
-    def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionContext, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
         pixels_TP, *parameters = ctx.saved_tensors
 
         def compute_again() -> Gradients:

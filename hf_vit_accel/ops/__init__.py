@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -27,7 +26,7 @@ from hf_vit_accel.ops import (
     rope,
 )
 from hf_vit_accel.ops import window_attention as window
-from hf_vit_accel.ops.base import AddThen, Apply, Context, Operation
+from hf_vit_accel.ops.base import AddThen, Apply, BuiltOperation, Context, Operation, Rotate
 from hf_vit_accel.ops.launch import why_not_triton
 
 __all__ = ["PARTS", "TABLE", "Context", "LayerOps", "Operation", "Ops", "build", "why_not_triton"]
@@ -79,9 +78,9 @@ class Ops:
         embed: pixels to rows.
         add_positions: adds interpolated position embeddings to rows; None for a tower without.
         tables: rows and positions (T, 2) to cos and sin, (T, D) each.
-        rotate: see `ops.rope`.
-        attend_window: attention within windows; None where a backend attends them.
-        layers: of every layer.
+        rotate: rotates q and k of a packed projection.
+        attend_window: attention within windows; None where a backend attends in them.
+        layers: the operations of every layer.
         finish: the last layer's (x, delta) to the rows that the tower returns, and to features if it has a merger.
         deepstack: by layer, (x, delta) to (x + delta, the merger's result); may write the sum to x.
         fused: names of fused parts.
@@ -92,7 +91,7 @@ class Ops:
     embed: Apply
     add_positions: Callable[[Rows, Tensor, Tensor], Rows] | None
     tables: Callable[[Rows, Tensor], Table]
-    rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
+    rotate: Rotate
     attend_window: window.WindowOp | None
     layers: tuple[LayerOps, ...]
     finish: Finish
@@ -107,7 +106,7 @@ def build(parts: Parts, context: Context, requested: frozenset[str] | None = Non
     Args:
         requested: names of parts to fuse; None for all.
     """
-    built: dict[str, dict[int, Any]] = {}
+    built: dict[str, dict[int, BuiltOperation]] = {}
     unfused: dict[str, str] = {}
     for operation in TABLE:
         is_requested = requested is None or operation.name in requested
@@ -131,40 +130,40 @@ def build(parts: Parts, context: Context, requested: frozenset[str] | None = Non
     )
 
 
-Built = Mapping[str, Mapping[int, Any]]
+BuiltOperations = Mapping[str, Mapping[int, BuiltOperation]]
 """The operations that were built, by the name of the part and the `id` of the module."""
 
 
-def _embed(parts: Parts, built: Built, context: Context) -> Apply:
+def _embed(parts: Parts, built: BuiltOperations, context: Context) -> Apply:
     embed: Apply = built["patch_embed"][id(parts)]
     if parts.embed_norm is None:
         return embed
     norm_rows: AddThen = built["norms"][id(parts.embed_norm)]
-    if context.casts:  # the norm's weights are fp32: its result starts the residual stream, which stays fp32
-        norm_rows = norm.plain(parts.embed_norm, context, rows=False)
+    if context.casts_weights:  # the norm's weights are fp32: its result starts the residual stream, which stays fp32
+        norm_rows = norm.plain(parts.embed_norm, context, in_rows_dtype=False)
     return lambda pixels_TP: norm_rows(embed(pixels_TP), None)[1]
 
 
-def _final_norm(parts: Parts, built: Built, context: Context) -> AddThen | None:
+def _final_norm(parts: Parts, built: BuiltOperations, context: Context) -> AddThen | None:
     if parts.final_norm is None:
         return None
     if context.rows_dtype is not None:  # the tower returns it, in the dtype that autocast chooses for norms
-        return norm.plain(parts.final_norm, context, rows=False)
+        return norm.plain(parts.final_norm, context, in_rows_dtype=False)
     final_norm: AddThen = built["norms"][id(parts.final_norm)]
     return final_norm
 
 
-def _layer(block: Block, built: Built, context: Context) -> LayerOps:
+def _layer(block: Block, built: BuiltOperations, context: Context) -> LayerOps:
     norm2: AddThen = built["norms"][id(block.norm2)]
-    if not mlp.routed(block.mlp):
+    if not mlp.is_mixture_of_experts(block.mlp):
         mlp_op: Apply = built["mlp"][id(block.mlp)]
     else:
         mlp_op = context.called(block.mlp)
-        if context.casts:  # the router, and the sum over experts, keep the dtype that autocast chooses for norms
-            norm2 = norm.plain(block.norm2, context, rows=False)
+        if context.casts_weights:  # router and sum over experts keep the dtype that autocast chooses for norms
+            norm2 = norm.plain(block.norm2, context, in_rows_dtype=False)
     return LayerOps(
         norm1=built["norms"][id(block.norm1)],
-        qkv=project.build(block, context, built["heads"][id(block)] if block.shaped else None),
+        qkv=project.build(block, context, built["heads"][id(block)] if block.shapes_heads else None),
         proj=linear.build(block.proj, context),
         norm2=norm2,
         mlp=mlp_op,

@@ -1,4 +1,4 @@
-"""Activations of MLPs as kernels of their own, and weights padded to the widths that products like.
+"""Activations of MLPs as kernels of their own, and weights padded to the widths at which products are fast.
 
 `T` rows, `E` width, `F` width of the MLP, `G` that width rounded up to a multiple of 8.
 """

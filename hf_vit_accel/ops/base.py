@@ -21,6 +21,8 @@ from hf_vit_accel.families.base import Parts
 
 Apply = Callable[[Tensor], Tensor]
 """Rows to rows."""
+Rotate = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(packed projection (T, 3, H, D), cos (T, D), sin (T, D)) to the projection with rotated q and k."""
 ReadWeights = Callable[[], list[Any]]
 """Reads weights as they are now, in the order of a function's arguments; biases may be None."""
 Attributes = dict[str, Any]
@@ -75,8 +77,8 @@ def reasons_replaced(
     return []
 
 
-class Watched:
-    """Record attributes of modules with their values, to notice changes."""
+class RecordedAttributes:
+    """Attributes of modules with their values, recorded to notice changes."""
 
     def __init__(self) -> None:
         self._names: dict[int, tuple[Attributes, dict[str, None]]] = {}
@@ -93,10 +95,10 @@ class Watched:
             self._absent.append((name, attributes))
         return getattr(module, name, default)
 
-    def all_of(self, module: nn.Module) -> None:
-        """Record all attributes of a module that is called, and of the modules inside it, except Linears.
+    def read_all(self, module: nn.Module) -> None:
+        """Read and record all attributes of a module and of the modules inside it, except Linears.
 
-        (A Linear's forward reads its weights only.)
+        A Linear's forward reads its weights only.
         """
         for child in module.modules():
             if type(child) is not nn.Linear:
@@ -109,7 +111,7 @@ class Watched:
         self._values = [copied(get(attributes)) for get, attributes in self._getters]
 
     def unchanged(self) -> bool:
-        """Whether all attributes still have the values that `seal` recorded."""
+        """Return whether all attributes still have the values that `seal` recorded."""
         try:
             return [get(attributes) for get, attributes in self._getters] == self._values and not any(
                 name in attributes for name, attributes in self._absent
@@ -131,8 +133,8 @@ def copied(value: Any) -> Any:
     return value
 
 
-def filled(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor] | None:
-    """Return the biases of joined products, with zeros for missing ones; None where all are missing."""
+def biases_or_zeros(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor] | None:
+    """Return the biases of joined products, zeros in the place of missing ones; None where all are missing."""
     if all(bias is None for bias in biases):
         return None
     pairs = zip(weights, biases, strict=True)
@@ -148,7 +150,7 @@ Slots = Sequence[tuple[Attributes, str]]
 
 @contextmanager
 def replaced(slots: Slots, by: Sequence[object]) -> Iterator[None]:
-    """Replace parameters of modules by other tensors within the with block. An entry that was absent goes again."""
+    """Replace parameters of modules by other tensors within the with block; remove entries that were absent."""
     former = [parameters.get(name, _ABSENT) for parameters, name in slots]
     try:
         for (parameters, name), tensor in zip(slots, by, strict=True):
@@ -168,37 +170,37 @@ _EMPTY_MODULE = nn.Module()
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Context:
-    """The target of operations: a device, dtypes, gradients. It records the attributes that they read.
+    """The target that operations are built for: device, dtypes, gradients. Records the attributes that they read.
 
     Attributes:
         device: of the rows.
         dtype: of the rows.
-        weights: dtype of the weights. Where it differs from the rows' (autocast), weights are cast.
+        weights_dtype: of the weights. Where it differs from the rows' (autocast), weights are cast.
         no_kernels: why Triton kernels cannot run; None if they can.
         reference: build plain torch instead of kernels, differentiable and on any device.
         grad: whether gradients flow through the operations.
         classes: classes whose forwards the proof covers; None for all of transformers.
         trusted: those of them that belong to a copy's own code.
-        watched: attributes of modules that were read.
+        recorded: attributes of modules that were read.
         fused: operations earlier in the table that are fused.
         activations: results of `ops.mlp.activation_of`.
     """
 
     device: torch.device
     dtype: torch.dtype
-    weights: torch.dtype | None = None
+    weights_dtype: torch.dtype | None = None
     no_kernels: str | None = None
     reference: bool = False
     grad: bool = False
     classes: frozenset[type] | None = None
     trusted: frozenset[type] = frozenset()
-    watched: Watched = field(default_factory=Watched)
+    recorded: RecordedAttributes = field(default_factory=RecordedAttributes)
     fused: set[str] = field(default_factory=set)
     activations: dict[tuple[type, str], str | None] = field(default_factory=dict)
 
     def read(self, module: nn.Module, name: str, default: object = None) -> Any:
-        """Read and record an attribute of a module; see `Watched`."""
-        return self.watched.read(module, name, default)
+        """Read and record an attribute of a module; see `RecordedAttributes`."""
+        return self.recorded.read(module, name, default)
 
     def reader(self, *names: tuple[nn.Module, str], cast: bool = True) -> ReadWeights:
         """Build a function that reads weights, and biases that may be None, as they are at its call.
@@ -224,14 +226,14 @@ class Context:
                     weights.append(attributes[name])
             return weights
 
-        if not (cast and self.casts):
+        if not (cast and self.casts_weights):
             return read
         to_rows = self.cast
         return lambda: [to_rows(weight) for weight in read()]
 
     def called(self, module: nn.Module) -> nn.Module:
         """Record all attributes of a module that is called as it is, and return it."""
-        self.watched.all_of(module)
+        self.recorded.read_all(module)
         return module
 
     @property
@@ -249,20 +251,20 @@ class Context:
         return self.dtype if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) else None
 
     @property
-    def casts(self) -> bool:
+    def casts_weights(self) -> bool:
         """Whether the rows have another dtype than the weights."""
-        return self.weights not in (None, self.dtype)
+        return self.weights_dtype not in (None, self.dtype)
 
     @property
     def cast(self) -> Callable[[Any], Any]:
         """Return a function that casts a weight, or a bias that may be None, to the dtype of the rows."""
         dtype = self.dtype
-        if not self.casts:
+        if not self.casts_weights:
             return lambda weight: weight
         return lambda weight: None if weight is None else weight.to(dtype)
 
     def reasons_replaced(self, module: nn.Module, kind: type[nn.Module] | None = None) -> list[str]:
-        """Report the reasons of the function of that name, and a class that the proof of the tower does not cover."""
+        """Report what `reasons_replaced` of this file does, and a class that the proof of the tower does not cover."""
         reasons = reasons_replaced(module, kind, self.trusted)
         if not reasons and kind is None and self.classes is not None and type(module) not in self.classes:
             return [f"a {type(module).__name__} is none of this tower's own modules"]
@@ -271,7 +273,7 @@ class Context:
 
 Subject = Any
 """A module of transformers, a `Block` or all `Parts`, as an operation needs it."""
-Built = Any
+BuiltOperation = Any
 """A callable, with the arguments that the field of `Ops` documents."""
 
 
@@ -295,13 +297,13 @@ class Operation:
     summary: str
     subjects: Callable[[Parts], list[Subject]]
     reasons_against: Callable[[Subject, Context], list[str]]
-    fused: Callable[[Subject, Context], Built]
-    plain: Callable[[Subject, Context], Built]
+    fused: Callable[[Subject, Context], BuiltOperation]
+    plain: Callable[[Subject, Context], BuiltOperation]
     triton: bool = True
     guards: bool = False
     missing: str = ""
 
-    def build(self, parts: Parts, context: Context, *, requested: bool) -> tuple[dict[int, Built], str | None]:
+    def build(self, parts: Parts, context: Context, *, requested: bool) -> tuple[dict[int, BuiltOperation], str | None]:
         """Build the operation for every subject, by the subject's `id`; also why none is fused, or None."""
         subjects = self.subjects(parts)
         reason = next(self._reasons(subjects, context, requested), None)

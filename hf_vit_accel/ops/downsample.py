@@ -5,21 +5,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hf_vit_accel.families.base import Part
 from hf_vit_accel.ops.base import Apply, Context, Operation
 from hf_vit_accel.ops.linear import LinearFunction
 from hf_vit_accel.ops.patch_embed import READ, reasons_overlapping
 
 
-def _reasons_against(conv: Any, context: Context) -> list[str]:
+def _reasons_against(conv: Part, context: Context) -> list[str]:
     return context.reasons_replaced(conv, nn.Conv2d) or reasons_overlapping(conv)
 
 
-def _fused(conv: Any, context: Context) -> Apply:
+def _fused(conv: Part, context: Context) -> Apply:
     product = LinearFunction.apply if context.trains_by_kernels else F.linear
     cast = context.cast
     for name in READ:
@@ -33,7 +32,7 @@ def _fused(conv: Any, context: Context) -> Apply:
     return downsample
 
 
-def _plain(conv: Any, context: Context) -> Apply:
+def _plain(conv: Part, context: Context) -> Apply:
     conv = context.called(conv)
 
     def downsample(x_TE: Tensor) -> Tensor:

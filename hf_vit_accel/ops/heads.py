@@ -272,7 +272,7 @@ def _plain(block: Block, context: Context) -> Apply:
 OPERATION = Operation(
     name="heads",
     summary="q and k normalised head by head, heads of k and v repeated for those of q, in one kernel",
-    subjects=lambda parts: [block for block in parts.blocks if block.shaped],
+    subjects=lambda parts: [block for block in parts.blocks if block.shapes_heads],
     reasons_against=_reasons_against,
     fused=_fused,
     plain=_plain,

@@ -26,7 +26,7 @@ __all__ = ["TensorDescriptor", "tl"]
 DTYPES = (torch.bfloat16, torch.float16)
 
 
-def jit(function: Callable[..., Any], **options: object) -> Any:
+def jit(function: Callable[..., object], **options: object) -> Any:
     """Compile a kernel like `triton.jit`, with faster launches; without Triton, return the function itself."""
     if triton is None:
         return function
@@ -41,7 +41,7 @@ class Kernel(object if triton is None else triton.JITFunction):  # type: ignore[
     Arguments come by position, then constants by name.
     """
 
-    def __init__(self, function: Callable[..., Any], **options: object) -> None:
+    def __init__(self, function: Callable[..., object], **options: object) -> None:
         super().__init__(function, **options)
         self._specializes = not all(parameter.do_not_specialize for parameter in self.params)
         self._compiled: dict[tuple[object, ...], tuple[Any, Launch, tuple[object, ...]]] = {}

@@ -16,8 +16,8 @@ from hf_vit_accel.ops.lora.adapter import product
 from hf_vit_accel.ops.lora.modules import lora_of
 from hf_vit_accel.ops.training.column_sum import column_sum
 from hf_vit_accel.ops.training.context import FunctionContext, Gradients
+from hf_vit_accel.ops.training.nodes import OpWithBackward
 from hf_vit_accel.ops.training.norm_recipe import NormRecipe, load_input, save_input
-from hf_vit_accel.ops.training.trained import Trained
 
 
 def linear_reference(
@@ -70,4 +70,4 @@ def build(module: Part, context: Context) -> Apply:
     if not context.trains_by_kernels:
         return module.forward  # not `__call__`: a module with hooks never comes here
     weights = context.reader((module, "weight"), (module, "bias"))
-    return Trained(function=LinearFunction, weights=weights, takes_norm=True)
+    return OpWithBackward(function=LinearFunction, weights=weights, takes_norm=True)

@@ -14,8 +14,8 @@ from hf_vit_accel.ops import mlp as mlps
 from hf_vit_accel.ops import norm as norms
 from hf_vit_accel.ops.base import AddThen, Context, Operation
 from hf_vit_accel.ops.training.gelu_backward import GeluMlp
+from hf_vit_accel.ops.training.nodes import OpWithBackward
 from hf_vit_accel.ops.training.norm_recipe import attached_recipe
-from hf_vit_accel.ops.training.trained import Trained
 
 
 def layers_of(merger: Part) -> tuple[Part, list[Part]] | None:
@@ -27,8 +27,8 @@ def layers_of(merger: Part) -> tuple[Part, list[Part]] | None:
     return None
 
 
-def _gated(merger: nn.Module) -> bool:
-    """Whether a merger is a product, its norm, an activation, and a SwiGLU with the names that `ops.mlp` knows."""
+def _is_gated(merger: nn.Module) -> bool:
+    """Return whether a merger is a product, its norm, an activation and a SwiGLU that `ops.mlp` knows."""
     return all(hasattr(merger, name) for name in ("proj", "post_projection_norm", "act1", "gate_proj"))
 
 
@@ -36,7 +36,7 @@ def _reasons_against(merger: Part, context: Context) -> list[str]:
     reasons = context.reasons_replaced(merger)
     if reasons:
         return reasons
-    if _gated(merger):
+    if _is_gated(merger):
         return norms.reasons_against(merger.post_projection_norm, context) + mlps.reasons_against(merger, context)
     layers = layers_of(merger)
     if layers is None or not hasattr(merger, "hidden_size"):
@@ -50,7 +50,7 @@ def _reasons_against(merger: Part, context: Context) -> list[str]:
 
 def fused(merger: Part, context: Context) -> AddThen:
     """Build (x, delta) to (x + delta, the merger's result)."""
-    if _gated(merger):
+    if _is_gated(merger):
         return _fused_gated(merger, context)
     layers = layers_of(merger)
     assert layers is not None
@@ -60,7 +60,7 @@ def fused(merger: Part, context: Context) -> AddThen:
     merged_width = context.read(merger, "hidden_size")
     for module in modules:
         context.called(module)
-    trained = _differentiable(modules, context) if context.trains_by_kernels else None
+    differentiable = _differentiable(modules, context) if context.trains_by_kernels else None
     # A plain norm before may keep a reference to x: then x is cloned before the kernel writes to it.
     in_place = context.reference or "norms" in context.fused
 
@@ -69,8 +69,8 @@ def fused(merger: Part, context: Context) -> AddThen:
         shape = -1, width  # deepstack mergers normalise merged tokens, the others patches
         sum_TE, normed_TE = add_norm(x_TE.view(shape), None if delta_TE is None else delta_TE.reshape(shape))
         x_ME = normed_TE.view(-1, merged_width)
-        if trained is not None:
-            return sum_TE.view(x_TE.shape), trained(x_ME, recipe=attached_recipe(normed_TE))
+        if differentiable is not None:
+            return sum_TE.view(x_TE.shape), differentiable(x_ME, recipe=attached_recipe(normed_TE))
         for module in modules:
             x_ME = module(x_ME)
         return sum_TE.view(x_TE.shape), x_ME
@@ -91,7 +91,7 @@ def _fused_gated(merger: Part, context: Context) -> AddThen:
     return merge
 
 
-def _differentiable(modules: list[Part], context: Context) -> Trained | None:
+def _differentiable(modules: list[Part], context: Context) -> OpWithBackward | None:
     """Build product, GELU, product as an MLP that saves little for its gradient; None for other modules."""
     if len(modules) != 3:
         return None
@@ -101,7 +101,7 @@ def _differentiable(modules: list[Part], context: Context) -> Trained | None:
     first, activation, last = modules
     kind = "gelu_tanh" if activation.approximate == "tanh" else "gelu"
     weights = context.reader(*mlps.weight_names([first], last))
-    return Trained(function=GeluMlp, weights=weights, settings=(kind,), takes_norm=True)
+    return OpWithBackward(function=GeluMlp, weights=weights, settings=(kind,), takes_norm=True)
 
 
 def _plain(merger: nn.Module, context: Context) -> AddThen:

@@ -20,8 +20,8 @@ from hf_vit_accel.ops.lora import mlp as lora_mlp
 from hf_vit_accel.ops.lora.modules import Lora, lora_of
 from hf_vit_accel.ops.lora.modules import reasons_against as lora_reasons
 from hf_vit_accel.ops.training.gelu_backward import GeluMlp, gelu_mlp_reference
+from hf_vit_accel.ops.training.nodes import OpWithBackward
 from hf_vit_accel.ops.training.swiglu_backward import SwigluMlp, swiglu_mlp_reference
-from hf_vit_accel.ops.training.trained import Trained
 
 KINDS = "gelu_tanh", "quick_gelu", "silu"
 """The activations of layers for which there are kernels."""
@@ -95,7 +95,7 @@ def fused(mlp: Part, context: Context) -> Apply:
     layers = layers_of(mlp)
     assert layers is not None
     before, activation, after = layers
-    context.watched.all_of(activation)
+    context.recorded.read_all(activation)
     kind = str(activation_of(activation, context))
     limit = context.read(mlp, "swiglu_limit")
     loras: list[Lora] = []
@@ -125,7 +125,7 @@ def _differentiable(before: list[Part], after: Part, kind: str, limit: float | N
         reference: Callable[..., Tensor] = swiglu_mlp_reference if kind == "silu" else gelu_mlp_reference
         return lambda x_TE: reference(x_TE, *weights(), setting)
     function = SwigluMlp if kind == "silu" else GeluMlp
-    return Trained(function=function, weights=weights, settings=(setting,), takes_norm=True)
+    return OpWithBackward(function=function, weights=weights, settings=(setting,), takes_norm=True)
 
 
 def weight_names(before: Sequence[Part], after: Part) -> list[tuple[Part, str]]:
@@ -181,13 +181,13 @@ def _swiglu(weights: ReadWeights, limit: float | None) -> Apply:
     return run
 
 
-def routed(mlp: nn.Module) -> bool:
-    """Whether an MLP is a mixture of experts; those are called as modules."""
+def is_mixture_of_experts(mlp: nn.Module) -> bool:
+    """Return whether an MLP is a mixture of experts, which is called as a module."""
     return hasattr(mlp, "experts")
 
 
 def _subjects(parts: Parts) -> list[nn.Module]:
-    return [block.mlp for block in parts.blocks if not routed(block.mlp)]
+    return [block.mlp for block in parts.blocks if not is_mixture_of_experts(block.mlp)]
 
 
 OPERATION = Operation(

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from hf_vit_accel.families.base import Part, Parts
 from hf_vit_accel.ops.add_norm import add_norm_, add_norm_reference
 from hf_vit_accel.ops.base import AddThen, Context, Operation
+from hf_vit_accel.ops.training.nodes import NormWithBackward
 from hf_vit_accel.ops.training.norm_backward import AddNormFunction
-from hf_vit_accel.ops.training.trained import TrainedNorm
 
 
 def reasons_against(norm: Part, context: Context) -> list[str]:
@@ -41,7 +41,7 @@ def fused(norm: Part, context: Context) -> AddThen:
         weights = context.reader((norm, "weight"), (norm, "bias"), cast=False)
         settings = context.read(norm, "eps"), rms, context.rows_dtype
     if context.grad and not context.reference:
-        return TrainedNorm(function=AddNormFunction, weights=weights, settings=settings)
+        return NormWithBackward(function=AddNormFunction, weights=weights, settings=settings)
     run = add_norm_reference if context.reference else add_norm_
     return lambda x_TE, delta_TE: run(x_TE, delta_TE, *weights(), *settings)
 
@@ -53,14 +53,14 @@ def _is_rms(norm: nn.Module) -> bool:
     return hasattr(norm, "eps") and not hasattr(norm, "bias") and not is_of_torch
 
 
-def plain(norm: nn.Module, context: Context, *, rows: bool = True) -> AddThen:
-    """Add, then call the module.
+def plain(norm: nn.Module, context: Context, *, in_rows_dtype: bool = True) -> AddThen:
+    """Build an addition followed by a call of the module.
 
     Args:
-        rows: round the normed rows to the dtype of rows, instead of keeping the dtype that autocast gave them.
+        in_rows_dtype: whether the normed rows are rounded to the dtype of rows, or keep the one that autocast chose.
     """
     norm = context.called(norm)
-    dtype = context.rows_dtype if rows else None
+    dtype = context.rows_dtype if in_rows_dtype else None
 
     def add_norm(x_TE: Tensor, delta_TE: Tensor | None) -> tuple[Tensor, Tensor]:
         x_TE = x_TE if delta_TE is None else x_TE + delta_TE

@@ -7,13 +7,11 @@ The convolution of 16384 patches takes 3048 us, the product 84 (H200). The weigh
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_vit_accel.families.base import Parts
+from hf_vit_accel.families.base import Part, Parts
 from hf_vit_accel.ops.base import Apply, Context, Operation
 from hf_vit_accel.ops.linear import LinearFunction
 
@@ -28,7 +26,7 @@ def _reasons_against(parts: Parts, context: Context) -> list[str]:
     return reasons or ([] if parts.patch_embed is conv else context.reasons_replaced(parts.patch_embed))
 
 
-def reasons_overlapping(conv: Any) -> list[str]:
+def reasons_overlapping(conv: Part) -> list[str]:
     """Report why a convolution is no product: its stride is not its kernel."""
     is_product = conv.stride == conv.kernel_size and conv.groups == 1 and set(conv.dilation) == {1}
     if is_product and (conv.padding == "valid" or not any(conv.padding)):

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from hf_vit_accel import machine
 from hf_vit_accel.families.base import Block
 from hf_vit_accel.ops import linear
-from hf_vit_accel.ops.base import Apply, Context, filled
+from hf_vit_accel.ops.base import Apply, Context, biases_or_zeros
 from hf_vit_accel.ops.heads import ShapeHeads, shape_heads_reference, sizes_of
 from hf_vit_accel.ops.linear import LinearFunction
 from hf_vit_accel.ops.training.context import FunctionContext, Gradients, InnerContext
-from hf_vit_accel.ops.training.trained import Trained
+from hf_vit_accel.ops.training.nodes import OpWithBackward
 
 
 def build(block: Block, context: Context, shape: Apply | None) -> Apply:
@@ -38,7 +38,7 @@ def build(block: Block, context: Context, shape: Apply | None) -> Apply:
     if context.trains_by_kernels and not is_replaced and joins:
         norm_weights = context.reader(*((norm, "weight") for norm in block.head_norms), cast=False)
         settings = len(modules), None if shape is None else sizes_of(block, context)
-        return Trained(
+        return OpWithBackward(
             function=ProjectFunction,
             weights=lambda: weights() + norm_weights(),
             settings=settings,
@@ -64,7 +64,7 @@ def _joined(weights: list[Any], products: int) -> tuple[Tensor, Tensor | None]:
     """Join the weights of products, followed by their biases, into one weight (F, E) and one bias (F)."""
     if products == 1:
         return weights[0], weights[1]
-    biases = filled(weights[:products], weights[products : 2 * products])
+    biases = biases_or_zeros(weights[:products], weights[products : 2 * products])
     return torch.cat(weights[:products]), None if biases is None else torch.cat(biases)
 
 

@@ -272,7 +272,7 @@ class Rope(torch.autograd.Function):
     """Run `rope_reference` by kernels in both directions; only the tables are saved.
 
     Both kernels run on copies. In place on a view of a product, autograd would copy the gradient three times
-    (`CopySlices`); and an incoming gradient may belong to others, too. Attention that rotates by itself needs no copy.
+    (`CopySlices`). An incoming gradient may belong to others, too. Attention that rotates by itself needs no copy.
     """
 
     @staticmethod
@@ -308,7 +308,7 @@ def tables(rotary: Part, context: Context) -> Callable[[Tensor, Tensor], tuple[T
 def reasons_against_rotation(parts: Parts, context: Context) -> list[str]:
     """Report why q and k cannot be rotated in place on the projection: a replaced module may keep its output."""
     for block in parts.blocks:
-        if len(block.qkv) > 1 or block.shaped:  # an operation of ours makes the packed rows
+        if len(block.qkv) > 1 or block.shapes_heads:  # an operation of ours makes the packed rows
             continue
         reasons = lora_reasons(block.qkv[0], context)
         if reasons:

@@ -38,7 +38,7 @@ class RowWise:
     of_patches: bool = False
 
     def covers(self, kind: type) -> bool:
-        """Whether a class is one of those declared."""
+        """Return whether a class is one of those declared."""
         name = f"{kind.__module__}.{kind.__qualname__}"
         return kind in self.classes or any(
             name.startswith(declared) if declared.endswith(".") else name == declared for declared in self.names
@@ -81,7 +81,7 @@ _PEFT_PARTS = (
 )
 
 
-def _has_known_variants(module: Any) -> bool:
+def _has_known_variants(module: nn.Module) -> bool:
     """Return whether the adapters of a PEFT module are plain LoRA or DoRA."""
     for variant in getattr(module, "lora_variant", {}).values():
         kind = variant if isinstance(variant, type) else type(variant)
@@ -152,7 +152,7 @@ def reasons_mixing(
     class_of: Callable[[nn.Module], type] = type,
     trusted: Collection[type] = (),
 ) -> list[str]:
-    """Say why all rows of a call must be encoded together: the first module that may mix rows.
+    """Return why all rows of a call must be encoded together: the first module that may mix rows.
 
     Args:
         modules: every module inside the tower.
@@ -195,7 +195,7 @@ def _name_of_own_function(module: nn.Module, *, is_activation: bool) -> str | No
 def _reason_mixing(
     module: nn.Module, kind: type, proven: Collection[type], *, is_trusted: bool, is_of_patches: bool
 ) -> str | None:
-    """Say why a module may mix rows; None if it is known to treat each row by itself."""
+    """Return why a module may mix rows; None if it is known to treat each row by itself."""
     is_torch = kind.__module__.startswith("torch.")
     is_transformers = kind.__module__.startswith("transformers.")
     is_upstream = is_torch or is_transformers

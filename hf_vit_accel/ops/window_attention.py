@@ -18,7 +18,7 @@ from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
 from hf_vit_accel.ops.rope import reasons_against_rotation, rope_reference
 from hf_vit_accel.ops.training.column_sum import MANY_ROWS, attach_column_sum
 from hf_vit_accel.ops.training.context import FunctionContext, Gradients
-from hf_vit_accel.ops.training.trained import Trained
+from hf_vit_accel.ops.training.nodes import OpWithBackward
 
 LONGEST = 64
 """Rows of the longest window that the kernels take: one program holds a complete window."""
@@ -51,7 +51,7 @@ def _window_attention_kernel(
     scale_log2,
     table_stride,
     HEADS: tl.constexpr,
-    HEADS_EACH: tl.constexpr,
+    HEADS_PER_PROGRAM: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -69,8 +69,8 @@ def _window_attention_kernel(
     c = tl.load(cos + row[:, None] * table_stride + d[None, :], mask=inside, other=0.0).to(tl.float32)
     s = tl.load(sin + row[:, None] * table_stride + d[None, :], mask=inside, other=0.0).to(tl.float32)
     dtype: tl.constexpr = qkv.dtype.element_ty
-    for index in tl.range(HEADS_EACH, num_stages=2):  # the next head is loaded while this one is computed
-        head = (tl.program_id(1) * HEADS_EACH + index) * DIM
+    for index in tl.range(HEADS_PER_PROGRAM, num_stages=2):  # the next head is loaded while this one is computed
+        head = (tl.program_id(1) * HEADS_PER_PROGRAM + index) * DIM
         q = qkv + row[:, None] * (3 * HEADS * DIM) + head + d[None, :]
         k = q + HEADS * DIM
         v = q + 2 * HEADS * DIM
@@ -92,7 +92,7 @@ def _window_attention_kernel(
 
 
 @lru_cache(maxsize=256)
-def heads_each(windows: int, heads: int, slots: int) -> int:
+def heads_per_program(windows: int, heads: int, slots: int) -> int:
     """Choose how many heads one program takes, one after the other, with cos and sin in registers.
 
     More heads are better while the programs fill all slots: cos and sin are loaded once, and the next head is loaded
@@ -123,8 +123,8 @@ def window_attention(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor, cu_seqlen
     windows = cu_seqlens_S1.shape[0] - 1
     # In a CUDA graph most windows may be empty, so the number of full ones is estimated from the rows.
     full_windows = min(windows, -(-rows // LONGEST))
-    heads_of_program = heads_each(full_windows, heads, 2 * machine.multiprocessors(qkv_T3HD.device))
-    _window_attention_kernel[(windows, heads // heads_of_program)](
+    heads_of_one_program = heads_per_program(full_windows, heads, 2 * machine.multiprocessors(qkv_T3HD.device))
+    _window_attention_kernel[(windows, heads // heads_of_one_program)](
         qkv_T3HD,
         cos_TD,
         sin_TD,
@@ -133,7 +133,7 @@ def window_attention(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor, cu_seqlen
         scale * 1.4426950408889634,
         cos_TD.stride(0),
         HEADS=heads,
-        HEADS_EACH=heads_of_program,
+        HEADS_PER_PROGRAM=heads_of_one_program,
         DIM=dim,
         BLOCK_T=LONGEST,
         BLOCK_D=max(next_power_of_2(dim // 2), 16),
@@ -296,7 +296,7 @@ class WindowOp:
             scale: The scale of the scores.
         """
         if self.differentiable:
-            return Trained(function=WindowAttention, settings=(cu_seqlens_S1, scale))
+            return OpWithBackward(function=WindowAttention, settings=(cu_seqlens_S1, scale))
         return machine.guarded(machine.KERNELS, partial(self.function, cu_seqlens_S1=cu_seqlens_S1, scale=scale))
 
 

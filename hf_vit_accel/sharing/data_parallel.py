@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,7 @@ from hf_vit_accel.sharing.checksum import words_of
 from hf_vit_accel.sharing.header import MOST_OUTPUTS, Header, OutputShape, ShareResult, digest
 from hf_vit_accel.sharing.ranks import RankError, Ranks
 from hf_vit_accel.sharing.share import Share
-from hf_vit_accel.sharing.split import Places, loads, split
+from hf_vit_accel.sharing.split import Assignment, loads, split
 
 LEAST = {"eager": 4096, "graphs": 1024}
 """Rows that sharing must save to pay: an exchange costs some hundred rows, an eager forward at least its launches.
@@ -70,14 +69,14 @@ class Sharing:
         self._calls += 1
         self._others_wait = False
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._others_wait and isinstance(error, Exception):
             result = ShareResult.OUT_OF_MEMORY if isinstance(error, torch.OutOfMemoryError) else ShareResult.FAILED
             with suppress(RankError):  # this rank raises its own error
                 self.exchange_headers(result, text=f"{type(error).__name__}: {error}")
         self._others_wait = False
 
-    def split(self, grid: Grid, distinct: Grid, facts: TowerFacts) -> Places | None:
+    def split(self, grid: Grid, distinct: Grid, facts: TowerFacts) -> Assignment | None:
         """Return which rank encodes what, or None for a call that is too small. All ranks find the same.
 
         Args:
@@ -90,7 +89,7 @@ class Sharing:
         costs = loads(grid, split(grid, self.ranks.size, clips=clips, full=full), clips=clips, full=full)
         if sum(costs) - max(costs) < self._least:
             return None
-        return Places(distinct, split(distinct, self.ranks.size, clips=clips, full=full))
+        return Assignment(distinct, split(distinct, self.ranks.size, clips=clips, full=full))
 
     def reasons_against(self, facts: TowerFacts, *, reentrant: bool) -> list[str]:
         """Return reasons not to share a call; identical on every rank.
@@ -126,14 +125,16 @@ class Sharing:
             with suppress(NotSharedError):
                 self.exchange_headers(ShareResult.ALONE, text="; ".join(reasons))
 
-    def start(self, places: Places, facts: TowerFacts, tower: nn.Module, pixels_TP: Tensor, *, grad: bool) -> Share:
+    def start(
+        self, assignment: Assignment, facts: TowerFacts, tower: nn.Module, pixels_TP: Tensor, *, grad: bool
+    ) -> Share:
         """Return this rank's share of a call.
 
         Args:
-            places: From `split`.
+            assignment: The result of `split`.
             facts: Of the tower.
-            tower: Its trained weights are replaced while the share is encoded, if `grad`.
-            pixels_TP: Of everything that all ranks encode together.
+            tower: The tower. If `grad`, aliases replace its trained weights while the share is encoded.
+            pixels_TP: The pixels of everything that all ranks encode together.
             grad: Whether gradients may be required.
         """
         embedding = checksum(facts.parts.projection.weight.flatten(1))
@@ -141,7 +142,7 @@ class Sharing:
         call_checksum = (embedding + checksum(pixels_TP)).to(self.ranks.device)
         exchange_headers = partial(self.exchange_headers, call_checksum=call_checksum)
         roots = [tower, *facts.parts.modules()]
-        return Share(self.ranks, places, roots, pixels_TP, exchange_headers, grad=grad)
+        return Share(self.ranks, assignment, roots, pixels_TP, exchange_headers, grad=grad)
 
     def exchange_headers(
         self,

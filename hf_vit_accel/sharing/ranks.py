@@ -34,7 +34,7 @@ class Ranks:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
-    def __deepcopy__(self, memo: Any) -> Ranks:
+    def __deepcopy__(self, memo: object) -> Ranks:
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -150,9 +150,9 @@ _WAITED = "hf_vit_accel/gave_up/"
 """Prefix of the key that a waiting rank sets in its group's store."""
 
 
-def _run_together(seconds: float, *functions: Callable[[], Any]) -> list[Any]:
+def _run_together(seconds: float, *functions: Callable[[], object]) -> list[object]:
     """Run functions concurrently with a timeout; return None for those that fail or hang."""
-    results: list[Any] = [None] * len(functions)
+    results: list[object] = [None] * len(functions)
 
     def run(index: int) -> None:
         with suppress(Exception):
@@ -190,7 +190,7 @@ def _unpickled(default: bool) -> Ranks | None:
     return None
 
 
-def ranks_of(data_parallel: Any) -> Ranks | None:
+def ranks_of(data_parallel: object) -> Ranks | None:
     """Return the ranks that `patch(data_parallel=...)` means; None for no other rank than this one.
 
     Args:

@@ -12,11 +12,10 @@ not do: they miss writes through `.data`, by which adapters are merged and some 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,8 +26,14 @@ from hf_vit_accel.config import ReuseConfig
 from hf_vit_accel.layout import Grid, settle, to_device
 from hf_vit_accel.machine import KERNELS, LRU, guarded, keep_in_children
 from hf_vit_accel.ops import why_not_triton
+from hf_vit_accel.ops.training.context import FunctionContext
 from hf_vit_accel.sharing import checksum
 from hf_vit_accel.sharing.checksum import CHUNK, words_of
+
+Fingerprint = tuple[int, ...]
+"""Frames, height, width and checksum of an image."""
+EqualPairs = Callable[[list[tuple[Tensor, Tensor]]], list[bool]]
+"""Returns for every pair of word tensors whether they are equal."""
 
 _IN_TORCH = checksum.sum_images_reference, checksum.sum_weights_reference, checksum.equal_pairs_reference
 _BY_KERNELS = (
@@ -46,7 +51,7 @@ class ReuseFacts:
         applies: False where nothing is reused and no reason is reported, as under transforms of torch.func.
         reasons: Why no image of this call is reused.
         reasons_against_keeping: Why no features are kept for later calls.
-        watched: All parameters and buffers; empty where no features are kept.
+        weights_to_sum: All parameters and buffers, whose checksum keys the kept features; empty where none are kept.
         context: Settings that decide features beside the weights, such as the dtype of autocast.
         no_kernels: Why Triton kernels are not tried; None if they are.
     """
@@ -54,7 +59,7 @@ class ReuseFacts:
     applies: bool = True
     reasons: list[str] = field(default_factory=list)
     reasons_against_keeping: list[str] = field(default_factory=list)
-    watched: list[Tensor] = field(default_factory=list)
+    weights_to_sum: list[Tensor] = field(default_factory=list)
     context: Hashable = None
     no_kernels: str | None = None
 
@@ -64,9 +69,9 @@ class ReuseStatus:
     """Counts of reused images and videos.
 
     Attributes:
-        items: Images and videos of the calls that were searched for copies.
+        items: Images and videos of the calls that were searched for equal ones.
         encoded: Images that were encoded.
-        hits: Images whose features came from an earlier call. All others were copies of an image in their call.
+        hits: Images whose features came from an earlier call. All others were equal to an image of their call.
         held: Images whose features are kept now.
         nbytes: Device memory of the kept features and pixels.
     """
@@ -78,9 +83,9 @@ class ReuseStatus:
     nbytes: int
 
     def __str__(self) -> str:
-        copies = self.items - self.encoded - self.hits
+        repeated = self.items - self.encoded - self.hits
         return (
-            f"  reuse      {self.items} items: {self.encoded} encoded, {copies} copies, {self.hits} from earlier "
+            f"  reuse      {self.items} items: {self.encoded} encoded, {repeated} copies, {self.hits} from earlier "
             f"calls; {self.held} held ({self.nbytes / 2**20:.0f} MiB)"
         )
 
@@ -112,7 +117,7 @@ class Repeats:
         sources: For every image: its own index if it must be encoded, the index of an equal image of this call, or
             features of an earlier call. Empty where nothing is reused.
         bits: The words of every image, (rows of the image, W).
-        keys: Keys under which features are kept; empty where they are not.
+        keys: The keys under which features are kept; empty where they are not.
     """
 
     grid: list[list[int]]
@@ -147,7 +152,7 @@ class Reuse:
         counts = dict(items=self._images, encoded=self._encoded, hits=self._hits)
         return ReuseStatus(**counts, held=len(self._kept), nbytes=self._kept.total_cost)
 
-    def close(self) -> None:
+    def drop_features(self) -> None:
         """Drop all kept features."""
         self._kept.clear()
         self._table = None
@@ -161,15 +166,15 @@ class Reuse:
             facts: Facts about the tower.
         """
         grid = grid_N3.tolist() if grid_N3.device.type == "cpu" else None
-        # Copies of pixels that require gradients have gradients of their own.
+        # Equal pixels that require gradients have gradients of their own.
         applies = facts.applies and not (torch.is_grad_enabled() and pixels_TP.requires_grad)
         if not applies or facts.reasons or pixels_TP.is_meta:
             return Repeats(grid=grid or grid_N3.tolist(), unmet=facts.reasons if applies else [])
         device = pixels_TP.device
         images = len(grid_N3)
-        table, unmet = self._watch(facts, device)
-        has_no_copies = images < 2 or (grid is not None and len({tuple(sizes) for sizes in grid}) == images)
-        if not pixels_TP.numel() or not images or (has_no_copies and table is None):
+        table, unmet = self._weight_table(facts, device)
+        has_no_repeats = images < 2 or (grid is not None and len({tuple(sizes) for sizes in grid}) == images)
+        if not pixels_TP.numel() or not images or (has_no_repeats and table is None):
             return Repeats(grid=grid or grid_N3.tolist(), unmet=unmet)
 
         runs_kernels = facts.no_kernels is None and why_not_triton(device, torch.float16) is None  # pixels of any dtype
@@ -177,7 +182,7 @@ class Reuse:
         words_TW = words_of(pixels_TP)
         sums = torch.zeros(1 + 4 * images, dtype=torch.int64, device=device)
         if table is not None:
-            sum_weights(facts.watched, table.chunks_2C, sums)
+            sum_weights(facts.weights_to_sum, table.chunks_2C, sums)
         sum_images(words_TW, grid_N3.to(device, torch.int64, non_blocking=True).contiguous(), sums)
         weights_sum, *flat = sums.tolist()
 
@@ -195,25 +200,25 @@ class Reuse:
         sources = self._find_sources(present, keys, bits, equal_pairs)
         return Repeats(grid=grid, unmet=unmet, sources=sources, bits=bits, keys=keys)
 
-    def _watch(self, facts: ReuseFacts, device: torch.device) -> tuple[WeightTable | None, list[str]]:
+    def _weight_table(self, facts: ReuseFacts, device: torch.device) -> tuple[WeightTable | None, list[str]]:
         """Return the table of the weights; or None, and the reasons why no features are kept."""
-        if not facts.watched:
+        if not facts.weights_to_sum:
             return None, facts.reasons_against_keeping
-        layout = _layout_of(facts.watched)
+        layout = _layout_of(facts.weights_to_sum)
         table = self._table
         if table is None or table.layout != layout:
-            self._table = table = WeightTable(facts.watched, layout)
-        if table.reasons or facts.watched[0].device != device:
+            self._table = table = WeightTable(facts.weights_to_sum, layout)
+        if table.reasons or facts.weights_to_sum[0].device != device:
             return None, table.reasons
         if device.type == "cuda":
             table.chunks_2C.record_stream(torch.cuda.current_stream(device))
         return table, []
 
     def _find_sources(
-        self, fingerprints: list[Any], keys: list[Hashable], bits: tuple[Tensor, ...], equal_pairs: Any
+        self, fingerprints: list[Fingerprint], keys: list[Hashable], bits: tuple[Tensor, ...], equal_pairs: EqualPairs
     ) -> list[int | Kept]:
         """Return the `sources` of a call. Every image is compared with one candidate; where they differ, it is new."""
-        first_index: dict[Any, int] = {}
+        first_index: dict[Fingerprint, int] = {}
         candidates: dict[int, int | Kept] = {}
         pairs: list[tuple[Tensor, Tensor]] = []
         for index, fingerprint in enumerate(fingerprints):
@@ -277,19 +282,19 @@ class Reuse:
         return [torch.cat(pieces) for pieces in zip(*by_item, strict=True)]
 
     def _keep(self, repeats: Repeats, fresh_by_index: dict[int, list[Tensor]]) -> None:
-        """Keep copies of pixels and outputs, since callers may write to both, unless they exceed the bound."""
-        copies_by_index: dict[int, list[Tensor]] = {}
+        """Keep clones of pixels and outputs, since callers may write to both, unless they exceed the bound."""
+        clones_by_index: dict[int, list[Tensor]] = {}
         # Inference tensors could not be used where gradients are recorded later.
         with torch.inference_mode(False), torch.no_grad():
             for index, outputs in fresh_by_index.items():
                 tensors = [repeats.bits[index], *outputs]
                 if sum(tensor.nbytes for tensor in tensors) <= self._kept.cost:
-                    copies_by_index[index] = [tensor.clone() for tensor in tensors]
-        if not copies_by_index:
+                    clones_by_index[index] = [tensor.clone() for tensor in tensors]
+        if not clones_by_index:
             return
         stream = _stream_of(repeats.bits[0])
         ready = None if stream is None else stream.record_event()
-        for index, tensors in copies_by_index.items():
+        for index, tensors in clones_by_index.items():
             features = Kept(bits_TW=tensors[0], outputs=tensors[1:], stream=stream, ready=ready)
             keep_in_children(features)
             self._kept.keep(repeats.keys[index], features, sum(tensor.nbytes for tensor in tensors))
@@ -309,7 +314,7 @@ class WeightTable:
         chunks_2C: The address of every chunk, and its count of words.
     """
 
-    def __init__(self, tensors: list[Tensor], layout: list[Any]) -> None:
+    def __init__(self, tensors: list[Tensor], layout: list[list[object]]) -> None:
         self.layout = layout
         shapes_and_dtypes = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
         self.form = blake2b(repr(shapes_and_dtypes).encode(), digest_size=16).digest()
@@ -332,7 +337,7 @@ class WeightTable:
         settle(device)
 
 
-def _layout_of(tensors: list[Tensor]) -> list[Any]:
+def _layout_of(tensors: list[Tensor]) -> list[list[object]]:
     """Return where tensors are stored, with shapes and dtypes. One list per property is quicker than one per tensor."""
     return [
         [tensor.data_ptr() for tensor in tensors],
@@ -345,12 +350,12 @@ def _layout_of(tensors: list[Tensor]) -> list[Any]:
 class _Repeat(torch.autograd.Function):
     """Repeat pieces of rows, of these sizes, in an order.
 
-    The backward adds up the gradients of copies, in fp32 and rounded once. It consists of plain torch operations, so
-    that `torch.autograd.grad(is_grads_batched=True)` works.
+    The backward adds up the gradients of the repetitions, in fp32 and rounded once. Its operations are plain torch:
+    they work under `torch.autograd.grad(is_grads_batched=True)`, too.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sizes: list[int], order: list[int]) -> Tensor:
+    def forward(ctx: FunctionContext, rows: Tensor, sizes: list[int], order: list[int]) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.sizes = sizes
         ctx.order = order
@@ -358,7 +363,7 @@ class _Repeat(torch.autograd.Function):
         return torch.cat([pieces[index] for index in order])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: FunctionContext, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
         if grad is None:
             return None, None, None
         starts = list(accumulate(ctx.sizes, initial=0))

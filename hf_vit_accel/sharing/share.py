@@ -1,4 +1,4 @@
-"""One rank's share of a call: its rows, copies of trained weights, and the exchange of all outputs.
+"""One rank's share of a call: its rows, aliases of trained weights, and the exchange of all outputs.
 
 `T` packed patch rows, `P` pixels of a patch.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -17,11 +18,13 @@ from hf_vit_accel.ops.base import Slots, replaced
 from hf_vit_accel.ops.training.context import FunctionContext
 from hf_vit_accel.sharing.header import MOST_OUTPUTS, Header, OutputShape, ShareResult
 from hf_vit_accel.sharing.ranks import Ranks
-from hf_vit_accel.sharing.split import Places
+from hf_vit_accel.sharing.split import Assignment
 
 
 class Share(AbstractContextManager[None]):
-    """One rank's share of a call. Within the with block, the tower holds copies of its weights if they are trained.
+    """One rank's share of a call. Within the with block, the tower holds aliases of its trained weights.
+
+    Gradients of an alias reach `_TakeShare`, which sums them over the ranks.
 
     Attributes:
         grid: What this rank encodes; empty for a rank without a share.
@@ -31,7 +34,7 @@ class Share(AbstractContextManager[None]):
     def __init__(
         self,
         ranks: Ranks,
-        places: Places,
+        assignment: Assignment,
         roots: Sequence[nn.Module],
         pixels_TP: Tensor,
         exchange_headers: Callable[..., list[Header]],
@@ -39,12 +42,12 @@ class Share(AbstractContextManager[None]):
         grad: bool,
     ) -> None:
         self.ranks = ranks
-        self.places = places
+        self.assignment = assignment
         self._exchange_headers = exchange_headers
         self._device = pixels_TP.device
         self._grad = grad
-        self._replaced: AbstractContextManager[Any] = nullcontext()
-        self.grid = places.grid_of(ranks.rank)
+        self._replaced: AbstractContextManager[None] = nullcontext()
+        self.grid = assignment.grid_of(ranks.rank)
         slots = _trained_slots(roots) if grad else []
         # A weight that modules share counts once.
         weights = {id(parameters[name]): parameters[name] for parameters, name in slots}
@@ -54,24 +57,26 @@ class Share(AbstractContextManager[None]):
             [tuple(weight.shape) for weight in weights.values()],
         )
         if grad:
-            self._token, self.pixels_TP, *copies = _TakeShare.apply(ranks, places, pixels_TP, *weights.values())
-            copy_of = dict(zip(weights, copies, strict=True))
-            self._replaced = replaced(slots, [copy_of[id(parameters[name])] for parameters, name in slots])
+            self._token, self.pixels_TP, *aliases = _TakeShare.apply(ranks, assignment, pixels_TP, *weights.values())
+            alias_of = dict(zip(weights, aliases, strict=True))
+            self._replaced = replaced(slots, [alias_of[id(parameters[name])] for parameters, name in slots])
         else:
-            self.pixels_TP = places.taken(pixels_TP, ranks.rank)
+            self.pixels_TP = assignment.share_of(pixels_TP, ranks.rank)
 
     def __enter__(self) -> None:
         self._replaced.__enter__()
 
-    def __exit__(self, *error: Any) -> None:
-        self._replaced.__exit__(*error)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._replaced.__exit__(kind, error, trace)
 
     def gather(self, outputs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
         """Return all rows of all outputs on every rank.
 
         Args:
             outputs: Of this rank's share; empty for a rank without one.
-            dtype: That the tower computes in, equal on all ranks.
+            dtype: The dtype that the tower computes in, equal on all ranks.
 
         Raises:
             NotSharedError, RankError, OutOfMemoryError: See `Sharing.exchange_headers`.
@@ -82,8 +87,8 @@ class Share(AbstractContextManager[None]):
         return self.exchange(outputs)
 
     def exchange(self, outputs: list[Tensor]) -> list[Tensor]:
-        """Return what `gather` does, without gradients."""
-        places = self.places
+        """Do the work of `gather`, without gradients."""
+        assignment = self.assignment
         device = self._device
         rank = self.ranks.rank
         assert len(outputs) <= MOST_OUTPUTS
@@ -91,15 +96,15 @@ class Share(AbstractContextManager[None]):
         parts = [output.contiguous().view(-1).view(torch.uint8) for output in outputs]
         message = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)
         # Allocate before the other ranks hear that this one is done: it may fail.
-        buffers = _Buffers(places, shapes, rank, rank, device) if shapes else None
+        buffers = _Buffers(assignment, shapes, rank, rank, device) if shapes else None
         headers = self._exchange_headers(ShareResult.DONE, options=self._options, outputs=shapes)
         if buffers is None:
             outputs_by_rank = [header.outputs for header in headers]
             first = max(range(len(headers)), key=lambda index: len(outputs_by_rank[index]))
-            buffers = _Buffers(places, outputs_by_rank[first], first, rank, device)
+            buffers = _Buffers(assignment, outputs_by_rank[first], first, rank, device)
         when = "while features were exchanged"
         messages_by_rank = self.ranks.to_all(message, buffers.messages, when=when)
-        complete = buffers.join(places, messages_by_rank)
+        complete = buffers.join(assignment, messages_by_rank)
         self.ranks.settle(device, when=when)
         return complete
 
@@ -112,23 +117,28 @@ class _Buffers:
     """
 
     def __init__(
-        self, places: Places, shapes: Sequence[OutputShape], rank_of_shapes: int, rank: int, device: torch.device
+        self,
+        assignment: Assignment,
+        shapes: Sequence[OutputShape],
+        rank_of_shapes: int,
+        rank: int,
+        device: torch.device,
     ) -> None:
-        rows_there = places.rows[rank_of_shapes]
+        rows_there = assignment.rows[rank_of_shapes]
         self._shapes_by_rank = [
             [OutputShape(rows * shape.rows // rows_there, shape.width, shape.dtype) for shape in shapes]
-            for rows in places.rows
+            for rows in assignment.rows
         ]
         self.messages = []
         for other, shapes_there in enumerate(self._shapes_by_rank):
             size = 0 if other == rank else sum(shape.nbytes for shape in shapes_there)
             self.messages.append(torch.empty(size, dtype=torch.uint8, device=device))
         self._complete = [
-            torch.empty(places.total * shape.rows // rows_there, shape.width, dtype=shape.dtype, device=device)
+            torch.empty(assignment.total * shape.rows // rows_there, shape.width, dtype=shape.dtype, device=device)
             for shape in shapes
         ]
 
-    def join(self, places: Places, messages_by_rank: Sequence[Tensor]) -> list[Tensor]:
+    def join(self, assignment: Assignment, messages_by_rank: Sequence[Tensor]) -> list[Tensor]:
         """Return the complete outputs, written from the messages of all ranks."""
         outputs_by_rank = []
         for message, shapes in zip(messages_by_rank, self._shapes_by_rank, strict=True):
@@ -140,7 +150,7 @@ class _Buffers:
                 ]
             )
         for index, output in enumerate(self._complete):
-            places.put_together([outputs[index] for outputs in outputs_by_rank], output)
+            assignment.put_together([outputs[index] for outputs in outputs_by_rank], output)
         return self._complete
 
 
@@ -170,12 +180,14 @@ class _TakeShare(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: FunctionContext, ranks: Ranks, places: Places, pixels_TP: Tensor, *weights: Tensor) -> Any:
+    def forward(
+        ctx: FunctionContext, ranks: Ranks, assignment: Assignment, pixels_TP: Tensor, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.ranks = ranks
-        ctx.places = places
+        ctx.assignment = assignment
         ctx.weights = weights
-        share_TP = places.taken(pixels_TP, ranks.rank).detach()
+        share_TP = assignment.share_of(pixels_TP, ranks.rank).detach()
         ctx.like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in (share_TP, *weights)]
         if not pixels_TP.requires_grad:
             ctx.mark_non_differentiable(share_TP)
@@ -183,9 +195,9 @@ class _TakeShare(torch.autograd.Function):
 
     @staticmethod
     @machine.once_differentiable
-    def backward(ctx: FunctionContext, _: Any, *gradients: Tensor | None) -> tuple[object, ...]:
+    def backward(ctx: FunctionContext, _: object, *gradients: Tensor | None) -> tuple[object, ...]:
         ranks = ctx.ranks
-        places = ctx.places
+        assignment = ctx.assignment
         needs_pixels, *needs_weights = ctx.needs_input_grad[2:]
         filled = []
         for gradient, (shape, dtype, device) in zip(gradients, ctx.like, strict=True):
@@ -198,12 +210,12 @@ class _TakeShare(torch.autograd.Function):
         sums = ranks.add_up(terms, when="while gradients were summed") if needed else [reached]
         dpixels_TP = None
         if needs_pixels:
-            buffers = [dshare_TP.new_empty(rows, dshare_TP.shape[1]) for rows in places.rows]
+            buffers = [dshare_TP.new_empty(rows, dshare_TP.shape[1]) for rows in assignment.rows]
             by_rank = ranks.to_all(dshare_TP.contiguous(), buffers, when="while gradients of pixels were exchanged")
-            dpixels_TP = dshare_TP.new_empty(places.total, dshare_TP.shape[1])
-            places.put_together(by_rank, dpixels_TP)
+            dpixels_TP = dshare_TP.new_empty(assignment.total, dshare_TP.shape[1])
+            assignment.put_together(by_rank, dpixels_TP)
         ranks.settle(dshare_TP.device, when="while gradients were exchanged")
-        dweights: list[Any] = [None] * len(needs_weights)
+        dweights: list[Tensor | None] = [None] * len(needs_weights)
         for index, total, ranks_reached in zip(needed, sums, sums[-1].tolist(), strict=False):
             weight = ctx.weights[index]
             has_hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
@@ -215,9 +227,9 @@ class _Gather(torch.autograd.Function):
     """Brings the outputs of this rank's share to all ranks. Its backward takes the share's rows of their gradient."""
 
     @staticmethod
-    def forward(ctx: FunctionContext, share: Share, token: Tensor, *outputs: Tensor) -> Any:
+    def forward(ctx: FunctionContext, share: Share, token: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.places = share.places
+        ctx.assignment = share.assignment
         ctx.rank = share.ranks.rank
         ctx.count = len(outputs)
         ctx.token = token.detach()
@@ -227,6 +239,7 @@ class _Gather(torch.autograd.Function):
     @machine.once_differentiable
     def backward(ctx: FunctionContext, *gradients: Tensor | None) -> tuple[object, ...]:
         rows = [
-            None if gradient is None else ctx.places.taken(gradient, ctx.rank) for gradient in gradients[: ctx.count]
+            None if gradient is None else ctx.assignment.share_of(gradient, ctx.rank)
+            for gradient in gradients[: ctx.count]
         ]
         return None, ctx.token, *rows

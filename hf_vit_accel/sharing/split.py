@@ -136,8 +136,13 @@ def loads(grid: Grid, shares: Split, *, clips: bool, full: float) -> list[float]
 
 
 @dataclass(frozen=True)
-class Places:
-    """Find the rows of every rank's share among those of a call."""
+class Assignment:
+    """Which rank encodes which pieces of a call, and where their rows are among those of the call.
+
+    Attributes:
+        grid: The grid of the call.
+        shares: The pieces of every rank.
+    """
 
     grid: Grid
     shares: Split
@@ -170,7 +175,7 @@ class Places:
             runs.append(runs_of_rank)
         return runs
 
-    def taken(self, tensor: Tensor, rank: int) -> Tensor:
+    def share_of(self, tensor: Tensor, rank: int) -> Tensor:
         """Return a rank's rows of a tensor that has rows, or merged tokens, of the whole call."""
         slices = [self._slice(run, tensor) for run in self.runs[rank]]
         if not slices:
@@ -178,7 +183,7 @@ class Places:
         return tensor[slices[0]] if len(slices) == 1 else torch.cat([tensor[rows] for rows in slices])
 
     def put_together(self, by_rank: Sequence[Tensor], into: Tensor) -> None:
-        """Copy each rank's rows to their places in the whole call: the inverse of `taken`."""
+        """Copy each rank's rows to where the whole call has them: the inverse of `share_of`."""
         for tensor, runs in zip(by_rank, self.runs, strict=True):
             start = 0
             for run in runs:

@@ -344,7 +344,7 @@ def _read_result(path: Path, job: _Job) -> dict[str, Any]:
         raise ValueError(f"cannot compare with {path}, which is not what bench --json wrote here: {error}") from error
 
 
-def _check_result(result: Any, kind: Mapping[str, str | bool]) -> None:
+def _check_result(result: Mapping[str, Any], kind: Mapping[str, str | bool]) -> None:
     """Raise ValueError for a document of another kind, and other errors for what is no document."""
     for row in result["rows"]:
         if not {"model", "size", "contender", "ms", "ms_high"} <= row.keys():

@@ -16,7 +16,7 @@ import torch
 
 import hf_vit_accel
 from hf_vit_accel import backends, machine
-from hf_vit_accel.backends import Backend, Kind, Request
+from hf_vit_accel.backends import Backend, LayerKind, Request
 from hf_vit_accel.layout import Segments
 from hf_vit_accel.ops.window_attention import attention_reference
 from hf_vit_accel.versions import untested
@@ -77,7 +77,7 @@ class Check:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class BackendVerdict:
     """The verdict on one backend.
 
     Attributes:
@@ -101,7 +101,7 @@ class Auto:
         device: The device that was asked for.
         dtype: The dtype that was asked for.
         head_dim: Values per head.
-        layers: Kind of layer -> name of the backend.
+        layers: LayerKind of layer -> name of the backend.
         problem: Why "auto" could not be resolved, or None.
     """
 
@@ -122,7 +122,7 @@ class Report:
     gpus: tuple[Gpu, ...]
     gpu_problem: str | None
     devices: Mapping[str, tuple[str, ...]]
-    backends: tuple[Verdict, ...]
+    backends: tuple[BackendVerdict, ...]
     auto: Auto
 
 
@@ -177,7 +177,9 @@ def _gpus() -> tuple[tuple[Gpu, ...], str | None, torch.device]:
         return (), machine.one_line(error), torch.device("cpu")
 
 
-def _examine_backend(backend: Backend, devices: Sequence[torch.device], lost: dict[torch.device, str]) -> Verdict:
+def _examine_backend(
+    backend: Backend, devices: Sequence[torch.device], lost: dict[torch.device, str]
+) -> BackendVerdict:
     """Run one backend on every device, dtype and head dim that it takes, with q, k and v packed and separate.
 
     Args:
@@ -188,9 +190,9 @@ def _examine_backend(backend: Backend, devices: Sequence[torch.device], lost: di
     try:
         reasons_against = backend.reasons_against_machine()
     except Exception as error:
-        return Verdict(name=backend.name, status="wrong", reasons=(machine.one_line(error),), checks=())
+        return BackendVerdict(name=backend.name, status="wrong", reasons=(machine.one_line(error),), checks=())
     if reasons_against:
-        return Verdict(name=backend.name, status="unusable", reasons=tuple(reasons_against), checks=())
+        return BackendVerdict(name=backend.name, status="unusable", reasons=tuple(reasons_against), checks=())
     checks: list[Check] = []
     reasons: list[str] = []
     for request in _requests(devices):
@@ -210,7 +212,7 @@ def _examine_backend(backend: Backend, devices: Sequence[torch.device], lost: di
     status: Status = "usable" if checks else "unchecked"
     if any(check.problem is not None for check in checks):
         status = "wrong"
-    return Verdict(name=backend.name, status=status, reasons=tuple(reasons), checks=tuple(checks))
+    return BackendVerdict(name=backend.name, status=status, reasons=tuple(reasons), checks=tuple(checks))
 
 
 def _requests(devices: Sequence[torch.device]) -> Iterator[Request]:
@@ -222,7 +224,9 @@ def _requests(devices: Sequence[torch.device]) -> Iterator[Request]:
                     yield _request(device, dtype, head_dim, packed=packed)
 
 
-def _request(device: torch.device, dtype: torch.dtype, head_dim: int, *, packed: bool, kind: Kind = "full") -> Request:
+def _request(
+    device: torch.device, dtype: torch.dtype, head_dim: int, *, packed: bool, kind: LayerKind = "full"
+) -> Request:
     return Request(
         device=device, dtype=dtype, heads=HEADS, head_dim=head_dim, scale=head_dim**-0.5, kind=kind, packed=packed
     )
@@ -292,7 +296,7 @@ def _resolve_auto(device: torch.device) -> Auto:
     layers: dict[str, str] = {}
     problem = None
     try:
-        for kind in get_args(Kind):
+        for kind in get_args(LayerKind):
             request = _request(device, dtype, head_dim, packed=True, kind=kind)
             layers[kind] = backends.resolve("auto", request).backend.name
     except Exception as error:
@@ -351,7 +355,7 @@ def _check_lines(report: Report) -> Iterator[str]:
     yield f"  head dims  {head_dims}; {HEADS} heads; q, k, v separate and packed"
 
 
-def _backend_lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
+def _backend_lines(verdicts: Sequence[BackendVerdict]) -> Iterator[str]:
     """Yield every backend's verdict, with its reasons and checks."""
     yield "Backends"
     width = max(len(verdict.name) for verdict in verdicts)

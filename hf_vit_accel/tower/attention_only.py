@@ -15,11 +15,11 @@ from hf_vit_accel.tower.plan import Call
 from hf_vit_accel.tower.state import TowerState
 
 
-def read(tower: Tower, state: TowerState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def read(tower: Tower, state: TowerState, args: tuple[object, ...], kwargs: dict[str, object]) -> Call:
     """Return a call, with its grid on the host unless the stock forward must run as it is."""
     state.follow_attention(tower)
     names = state.family.arguments
-    arguments = dict(zip(names, args)) | kwargs  # noqa: B905
+    arguments: dict[str, Any] = dict(zip(names, args)) | kwargs  # noqa: B905
     reasons = checks.reasons_without_segments(tower, arguments, names[0])
     if state.popped is None:
         state.popped = versions.popped_by(names_of_forwards({type(module) for module in tower.modules()}))

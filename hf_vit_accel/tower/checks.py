@@ -25,22 +25,25 @@ from hf_vit_accel.machine import is_upstream
 from hf_vit_accel.sharing.reuse import ReuseFacts
 from hf_vit_accel.tower import copies, fsdp, proof
 from hf_vit_accel.tower.code import names_of_forwards
-from hf_vit_accel.tower.differences import Kind
+from hf_vit_accel.tower.differences import CallDtypes
 from hf_vit_accel.tower.modules import WeightMemory, is_inert
 from hf_vit_accel.tower.snapshot import HOOKS, Snapshot
 from hf_vit_accel.versions import POPPED
+
+HooksOf = Callable[[dict[str, Any]], Mapping[int, Callable[..., object]]]
+"""Reads the hooks of one kind from the dictionary of a module."""
 
 _GLOBAL_HOOKS = tuple(
     hooks for name, hooks in vars(torch_module).items() if name.startswith("_global_") and isinstance(hooks, dict)
 )
 
 
-def autocast_dtype(device: torch.device, weights: torch.dtype) -> torch.dtype | None:
+def autocast_dtype(device: torch.device, weights_dtype: torch.dtype) -> torch.dtype | None:
     """Return the dtype of autocast on a device; None where it is off, and for fp64 weights, which it does not cast."""
-    kind = device.type
-    if weights == torch.float64 or not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    device_type = device.type
+    if weights_dtype == torch.float64 or not torch.amp.is_autocast_available(device_type):
         return None
-    return torch.get_autocast_dtype(kind)
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
 def reasons_fake() -> list[str]:
@@ -53,7 +56,7 @@ def reasons_fake() -> list[str]:
 
 
 def reasons_stock(
-    tower: Tower, former_forward: Any, name: str | None, snapshot: Snapshot, kwargs: Mapping[str, Any]
+    tower: Tower, former_forward: object, name: str | None, snapshot: Snapshot, kwargs: Mapping[str, object]
 ) -> list[str]:
     """Return why a call must reach the stock forward as it is.
 
@@ -79,7 +82,7 @@ def reasons_stock(
 
 
 def reasons_of_copy(
-    tower: Tower, family: Family, snapshot: Snapshot, weights: WeightMemory, options: Mapping[str, Any]
+    tower: Tower, family: Family, snapshot: Snapshot, weights: WeightMemory, options: Mapping[str, object]
 ) -> list[str]:
     """Return why a call of a copy must reach its own forward; none for any other tower.
 
@@ -94,8 +97,8 @@ def reasons_of_copy(
     if copy_proof is None or not isinstance(family, CopyFamily):
         return []
     device = snapshot.parts.projection.weight.device
-    kind = Kind(weights.dtype, autocast_dtype(device, weights.dtype))
-    reasons = copies.reasons_of_call(tower, family, copy_proof, kind, options)
+    dtypes = CallDtypes(weights.dtype, autocast_dtype(device, weights.dtype))
+    reasons = copies.reasons_of_call(tower, family, copy_proof, dtypes, options)
     # Blocks that are checkpointed themselves are served; older code checkpoints them in the tower's forward.
     blocks = [block.module for block in snapshot.parts.blocks]
     is_checkpointed = tower.training and getattr(tower, "gradient_checkpointing", False)
@@ -104,7 +107,7 @@ def reasons_of_copy(
     return reasons
 
 
-def reasons_without_segments(tower: Tower, arguments: Mapping[str, Any], pixels: str) -> list[str]:
+def reasons_without_segments(tower: Tower, arguments: Mapping[str, object], pixels: str) -> list[str]:
     """Return why a tower whose attention alone is ours gets no segments from us, and must compute them itself.
 
     Args:
@@ -171,7 +174,7 @@ def attention_name(tower: Tower, settings: Settings, former_name: str | None) ->
 
 
 def reasons_slow(
-    tower: Tower, snapshot: Snapshot, weights: WeightMemory, options: Mapping[str, Any], *, grad: bool
+    tower: Tower, snapshot: Snapshot, weights: WeightMemory, options: Mapping[str, object], *, grad: bool
 ) -> list[str]:
     """Return why the blocks of a call must be called one by one.
 
@@ -202,7 +205,7 @@ def reasons_slow(
     return reasons + reasons_untraceable()
 
 
-def _reasons_hooked(snapshot: Snapshot, hooks_of: Callable[[dict[str, Any]], Mapping[int, Any]]) -> list[str]:
+def _reasons_hooked(snapshot: Snapshot, hooks_of: HooksOf) -> list[str]:
     """Return a sentence about the first module inside with a hook that the fast path would skip; empty for none."""
     sharded_ids = {id(vars(block)) for block in snapshot.sharded_layers.values()}
     for name, attributes in zip(snapshot.names_inside, snapshot.attributes_inside, strict=True):
@@ -237,8 +240,8 @@ def facts_for_reuse(
     if snapshot.unpredictable and snapshot.in_training_mode() and not reasons:
         reasons.append(f"{snapshot.unpredictable}, and may be random in training")
     against_keeping: list[str] = []
-    watched: list[Tensor] = []
-    if settings.reuse.across_calls and not (grad_mode and (snapshot.unpredictable or snapshot.trained(parameters))):
+    weights_to_sum: list[Tensor] = []
+    if settings.reuse.across_calls and not (grad_mode and (snapshot.unpredictable or snapshot.is_trained(parameters))):
         if snapshot.unpredictable:
             against_keeping.append(f"{snapshot.unpredictable}, and might act otherwise at a later call")
         if settings.score_mod is not None:
@@ -248,12 +251,12 @@ def facts_for_reuse(
         if not against_keeping and snapshot.holds_plain_tensors():
             against_keeping.append("a module holds a tensor that is neither parameter nor buffer")
         if not against_keeping:
-            watched = [*parameters, *snapshot.buffers()]
+            weights_to_sum = [*parameters, *snapshot.buffers()]
     return ReuseFacts(
         applies=not reasons_untraceable(),
         reasons=reasons,
         reasons_against_keeping=against_keeping,
-        watched=watched,
+        weights_to_sum=weights_to_sum,
         context=autocast_dtype(device, weights.dtype),
         no_kernels=no_kernels,
     )

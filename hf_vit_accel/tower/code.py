@@ -43,7 +43,7 @@ class Code:
         self._readers = method_readers(classes)
         self._functions = self._current_functions()
 
-    def _current_functions(self) -> list[Any]:
+    def _current_functions(self) -> list[object]:
         own_methods = [vars(self.kind).get(name) for name in self.methods]
         functions = [self.module_globals.get(name) for name in self.names]
         return [*own_methods, *functions, *(read(kind) for read, kind in self._readers)]
@@ -114,11 +114,11 @@ class CopyCode(Code):
         return []
 
     def attributes_of_tower(self, tower: nn.Module) -> frozenset[str]:
-        """Return the same as for other towers, without the places of our forward."""
+        """Return the same as for other towers, without the attributes that may hold our forward."""
         return super().attributes_of_tower(tower) - {"forward", "_old_forward"}
 
     def config_fields(self, tower: Tower) -> list[str]:
-        """Return nothing: `Watch` compares complete configs."""
+        """Return nothing: `CopyState` compares complete configs."""
         return []
 
 
@@ -131,9 +131,9 @@ def names_of_forwards(kinds: Iterable[type]) -> frozenset[str]:
     return frozenset().union(*(_names_of_forward(kind) for kind in kinds))
 
 
-def method_readers(kinds: Iterable[type]) -> list[tuple[Callable[[type], Any], type]]:
+def method_readers(kinds: Iterable[type]) -> list[tuple[Callable[[type], object], type]]:
     """Return, for every class, a function that reads its present methods, and the class."""
-    readers: list[tuple[Callable[[type], Any], type]] = []
+    readers: list[tuple[Callable[[type], object], type]] = []
     for kind in kinds:
         names = {"forward", *(name for owner in _own_classes(kind) for name in _methods(owner))}
         readers.append((attrgetter(*sorted(names)), kind))

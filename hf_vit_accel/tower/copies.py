@@ -20,10 +20,10 @@ from hf_vit_accel.families import Tower
 from hf_vit_accel.families.copies import CopiedRotaryEmbedding, CopyFamily, Form, trusted_classes
 from hf_vit_accel.machine import one_line
 from hf_vit_accel.tower.code import CopyCode
-from hf_vit_accel.tower.differences import Kind, Report
+from hf_vit_accel.tower.copy_state import CopyState
+from hf_vit_accel.tower.differences import CallDtypes, Report
 from hf_vit_accel.tower.proof import Proof, warn_once
 from hf_vit_accel.tower.trials import compare
-from hf_vit_accel.tower.watch import Watch
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -32,14 +32,14 @@ class CopyProof(Proof):
 
     Attributes:
         form: The form of its results; None where that is unknown.
-        watch: The state that the proof depends on; None where that cannot be watched.
-        verdicts: Why calls of a kind must run the copy's own forward; None where they need not.
+        state: The state that the proof depends on; None where its changes go unseen.
+        reasons_by_dtypes: Why calls in these dtypes must run the copy's own forward; None where they need not.
         report: The numbers.
     """
 
     form: Form | None
-    watch: Watch | None
-    verdicts: dict[Kind, str | None]
+    state: CopyState | None
+    reasons_by_dtypes: dict[CallDtypes, str | None]
     report: Report
 
 
@@ -48,13 +48,13 @@ def prove(tower: Tower, family: CopyFamily) -> CopyProof:
     code = CopyCode(tower)
     report = Report()
     form: Form | None = None
-    watch: Watch | None = None
-    verdicts: dict[Kind, str | None] = {}
+    state: CopyState | None = None
+    reasons_by_dtypes: dict[CallDtypes, str | None] = {}
     try:
-        watch = Watch(tower)
-        kind = Kind(family.parts(tower).projection.weight.dtype)
-        form, why = _compare(tower, family, kind, report, is_first=True)
-        verdicts[kind] = None  # `why_not_fast` holds the reason against it
+        state = CopyState(tower)
+        dtypes = CallDtypes(family.parts(tower).projection.weight.dtype)
+        form, why = _compare(tower, family, dtypes, report, is_first=True)
+        reasons_by_dtypes[dtypes] = None  # `why_not_fast` holds the reason against it
     except ValueError as error:
         why = str(error)
     if why is not None:
@@ -67,14 +67,14 @@ def prove(tower: Tower, family: CopyFamily) -> CopyProof:
         code=code,
         trusted=trusted_classes(tower),
         form=form,
-        watch=watch,
-        verdicts=verdicts,
+        state=state,
+        reasons_by_dtypes=reasons_by_dtypes,
         report=report,
     )
 
 
 def reasons_of_call(
-    tower: Tower, family: CopyFamily, proof: CopyProof, kind: Kind, options: Mapping[str, object]
+    tower: Tower, family: CopyFamily, proof: CopyProof, dtypes: CallDtypes, options: Mapping[str, object]
 ) -> list[str]:
     """Return why a call must run the copy's own forward: unknown arguments, or a dtype that was refused."""
     unknown = [name for name in options if name not in family.arguments]
@@ -83,15 +83,15 @@ def reasons_of_call(
         unknown.remove("return_dict")
     if unknown:
         return [f"the argument {unknown[0]} is given, which the proof of a copy does not cover"]
-    if kind not in proof.verdicts:
+    if dtypes not in proof.reasons_by_dtypes:
         try:
-            why = _compare(tower, family, kind, proof.report, is_first=False)[1]
+            why = _compare(tower, family, dtypes, proof.report, is_first=False)[1]
         except ValueError as error:
             why = str(error)
-        proof.verdicts[kind] = why and _refusal(tower, family, why)
+        proof.reasons_by_dtypes[dtypes] = why and _refusal(tower, family, why)
         if why is not None:
-            warn_once(f"{type(tower).__name__} stays stock in {kind}: {proof.verdicts[kind]}")
-    reason = proof.verdicts[kind]
+            warn_once(f"{type(tower).__name__} stays stock in {dtypes}: {proof.reasons_by_dtypes[dtypes]}")
+    reason = proof.reasons_by_dtypes[dtypes]
     return [] if reason is None else [reason]
 
 
@@ -100,23 +100,28 @@ def _refusal(tower: nn.Module, family: CopyFamily, why: str) -> str:
 
 
 def _run_on(
-    stream: torch.cuda.Stream | None, tower: Tower, family: CopyFamily, kind: Kind, report: Report, is_first: bool
+    stream: torch.cuda.Stream | None,
+    tower: Tower,
+    family: CopyFamily,
+    dtypes: CallDtypes,
+    report: Report,
+    is_first: bool,
 ) -> tuple[Form, str | None]:
     """Run `compare` in another thread, on the stream that may still write the weights."""
     with torch.cuda.stream(stream):  # None for no stream
-        return compare(tower, family, kind, report, is_first)
+        return compare(tower, family, dtypes, report, is_first)
 
 
 def _compare(
-    tower: Tower, family: CopyFamily, kind: Kind, report: Report, *, is_first: bool
+    tower: Tower, family: CopyFamily, dtypes: CallDtypes, report: Report, *, is_first: bool
 ) -> tuple[Form, str | None]:
     """Run `compare` apart from the caller's modes; ValueError where the copy cannot be run."""
     started = time.perf_counter()
     device = family.parts(tower).projection.weight.device
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     try:
-        return machine.run_isolated(_run_on, stream, tower, family, kind, report, is_first)
+        return machine.run_isolated(_run_on, stream, tower, family, dtypes, report, is_first)
     except Exception as error:  # remote code may raise anything
-        raise ValueError(f"it could not be run beside our operations in {kind}: {one_line(error)}") from error
+        raise ValueError(f"it could not be run beside our operations in {dtypes}: {one_line(error)}") from error
     finally:
         report.seconds += time.perf_counter() - started

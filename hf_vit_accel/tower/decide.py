@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_vit_accel.backends import backend_named
 from hf_vit_accel.engine.encoder import Checkpoint, checkpoints_of
 from hf_vit_accel.engine.inputs import Inputs
-from hf_vit_accel.engine.passes import cut, reasons_whole
+from hf_vit_accel.engine.passes import cut, reasons_not_cut
 from hf_vit_accel.engine.route import Spec
 from hf_vit_accel.families import Tower
 from hf_vit_accel.families.copies import CopyFamily
@@ -79,8 +79,8 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
         raise RuntimeError(_OUTER_GRAPH)
     # An unpredictable module (an adapter) may train parameters outside of the tower.
     grad_mode = torch.is_grad_enabled()
-    is_fixed = not (snapshot.unpredictable or inputs.pixels.requires_grad)
-    grad = grad_mode and (not is_fixed or snapshot.trained(call.parameters))
+    may_train_others = bool(snapshot.unpredictable) or inputs.pixels.requires_grad
+    grad = grad_mode and (may_train_others or snapshot.is_trained(call.parameters))
     checkpoints = checkpoints_of(snapshot.parts) if grad else []
     sharing = state.sharing
     shared = NOT_SHARED if sharing is None else _decide_sharing(state, sharing, call, checkpoints, not_shared)
@@ -89,8 +89,9 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
         reasons_slow.append("this family takes the frames of a video one by one")
     runner = state.training_runner if grad else state.inference_runner
     graphs_requested = runner is not None and state.settings.graphs != "auto"
-    spec = spec_of(state, snapshot, weights, device, fast=not reasons_slow, grad=grad, for_graphs=graphs_requested)
-    if spec.ops is None:
+    runs_stock_blocks = bool(reasons_slow)
+    spec = spec_of(state, snapshot, weights, device, fast=not runs_stock_blocks, grad=grad, for_graphs=graphs_requested)
+    if runs_stock_blocks:
         return _decide_metadata(tower, state, call, spec, reasons_slow, shared)
     reasons = list(shared.reasons)
     most_rows = spec.max_rows
@@ -98,7 +99,7 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
         most_rows, passes_reasons = _most_rows(state, spec, snapshot, checkpoints, len(inputs.pixels))
         reasons += passes_reasons
     grid = inputs.grid
-    if inputs.repeats is not None or shared.places is not None:
+    if inputs.repeats is not None or shared.assignment is not None:
         grid = _own_grid(state, inputs, shared)
         reasons += [] if inputs.repeats is None else inputs.repeats.unmet
     is_whole = most_rows is None or len(inputs.pixels) <= most_rows
@@ -137,8 +138,8 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
 
 def _own_grid(state: TowerState, inputs: Inputs, shared: SharedCall) -> Grid:
     """Return the images that this rank encodes: those that are distinct, and its share of them."""
-    if shared.places is not None and state.sharing is not None:
-        return shared.places.grid_of(state.sharing.ranks.rank)
+    if shared.assignment is not None and state.sharing is not None:
+        return shared.assignment.grid_of(state.sharing.ranks.rank)
     return inputs.grid if inputs.repeats is None else inputs.repeats.distinct(inputs.grid)
 
 
@@ -188,23 +189,25 @@ def _decide_sharing(
     snapshot = call.snapshot
     assert inputs is not None and snapshot is not None
     distinct = inputs.grid if inputs.repeats is None else inputs.repeats.distinct(inputs.grid)
-    places = sharing.split(inputs.grid, distinct, snapshot.facts)
-    if places is None:
+    assignment = sharing.split(inputs.grid, distinct, snapshot.facts)
+    if assignment is None:
         return SharedCall(result="too small to share")
-    is_reentrant = any(checkpoint is not None and checkpoint.reentrant for checkpoint in checkpoints)
+    is_reentrant = any(checkpoint is not None and checkpoint.is_reentrant for checkpoint in checkpoints)
     reasons = sharing.reasons_against(snapshot.facts, reentrant=is_reentrant)
     if reasons:
         return SharedCall(reasons=tuple(reasons))
     sharing.note_others_wait(inputs.grid)
-    return SharedCall(places=places, result="shared")
+    return SharedCall(assignment=assignment, result="shared")
 
 
 def _decide_attention(tower: Tower, state: TowerState, call: Call) -> StockPlan:
     """Return the plan of a call with our attention alone: offsets carry the lengths of its segments."""
     assert call.inputs is not None and state.popped is not None
     device = call.inputs.pixels.device
-    of_tower = state.settings, state.faults, state.attention_backends
-    offsets = state.routes.segment_arguments(call.inputs.grid, device, state.family.geometry(tower), *of_tower)
+    geometry = state.family.geometry(tower)
+    offsets = state.routes.segment_arguments(
+        call.inputs.grid, device, geometry, state.settings, state.faults, state.attention_backends
+    )
     return StockPlan(way=Way.ATTENTION, reasons=(), injected=keyword_arguments(offsets, state.popped))
 
 
@@ -215,7 +218,7 @@ def _decide_metadata(
     assert call.inputs is not None and call.snapshot is not None
     if isinstance(state.family, CopyFamily):  # its forward may take no metadata
         state.raise_if_strict(reasons_slow)
-        declined = shared if shared.places is None else SharedCall(result="encoded by each rank alone")
+        declined = shared if shared.assignment is None else SharedCall(result="encoded by each rank alone")
         return StockPlan(way=Way.STOCK, reasons=tuple(reasons_slow), shared=declined)
     name = tower.config._attn_implementation
     taken = call.snapshot.proof.taken
@@ -232,7 +235,7 @@ def _decide_metadata(
         reasons=tuple(reasons),
         injected=route.ready().injected(taken),
         route=route,
-        shared=shared if shared.places is None else SharedCall(result="encoded by each rank alone"),
+        shared=shared if shared.assignment is None else SharedCall(result="encoded by each rank alone"),
     )
 
 
@@ -261,7 +264,7 @@ def _most_rows(
     """
     if spec.max_rows is not None and not any(checkpoints):
         return spec.max_rows, []
-    reasons = reasons_whole(snapshot.facts, checkpoints)
+    reasons = reasons_not_cut(snapshot.facts, checkpoints)
     if spec.max_rows is not None and not reasons:
         return spec.max_rows, []
     too_long = isinstance(state.settings.max_rows, int) and rows > state.settings.max_rows

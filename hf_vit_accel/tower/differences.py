@@ -33,20 +33,20 @@ Tensors = Sequence[Tensor | None]
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A kind of calls, which is proven at once: the dtype of the weights, and that of autocast if it is on."""
+class CallDtypes:
+    """The dtypes of a call, for which a copy is proven: of the weights, and of autocast if it is on."""
 
-    weights: torch.dtype
-    autocast: torch.dtype | None = None
+    weights_dtype: torch.dtype
+    autocast_dtype: torch.dtype | None = None
 
     def __str__(self) -> str:
-        name = str(self.weights).removeprefix("torch.")
-        return name if self.autocast is None else f"{name} under autocast to {str(self.autocast)[6:]}"
+        name = str(self.weights_dtype).removeprefix("torch.")
+        return name if self.autocast_dtype is None else f"{name} under autocast to {str(self.autocast_dtype)[6:]}"
 
     @property
     def is_exact(self) -> bool:
         """Whether results differ by rounding of fp32 or less."""
-        return self.autocast is None and self.weights in _EXACT
+        return self.autocast_dtype is None and self.weights_dtype in _EXACT
 
 
 @dataclass(frozen=True)
@@ -87,20 +87,20 @@ class Report:
     """The results of a proof.
 
     Attributes:
-        largest: The largest relative error by kind of calls and quantity.
+        largest: The largest relative error by dtypes and quantity.
         seconds: How long the proof took.
     """
 
     largest: dict[tuple[str, str], float] = field(default_factory=dict)
     seconds: float = 0.0
 
-    def add(self, kind: Kind, quantity: str, error: float) -> None:
+    def add(self, dtypes: CallDtypes, quantity: str, error: float) -> None:
         """Note an error."""
-        key = str(kind), quantity
+        key = str(dtypes), quantity
         self.largest[key] = max(error, self.largest.get(key, 0.0))
 
     def __str__(self) -> str:
-        parts = [f"{quantity} in {kind} {error:.0e}" for (kind, quantity), error in self.largest.items()]
+        parts = [f"{quantity} in {dtypes} {error:.0e}" for (dtypes, quantity), error in self.largest.items()]
         return f"in {self.seconds:.1f} s on the copy itself; largest relative errors: {', '.join(parts)}"
 
 
@@ -125,12 +125,12 @@ def _names_of_inputs(clone: nn.Module) -> list[str]:
     return ["the pixels", *(name for name, _ in clone.named_parameters())]
 
 
-def far_off(clone: nn.Module, sides: Sides, trial: Trial, kind: Kind, report: Report) -> str | None:
-    """Return a sentence on the first difference that is more than rounding of fp32, or None. Errors go to `report`."""
+def far_off(clone: nn.Module, sides: Sides, trial: Trial, dtypes: CallDtypes, report: Report) -> str | None:
+    """Return a sentence on the first difference beyond rounding of fp32, or None. Add all errors to `report`."""
     names = sides.form.names(len(sides.theirs.outputs))
     why = _dtypes_differ(names, sides)
     if why is None:
-        why = _worst(names, sides.ours.outputs, sides.theirs.outputs, OUTPUT_BOUND, report, kind)
+        why = _worst(names, sides.ours.outputs, sides.theirs.outputs, OUTPUT_BOUND, report, dtypes)
     if why is not None:
         return f"{why}, for {trial}"
     names = _names_of_inputs(clone)
@@ -139,7 +139,7 @@ def far_off(clone: nn.Module, sides: Sides, trial: Trial, kind: Kind, report: Re
     for name, gradient, expected in zip(names, ours, stock):  # noqa: B905
         if expected is not None and gradient is None and bool(expected.any()):
             return f"{name} has a gradient, but no part that is known uses it"
-    why = _worst(names, ours, stock, GRADIENT_BOUND, report, kind, "gradients")
+    why = _worst(names, ours, stock, GRADIENT_BOUND, report, dtypes, "gradients")
     return None if why is None else f"{why}, for {trial}"
 
 
@@ -151,9 +151,15 @@ def _dtypes_differ(names: list[str], sides: Sides) -> str | None:
 
 
 def _worst(
-    names: list[str], ours: Tensors, stock: Tensors, bound: float, report: Report, kind: Kind, quantity: str = "outputs"
+    names: list[str],
+    ours: Tensors,
+    stock: Tensors,
+    bound: float,
+    report: Report,
+    dtypes: CallDtypes,
+    quantity: str = "outputs",
 ) -> str | None:
-    """Return the name and the relative error of the tensor that is furthest off, if that is more than the bound."""
+    """Report the tensor with the largest relative error, if that is above the bound; else return None."""
     triples = [(name, o, s) for name, o, s in zip(names, ours, stock) if o is not None and s is not None]  # noqa: B905
     if not triples:
         return None
@@ -167,20 +173,22 @@ def _worst(
         if not error <= largest:
             worst = name
             largest = error if error == error else float("inf")
-    report.add(kind, quantity, largest)
+    report.add(dtypes, quantity, largest)
     if largest <= bound:
         return None
     name = worst if quantity == "outputs" else f"the gradient of {worst}"
-    return f"{name} in {kind}: relative error {largest:.1e}, at most {bound:.0e} is rounding"
+    return f"{name} in {dtypes}: relative error {largest:.1e}, at most {bound:.0e} is rounding"
 
 
-def far_off_in_low_precision(sides: Sides, trial: Trial, kind: Kind, report: Report, truth: Results) -> str | None:
+def far_off_in_low_precision(
+    sides: Sides, trial: Trial, dtypes: CallDtypes, report: Report, truth: Results
+) -> str | None:
     """Compare errors against fp32: ours may not be larger than the copy's, nor the copy's much larger than ours.
 
     Args:
         sides: The results in low precision.
         trial: The images and the mode.
-        kind: The kind of calls.
+        dtypes: The dtypes of the calls.
         report: Receives the numbers.
         truth: The results of the copy in fp32.
     """
@@ -189,21 +197,21 @@ def far_off_in_low_precision(sides: Sides, trial: Trial, kind: Kind, report: Rep
     if why is not None:
         return f"{why}, for {trial}"
     for name, *tensors in zip(names, sides.ours.outputs, sides.theirs.outputs, truth.outputs, strict=True):
-        why = _errors_differ([tensors], kind, report, "outputs")
+        why = _errors_differ([tensors], dtypes, report, "outputs")
         if why is not None:
-            return f"{name} in {kind}: {why}, for {trial}"
+            return f"{name} in {dtypes}: {why}, for {trial}"
     rows = zip(sides.ours.gradients, sides.theirs.gradients, truth.gradients, strict=True)
     gradients = [[tensor for tensor in row if tensor is not None] for row in rows]
-    why = _errors_differ([row for row in gradients if len(row) == 3], kind, report, "gradients")
-    return None if why is None else f"gradients in {kind}: {why}, for {trial}"
+    why = _errors_differ([row for row in gradients if len(row) == 3], dtypes, report, "gradients")
+    return None if why is None else f"gradients in {dtypes}: {why}, for {trial}"
 
 
-def _errors_differ(rows: list[list[Tensor]], kind: Kind, report: Report, quantity: str) -> str | None:
+def _errors_differ(rows: list[list[Tensor]], dtypes: CallDtypes, report: Report, quantity: str) -> str | None:
     """Return both errors against fp32 where they differ by more than rounding does; None if they do not.
 
     Args:
         rows: Our tensor, the copy's, and the copy's in fp32, for every output or gradient.
-        kind: The kind of calls.
+        dtypes: The dtypes of the calls.
         report: Receives the numbers.
         quantity: "outputs" or "gradients".
     """
@@ -220,11 +228,11 @@ def _errors_differ(rows: list[list[Tensor]], kind: Kind, report: Report, quantit
     our_error /= norm
     stock_error /= norm
     scale = stock_norm / our_norm if our_norm else float("inf")
-    report.add(kind, quantity, our_error)
-    step = torch.finfo(kind.autocast or kind.weights).eps
+    report.add(dtypes, quantity, our_error)
+    resolution = torch.finfo(dtypes.autocast_dtype or dtypes.weights_dtype).eps
     noise = 4 * stock_error / sum(row[0].numel() for row in rows) ** 0.5
-    is_ours_worse = not our_error <= max(_LOW_RATIO * stock_error, step)
-    is_stock_worse = not stock_error <= max(_LOW_STOCK_RATIO[quantity] * our_error, step / 2)
+    is_ours_worse = not our_error <= max(_LOW_RATIO * stock_error, resolution)
+    is_stock_worse = not stock_error <= max(_LOW_STOCK_RATIO[quantity] * our_error, resolution / 2)
     is_scaled = quantity == "outputs" and not abs(scale - 1) <= _LOW_SCALE + stock_error**2 + noise
     if not (is_ours_worse or is_stock_worse or is_scaled):
         return None

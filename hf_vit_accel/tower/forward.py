@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from hf_vit_accel.engine import inputs
 from hf_vit_accel.engine.encoder import encode
 from hf_vit_accel.engine.joined import JoinedOutputs
-from hf_vit_accel.engine.passes import TrainedPasses
+from hf_vit_accel.engine.passes import RecomputedPasses
 from hf_vit_accel.families import Tower
 from hf_vit_accel.graphs.runner import Runner
 from hf_vit_accel.graphs.store import Eager
@@ -41,7 +41,7 @@ from hf_vit_accel.tower.retry import disable, halve_passes
 from hf_vit_accel.tower.snapshot import Snapshot
 from hf_vit_accel.tower.state import STATE, TowerState, state_of
 
-Original = Callable[..., Any]
+Original = Callable[..., object]
 """The stock forward of a tower, or the forward that its instance had before it was patched."""
 
 Arguments = tuple[object, ...]
@@ -98,7 +98,7 @@ class AcceleratedForward:
             vars(tower).update(self._state.attributes)
         return tower
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         """Return the outputs of a call.
 
         If a backend or a kernel fails, this call and later ones do without it. Out-of-memory errors reach the caller.
@@ -169,12 +169,12 @@ def our_forward_attribute(tower: nn.Module) -> str | None:
     return next((name for name in FORWARD_ATTRIBUTES if is_our_forward(vars(tower).get(name))), None)
 
 
-def is_our_forward(forward: Any) -> bool:
+def is_our_forward(forward: object) -> bool:
     """Return whether a forward is ours, also where accelerate's `unwrap_model` has bound it as a method."""
     return isinstance(getattr(forward, "__func__", forward), AcceleratedForward)
 
 
-def _call(tower: Tower, state: TowerState, original: Original, args: Arguments, kwargs: Options) -> Any:
+def _call(tower: Tower, state: TowerState, original: Original, args: Arguments, kwargs: Options) -> object:
     """Serve one call, again without a backend, a kernel or a way of sharing that failed, and in shorter passes."""
     pixels: Any = args[0] if args else kwargs.get(state.family.arguments[0])
     on_cuda = isinstance(pixels, Tensor) and pixels.is_cuda
@@ -201,7 +201,9 @@ def _call(tower: Tower, state: TowerState, original: Original, args: Arguments, 
             # Nothing holds what the failed attempt allocated when the next one begins.
 
 
-def _call_original(original: Original, pixels_name: str, args: Arguments, kwargs: Options, **injected: Any) -> Any:
+def _call_original(
+    original: Original, pixels_name: str, args: Arguments, kwargs: Options, **injected: object
+) -> object:
     """Call the stock forward, which computes with a grid on the device of the pixels."""
     pixels = args[0] if args else kwargs.get(pixels_name)
     grid = kwargs.get("grid_thw")
@@ -281,7 +283,7 @@ def run(tower: Tower, state: TowerState, plan: CallPlan, original: Original) -> 
         unserved = attention_only.reasons_unserved(state) if plan.way is Way.ATTENTION else ()
         return Outcome(plan=plan, output=output, reasons=unserved)
     with torch.no_grad() if plan.outputs_require_grad else nullcontext():
-        if plan.inputs.repeats is None and plan.shared.places is None and len(plan.passes) == 1:  # for speed
+        if plan.inputs.repeats is None and plan.shared.assignment is None and len(plan.passes) == 1:  # for speed
             outputs = _encode_pass(state, plan, plan.passes[0], plan.inputs.pixels)
         else:
             outputs = _encode_call(tower, state, plan)
@@ -297,14 +299,14 @@ def run(tower: Tower, state: TowerState, plan: CallPlan, original: Original) -> 
 def _encode_call(tower: Tower, state: TowerState, plan: FastPlan) -> list[Tensor]:
     """Return the outputs of all images of a call: encoded here or by other ranks, or reused."""
     inputs = plan.inputs
-    places = plan.shared.places
+    assignment = plan.shared.assignment
     reuse = state.reuse
     pixels_TP = inputs.pixels
     if reuse is not None and inputs.repeats is not None:
         pixels_TP = reuse.select(inputs.repeats, inputs.grid, pixels_TP)
-    if state.sharing is not None and places is not None:
+    if state.sharing is not None and assignment is not None:
         request = plan.spec.request
-        share = state.sharing.start(places, plan.snapshot.facts, tower, pixels_TP, grad=request.grad)
+        share = state.sharing.start(assignment, plan.snapshot.facts, tower, pixels_TP, grad=request.grad)
         with share:
             outputs = _encode_passes(state, plan, share.pixels_TP)
         outputs = share.gather(outputs, request.dtype)
@@ -323,11 +325,11 @@ def _encode_passes(state: TowerState, plan: FastPlan, pixels_TP: Tensor) -> list
         return _encode_pass(state, plan, plan.passes[0], pixels_TP)
     grad = plan.spec.request.grad
     joined = JoinedOutputs(len(pixels_TP), grad=grad)
-    trained = TrainedPasses(plan.snapshot.facts, plan.spec) if grad else None
+    recomputed = RecomputedPasses(plan.snapshot.facts, plan.spec) if grad else None
     for one_pass in plan.passes:
         rows_TP = pixels_TP[one_pass.rows]
-        if trained is not None:
-            outputs = trained.run(partial(_encode_pass, state, plan, one_pass), rows_TP)
+        if recomputed is not None:
+            outputs = recomputed.run(partial(_encode_pass, state, plan, one_pass), rows_TP)
         else:
             outputs = _encode_pass(state, plan, one_pass, rows_TP, output_slices=joined.slices(one_pass.rows))
         joined.add(one_pass.rows, outputs)
@@ -339,23 +341,23 @@ def _encode_pass(
     state: TowerState,
     plan: FastPlan,
     one_pass: Pass,
-    pixels_TP: Tensor,
+    pixels_or_rows: Tensor,
     *,
     output_slices: Sequence[Tensor] = (),
     is_embedded: bool = False,
 ) -> list[Tensor]:
-    """Return the outputs of one pass, replayed from a CUDA graph or encoded. The arguments are those of `encode`."""
+    """Return the outputs of one pass, replayed from a CUDA graph or encoded. See `encode` for the arguments."""
     runner = plan.graphs.runner
     if runner is not None and not is_embedded:
         reason = plan.graphs.use.eager_reason
-        result = runner.count_eager(reason) if reason else _replay(plan, runner, one_pass, pixels_TP)
+        result = runner.count_eager(reason) if reason else _replay(plan, runner, one_pass, pixels_or_rows)
         if not isinstance(result, Eager):
             return result
         if state.settings.strict and not result.allowed_under_strict:
             raise_if_any([f"not replayed from a CUDA graph: {result.why}"])
     route = one_pass.route.ready()
     blocks = plan.snapshot.sharded_layers
-    return encode(route, pixels_TP, plan.checkpoints, blocks, output_slices=output_slices, is_embedded=is_embedded)
+    return encode(route, pixels_or_rows, plan.checkpoints, blocks, output_slices=output_slices, is_embedded=is_embedded)
 
 
 def _replay(plan: FastPlan, runner: Runner | TrainingRunner, one_pass: Pass, pixels_TP: Tensor) -> list[Tensor] | Eager:
@@ -369,7 +371,7 @@ def _replay(plan: FastPlan, runner: Runner | TrainingRunner, one_pass: Pass, pix
     return runner.run(one_pass.route, pixels_TP, plan.parameters, plan.snapshot.parameter_dicts, memory)
 
 
-def _count(state: TowerState, outcome: Outcome) -> Any:
+def _count(state: TowerState, outcome: Outcome) -> object:
     """Count a call that is over, and return its output. A call that failed is not counted."""
     plan = outcome.plan
     state.fallbacks.update((*plan.reasons, *outcome.reasons))
@@ -380,11 +382,11 @@ def _count(state: TowerState, outcome: Outcome) -> Any:
     else:
         state.stock_calls += 1
     if isinstance(plan, StockPlan):
-        state.last = plan.route or state.last  # an untouched call has no route
+        state.last_route = plan.route or state.last_route  # an untouched call has no route
         return outcome.output
     if plan.passes:
-        state.last = plan.passes[-1].route
+        state.last_route = plan.passes[-1].route
     if len(plan.passes) > 1:
         state.pass_limit.calls += 1
-        state.pass_limit.count += len(plan.passes)
+        state.pass_limit.passes += len(plan.passes)
     return outcome.output

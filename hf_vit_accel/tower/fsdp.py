@@ -23,7 +23,7 @@ def class_of(module: nn.Module) -> type:
     return type(module).__mro__[2] if isinstance(module, wrapper()) else type(module)
 
 
-def hooked_by_fsdp(hook: Callable[..., Any]) -> bool:
+def hooked_by_fsdp(hook: Callable[..., object]) -> bool:
     """Return whether FSDP2 has set a hook."""
     return str(getattr(hook, "__module__", None)).startswith("torch.distributed.fsdp._fully_shard.")
 
@@ -33,26 +33,26 @@ def _policy_of(module: Any) -> Any:
     return getattr(module._get_fsdp_state(), "_mp_policy", None)
 
 
-def gathered_dtype(module: Any, dtype: torch.dtype) -> torch.dtype:
+def gathered_dtype(module: nn.Module, default: torch.dtype) -> torch.dtype:
     """Return the dtype in which FSDP2 gathers the weights of a module.
 
     Args:
         module: A module that FSDP2 shards.
-        dtype: Returned for a module without parameters.
+        default: Returned for a module without parameters.
     """
-    shards: torch.dtype = next((value.dtype for value in module.parameters()), dtype)
+    shards: torch.dtype = next((value.dtype for value in module.parameters()), default)
     return getattr(_policy_of(module), "param_dtype", None) or shards
 
 
-def reasons_against(blocks: Iterable[Any], dtype: torch.dtype) -> list[str]:
-    """Return why layers cannot run through sharded blocks, beside other weights of a dtype."""
+def reasons_against(blocks: Iterable[nn.Module], weights_dtype: torch.dtype) -> list[str]:
+    """Return why layers cannot run through sharded blocks, beside other weights of this dtype."""
     for block in blocks:
         policy = _policy_of(block)
         if policy is None:
             return ["this torch does not report the dtype in which FSDP2 gathers weights"]
-        gathered = gathered_dtype(block, dtype)
-        if gathered != dtype:
-            return [f"FSDP2 gathers a layer's weights in {gathered}, the others are in {dtype}"]
-        if policy.output_dtype not in (None, dtype):
+        gathered = gathered_dtype(block, weights_dtype)
+        if gathered != weights_dtype:
+            return [f"FSDP2 gathers a layer's weights in {gathered}, the others are in {weights_dtype}"]
+        if policy.output_dtype not in (None, weights_dtype):
             return [f"FSDP2 casts the output of a layer to {policy.output_dtype}"]
     return []

@@ -79,7 +79,7 @@ def install(tower: nn.Module, state: TowerState) -> None:
     else:
         state.former_forward = former_state.former_forward
     if former_state is not None and former_state is not state:
-        former_state.close()
+        former_state.drop_caches()
     vars(tower)[attribute] = AcceleratedForward(tower, state)
     state.attributes = attributes_of(tower)
     if redirect_shallow_copies not in tower._forward_pre_hooks.values():
@@ -104,7 +104,7 @@ def uninstall(tower: nn.Module) -> TowerState | None:
         if hook is redirect_shallow_copies:
             del tower._forward_pre_hooks[key]
             tower._forward_pre_hooks_with_kwargs.pop(key, None)
-    state.close()
+    state.drop_caches()
     for backend in BACKENDS:
         backend.close()
     return state

@@ -53,7 +53,7 @@ def register(follow: Callable[[nn.Module, bool], None] | None = None) -> None:
         wrap(transformers.modeling_utils.PreTrainedModel, "__init__", _wrap_init)
 
 
-def wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> str | None:
+def wrap(owner: object, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> str | None:
     """Put a wrapper around a function of transformers, once however often; or return what is missing."""
     original = getattr(owner, name, None)
     if original is None:
@@ -76,7 +76,7 @@ MISSING: list[str] = []
 def _wrap_init(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `PreTrainedModel.__init__`: raise for one of our names, where it cannot be routed."""
 
-    def init(self: Any, config: Config, *args: object, **kwargs: object) -> None:
+    def init(self: Model, config: Config, *args: object, **kwargs: object) -> None:
         for part in (config, *_sub_configs(config)):
             if is_ours(part._attn_implementation):
                 _check_missing(part._attn_implementation)
@@ -105,7 +105,7 @@ def _wrap_routing(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `get_correct_attn_implementation`: every model of a composite learns its attention there."""
 
     def get_correct_attn_implementation(
-        self: Any, requested_attention: str | None, *args: object, **kwargs: object
+        self: Model, requested_attention: str | None, *args: object, **kwargs: object
     ) -> str | None:
         unknown.warn(beside=self.config)
         if not is_ours(requested_attention):
@@ -129,7 +129,7 @@ def _wrap_routing(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_correct_attn_implementation
 
 
-def _leave(model: Model, name: str | None, original: Callable[[], Any]) -> Any:
+def _leave(model: Model, name: str | None, original: Callable[[], str | None]) -> str | None:
     """Give a model another attention than ours, and take ours off the towers that had it."""
     is_unchanged = name == model.config._attn_implementation  # where only the text of a model gets another
     try:
@@ -187,7 +187,7 @@ def _skip_text_model(
     return applicable
 
 
-def _wrapped(model: Model) -> list[Any]:
+def _wrapped(model: Model) -> list[Tower]:
     """Return the towers inside a model that share its config, which transformers leaves out for that reason."""
     if not vars(model).get("_modules"):  # it is under construction
         return []
@@ -195,7 +195,7 @@ def _wrapped(model: Model) -> list[Any]:
     return [tower for tower in towers if tower is not model and tower.config is model.config]
 
 
-_TEXT_CONFIGS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_TEXT_CONFIGS: weakref.WeakValueDictionary[int, Config] = weakref.WeakValueDictionary()
 """Sub-configs without a tower, of composites that were given one of our names: they keep attentions of their own."""
 
 
@@ -230,7 +230,7 @@ def _is_of_tower(config: Config) -> bool:
     )
 
 
-def _sub_configs(config: Config) -> Iterator[Any]:
+def _sub_configs(config: Config) -> Iterator[Config]:
     """Yield the configs inside a config, at any depth."""
     for key in getattr(config, "sub_configs", None) or ():
         sub_config = getattr(config, key, None)

@@ -13,7 +13,7 @@ from hf_vit_accel.families import Parts
 
 
 class WeightMemory:
-    """Where the parameters of a tower lie in memory now, adapters' last, and what they are. It holds none of them.
+    """Addresses, dtypes and sizes of a tower's parameters, adapters' last. It holds none of the parameters.
 
     CUDA graphs compare it by identity: the snapshot makes a new one when an address changes.
 
@@ -124,7 +124,7 @@ def _unregistered_modules(parts: Parts, modules: Mapping[str, nn.Module]) -> dic
 
 def _named_parts(parts: Parts) -> Iterator[tuple[str, nn.Module]]:
     """Yield every module that a family names, with a name of its own."""
-    named: list[tuple[str, Any]] = []
+    named: list[tuple[str, object]] = []
     for index, block in enumerate(parts.blocks):
         named.append((f"blocks.{index}", block.module))
         named += [(f"blocks.{index}.{name}", value) for name, value in vars(block).items()]
@@ -149,7 +149,7 @@ def _adapters_of(module: nn.Module) -> Iterator[nn.Module]:
             yield from part.modules()
 
 
-def is_inert(hook: Callable[..., Any]) -> bool:
+def is_inert(hook: Callable[..., object]) -> bool:
     """Return whether a hook is one of transformers' that does nothing unless hidden states or attentions are requested.
 
     Output-capturing hooks stay on after one use.
@@ -157,7 +157,7 @@ def is_inert(hook: Callable[..., Any]) -> bool:
     return getattr(hook, "__module__", None) == "transformers.utils.output_capturing" or is_output_marker(hook)
 
 
-def is_output_marker(hook: Callable[..., Any]) -> bool:
+def is_output_marker(hook: Callable[..., object]) -> bool:
     """Return whether a hook is the one that makes outputs require gradients, for checkpointing."""
     return (
         getattr(hook, "__module__", None) == "transformers.modeling_utils"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import nn
 
@@ -16,7 +16,7 @@ from hf_vit_accel.graphs.automatic import CHOSEN_BY_RUNNER, GraphUse
 from hf_vit_accel.graphs.runner import Runner
 from hf_vit_accel.graphs.training import TrainingRunner
 from hf_vit_accel.layout import Grid
-from hf_vit_accel.sharing.split import Places
+from hf_vit_accel.sharing.split import Assignment
 from hf_vit_accel.tower.modules import WeightMemory
 from hf_vit_accel.tower.snapshot import Snapshot
 
@@ -75,12 +75,12 @@ class SharedCall:
     """Whether the ranks of `data_parallel` share a call.
 
     Attributes:
-        places: Which rank encodes what; None for a call that is not shared.
+        assignment: Which rank encodes what; None for a call that is not shared.
         result: The result of the call for `Sharing.counts`; None if it is not counted.
         reasons: Why a call that would gain is not shared.
     """
 
-    places: Places | None = None
+    assignment: Assignment | None = None
     result: str | None = None
     reasons: tuple[str, ...] = ()
 
@@ -102,7 +102,7 @@ class StockPlan:
 
     way: Way
     reasons: tuple[str, ...]
-    injected: Mapping[str, Any] = field(default_factory=dict)
+    injected: Mapping[str, object] = field(default_factory=dict)
     route: Route | None = None
     shared: SharedCall = NOT_SHARED
 
@@ -182,5 +182,5 @@ class Outcome:
     """
 
     plan: CallPlan
-    output: Any
+    output: object
     reasons: tuple[str, ...] = ()

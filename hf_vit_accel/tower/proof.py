@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import transformers
@@ -25,7 +24,7 @@ from hf_vit_accel import machine, versions
 from hf_vit_accel.backends import Request
 from hf_vit_accel.config import Settings
 from hf_vit_accel.engine.encoder import encode
-from hf_vit_accel.engine.route import ROUTE, Spec, lay_out
+from hf_vit_accel.engine.route import ROUTE, Spec, make_route
 from hf_vit_accel.families import Config, Family, Tower
 from hf_vit_accel.layout import Grid, rows_of
 from hf_vit_accel.machine import one_line
@@ -167,7 +166,7 @@ _UNREAD_FIELDS |= {"return_dict", "output_hidden_states", "output_attentions"}
 
 def _prove(key: tuple[type, str], config: Config, family: Family, backoff: Backoff) -> Proof:
     """Run a twin beside our operations; an error on the way is no verdict, and asks for another attempt."""
-    kind: Any = key[0]
+    kind = key[0]
     classes: frozenset[type] = frozenset()
     why = ""
     for dtype in _DTYPES:
@@ -175,7 +174,7 @@ def _prove(key: tuple[type, str], config: Config, family: Family, backoff: Backo
             with torch.device("cpu"), Isolated():
                 twin = build_twin(kind, config, family, dtype)
                 classes = _classes(twin)
-                return _verdict(key, twin, family, Code(kind, classes))
+                return _prove_twin(key, twin, family, Code(kind, classes))
         except Exception as error:
             why = f"{kind.__name__} could not be run beside our operations: {one_line(error)}"
     code = Code(kind, classes)
@@ -186,7 +185,7 @@ def _classes(twin: Tower) -> frozenset[type]:
     return frozenset(type(module) for module in twin.modules())
 
 
-def _verdict(key: tuple[type, str], twin: Tower, family: Family, code: Code) -> Proof:
+def _prove_twin(key: tuple[type, str], twin: Tower, family: Family, code: Code) -> Proof:
     """Return why our operations are not the twin's forward, and which metadata of ours its forward takes."""
     parameters = inspect.signature(type(twin).forward).parameters
     unknown = [name for name in family.arguments if name not in parameters]
@@ -231,7 +230,9 @@ def _spec(twin: Tower, family: Family, dtype: torch.dtype | None = None) -> Spec
     weight = parts.projection.weight
     attention = parts.blocks[0].attention
     dtype = dtype or weight.dtype
-    context = Context(device=weight.device, dtype=dtype, weights=weight.dtype, reference=True, classes=_classes(twin))
+    context = Context(
+        device=weight.device, dtype=dtype, weights_dtype=weight.dtype, reference=True, classes=_classes(twin)
+    )
     request = Request(
         device=weight.device,
         dtype=dtype,
@@ -266,7 +267,7 @@ class _Expected:
     is_bare: bool
 
 
-def _stock(twin: Tower, family: Family, expected: _Expected, **kwargs: Any) -> Any:
+def _stock(twin: Tower, family: Family, expected: _Expected, **kwargs: object) -> object:
     """Return the output of the stock twin."""
     pixels = family.pixels(twin, expected.pixels_TP)
     return twin(pixels, grid_thw=torch.tensor(expected.grid, device="cpu"), **kwargs)
@@ -302,7 +303,7 @@ def _compare(twin: Tower, family: Family, grid: Grid, *, gradients: bool = False
         output = _stock(twin, family, drawn)
         is_bare = isinstance(output, Tensor | tuple)
         expected = replace(drawn, tensors=family.tensors_of(output), is_bare=is_bare)
-        ours = encode(lay_out(drawn.grid, _spec(twin, family)).ready(), drawn.pixels_TP)
+        ours = encode(make_route(drawn.grid, _spec(twin, family)).ready(), drawn.pixels_TP)
     our_output = family.output_of(None if is_bare else family.output_class(twin), ours)
     ours = family.tensors_of(our_output)
     if why := _difference(ours, expected.tensors, _OUTPUT_BOUND):
@@ -316,7 +317,7 @@ def _compare(twin: Tower, family: Family, grid: Grid, *, gradients: bool = False
     incoming = [torch.randn(x.shape, generator=generator, device="cpu", dtype=x.dtype) for x in expected.tensors]
     our_gradients = torch.autograd.grad(ours, inputs, incoming, allow_unused=True)
     stock_gradients = torch.autograd.grad(expected.tensors, inputs, incoming, allow_unused=True)
-    if why := _difference(list(our_gradients), list(stock_gradients), _GRADIENT_BOUND):
+    if why := _difference(our_gradients, stock_gradients, _GRADIENT_BOUND):
         return f"{name} has other gradients than our operations ({why})", expected
     return None, expected
 
@@ -344,7 +345,7 @@ def _injectable(
 def _compare_injected(twin: Tower, family: Family, expected: _Expected, taken: frozenset[str]) -> str | None:
     """Return why stock may not be given our metadata: it raises, or computes something else."""
     name = type(twin).__name__
-    metadata = lay_out(expected.grid, replace(_spec(twin, family), ops=None)).ready().injected(taken)
+    metadata = make_route(expected.grid, replace(_spec(twin, family), ops=None)).ready().injected(taken)
     twin.config._attn_implementation_internal = "flash_vit_auto"
     try:
         with torch.no_grad():
@@ -366,11 +367,11 @@ def _compare_under_autocast(twin: Tower, family: Family) -> str | None:
     expected = _draw(twin, family, GRIDS[0])
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         output = _stock(twin, family, expected)
-        ours = encode(lay_out(expected.grid, _spec(twin, family, torch.bfloat16)).ready(), expected.pixels_TP)
+        ours = encode(make_route(expected.grid, _spec(twin, family, torch.bfloat16)).ready(), expected.pixels_TP)
     is_bare = isinstance(output, Tensor | tuple)
     ours = family.tensors_of(family.output_of(None if is_bare else family.output_class(twin), ours))
     tensors = family.tensors_of(output)
-    dtypes = [[str(x.dtype).removeprefix("torch.") for x in some] for some in (ours, tensors)]
+    dtypes = [[str(x.dtype).removeprefix("torch.") for x in results] for results in (ours, tensors)]
     name = type(twin).__name__
     if dtypes[0] != dtypes[1]:
         return f"{name} returns {dtypes[1]} under autocast, and our operations {dtypes[0]}"
@@ -378,12 +379,12 @@ def _compare_under_autocast(twin: Tower, family: Family) -> str | None:
     return why and f"{name} computes something else under autocast than our operations ({why})"
 
 
-def _difference(ours: list[Any], expected: list[Any], bound: float) -> str | None:
+def _difference(ours: Sequence[Tensor | None], expected: Sequence[Tensor | None], bound: float) -> str | None:
     """Say how far our tensors are from the expected ones, where that is more than the bound; None if it is not."""
     shapes = [[None if x is None else tuple(x.shape) for x in tensors] for tensors in (ours, expected)]
     if shapes[0] != shapes[1]:
         return f"shapes {shapes[0]} instead of {shapes[1]}"
-    pairs = [(o.detach(), e.detach()) for o, e in zip(ours, expected, strict=True) if e is not None]
+    pairs = [(o.detach(), e.detach()) for o, e in zip(ours, expected, strict=True) if o is not None and e is not None]
     total = torch.stack([e.norm() for _, e in pairs]).norm() if pairs else torch.tensor(0.0)
     # What should be zero (a gradient of a key's bias) is rounding: it is measured by all the others.
     errors = [float((o - e).norm() / (e.norm() + 1e-3 * total)) for o, e in pairs]

@@ -27,7 +27,7 @@ from hf_vit_accel.families import Family, Parts, Tower
 from hf_vit_accel.families.copies import CopyFamily, heads_of
 from hf_vit_accel.layout import Geometry
 from hf_vit_accel.machine import is_upstream
-from hf_vit_accel.ops.base import Watched, accelerate_device, copied, reasons_replaced
+from hf_vit_accel.ops.base import RecordedAttributes, accelerate_device, copied, reasons_replaced
 from hf_vit_accel.ops.rows import reasons_mixing
 from hf_vit_accel.tower import copies, fsdp, proof
 from hf_vit_accel.tower.code import method_readers
@@ -54,7 +54,7 @@ class Snapshot:
 
     Attributes:
         proof: What was proven of its class.
-        copy_proof: The same for a copy, of which the tower itself was proven; None for any other tower.
+        copy_proof: The proof of a copy, which ran this very tower; None for any other tower.
         reasons_stock: Why its own forward must run as it is, without metadata of ours (`plan.Way.STOCK`).
         reasons_slow: Why its blocks must be called, on our metadata (`plan.Way.METADATA`).
         parts, geometry, full_layers, heads, head_dim, scale, facts: Set only where `reasons_stock` is empty.
@@ -68,7 +68,7 @@ class Snapshot:
         attributes_inside: Their attribute dictionaries.
         uses_fsdp: Whether FSDP2 gathers any weights.
         expected: What inputs have to fit; set by `weights`.
-        watched: The attributes of modules that this reading, and the operations built from it, depend on.
+        recorded: The attributes of modules that this reading, and the operations built from it, depend on.
         specs: The decisions behind routes, by kind of call.
         output_class: The stock output class; None for a tower that returns bare tensors.
     """
@@ -83,7 +83,7 @@ class Snapshot:
         if isinstance(family, CopyFamily):
             self.copy_proof = copies.prove(tower, family)
         self.proof = self.copy_proof or proof.prove(tower, family)
-        self.watched = Watched()
+        self.recorded = RecordedAttributes()
         self.specs: dict[Any, Spec] = {}
         self.output_class = None if self.proof.is_bare else family.output_class(tower)
         if self.copy_proof is not None:
@@ -98,7 +98,7 @@ class Snapshot:
         self._read_parameters(tower)
         self._read_attributes(tower, attention)
         self._find_reasons(tower)
-        self.watched.seal()
+        self.recorded.seal()
 
     def _read_modules(self, tower: Tower) -> None:
         """List the modules inside, also those that the family finds but torch does not, as in a plain list."""
@@ -124,7 +124,7 @@ class Snapshot:
     def _read_attributes(self, tower: Tower, attention: str | None) -> None:
         """Remember the attributes that a forward may read: of the tower, of its config and of the modules inside.
 
-        An attribute that no code of their classes names, as a user's counter, is not watched.
+        An attribute that no code of their classes names, as a user's counter, is not compared.
         """
         code = self.proof.code
         self._attention = attention
@@ -134,7 +134,7 @@ class Snapshot:
         present = vars(tower).keys() | set(dir(type(tower)))
         # A tensor there is what a hook keeps of a call.
         tensors = {name for name, value in vars(tower).items() if isinstance(value, Tensor)}
-        self._watched_names = sorted((self._tower_names & present | {*code.methods}) - tensors)
+        self._attribute_names = sorted((self._tower_names & present | {*code.methods}) - tensors)
         self._config_fields = code.config_fields(tower)
         for module in self._modules:
             kind = fsdp.class_of(module)
@@ -142,7 +142,7 @@ class Snapshot:
                 attributes = vars(module)
                 for name in (code.attributes_of(kind) & attributes.keys()) - _BASE_NAMES:
                     if not isinstance(attributes[name], Tensor):
-                        self.watched.read(module, name)
+                        self.recorded.read(module, name)
         self._as_read = copied(self._now())
 
     def _find_reasons(self, tower: Tower) -> None:
@@ -193,7 +193,7 @@ class Snapshot:
             list(map(code.module_globals.get, code.names)),
             transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.get(self._attention),
             attributes.keys() & self._tower_names,
-            list(map(attributes.get, self._watched_names)),
+            list(map(attributes.get, self._attribute_names)),
             list(map(vars(tower.config).get, self._config_fields)),
         )
 
@@ -204,7 +204,7 @@ class Snapshot:
         try:
             if self.copy_proof is not None and self._reason_copy_changed() is not None:
                 return False
-            return self._now() == self._as_read and self.watched.unchanged()
+            return self._now() == self._as_read and self.recorded.unchanged()
         except (AttributeError, RuntimeError, ValueError):  # a method is gone; tensors or arrays are compared
             return False
 
@@ -216,11 +216,11 @@ class Snapshot:
             if not changed:
                 return (
                     self._reason_copy_changed()
-                    if self.watched.unchanged()
+                    if self.recorded.unchanged()
                     else "an attribute of a module inside changed"
                 )
             label = _COMPARED[changed[0]]
-            names = {_WATCHED: self._watched_names, _CONFIG: self._config_fields}.get(label)
+            names = {_ATTRIBUTE: self._attribute_names, _CONFIG: self._config_fields}.get(label)
             if names is not None:
                 pairs = zip(names, now[changed[0]], self._as_read[changed[0]], strict=True)
                 label = f"{label} {next(name for name, value, former in pairs if value != former)!r}"
@@ -230,8 +230,8 @@ class Snapshot:
 
     def _reason_copy_changed(self) -> str | None:
         """Return what changed that only the proof of a copy depends on."""
-        watch = None if self.copy_proof is None else self.copy_proof.watch
-        return None if watch is None else watch.reason_changed()
+        state = None if self.copy_proof is None else self.copy_proof.state
+        return None if state is None else state.reason_changed()
 
     def _read_parts(self, tower: Tower, family: Family) -> list[str]:
         """Read the tower's parts, geometry and heads. Return `reasons_stock`; parts may be unread if there are any."""
@@ -253,12 +253,12 @@ class Snapshot:
         self.full_layers = tuple(self.parts.full(index) for index in range(len(blocks)))
         heads_of_layers = []
         for block in blocks:
-            heads = [self.watched.read(block.attention, name) for name in _HEADS]
+            heads = [self.recorded.read(block.attention, name) for name in _HEADS]
             heads_of_layers.append(heads if self.copy_proof is None else heads_of(self.parts, heads))
-            if self.watched.read(block.attention, "attention_dropout", 0.0):
+            if self.recorded.read(block.attention, "attention_dropout", 0.0):
                 self.dropout = True
         self.heads, self.head_dim, self.scale = heads_of_layers[0]
-        self.varied = any(heads != heads_of_layers[0] for heads in heads_of_layers)
+        self.has_varied_heads = any(heads != heads_of_layers[0] for heads in heads_of_layers)
         dims = 2 if isinstance(self.parts.projection, nn.Linear) else 4
         is_packed = not isinstance(weight, Tensor) or weight.dim() < dims or not weight.is_floating_point()
         self.width = None if is_packed else weight.shape[1:].numel()
@@ -268,7 +268,7 @@ class Snapshot:
         """Yield `reasons_slow`: what the fast path would miss, on modules that it never calls."""
         if self.proof.why_not_fast is not None:
             yield self.proof.why_not_fast
-        if self.varied:
+        if self.has_varied_heads:
             yield "layers have different heads, or scale attention differently"
         device = accelerate_device(tower)
         named_modules = list(zip(self.names_inside, self._modules, strict=True))
@@ -332,7 +332,7 @@ class Snapshot:
             dims=self._pixel_dims,
         )
 
-    def trained(self, parameters: list[nn.Parameter]) -> bool:
+    def is_trained(self, parameters: list[nn.Parameter]) -> bool:
         """Return whether any of the given parameters, or of a sharded layer's, requires a gradient."""
         if any(map(_REQUIRES_GRAD, parameters)):
             return True
@@ -381,7 +381,7 @@ class Snapshot:
 
 
 _HEADS = ("num_heads", "head_dim", "scaling")
-_WATCHED = "the tower's attribute"
+_ATTRIBUTE = "the tower's attribute"
 _CONFIG = "the config's field"
 _COMPARED = (
     "the class of a module",
@@ -392,7 +392,7 @@ _COMPARED = (
     "a function in the tower's file",
     "the registered attention function",
     "the list of the tower's attributes",
-    _WATCHED,
+    _ATTRIBUTE,
     _CONFIG,
 )
 """The values that `Snapshot._now` returns, as `status` names them."""

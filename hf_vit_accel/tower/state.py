@@ -42,7 +42,7 @@ class SpecKey(NamedTuple):
     fast: bool
     grad: bool
     weights_dtype: torch.dtype
-    weights_key: tuple[Any, ...]
+    weights_key: tuple[object, ...]
     scales: Scales | None
     halvings: int
     graphs: bool
@@ -59,7 +59,7 @@ class TowerState:
         fast_calls: Calls that ran our operations, or attended through our backends alone.
         stock_calls: All others.
         fallbacks: Why calls got less than was requested, with the number of calls.
-        last: The route of the last call.
+        last_route: The route of the last call.
         warming: The thread that runs `warmup`.
         attention_backends: The backend of each kind of layer, where our attention alone runs.
         popped: The metadata that such a tower pops; None before its first call.
@@ -74,14 +74,14 @@ class TowerState:
         self.family = family
         self.settings = settings
         self.former_name = former_name
-        self.former_forward: Callable[..., Any] | None = None
+        self.former_forward: Callable[..., object] | None = None
         self.keeps_attention = False
         self._attention_function = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.get(former_name)
 
         self.fast_calls = 0
         self.stock_calls = 0
         self.fallbacks: Counter[str] = Counter()
-        self.last: Route | None = None
+        self.last_route: Route | None = None
         self.warming: int | None = None
         self.attention_backends: dict[str, str] = {}
         self.popped: frozenset[str] | None = None
@@ -98,7 +98,7 @@ class TowerState:
         if not family.attention_only:
             self._make_options()
 
-        self.attributes: dict[str, Any] = {}
+        self.attributes: dict[str, object] = {}
         self.last_snapshot: Snapshot | None = None
         self._scales: Scales | None = None
 
@@ -146,7 +146,7 @@ class TowerState:
         if reason is not None:
             self.rebuilds += 1
             self.rebuild_reason = reason
-        self.close()
+        self.drop_caches()
         self.follow_attention(tower)
         self.last_snapshot = snapshot = Snapshot(tower, self.family, self.former_name)
         self.attributes = attributes_of(tower)
@@ -176,15 +176,15 @@ class TowerState:
         context = Context(
             device=request.device,
             dtype=request.dtype,
-            weights=weights.dtype,
+            weights_dtype=weights.dtype,
             no_kernels=self.faults.get(KERNELS) or why_not_triton(request.device, request.dtype),
             classes=snapshot.proof.classes,
             trusted=snapshot.proof.trusted,
-            watched=snapshot.watched,
+            recorded=snapshot.recorded,
             grad=request.grad,
         )
         ops = build(snapshot.parts, context, requested_parts)
-        snapshot.watched.seal()
+        snapshot.recorded.seal()
         self.routes.cache.cost = max(1 << 20, weights.nbytes // 50)
         return ops
 
@@ -198,8 +198,8 @@ class TowerState:
             return scales
         if scales is not None:
             if self.inference_runner is not None:
-                self.inference_runner.close()  # its graphs write to the memory that goes
-            scales.close()
+                self.inference_runner.drop_graphs()  # its graphs write to the memory that goes
+            scales.wait_for_writes()
         self._scales = Scales(
             device=device, layers=layers, heads=snapshot.heads, fixed=self.settings.amax, min_seqlen=fp8.min_seqlen
         )
@@ -227,7 +227,7 @@ class TowerState:
             ops=self._build(snapshot, weights, request) if key.fast else None,
             full_layers=snapshot.full_layers,
             faults=tuple(self.faults.items()),
-            max_rows=self.pass_limit.rows(key.device, grad=grad, whole=never_cut),
+            max_rows=self.pass_limit.rows(key.device, grad=grad, never_cut=never_cut),
             settings=settings,
         )
         snapshot.specs[key] = spec
@@ -251,24 +251,28 @@ class TowerState:
     def set_faults(self, faults: dict[str, str]) -> None:
         """Set which backends and kernels are disabled, and drop all that was built. The next call builds anew."""
         self.faults = faults
-        self.close()
+        self.drop_caches()
 
-    def close(self) -> None:
-        """Drop everything that was cached, device memory included."""
-        for part in (self.inference_runner, self.training_runner, self.reuse, self._scales):
-            if part is not None:
-                part.close()
+    def drop_caches(self) -> None:
+        """Drop the snapshot and everything that was built or kept, device memory included."""
+        for runner in (self.inference_runner, self.training_runner):
+            if runner is not None:
+                runner.drop_graphs()
+        if self.reuse is not None:
+            self.reuse.drop_features()
+        if self._scales is not None:
+            self._scales.wait_for_writes()
         self.routes.cache.clear()
         self.last_snapshot = None
         self._scales = None
-        self.last = None
+        self.last_route = None
 
 
 _INSENSITIVE = {"patch_embed", "norms", "mergers", "mlp"}
 """Parts whose fused operations call no module, so that autocast to the dtype of the weights changes nothing."""
 
 
-def attributes_of(tower: nn.Module) -> dict[str, Any]:
+def attributes_of(tower: nn.Module) -> dict[str, object]:
     """Return the attributes of a tower, without what patching added."""
     ours = (STATE, "forward", "_old_forward")
     return {name: value for name, value in vars(tower).items() if name not in ours}

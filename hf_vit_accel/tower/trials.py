@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from hf_vit_accel.backends import Request
 from hf_vit_accel.config import Settings
 from hf_vit_accel.engine.encoder import encode
-from hf_vit_accel.engine.route import Spec, lay_out
+from hf_vit_accel.engine.route import Spec, make_route
 from hf_vit_accel.families import Parts, Tower
 from hf_vit_accel.families.copies import CopyFamily, Form, Output, heads_of, read_output, trusted_classes
 from hf_vit_accel.layout import rows_of
 from hf_vit_accel.ops import Context, build
 from hf_vit_accel.tower.differences import (
     OUTPUT_BOUND,
-    Kind,
+    CallDtypes,
     Report,
     Results,
     Sides,
@@ -70,18 +70,18 @@ def _redraw(clone: nn.Module) -> None:
             parameter.copy_(noise)
 
 
-def _spec(clone: Tower, family: CopyFamily, parts: Parts, kind: Kind) -> Spec:
+def _spec(clone: Tower, family: CopyFamily, parts: Parts, dtypes: CallDtypes) -> Spec:
     """Return what decides the routes of a clone: all operations in plain torch, attention by SDPA."""
     weight = parts.projection.weight
     attention = parts.blocks[0].attention
     names = ("num_heads", "head_dim", "scaling")
     heads, head_dim, scale = heads_of(parts, [getattr(attention, name, None) for name in names])
-    dtype = kind.autocast or weight.dtype
+    dtype = dtypes.autocast_dtype or weight.dtype
     request = Request(device=weight.device, dtype=dtype, heads=heads, head_dim=head_dim, scale=scale, grad=True)
     context = Context(
         device=weight.device,
         dtype=dtype,
-        weights=weight.dtype,
+        weights_dtype=weight.dtype,
         reference=True,
         grad=True,
         trusted=trusted_classes(clone),
@@ -113,15 +113,19 @@ def _call(clone: Tower, family: CopyFamily, pixels: Tensor, grid_thw: Tensor) ->
         return clone(pixels, grid_thw=grid_thw, **options)
 
 
-def _run(clone: Tower, family: CopyFamily, trial: Trial, kind: Kind) -> Sides:
+def _run(clone: Tower, family: CopyFamily, trial: Trial, dtypes: CallDtypes) -> Sides:
     """Run a clone and our operations on the same pixels."""
     clone.train(trial.training)
     parts = family.parts(clone)
     weight = parts.projection.weight
     pixels_TP = _pixels(trial, weight).requires_grad_()
-    spec = _spec(clone, family, parts, kind)
+    spec = _spec(clone, family, parts, dtypes)
     grid_thw = torch.tensor(trial.grid, device=weight.device)
-    autocast = nullcontext() if kind.autocast is None else torch.autocast(weight.device.type, dtype=kind.autocast)
+    autocast = (
+        nullcontext()
+        if dtypes.autocast_dtype is None
+        else torch.autocast(weight.device.type, dtype=dtypes.autocast_dtype)
+    )
     with torch.set_grad_enabled(trial.grad):
         with autocast:
             output = _call(clone, family, family.pixels(clone, pixels_TP), grid_thw)
@@ -129,10 +133,10 @@ def _run(clone: Tower, family: CopyFamily, trial: Trial, kind: Kind) -> Sides:
         expected = list(expected)
         stock = Results(expected, _gradients(clone, trial, pixels_TP, expected))
         with autocast:
-            encoded = encode(lay_out(trial.grid, spec).ready(), pixels_TP)
-        if len(encoded) <= (form.place if form.kind is Tensor else 0):
+            encoded = encode(make_route(trial.grid, spec).ready(), pixels_TP)
+        if len(encoded) <= (form.index if form.kind is Tensor else 0):
             raise ValueError("it returns merged features, but has no merger that is known")
-        tensors = form.places(encoded)
+        tensors = form.select(encoded)
         if [x.shape for x in tensors] != [x.shape for x in expected]:
             shapes = [[tuple(x.shape) for x in results] for results in (tensors, expected)]
             raise ValueError(f"it returns the shapes {shapes[1]}, where our operations return {shapes[0]}")
@@ -165,43 +169,45 @@ def _exact_products() -> Iterator[None]:
             setting.fp32_precision = value
 
 
-def compare(tower: Tower, family: CopyFamily, kind: Kind, report: Report, is_first: bool) -> tuple[Form, str | None]:
+def compare(
+    tower: Tower, family: CopyFamily, dtypes: CallDtypes, report: Report, is_first: bool
+) -> tuple[Form, str | None]:
     """Compare a copy with our operations.
 
     Args:
         tower: The copy.
         family: The family that it is said to be of.
-        kind: The kind of calls.
+        dtypes: The dtypes of the calls.
         report: Receives the numbers.
         is_first: Whether random weights are compared, too.
 
     Returns:
         The form of its results; and how far it is off, and where. None if it is not.
     """
-    exact_kind = Kind(torch.float32)
+    fp32 = CallDtypes(torch.float32)
     exact = _clone(tower, torch.float32)
-    own_clone = None if kind == exact_kind else _clone(tower)
+    own_clone = None if dtypes == fp32 else _clone(tower)
     all_trials = trials(family.geometry(exact).merge, videos=family.videos)
     for trial in all_trials:
         with _exact_products():
-            truth = _run(exact, family, trial, exact_kind)
-        why = far_off(exact, truth, trial, exact_kind, report)
+            truth = _run(exact, family, trial, fp32)
+        why = far_off(exact, truth, trial, fp32, report)
         if why is not None:
             layer = _first_layer(exact, family, trial)
             return truth.form, why if layer is None else f"{why}, from layer {layer} on"
         if own_clone is not None:
-            sides = _run(own_clone, family, trial, kind)
-            if kind.is_exact:
-                why = far_off(own_clone, sides, trial, kind, report)
+            sides = _run(own_clone, family, trial, dtypes)
+            if dtypes.is_exact:
+                why = far_off(own_clone, sides, trial, dtypes, report)
             else:
-                why = far_off_in_low_precision(sides, trial, kind, report, truth.theirs)
+                why = far_off_in_low_precision(sides, trial, dtypes, report, truth.theirs)
             if why is not None:
                 return truth.form, why
     if is_first:
         _redraw(exact)
         with _exact_products():
-            sides = _run(exact, family, all_trials[0], exact_kind)
-        why = far_off(exact, sides, all_trials[0], exact_kind, report)
+            sides = _run(exact, family, all_trials[0], fp32)
+        why = far_off(exact, sides, all_trials[0], fp32, report)
         if why is not None:
             return truth.form, f"with random weights, {why}"
     return truth.form, None
@@ -224,12 +230,12 @@ def _first_layer(clone: Tower, family: CopyFamily, trial: Trial) -> int | None:
             hook.remove()
         if len(entering_rows) != len(parts.blocks):
             return None
-        spec = _spec(clone, family, parts, Kind(torch.float32))
+        spec = _spec(clone, family, parts, CallDtypes(torch.float32))
         first = 0
         end = len(entering_rows)  # rows that enter layer `end` are off, or there is no such layer
         while end - first > 1:
             middle = (first + end) // 2
-            ours_TE = encode(lay_out(trial.grid, _shortened(spec, middle)).ready(), pixels_TP)[0]
+            ours_TE = encode(make_route(trial.grid, _shortened(spec, middle)).ready(), pixels_TP)[0]
             stock_TE = entering_rows[middle]
             if float((ours_TE - stock_TE).norm() / stock_TE.norm()) <= OUTPUT_BOUND:
                 first = middle

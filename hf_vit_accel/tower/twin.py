@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from hf_vit_accel.families import Config, Family
+from hf_vit_accel.families import Config, Family, Tower
 
 
 def _plain_attention(
@@ -60,7 +60,7 @@ STOCK = "hf_vit_accel_stock"
 """The name of transformers' own sdpa attention for twins: anyone may register another function under the usual one."""
 
 
-def build_twin(kind: Any, config: Config, family: Family, dtype: torch.dtype) -> Any:
+def build_twin(kind: Callable[[Config], Tower], config: Config, family: Family, dtype: torch.dtype) -> Tower:
     """Build a tiny tower of a class on the CPU, whose weights are random: none zero, and no norm's one."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward  # slow; models have imported it
 

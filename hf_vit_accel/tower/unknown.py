@@ -7,21 +7,20 @@ inside: it is too early to say. So it is noted, and looked at when the next mode
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
-from hf_vit_accel.families import FAMILIES, FAMILIES_OF_COPIES, find_towers
-from hf_vit_accel.families.copies import suggest
+from hf_vit_accel.families import FAMILIES, FAMILIES_OF_COPIES, Model, find_towers
+from hf_vit_accel.families.copies import suggest_families
 from hf_vit_accel.tower.proof import NAMES, warn_once
 
-_NOTED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_NOTED: weakref.WeakValueDictionary[int, Model] = weakref.WeakValueDictionary()
 
 
-def note(model: Any) -> None:
+def note(model: Model) -> None:
     """Note a model that has the config of a tower, and is none of a known class."""
     _NOTED[id(model)] = model
 
 
-def warn(beside: Any = None) -> None:
+def warn(beside: object = None) -> None:
     """Warn once per class of noted models in which no known tower was made.
 
     Args:
@@ -39,5 +38,5 @@ def warn(beside: Any = None) -> None:
             warn_once(
                 f"{name} stays stock, but for its attention: it has the config of a supported vision tower, but is of "
                 f"an unknown class. Known are the classes of transformers for {families}."
-                + "".join(f" {sentence}." for sentence in suggest(model, FAMILIES_OF_COPIES))
+                + "".join(f" {sentence}." for sentence in suggest_families(model, FAMILIES_OF_COPIES))
             )

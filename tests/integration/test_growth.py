@@ -128,7 +128,7 @@ def test_graphs_do_not_grow(on_cpu: type[Recorder], monkeypatch: pytest.MonkeyPa
     assert len(routes.cache) <= ENTRIES and routes.cache.total_cost <= routes.cache.cost and len(status.eager) <= 64
     check_bounded(runner, 128)
     assert growth < BLOCKS
-    runner.close()
+    runner.drop_graphs()
     check_bounded(runner, 64)
 
 

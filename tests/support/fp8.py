@@ -24,24 +24,24 @@ def quantize_on_cpu(
     cos: torch.Tensor,
     sin: torch.Tensor,
     used_1: torch.Tensor,
-    call_43H: torch.Tensor,
+    scaling_43H: torch.Tensor,
     padded: int,
     *,
     fixed_scales: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize by the references of the kernels, which write their amax to `call_43H`."""
+    """Quantize by the references of the kernels, which write their amax to `scaling_43H`."""
     rows = int(used_1)
     center_HD, expected_3H = sample_reference(qkv, rows)
     if not fixed_scales:
-        call_43H[:] = float("nan")  # the memory is empty before the kernel writes to it
-        call_43H[0] = expected_3H
-        call_43H[1] = 0
+        scaling_43H[:] = float("nan")  # the memory is empty before the kernel writes to it
+        scaling_43H[0] = expected_3H
+        scaling_43H[1] = 0
     out, scale_3H, amax_3H = quantize_reference(
-        qkv, cos, sin, rows, center_HD, call_43H[0], padded, fixed_scales=fixed_scales
+        qkv, cos, sin, rows, center_HD, scaling_43H[0], padded, fixed_scales=fixed_scales
     )
-    call_43H[1] = call_43H[1].maximum(amax_3H)
-    call_43H[2] = scale_3H
-    call_43H[3, 0, 0] = 1 / (scale_3H[0, 0] * scale_3H[1, 0])
+    scaling_43H[1] = scaling_43H[1].maximum(amax_3H)
+    scaling_43H[2] = scale_3H
+    scaling_43H[3, 0, 0] = 1 / (scale_3H[0, 0] * scale_3H[1, 0])
     return out, center_HD
 
 

@@ -10,7 +10,7 @@ import torch
 from hf_vit_accel.backends.base import Attend, Plan
 from hf_vit_accel.backends.sdpa import Sdpa
 from hf_vit_accel.engine import route as route_module
-from hf_vit_accel.ops.training.trained import Trained, layer_of
+from hf_vit_accel.ops.training.nodes import OpWithBackward, layer_node_of
 from hf_vit_accel.ops.window_attention import WindowAttention
 
 
@@ -27,14 +27,14 @@ def one_node_a_layer(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         if not plan.request.grad:
             return stock_attend_layers(backend, plan, layers, rotate)
         offsets = torch.tensor(plan.segments.cu_seqlens_S1, dtype=torch.int32, device=plan.request.device)
-        return [Trained(function=WindowAttention, settings=(offsets, plan.request.scale))] * layers
+        return [OpWithBackward(function=WindowAttention, settings=(offsets, plan.request.scale))] * layers
 
-    def counted_layer_of(layer: object, attend: object) -> Callable[..., object] | None:
-        node = layer_of(layer, attend)
+    def counted_layer_node_of(layer: object, attend: object) -> Callable[..., object] | None:
+        node = layer_node_of(layer, attend)
         if node is not None:
             nodes.append(len(nodes))
         return node
 
     monkeypatch.setattr(Sdpa, "attend_layers", attend_layers)
-    monkeypatch.setattr(route_module, "layer_of", counted_layer_of)
+    monkeypatch.setattr(route_module, "layer_node_of", counted_layer_node_of)
     return nodes

@@ -25,7 +25,7 @@ from hf_vit_accel.ops.lora import modules as lora
 from hf_vit_accel.ops.lora.adapter import AdaptedFunction, adapted_reference
 from hf_vit_accel.ops.lora.inputs import Adapter, JoinedLinears
 from hf_vit_accel.ops.lora.mlp import Activated, AdaptedMlp, activated_reference, adapted_mlp_reference
-from hf_vit_accel.ops.training.trained import Trained
+from hf_vit_accel.ops.training.nodes import OpWithBackward
 from hf_vit_accel.tower.state import state_of
 
 peft = pytest.importorskip("peft")
@@ -482,7 +482,7 @@ def all_trained(model: Any) -> bool:
     [(route, _)] = state.routes.cache._values.values()
     layers = route.spec.ops.layers
     parts = [part for layer in layers for part in (layer.norm1, layer.qkv, layer.proj, layer.norm2, layer.mlp)]
-    return all(isinstance(getattr(part, "__wrapped__", part), Trained) for part in parts)
+    return all(isinstance(getattr(part, "__wrapped__", part), OpWithBackward) for part in parts)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="test_interpreted.py runs it")

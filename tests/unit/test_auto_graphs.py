@@ -241,7 +241,7 @@ def test_replaced_weights_are_captured_anew(on_cpu: type[Recorder], model: nn.Mo
 
 
 def test_graphs_go_when_memory_runs_out(on_cpu: type[Recorder], model: nn.Module) -> None:
-    """As torch reports a failed allocation of any program on the device."""
+    """Call the observer as torch does for a failed allocation of any program on the device."""
     runner = patch(model, "auto")
     expected = run_tower(tower_of(model), IMAGE)
     for _ in range(3):

@@ -34,10 +34,10 @@ from hf_vit_accel.ops.training import norm_backward, norm_recipe
 from hf_vit_accel.ops.training.column_sum import column_sum, column_sum_reference, flattened
 from hf_vit_accel.ops.training.context import InnerContext
 from hf_vit_accel.ops.training.gelu_backward import GeluMlp, gelu_mlp_reference
+from hf_vit_accel.ops.training.nodes import OpWithBackward, layer_node_of
 from hf_vit_accel.ops.training.norm_backward import AddNormFunction, add_norm_reference
 from hf_vit_accel.ops.training.norm_recipe import NormRecipe
 from hf_vit_accel.ops.training.swiglu_backward import SwigluMlp, swiglu_mlp_reference
-from hf_vit_accel.ops.training.trained import Trained, layer_of
 from hf_vit_accel.ops.window_attention import WindowAttention, window_attention_reference
 
 GELUS = [kind for kind in ACTIVATIONS if kind != "silu"]
@@ -254,7 +254,7 @@ def layer_case(kind: str, *, rms: bool, delta: bool, twice: bool = False) -> Cal
 
         def operation(p: Tensors) -> Any:
             def part(function: Any, *names: str, **options: Any) -> Any:
-                return Trained(function=function, weights=lambda: [p.get(name) for name in names], **options)
+                return OpWithBackward(function=function, weights=lambda: [p.get(name) for name in names], **options)
 
             norm = dict(settings=(1e-6, rms, None))
             layer = SimpleNamespace(
@@ -264,8 +264,8 @@ def layer_case(kind: str, *, rms: bool, delta: bool, twice: bool = False) -> Cal
                 norm2=part(norm_backward.AddNormFunction, "scale2", "bias2", **norm),
                 mlp=part(SwigluMlp if kind == "swiglu" else GeluMlp, *mlp, settings=settings, takes_norm=True),
             )
-            attend = Trained(function=WindowAttention, settings=(offsets, dim**-0.5))
-            trained = layer_of(layer, attend)
+            attend = OpWithBackward(function=WindowAttention, settings=(offsets, dim**-0.5))
+            trained = layer_node_of(layer, attend)
             assert trained is not None
             rotation = (3, heads, dim), cos, sin
             rows = trained(*rotation, p["x"], p.get("delta"))

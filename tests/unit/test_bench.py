@@ -413,7 +413,7 @@ def test_an_error_near_its_bound_is_compared_in_more_batches(
     judge = verify.judge
     judged: list[str] = []
 
-    def judge_near(contender: contenders.Contender, *args: object) -> verify.Verdict:
+    def judge_near(contender: contenders.Contender, *args: object) -> verify.ErrorVerdict:
         verdict = judge(contender, *args)
         judged.append(contender.name)
         is_near = contender.name == "auto" and judged.count("auto") < settles

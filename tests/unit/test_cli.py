@@ -107,7 +107,13 @@ def test_json_agrees(no_gpu: None) -> None:
 
 def test_every_key_is_documented() -> None:
     document = cli.doctor.__doc__ or ""
-    for kind in (doctor_logic.Report, doctor_logic.Gpu, doctor_logic.Check, doctor_logic.Verdict, doctor_logic.Auto):
+    for kind in (
+        doctor_logic.Report,
+        doctor_logic.Gpu,
+        doctor_logic.Check,
+        doctor_logic.BackendVerdict,
+        doctor_logic.Auto,
+    ):
         for key in kind.__dataclass_fields__:
             assert key in document
 

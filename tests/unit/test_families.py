@@ -25,7 +25,7 @@ from hf_vit_accel import ops
 from hf_vit_accel.families import Block, Parts, family_of
 from hf_vit_accel.layout import Geometry
 from hf_vit_accel.ops import TABLE, Context, heads, mlp
-from hf_vit_accel.ops.training.trained import Trained, layer_of
+from hf_vit_accel.ops.training.nodes import OpWithBackward, layer_node_of
 from hf_vit_accel.tower import attention as tower_attention
 from hf_vit_accel.tower import proof as upstream
 from hf_vit_accel.tower.proof import prove
@@ -248,7 +248,7 @@ def test_kernels_interpreted(name: str, autocast: bool, monkeypatch: pytest.Monk
         outputs, gradients = trained(tower, grid)
     assert_fast(tower, 2)
     assert [x.dtype for x in actual] == [x.dtype for x in outputs] == [x.dtype for x in stock]
-    assert len(nodes) == sum(not mlp.routed(block.mlp) for block in parts.blocks)
+    assert len(nodes) == sum(not mlp.is_mixture_of_experts(block.mlp) for block in parts.blocks)
 
     def joined(tensors: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat([tensor.flatten().double() for tensor in tensors])
@@ -271,8 +271,8 @@ def test_a_layer_is_one_node(tower: Any) -> None:
     """Expect one node for every layer whose parts are kernels of ours, which experts are not."""
     parts = family_of(tower).parts(tower)
     context = Context(device=torch.device("cpu"), dtype=torch.float32, grad=True)
-    nodes = [layer_of(layer, Trained(function=None)) for layer in ops.build(parts, context).layers]
-    assert [node is None for node in nodes] == [mlp.routed(block.mlp) for block in parts.blocks]
+    nodes = [layer_node_of(layer, OpWithBackward(function=None)) for layer in ops.build(parts, context).layers]
+    assert [node is None for node in nodes] == [mlp.is_mixture_of_experts(block.mlp) for block in parts.blocks]
 
 
 CAST = "Qwen2_5_Vision", "Qwen3VLVision", "Glm4vVision", "GlmOcr", "PaddleOCR", "Dots3"

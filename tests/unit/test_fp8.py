@@ -160,16 +160,16 @@ def test_padding_never_reaches_a_scale(
     monkeypatch.setattr(cudnn_fp8, "quantize", poisoned)
     grids = [[(1, 6, 10)], [(1, 4, 6), (2, 4, 4)], [(1, 10, 10)]]
     hf_vit_accel.patch(model, fp8=ALWAYS)
-    scales_of(model).watch()
+    scales_of(model).record_amax()
     eager = []
     for grid in grids:
         outputs = run_tower(tower_of(model), grid)
-        eager.append((outputs, scales_of(model).seen()))
+        eager.append((outputs, scales_of(model).recorded_amax()))
     patch(model, fp8=ALWAYS)
-    scales_of(model).watch()
+    scales_of(model).record_amax()
     for grid, (outputs, amax_L3H) in zip(grids, eager, strict=True):
         actual = run_tower(tower_of(model), grid)
-        assert torch.allclose(scales_of(model).seen(), amax_L3H, rtol=0.01), grid
+        assert torch.allclose(scales_of(model).recorded_amax(), amax_L3H, rtol=0.01), grid
         assert largest_error(actual, outputs) < 0.01
     assert status_of(model).replays == 3 and status_of(model).padding > 1
 
@@ -364,9 +364,9 @@ def test_calibration_takes_the_largest_of_all_calls(fp8_on_cpu: None, tmp_path: 
     model = TINY["qwen3_vl"].build()
     tower = tower_of(model)
     hf_vit_accel.patch(model, fp8=ALWAYS)
-    scales_of(model).watch()
+    scales_of(model).record_amax()
     run_tower(tower, GRID)
-    alone = scales_of(model).seen()
+    alone = scales_of(model).recorded_amax()
     hf_vit_accel.patch(model, fp8=ALWAYS)
     run_tower(tower, GRID)
     state = state_of(tower)
@@ -378,7 +378,7 @@ def test_calibration_takes_the_largest_of_all_calls(fp8_on_cpu: None, tmp_path: 
     assert torch.equal(actual[0], alone), "of a call of its own with the same pixels"
     assert not torch.equal(largest, actual[0]) and not torch.equal(largest, actual[1])
     assert torch.equal(actual[2], largest) and torch.equal(actual[3], largest)
-    assert state_of(tower) is state and scales_of(model).calls_L43H is None
+    assert state_of(tower) is state and scales_of(model).scaling_L43H is None
 
 
 def test_calibration_sees_all_of_a_long_video(
@@ -423,14 +423,16 @@ def test_scales_of_a_file() -> None:
     with torch.inference_mode():
         amax = Amax(amax_L3H=torch.tensor(values), margin=4.0)
         scales = Scales(device=torch.device("cpu"), layers=2, heads=2, fixed=amax)
-        first = scales.call(0)
-        second = scales.call(1)
-    assert scales.calls_L43H is not None and not scales.calls_L43H.is_inference(), "replays outside of it write there"
+        first = scales.scaling_of(0)
+        second = scales.scaling_of(1)
+    assert scales.scaling_L43H is not None and not scales.scaling_L43H.is_inference(), (
+        "replays outside of it write there"
+    )
     assert fit(first[0]).tolist() == [[64.0, 1024.0], [32.0, 2.0], [16.0, 4096.0]]
     assert fit(second[0]).tolist() == [[256.0, 256.0]] * 3
     second[1, 2, 1] = 448 / 256
     first[1, 2, 0] = 448 / 16
-    assert scales.saturated() == [] and float(scales.seen()[1, 2, 1]) == 448 / 256
+    assert scales.saturated() == [] and float(scales.recorded_amax()[1, 2, 1]) == 448 / 256
     first[1, 2, 0] += 0.1
     assert scales.saturated() == [0]
 
@@ -776,11 +778,11 @@ def test_gpu_what_streams_share_is_there(on_gpu: None) -> None:
     device = torch.device("cuda", 0)
     torch.full((1 << 20,), 7, dtype=torch.int32, device=device)  # what is left in memory that is used again
     torch.cuda._sleep(1 << 28)
-    call_43H = Scales(device=device, layers=1, heads=HEADS, fixed=amax).call(0)
+    scaling_43H = Scales(device=device, layers=1, heads=HEADS, fixed=amax).scaling_of(0)
     with torch.cuda.stream(torch.cuda.Stream()):
-        actual = call_43H.clone()
+        actual = scaling_43H.clone()
     torch.cuda.synchronize()
-    assert torch.equal(actual, call_43H)
+    assert torch.equal(actual, scaling_43H)
 
 
 @pytest.mark.gpu

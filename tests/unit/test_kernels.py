@@ -44,7 +44,7 @@ from hf_vit_accel.ops.linear_activation import (
 )
 from hf_vit_accel.ops.positions import add_positions_, add_positions_reference
 from hf_vit_accel.ops.rope import rope_, rope_reference
-from hf_vit_accel.ops.window_attention import heads_each, window_attention, window_attention_reference
+from hf_vit_accel.ops.window_attention import heads_per_program, window_attention, window_attention_reference
 
 SMALL = dict(device="cpu", rows=7, heads=2, dtype=torch.float16)
 LARGE = dict(device="cuda", rows=2053, heads=16)
@@ -287,7 +287,7 @@ def test_window_attention(target: Target, lengths: list[int], dim: int) -> None:
 @pytest.mark.parametrize(("windows", "expected"), [(1, 1), (16, 1), (32, 2), (64, 4), (256, 16), (288, 2), (2000, 16)])
 def test_heads_of_a_program(windows: int, expected: int) -> None:
     """Plan heads for 132 multiprocessors with two programs each."""
-    assert heads_each(windows, 16, 264) == expected
+    assert heads_per_program(windows, 16, 264) == expected
 
 
 @where
@@ -387,11 +387,13 @@ def test_kernels_scale_by_the_same(exact_e4m3: None, target: Target) -> None:
     used_1 = torch.ones(1, dtype=torch.int32, device=target["device"])
     zeros_TD = zeros_TD.to(target["device"])
     for amax_3H in extremes().to(target["device"])[:: 29 if target["device"] == "cpu" else 1]:
-        call_43H = torch.zeros(4, *amax_3H.shape, device=target["device"])
-        call_43H[0] = amax_3H
-        quantize(qkv, zeros_TD, zeros_TD, used_1, call_43H, 16, fixed_scales=True)
+        scaling_43H = torch.zeros(4, *amax_3H.shape, device=target["device"])
+        scaling_43H[0] = amax_3H
+        quantize(qkv, zeros_TD, zeros_TD, used_1, scaling_43H, 16, fixed_scales=True)
         scales_3H = fit(amax_3H)
-        assert torch.equal(call_43H[2], scales_3H) and call_43H[3, 0, 0] == 1 / (scales_3H[0, 0] * scales_3H[1, 0])
+        assert torch.equal(scaling_43H[2], scales_3H) and scaling_43H[3, 0, 0] == 1 / (
+            scales_3H[0, 0] * scales_3H[1, 0]
+        )
 
 
 @where
@@ -427,15 +429,15 @@ def check_quantize(target: Target, dim: int, padded: int, turned: float) -> None
     cos_TD = angles_TD.cos() * turned
     sin_TD = angles_TD.sin() * turned
     used_1 = torch.tensor([used], dtype=torch.int32, device=target["device"])
-    call_43H = torch.full((4, 3, heads), float("nan"), device=target["device"])
-    out, mean_HD = quantize(qkv_T3HD, cos_TD, sin_TD, used_1, call_43H, padded)
+    scaling_43H = torch.full((4, 3, heads), float("nan"), device=target["device"])
+    out, mean_HD = quantize(qkv_T3HD, cos_TD, sin_TD, used_1, scaling_43H, padded)
 
     center_HD, expected_3H = sample_reference(qkv_T3HD, used)
-    assert relative_error(mean_HD, center_HD) < 1e-6 and relative_error(call_43H[0], expected_3H) < 1e-6
-    expected, used_now, amax = quantize_reference(qkv_T3HD, cos_TD, sin_TD, used, mean_HD, call_43H[0], padded)
-    assert torch.equal(used_now, fit(call_43H[0])) == (turned < 2), "what was expected serves, or what was found"
-    assert torch.equal(call_43H[1], amax) and torch.equal(call_43H[2], used_now)
-    assert call_43H[3, 0, 0].item() == 1 / (used_now[0, 0] * used_now[1, 0]).item()
+    assert relative_error(mean_HD, center_HD) < 1e-6 and relative_error(scaling_43H[0], expected_3H) < 1e-6
+    expected, used_now, amax = quantize_reference(qkv_T3HD, cos_TD, sin_TD, used, mean_HD, scaling_43H[0], padded)
+    assert torch.equal(used_now, fit(scaling_43H[0])) == (turned < 2), "what was expected serves, or what was found"
+    assert torch.equal(scaling_43H[1], amax) and torch.equal(scaling_43H[2], used_now)
+    assert scaling_43H[3, 0, 0].item() == 1 / (used_now[0, 0] * used_now[1, 0]).item()
     assert torch.equal(out.float().nan_to_num(1e3), expected.float().nan_to_num(1e3))
     assert out[:, 0, 0].isnan().sum() == out[:, 0].isnan().sum() > 0
     assert not out[..., dim:].float().any()
@@ -457,14 +459,16 @@ def test_quantize_by_fixed_scales_cuts_off(exact_e4m3: None, target: Target) -> 
     dim = 72
     qkv_T3HD = draw(rows, 3, heads, dim, target=target)
     angles_TD = draw(rows, dim // 2, target=target, dtype=torch.float32).repeat(1, 2)
-    call_43H = torch.full((4, 3, heads), 1.0, device=target["device"])
-    call_43H[1] = 2.5
+    scaling_43H = torch.full((4, 3, heads), 1.0, device=target["device"])
+    scaling_43H[1] = 2.5
     used_1 = torch.tensor([rows], dtype=torch.int32, device=target["device"])
     tables = angles_TD.cos(), angles_TD.sin()
-    out, mean_HD = quantize(qkv_T3HD, *tables, used_1, call_43H, 128, fixed_scales=True)
-    expected, scales, amax = quantize_reference(qkv_T3HD, *tables, rows, mean_HD, call_43H[0], 128, fixed_scales=True)
-    assert (call_43H[0] == 1).all() and torch.equal(call_43H[2], scales)
-    assert torch.equal(call_43H[1], amax.clamp(min=2.5))
+    out, mean_HD = quantize(qkv_T3HD, *tables, used_1, scaling_43H, 128, fixed_scales=True)
+    expected, scales, amax = quantize_reference(
+        qkv_T3HD, *tables, rows, mean_HD, scaling_43H[0], 128, fixed_scales=True
+    )
+    assert (scaling_43H[0] == 1).all() and torch.equal(scaling_43H[2], scales)
+    assert torch.equal(scaling_43H[1], amax.clamp(min=2.5))
     assert torch.equal(out.float(), expected.float()) and (out.float() == LARGEST).any()
 
 
@@ -536,7 +540,8 @@ COMPILED = {
         f"quantize, {'again' if again else 'first'}": (
             "ops.fp8.quantize",
             "_quantize_kernel",
-            "qkv:*bf16 cos:*fp32 sin:*fp32 center:*fp32 used_rows:*i32 call:*fp32 out:*fp8e4nv rows:i32 row_stride:i32",
+            "qkv:*bf16 cos:*fp32 sin:*fp32 center:*fp32 used_rows:*i32 scaling:*fp32 out:*fp8e4nv rows:i32 "
+            "row_stride:i32",
             dict(HEADS=16, DIM=72, PADDED=128, AGAIN=again) | dict(ROWS=32, BLOCK_T=4, BLOCK_H=16),
         )
         for again in (False, True)
@@ -544,7 +549,7 @@ COMPILED = {
     "sample": (
         "ops.fp8.quantize",
         "_sample_kernel",
-        "qkv:*bf16 used_rows:*i32 call:*fp32 center:*fp32 row_stride:i32",
+        "qkv:*bf16 used_rows:*i32 scaling:*fp32 center:*fp32 row_stride:i32",
         dict(HEADS=16, DIM=72, SAMPLES=256, FIXED_SCALES=False, BLOCK_J=64),
     ),
     "dequantize": (
@@ -564,7 +569,7 @@ COMPILED = {
         "ops.window_attention",
         "_window_attention_kernel",
         "qkv:*bf16 cos:*fp32 sin:*fp32 offsets:*i32 out:*bf16 scale_log2:fp32 table_stride:i32",
-        dict(HEADS=16, HEADS_EACH=4, DIM=80, BLOCK_T=64, BLOCK_D=64),
+        dict(HEADS=16, HEADS_PER_PROGRAM=4, DIM=80, BLOCK_T=64, BLOCK_D=64),
     ),
     "sum_images": ("sharing.checksum", "_images_kernel", "words:*i32 grid:*i64 out:*i64 rows:i32 width:i32", {}),
     "sum_weights": ("sharing.checksum", "_weights_kernel", "table:*i64 out:*i64 chunks:i32", {}),

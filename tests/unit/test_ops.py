@@ -410,7 +410,7 @@ def test_embeddings_of_any_strides(references: list[str], monkeypatch: pytest.Mo
 def test_norms_return_the_dtype_of_rows_under_autocast(references: list[str], how: Any) -> None:
     """Return the rows' dtype from norms with fp32 weights, since products with own gradients do not cast."""
     for module in (nn.LayerNorm(8), tower_of(TINY["qwen2_5_vl"].build()).blocks[0].norm1):
-        context = Context(device=torch.device("cpu"), dtype=torch.bfloat16, weights=torch.float32, grad=True)
+        context = Context(device=torch.device("cpu"), dtype=torch.bfloat16, weights_dtype=torch.float32, grad=True)
         x = torch.randn(3, *module.weight.shape)
         with torch.autocast("cpu", torch.bfloat16):
             total, normed = how(module, context)(x, x.bfloat16())

@@ -107,7 +107,7 @@ CUDA = torch.device("cuda")
     ],
 )
 def test_the_limit_of_rows(max_rows: Any, device: Any, grad: bool, is_complete: bool, limit: int | None) -> None:
-    assert PassLimit(max_rows).rows(device, grad=grad, whole=is_complete) == limit
+    assert PassLimit(max_rows).rows(device, grad=grad, never_cut=is_complete) == limit
 
 
 @pytest.mark.parametrize("max_rows", [0, -1, 1.5, True, "all"])

@@ -218,7 +218,7 @@ def test_a_verdict_is_kept(tower: nn.Module, monkeypatch: pytest.MonkeyPatch) ->
     first = prove(tower)
     assert prove(tower) is first and first.backoff is None
     monkeypatch.setattr(proofs, "_PROOFS", {})
-    monkeypatch.setattr(proofs, "_verdict", lambda *_: replace(first, why_not_fast="differs"))
+    monkeypatch.setattr(proofs, "_prove_twin", lambda *_: replace(first, why_not_fast="differs"))
     differing = prove(tower)
     assert (differing.why_not_fast, differing.backoff) == ("differs", None) and prove(tower) is differing
 

@@ -20,7 +20,7 @@ from torch import nn
 import hf_vit_accel
 from hf_vit_accel import RankError, machine
 from hf_vit_accel.sharing import ranks as ranks_module
-from hf_vit_accel.sharing.split import Places
+from hf_vit_accel.sharing.split import Assignment
 from hf_vit_accel.tower import forward as tower_module
 from hf_vit_accel.tower.state import state_of
 
@@ -309,14 +309,14 @@ def test_a_wait_ends_with_the_work_that_it_waits_for(on_ranks: OnRanks) -> None:
 
 def record_waits(events: list[str]) -> None:
     """Note every wait for an exchange, and every copy of exchanged rows to their places, in this process."""
-    put_together = Places.put_together
+    put_together = Assignment.put_together
 
     def put(*args: object) -> None:
         events.append("put together")
         put_together(*args)
 
     ranks_module.Ranks.settle = lambda self, device, *, when: events.append(when)
-    Places.put_together = put
+    Assignment.put_together = put
 
 
 def check_order_of_waits(rank: int) -> None:

@@ -25,7 +25,7 @@ from hf_vit_accel.machine import KERNELS, guarded
 from hf_vit_accel.sharing import checksum
 from hf_vit_accel.sharing import reuse as reuse_module
 from hf_vit_accel.sharing.reuse import WeightTable, _layout_of, _Repeat
-from hf_vit_accel.status import beyond_attention
+from hf_vit_accel.status import ignored_options
 from hf_vit_accel.tower import checks
 from hf_vit_accel.tower import forward as tower_module
 from hf_vit_accel.tower.state import TowerState, state_of
@@ -686,7 +686,8 @@ def test_reasons_against_keeping_are_reported(tower: nn.Module) -> None:
     state = state_of(tower)
     snapshot = state.snapshot(tower)
     facts = checks.facts_for_reuse(state.settings, snapshot, *snapshot.weights(), torch.device("cpu"), None)
-    assert facts.reasons_against_keeping == ["a score_mod may read what changes between calls"] and not facts.watched
+    assert facts.reasons_against_keeping == ["a score_mod may read what changes between calls"]
+    assert not facts.weights_to_sum
 
 
 def test_calls_of_the_stock_forward_reuse_nothing(tower: nn.Module) -> None:
@@ -713,7 +714,7 @@ def test_graphs_replay_new_items_only(on_cpu: type, tower: nn.Module) -> None:
         graphs = hf_vit_accel.status(tower).towers[0].graphs
         assert graphs.replays == 2 and not graphs.eager and counts(tower) == (7, encoded, hits)
         hf_vit_accel.warmup(tower, [[(1, 4, 4)] * 3, [(1, 6, 4)]], progress=False)
-        assert state_of(tower).last.metadata.rows == 24 and counts(tower)[0] == 7, "a warmup is no call"
+        assert state_of(tower).last_route.metadata.rows == 24 and counts(tower)[0] == 7, "a warmup is no call"
 
 
 def test_unpatching_frees_what_is_kept(tower: nn.Module) -> None:
@@ -758,7 +759,7 @@ def test_a_failed_kernel_is_replaced_by_its_reference(tower: nn.Module, monkeypa
 def test_attention_only_towers_reuse_nothing() -> None:
     family = next(family for family in FAMILIES if family.attention_only)
     assert TowerState(family, Settings(reuse=ReuseConfig()), former_name=None).reuse is None
-    assert "reuse" in beyond_attention(Settings(reuse=ReuseConfig()))
+    assert "reuse" in ignored_options(Settings(reuse=ReuseConfig()))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from support.grids import drawn, frames_of
 
 from hf_vit_accel.layout import rows_of
-from hf_vit_accel.sharing.split import Piece, Places, Split, cost, loads, split
+from hf_vit_accel.sharing.split import Assignment, Piece, Split, cost, loads, split
 from hf_vit_accel.tools.bench.towers import SIZES
 
 Entry = tuple[int, int, int]
@@ -55,14 +55,14 @@ def test_rows_are_taken_and_put_back_in_order() -> None:
     for _ in range(200):
         grid = tuple(drawn(generator))
         ranks = generator.randint(1, 5)
-        places = Places(grid, split(grid, ranks, clips=False, full=1.0))
-        assert places.rows == [rows_of(places.grid_of(rank)) for rank in range(ranks)]
+        assignment = Assignment(grid, split(grid, ranks, clips=False, full=1.0))
+        assert assignment.rows == [rows_of(assignment.grid_of(rank)) for rank in range(ranks)]
         for ratio in (1, 4):  # patch rows, and merged tokens
             rows = torch.arange(rows_of(grid) // ratio)[:, None]
-            by_rank = [places.taken(rows, rank) for rank in range(ranks)]
-            assert [len(rows_of_rank) * ratio for rows_of_rank in by_rank] == places.rows
+            by_rank = [assignment.share_of(rows, rank) for rank in range(ranks)]
+            assert [len(rows_of_rank) * ratio for rows_of_rank in by_rank] == assignment.rows
             together = torch.full_like(rows, -1)
-            places.put_together(by_rank, together)
+            assignment.put_together(by_rank, together)
             assert torch.equal(together, rows)
 
 

@@ -269,7 +269,7 @@ def test_events_between_forward_and_backward(one_pair: Pair, event: str) -> None
     def run(tower: nn.Module) -> None:
         losses = [loss_of(forward(tower, SMALL, 3), 3)]
         if event == "closed" and tower is one_pair.tower:
-            state_of(tower).close()
+            state_of(tower).drop_caches()
         elif event == "repatched" and tower is one_pair.tower:
             hf_vit_accel.patch(tower, cuda_graphs=True)
         elif event == "unpatched" and tower is one_pair.tower:
@@ -938,7 +938,7 @@ def test_other_trained_parameters_make_graphs_stale(one_pair: Pair) -> None:
     for is_trained in (True, False, True):
         one_pair.tower.merger.requires_grad_(is_trained)
         train(one_pair.tower, SMALL)
-    assert runner.status().stale == {store.STALE_REASONS["trained"]: 2}
+    assert runner.status().stale == {store.STALE_REASONS["requires_grad"]: 2}
 
 
 def test_a_capture_that_fails(one_pair: Pair, on_cpu: type[Recorder]) -> None:

@@ -29,7 +29,7 @@ _WARPS = 4
 
 
 def sample_reference(qkv_T3HD: Tensor, used: int) -> tuple[Tensor, Tensor]:
-    """Estimate from evenly spread rows; numbers that are not finite count as zero.
+    """Estimate the mean of v and the amax from evenly spread rows; numbers that are not finite count as zero.
 
     A rotated number is at most the sum of its pair's absolute values, whatever the angle.
 
@@ -55,7 +55,7 @@ def quantize_reference(
     sin_TD: Tensor,
     used: int,
     center_HD: Tensor,
-    amax_3H: Tensor,
+    expected_amax_3H: Tensor,
     padded: int,
     *,
     fixed_scales: bool = False,
@@ -67,9 +67,9 @@ def quantize_reference(
     Args:
         used: number of rows, from the first, that count for amax.
         center_HD: subtracted from v.
-        amax_3H: expected amax, from which the scales follow. If a number overflows, they follow from the true amax.
+        expected_amax_3H: the scales follow from it. If a number overflows, they follow from the true amax.
         padded: P.
-        fixed_scales: keep the scales of `amax_3H`; numbers that overflow are cut off at `LARGEST`.
+        fixed_scales: keep the scales of `expected_amax_3H`; numbers that overflow are cut off at `LARGEST`.
 
     Returns:
         q, k and v in e4m3, (3, T, H, P); the scales, (3, H); the true amax, (3, H).
@@ -78,7 +78,7 @@ def quantize_reference(
     qkv[:, 2] -= center_HD
     finite = qkv.isfinite()
     true_amax_3H = torch.where(finite[:used], qkv[:used].abs(), 0.0).amax((0, 3))
-    scales_3H = fit(amax_3H)
+    scales_3H = fit(expected_amax_3H)
     if not fixed_scales and bool((true_amax_3H * scales_3H > LARGEST).any()):
         scales_3H = fit(true_amax_3H)
     scaled = (qkv * scales_3H[:, :, None]).clamp(-LARGEST, LARGEST)
@@ -90,7 +90,7 @@ def quantize_reference(
 def _sample_kernel(
     qkv,
     used_rows,
-    call,
+    scaling,
     center,
     row_stride,
     HEADS: tl.constexpr,
@@ -99,7 +99,8 @@ def _sample_kernel(
     FIXED_SCALES: tl.constexpr,
     BLOCK_J: tl.constexpr,
 ):
-    # A program takes a head of v or, unless FIXED_SCALES, of q or k, as pairs (j, j + DIM / 2). `call`: see `quantize`.
+    # A program takes a head of v or, unless FIXED_SCALES, of q or k, as pairs (j, j + DIM / 2). `scaling` points to
+    # `scaling_43H` of `quantize`.
     head = tl.program_id(0)
     part = 2 - tl.program_id(1)  # v first: a FIXED_SCALES launch has one column of programs, for v alone
     j = tl.arange(0, BLOCK_J)
@@ -119,13 +120,14 @@ def _sample_kernel(
         x1 = x1 - mean1[None, :]
         x2 = x2 - mean2[None, :]
     if not FIXED_SCALES:
-        amax = call + part * HEADS + head
+        expected_amax = scaling + part * HEADS + head
         size1 = tl.abs(x1)
         size2 = tl.abs(x2)
         # A rotated number is at most the sum of its pair's absolute values.
         size = tl.where(part == 2, tl.maximum(size1, size2), size1 + size2)
-        tl.store(amax, tl.max(tl.max(size, 1), 0) * 4.0)  # _ROOM
-        tl.store(amax + 3 * HEADS, 0.0)  # the true amax, which _quantize_kernel raises by atomic_max
+        tl.store(expected_amax, tl.max(tl.max(size, 1), 0) * 4.0)  # _ROOM
+        true_amax = expected_amax + 3 * HEADS
+        tl.store(true_amax, 0.0)  # _quantize_kernel raises it by atomic_max
 
 
 @jit
@@ -135,7 +137,7 @@ def _quantize_kernel(
     sin,
     center,
     used_rows,
-    call,
+    scaling,
     out,
     rows,
     row_stride,
@@ -156,21 +158,23 @@ def _quantize_kernel(
     h = tl.program_id(1) % groups * 4 + tl.arange(0, 4)
     head = tl.arange(0, BLOCK_H)
     inside_h = head < HEADS
-    amax = call + 3 * HEADS
-    q, k, v, product = device_fit(call, head, HEADS)
+    expected_amax = scaling
+    true_amax = scaling + 3 * HEADS
+    scales = scaling + 6 * HEADS
+    q, k, v, product = device_fit(expected_amax, head, HEADS)
     if AGAIN:
         # The second launch checks the true amax of the first one, and mostly returns.
-        overflows = tl.load(amax + head, mask=inside_h, other=0.0) * q > 448.0  # LARGEST
-        overflows |= tl.load(amax + HEADS + head, mask=inside_h, other=0.0) * k > 448.0
-        overflows |= tl.load(amax + 2 * HEADS + head, mask=inside_h, other=0.0) * v > 448.0
+        overflows = tl.load(true_amax + head, mask=inside_h, other=0.0) * q > 448.0  # LARGEST
+        overflows |= tl.load(true_amax + HEADS + head, mask=inside_h, other=0.0) * k > 448.0
+        overflows |= tl.load(true_amax + 2 * HEADS + head, mask=inside_h, other=0.0) * v > 448.0
         if tl.max(overflows.to(tl.int32)) == 0:
             return
-        q, k, v, product = device_fit(amax, head, HEADS)
+        q, k, v, product = device_fit(true_amax, head, HEADS)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        tl.store(amax + 3 * HEADS + head, q, mask=inside_h)
-        tl.store(amax + 4 * HEADS + head, k, mask=inside_h)
-        tl.store(amax + 5 * HEADS + head, v, mask=inside_h)
-        tl.store(amax + 6 * HEADS, 1.0 / product)
+        tl.store(scales + head, q, mask=inside_h)
+        tl.store(scales + HEADS + head, k, mask=inside_h)
+        tl.store(scales + 2 * HEADS + head, v, mask=inside_h)
+        tl.store(scales + 3 * HEADS, 1.0 / product)
     mine = tl.where(part == 0, q, tl.where(part == 1, k, v))
     scale = tl.sum(tl.where(head[None, :] == h[:, None], mine[None, :], 0.0), 1)[None, :, None]
     heads = h[None, :, None]
@@ -207,7 +211,7 @@ def _quantize_kernel(
         for after in tl.static_range(DIM, PADDED, PADDED // 2):
             tl.store(target + after, zeros, mask=inside & (j < PADDED - after))
     if not AGAIN:
-        tl.atomic_max(amax + part * HEADS + h, tl.max(tl.max(largest, 2), 0), mask=h < HEADS)
+        tl.atomic_max(true_amax + part * HEADS + h, tl.max(tl.max(largest, 2), 0), mask=h < HEADS)
 
 
 def quantize(
@@ -215,7 +219,7 @@ def quantize(
     cos_TD: Tensor,
     sin_TD: Tensor,
     used_1: Tensor,
-    call_43H: Tensor,
+    scaling_43H: Tensor,
     padded: int,
     *,
     fixed_scales: bool = False,
@@ -226,8 +230,9 @@ def quantize(
 
     Args:
         used_1: int32 number of rows that count, on the device.
-        call_43H: receives the expected amax, the true amax, the scales, and (its first number) one over q's scale times
-            k's. With `fixed_scales`, it holds the expected amax, and the largest true amax of all calls.
+        scaling_43H: receives four (3, H): the expected amax, the true amax and the scales; the first number of the last
+            is one over q's scale times k's. With `fixed_scales`, it holds the expected amax already, and receives the
+            largest true amax of all calls.
         padded: P.
 
     Returns:
@@ -237,11 +242,11 @@ def quantize(
     assert qkv_T3HD.stride()[1:] == (heads * dim, dim, 1) and cos_TD.is_contiguous() and sin_TD.is_contiguous()
     assert padded >= dim and dim % 2 == 0 and padded == next_power_of_2(padded)
     out_3THP = torch.empty(3, rows, heads, padded, dtype=E4M3, device=qkv_T3HD.device)
-    center_HD = call_43H.new_empty(heads, dim)
+    center_HD = scaling_43H.new_empty(heads, dim)
     _sample_kernel[(heads, 1 if fixed_scales else 3)](
         qkv_T3HD,
         used_1,
-        call_43H,
+        scaling_43H,
         center_HD,
         qkv_T3HD.stride(0),
         HEADS=heads,
@@ -258,7 +263,7 @@ def quantize(
             sin_TD,
             center_HD,
             used_1,
-            call_43H,
+            scaling_43H,
             out_3THP,
             rows,
             qkv_T3HD.stride(0),

@@ -22,7 +22,7 @@ _VERSION = 1
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Amax:
-    """Absolute amax of rotated q and k, and of v, by layer and head, in the model's own units.
+    """Absolute maxima of rotated q and k, and of v, of every layer and head, in the model's own units.
 
     Attributes:
         amax_L3H: fp32, on the host.
@@ -79,8 +79,8 @@ class Scales:
         heads: number of heads.
         fixed: amax of a file; None to scale every call by its own amax.
         min_seqlen: see `Fp8Config`.
-        calls_L43H: by layer, the expected amax, the true amax, the scales and the factor of the scores (`quantize`).
-            Kept with fixed amax, and while `watch` is on; None otherwise.
+        scaling_L43H: of every layer, the `scaling_43H` of `quantize`: expected amax, true amax, scales, and the factor
+            of the scores. Kept with fixed amax, and after `record_amax`; None otherwise.
     """
 
     device: torch.device
@@ -88,7 +88,7 @@ class Scales:
     heads: int
     fixed: Amax | None = None
     min_seqlen: int | None = None
-    calls_L43H: Tensor | None = None
+    scaling_L43H: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.fixed is None:
@@ -97,8 +97,8 @@ class Scales:
             # A head that was silent during the calibration still gets room.
             amax_L3H = self.fixed.amax_L3H * self.fixed.margin
             amax_L3H = amax_L3H.clamp(min=amax_L3H.amax(-1, keepdim=True) / 256)
-            self.calls_L43H = torch.zeros(len(amax_L3H), 4, *amax_L3H.shape[1:], device=self.device)
-            self.calls_L43H[:, 0] = torch.where(amax_L3H == 0, 1.0, amax_L3H)
+            self.scaling_L43H = torch.zeros(len(amax_L3H), 4, *amax_L3H.shape[1:], device=self.device)
+            self.scaling_L43H[:, 0] = torch.where(amax_L3H == 0, 1.0, amax_L3H)
         settle(self.device)
 
     def why_unfit(self) -> str | None:
@@ -108,29 +108,29 @@ class Scales:
             return None
         return f"the file holds amax of {layers} layers of {heads} heads, the tower has {self.layers} of {self.heads}"
 
-    def watch(self) -> None:
-        """Keep the amax of the last call for `seen`; only for calls one after the other, on one stream."""
-        self.calls_L43H = torch.zeros(self.layers, 4, 3, self.heads, device=self.device)
+    def record_amax(self) -> None:
+        """Keep the true amax of the last call from now on. Calls must come one after the other, on one stream."""
+        self.scaling_L43H = torch.zeros(self.layers, 4, 3, self.heads, device=self.device)
 
-    def call(self, layer: int) -> Tensor:
-        """Return the tensor `call_43H` of `quantize` for one call of a layer."""
-        if self.calls_L43H is None:
+    def scaling_of(self, layer: int) -> Tensor:
+        """Return the tensor `scaling_43H` of `quantize` for one call of a layer."""
+        if self.scaling_L43H is None:
             return torch.empty(4, 3, self.heads, device=self.device)
-        return self.calls_L43H[layer]
+        return self.scaling_L43H[layer]
 
-    def seen(self) -> Tensor:
-        """Return the amax that were kept, (L, 3, H) on the host; waits for the device."""
-        assert self.calls_L43H is not None
-        return self.calls_L43H[:, 1].to("cpu", copy=True)
+    def recorded_amax(self) -> Tensor:
+        """Return the true amax that was kept, (L, 3, H) on the host; waits for the device."""
+        assert self.scaling_L43H is not None
+        return self.scaling_L43H[:, 1].to("cpu", copy=True)
 
     def saturated(self) -> list[int]:
         """List the layers in which numbers exceeded the scales of the file and were cut off."""
-        if self.fixed is None or self.calls_L43H is None:
+        if self.fixed is None or self.scaling_L43H is None:
             return []
-        over = self.seen() * fit(self.calls_L43H[:, 0].cpu()) > LARGEST
+        over = self.recorded_amax() * fit(self.scaling_L43H[:, 0].cpu()) > LARGEST
         return [int(layer) for layer in over.flatten(1).any(1).nonzero()]
 
-    def close(self) -> None:
+    def wait_for_writes(self) -> None:
         """Wait until no queued work writes to the memory of this object."""
-        if self.calls_L43H is not None and self.device.type == "cuda":
+        if self.scaling_L43H is not None and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

@@ -22,8 +22,8 @@ from hf_vit_accel.ops.lora.inputs import Adapter, JoinedLinears, LoraInputs, rou
 from hf_vit_accel.ops.lora.modules import Lora
 from hf_vit_accel.ops.training.column_sum import column_sum
 from hf_vit_accel.ops.training.context import FunctionContext, Gradients
+from hf_vit_accel.ops.training.nodes import OpWithBackward
 from hf_vit_accel.ops.training.norm_recipe import NormRecipe, load_input, save_input
-from hf_vit_accel.ops.training.trained import Trained
 
 
 def adapted_reference(x_TE: Tensor, *arguments: Any) -> Tensor:
@@ -211,8 +211,8 @@ def product(loras: Sequence[Lora], context: Context, in_features: int | None = N
                 b.append(active.b.weight)
         return [*read(), tuple(adapters), *a, *b]  # read last: `active` may unmerge adapters from the weights
 
-    if context.trains_by_kernels and not any(lora.drops for lora in loras):
-        return Trained(function=AdaptedFunction, weights=flat_inputs, settings=(linears,), takes_norm=True)
+    if context.trains_by_kernels and not any(lora.has_dropout for lora in loras):
+        return OpWithBackward(function=AdaptedFunction, weights=flat_inputs, settings=(linears,), takes_norm=True)
 
     def run(x_TE: Tensor) -> Tensor:
         dropouts = [active.dropout for lora in loras for active in lora.active()]

@@ -1,7 +1,7 @@
 """The weights of Linears with LoRA adapters, by name, and how they join into one product.
 
-`E` width of the input, `F` width of the output, `G` that width rounded up to a multiple of 8, `R` the ranks of all
-adapters, each rounded up to a multiple of 8.
+`E` width of the input, `F` width of the output, `G` that width rounded up to a multiple of 8.
+`R` the ranks of all adapters, each rounded up to a multiple of 8.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_vit_accel.ops.base import filled
+from hf_vit_accel.ops.base import biases_or_zeros
 
 V = TypeVar("V")
 
@@ -101,7 +101,7 @@ class JoinedLinears:
         padded = []
         for weight, rows in zip(weights, self.padding, strict=True):
             padded.append(_padded(weight, self.extra_features, rows))
-        all_biases = None if biases is None else filled(weights, biases)
+        all_biases = None if biases is None else biases_or_zeros(weights, biases)
         if all_biases is None:
             return _cat(padded), None
         padded_biases = []
@@ -144,7 +144,7 @@ class JoinedLinears:
 
 
 def rounded_rank(rank: int) -> int:
-    """Round a rank up to a multiple of 8, as products like it."""
+    """Round a rank up to a multiple of 8: products of other sizes are slow."""
     return -(-rank // 8) * 8
 
 

@@ -19,8 +19,8 @@ from hf_vit_accel.ops.lora.inputs import JoinedLinears
 from hf_vit_accel.ops.lora.modules import Lora
 from hf_vit_accel.ops.training.context import FunctionContext, Gradients, InnerContext
 from hf_vit_accel.ops.training.gelu_backward import gelu, gelu_gradient
-from hf_vit_accel.ops.training.swiglu_backward import aligned, swiglu_gradient
-from hf_vit_accel.ops.training.trained import Trained
+from hf_vit_accel.ops.training.nodes import OpWithBackward
+from hf_vit_accel.ops.training.swiglu_backward import pad_swiglu_weights, swiglu_gradient
 
 
 def activated_reference(z: Tensor, kind: str, limit: float | None = None) -> Tensor:
@@ -67,8 +67,8 @@ def adapted_mlp_reference(x_TE: Tensor, *arguments: Any) -> Tensor:
     """Compute an MLP whose Linears have adapters, (T, E).
 
     Args:
-        arguments: the length of the first products' `LoraInputs.flat`; that list and the last product's; the
-            `JoinedLinears` of both; the activation, its limit; a `NormRecipe` or None.
+        arguments: the length of the first products' `LoraInputs.flat`. That list, and the last product's. The
+            `JoinedLinears` of both. The activation and its limit. A `NormRecipe` or None.
     """
     count, *flat, first, last, kind, limit, recipe = arguments
     z = adapted_reference(x_TE, *flat[:count], first, recipe)
@@ -110,7 +110,7 @@ class AdaptedMlp(torch.autograd.Function):
         first_weight = down_EG = None
         if ctx.kind == "silu" and first.needs_x:
             gate_FE, up_FE = first.saved_tensors[3:5]
-            first_weight, _, down_EG = aligned(gate_FE, up_FE, None, last.saved_tensors[3])
+            first_weight, _, down_EG = pad_swiglu_weights(gate_FE, up_FE, None, last.saved_tensors[3])
         dz = None
 
         def compute_h(dh_TF: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ def _join_swiglu(
     inputs = first.unflatten(first_flat, len(first.adapters(first_flat)))
     gate_FE, up_FE = inputs.weights
     gate_F, up_F = inputs.biases
-    weight, bias, down_EG = aligned(gate_FE, up_FE, (gate_F, up_F), down_EF)
+    weight, bias, down_EG = pad_swiglu_weights(gate_FE, up_FE, (gate_F, up_F), down_EF)
     return (weight, bias), (down_EG, down_E)
 
 
@@ -151,7 +151,7 @@ def mlp(before: Sequence[Lora], after: Lora, kind: str, limit: float | None, con
     width = len(before[0].base.weight)
     first = product(before, context)
     last = product([after], context, in_features=-(-width // 8) * 8 if len(before) > 1 else width)
-    if not (isinstance(first, Trained) and isinstance(last, Trained)):
+    if not (isinstance(first, OpWithBackward) and isinstance(last, OpWithBackward)):
         return lambda x_TE: last(Activated.apply(first(x_TE), kind, limit))
 
     def weights() -> list[Any]:
@@ -159,4 +159,4 @@ def mlp(before: Sequence[Lora], after: Lora, kind: str, limit: float | None, con
         return [len(first_flat), *first_flat, *last.weights()]
 
     settings = *first.settings, *last.settings, kind, limit
-    return Trained(function=AdaptedMlp, weights=weights, settings=settings, takes_norm=True)
+    return OpWithBackward(function=AdaptedMlp, weights=weights, settings=settings, takes_norm=True)

@@ -19,7 +19,14 @@ from hf_vit_accel.ops.base import Context, own_forward
 
 
 class ActiveAdapter(NamedTuple):
-    """One adapter that acts in the current call. scaling: a number, or a tensor where PEFT hot-swaps adapters."""
+    """One adapter that acts in the current call.
+
+    Attributes:
+        a: its A.
+        b: its B.
+        dropout: applied to its input.
+        scaling: a number, or a tensor where PEFT hot-swaps adapters.
+    """
 
     a: nn.Linear
     b: nn.Linear
@@ -35,7 +42,7 @@ class Lora:
     owner: Part = None
 
     @property
-    def drops(self) -> bool:
+    def has_dropout(self) -> bool:
         """Whether an adapter drops out a part of its input in training."""
         dropouts = () if self.owner is None else self.owner.lora_dropout.values()
         return any(type(dropout) is nn.Dropout for dropout in dropouts)
@@ -133,13 +140,14 @@ def _trains_scaling(module: Part) -> bool:
 
 @machine.probe
 def _is_proven(forward: object) -> bool:
-    """Whether PEFT's forward computes, in this version, the formula above."""
+    """Return whether PEFT's forward computes the formula above, in this version."""
     with suppress(Exception):  # another version of PEFT may need other arguments
-        return machine.run_isolated(_try, forward)
+        return machine.run_isolated(_computes_formula, forward)
     return False
 
 
-def _try(forward: object) -> bool:
+def _computes_formula(forward: object) -> bool:
+    """Run a tiny module of PEFT beside the formula."""
     import peft
 
     with torch.device("meta"):  # draws no random numbers

@@ -32,17 +32,19 @@ def column_sum_reference(dy_TF: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=1024)
-def runs(rows: int, columns: int, device: torch.device, *, block_t: int = BLOCK_T, each_sm: int = 8) -> tuple[int, int]:
+def runs(
+    rows: int, columns: int, device: torch.device, *, block_t: int = BLOCK_T, programs_per_sm: int = 8
+) -> tuple[int, int]:
     """Divide rows into runs: as many as fill the GPU beside `columns` programs.
 
     Args:
         block_t: rows of a tile; a run has complete tiles.
-        each_sm: programs of a multiprocessor.
+        programs_per_sm: programs that share a multiprocessor.
 
     Returns:
         Rows of a run, and the number of runs.
     """
-    target = max(1, each_sm * machine.multiprocessors(device) // columns)
+    target = max(1, programs_per_sm * machine.multiprocessors(device) // columns)
     length = -(-rows // (target * block_t)) * block_t
     return length, -(-rows // length)
 

@@ -118,7 +118,7 @@ def gelu_gradient(
     """
     rows, width = z_TF.shape
     columns = -(-width // BLOCK_F)
-    length, count = runs(rows, columns, z_TF.device, each_sm=PROGRAMS_PER_SM)
+    length, count = runs(rows, columns, z_TF.device, programs_per_sm=PROGRAMS_PER_SM)
     partial_1PF = torch.empty(1, count if needs_bias else 0, width, dtype=torch.float32, device=z_TF.device)
     _gelu_backward_kernel[(columns, count)](
         z_TF,

@@ -170,7 +170,7 @@ class AddNormFunction(torch.autograd.Function):
         rows, width = sum_TE.shape
         sizes = pieces(width)
         warps = max(1, sizes["MAIN"] // 1024)  # a wide row, such as a merger's, would spill registers
-        length, count = runs(rows, 1, sum_TE.device, block_t=1, each_sm=_PROGRAMS_PER_SM)
+        length, count = runs(rows, 1, sum_TE.device, block_t=1, programs_per_sm=_PROGRAMS_PER_SM)
         dx_TE = torch.empty_like(sum_TE) if needs_x or needs_delta else None
         ddelta_TE = dx_TE
         if dx_TE is not None and needs_delta and ctx.delta_dtype != dx_TE.dtype:

@@ -111,7 +111,7 @@ def swiglu_gradient(
     """
     rows, padded = dh_TG.shape
     columns = -(-padded // BLOCK_F)
-    length, count = runs(rows, columns, both_TG.device, each_sm=PROGRAMS_PER_SM)
+    length, count = runs(rows, columns, both_TG.device, programs_per_sm=PROGRAMS_PER_SM)
     partial_2PG = torch.empty(2, count * needs_bias, padded, dtype=torch.float32, device=both_TG.device)
     _swiglu_backward_kernel[(columns, count)](
         both_TG,
@@ -133,10 +133,10 @@ def swiglu_gradient(
     return partial_2PG
 
 
-def aligned(
+def pad_swiglu_weights(
     gate_FE: Tensor, up_FE: Tensor, biases: tuple[Tensor | None, Tensor | None] | None, down_EF: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Run `pad_swiglu`; one missing bias counts as zeros.
+    """Run `pad_swiglu` with biases that may be missing; one missing bias counts as zeros.
 
     Returns:
         Weight of gate and up, (2 G, E); their bias, (2 G), or None without any; down's weight, (E, G).
@@ -173,7 +173,7 @@ class SwigluMlp(torch.autograd.Function):
         _, needs_gate, needs_up, _, _, needs_down, *_ = ctx.needs_input_grad
         ctx.needs_both = any(ctx.needs_input_grad[:5])
         ctx.limit = limit
-        weight, bias, down_EG = aligned(gate_FE, up_FE, (gate_F, up_F), down_EF)
+        weight, bias, down_EG = pad_swiglu_weights(gate_FE, up_FE, (gate_F, up_F), down_EF)
         both_TG = F.linear(x_TE, weight, bias)
         h_TG = swiglu(*both_TG.chunk(2, dim=-1), limit=limit)
         del weight
@@ -199,7 +199,7 @@ class SwigluMlp(torch.autograd.Function):
         width = gate_FE.shape[0]
         padded = both_TG.shape[1] // 2
         needs_bias = needs_gate_bias or needs_up_bias
-        weight, _, down_EG = aligned(gate_FE, up_FE, None, down_EF)
+        weight, _, down_EG = pad_swiglu_weights(gate_FE, up_FE, None, down_EF)
         h_TG = dy_TE @ down_EG if ctx.needs_both else both_TG.new_empty(rows, padded)  # holds the gradient of h first
         dboth_TG = torch.empty_like(both_TG) if ctx.needs_both else both_TG
         partial_2PG = swiglu_gradient(

@@ -22,8 +22,9 @@ from hf_vit_accel import machine
 from hf_vit_accel.backends import Request
 from hf_vit_accel.backends.flash_attention_3 import FlashAttention3
 from hf_vit_accel.backends.torch_varlen import TorchVarlen
+from hf_vit_accel.families import Tower
 from hf_vit_accel.layout import Grid, build, to_device
-from hf_vit_accel.tools.bench.towers import Tower, family_of_tower, weight_of
+from hf_vit_accel.tools.bench.towers import family_of_tower, weight_of
 from hf_vit_accel.tower.proof import prove
 from hf_vit_accel.tower.snapshot import Snapshot
 from hf_vit_accel.versions import METADATA, keyword_arguments
@@ -60,7 +61,7 @@ Baseline: TypeAlias = Callable[[Tower], Open | list[str]]
 """Looks at a tower, and returns how to open a set-up on it, or all reasons against it."""
 
 
-def trained(tower: nn.Module) -> bool:
+def is_trained(tower: nn.Module) -> bool:
     """Return whether any parameter requires a gradient."""
     return any(parameter.requires_grad for parameter in tower.parameters())
 
@@ -75,7 +76,7 @@ def request_of(tower: Tower, device: torch.device | None = None, *, grad: bool |
     """
     snapshot = Snapshot(tower, family_of_tower(tower))
     return snapshot.request(
-        device or snapshot.parts.projection.weight.device, grad=trained(tower) if grad is None else grad
+        device or snapshot.parts.projection.weight.device, grad=is_trained(tower) if grad is None else grad
     )
 
 
@@ -178,19 +179,19 @@ def _liger(attention: str, tower: Tower, grid: Grid) -> Iterator[Run]:
     module = importlib.import_module(type(tower).__module__)
     replacements = _apply_liger(tower)
     with _replaced_names(module, replacements), weight_of(tower).device:
-        copy = type(tower)(tower.config)
-    _load_copy(copy, tower)
-    functions = type(copy.blocks[0].attn).forward.__code__.co_names
-    has_liger_module = any(type(part).__module__.startswith("liger_kernel") for part in copy.modules())
+        liger_tower = type(tower)(tower.config)
+    _load_state(liger_tower, tower)
+    functions = type(liger_tower.blocks[0].attn).forward.__code__.co_names
+    has_liger_module = any(type(part).__module__.startswith("liger_kernel") for part in liger_tower.modules())
     if not has_liger_module and not any(name in functions for name in replacements):
         raise RuntimeError("Liger replaces nothing that this tower uses")
-    with stock(attention, copy, grid) as run:
+    with stock(attention, liger_tower, grid) as run:
 
         def run_replaced(pixels_TP: Tensor) -> Any:
             with _replaced_names(module, replacements):
                 return run(pixels_TP)
 
-        yield Run(copy, run_replaced)
+        yield Run(liger_tower, run_replaced)
 
 
 @contextmanager
@@ -204,13 +205,13 @@ def _replaced_names(module: ModuleType, replacements: Mapping[str, object]) -> I
         vars(module).update(originals)
 
 
-def _load_copy(copy: Tower, tower: Tower) -> None:
+def _load_state(liger_tower: Tower, tower: Tower) -> None:
     """Give a tower that was just built the state of another one."""
-    copy.to(weight_of(tower).dtype)
-    copy.rotary_pos_emb = tower.rotary_pos_emb  # its frequencies stay fp32
-    copy.load_state_dict(tower.state_dict())
-    copy.train(tower.training)
-    for parameter, original in zip(copy.parameters(), tower.parameters(), strict=True):
+    liger_tower.to(weight_of(tower).dtype)
+    liger_tower.rotary_pos_emb = tower.rotary_pos_emb  # its frequencies stay fp32
+    liger_tower.load_state_dict(tower.state_dict())
+    liger_tower.train(tower.training)
+    for parameter, original in zip(liger_tower.parameters(), tower.parameters(), strict=True):
         parameter.requires_grad_(original.requires_grad)
 
 
@@ -257,7 +258,7 @@ def _baseline_of_graph(open_flash: OpenFlash) -> Baseline:
 
     def choose(tower: Tower) -> Open | list[str]:
         flash, reasons = _best_flash(tower)
-        if trained(tower):
+        if is_trained(tower):
             reasons = [_NO_GRAPHS, *reasons]
         if flash is None or reasons:
             return reasons
@@ -307,7 +308,7 @@ def _reasons_against(attention: str, tower: Tower) -> list[str]:
     weight = weight_of(tower)
     if attention == "flash_attention_3":
         # The package that transformers recognises has a backward; the operator of our backend has none.
-        needs_gradient = trained(tower) and not is_flash_attn_3_available()
+        needs_gradient = is_trained(tower) and not is_flash_attn_3_available()
         return FlashAttention3().reasons_against(request_of(tower, grad=needs_gradient))
     if attention != "flash_attention_2":
         return []

@@ -16,10 +16,10 @@ import torch
 from hf_vit_accel import backends
 from hf_vit_accel.api import patched, warmup
 from hf_vit_accel.config import GraphConfig
+from hf_vit_accel.families import Tower
 from hf_vit_accel.graphs.recorder import why_not_graphs
 from hf_vit_accel.layout import Grid
-from hf_vit_accel.tools.bench.baselines import BASELINES, Open, Run, grid_tensor, request_of, trained
-from hf_vit_accel.tools.bench.towers import Tower
+from hf_vit_accel.tools.bench.baselines import BASELINES, Open, Run, grid_tensor, is_trained, request_of
 
 _GRAPH = "+graph"
 _EAGER = "+eager"
@@ -57,7 +57,7 @@ def choose(
     Args:
         tower: The tower.
         attentions: Names of backends, and "auto"; None for "auto" and each backend that can run it.
-            "+graph" at the end of a name replays a CUDA graph of the size's exact shape from the first call on, and
+            "+graph" at the end of a name replays a CUDA graph of the size's exact shape, from the first call on.
             "+eager" replays none. Other names have `patch`'s default.
             "+fp8" before it attends in FP8 where that pays.
         baselines: Names of `BASELINES`.
@@ -144,6 +144,6 @@ def _patched(name: str, tower: Tower, grid: Grid) -> Iterator[Run]:
     parts = _parts(name)
     options: dict[str, Any] = dict(attention=parts.attention, cuda_graphs=parts.graphs, fp8=parts.is_fp8)
     with patched(tower, **options, strict=True):
-        if parts.graphs is _ALL_LAYOUTS and not trained(tower):
+        if parts.graphs is _ALL_LAYOUTS and not is_trained(tower):
             warmup(tower, [grid], progress=False)
         yield Run(tower, lambda pixels_TP: tower(pixels_TP, grid_thw=grid_thw))

@@ -18,12 +18,13 @@ import torch
 
 from hf_vit_accel import machine
 from hf_vit_accel.engine.inputs import Expected, read
+from hf_vit_accel.families import Tower
 from hf_vit_accel.layout import Grid, rows_of
-from hf_vit_accel.tools.bench.baselines import Run, trained
+from hf_vit_accel.tools.bench.baselines import Run, is_trained
 from hf_vit_accel.tools.bench.contenders import Contender, check_names, choose
 from hf_vit_accel.tools.bench.profile import Part, profile
-from hf_vit_accel.tools.bench.towers import SHAPES, Tower, build_tower, family_of_tower, matrix_flops
-from hf_vit_accel.tools.bench.verify import Problem, Status, Verdict, problem_of, reference_of, twin_of, verify
+from hf_vit_accel.tools.bench.towers import SHAPES, build_tower, family_of_tower, matrix_flops
+from hf_vit_accel.tools.bench.verify import ErrorVerdict, Problem, Status, problem_of, reference_of, twin_of, verify
 from hf_vit_accel.tools.bench.work import Batch, milliseconds, peak_gigabytes, work
 
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -34,7 +35,7 @@ TIMED = 4
 ON_CPU = 1, 2
 """The same two numbers on a CPU, where a step of a full-size tower may take seconds."""
 
-Step = Callable[[], object]
+TimedStep = Callable[[], object]
 Say = Callable[[str], None]
 
 
@@ -222,7 +223,7 @@ def measure(
         The rows of one size.
     """
     reference = reference_of(tower)
-    passes = 3 if trained(tower) else 1  # a backward takes twice the products of a forward
+    passes = 3 if is_trained(tower) else 1  # a backward takes twice the products of a forward
     for size, grid in sizes.items():
         measured = _measure_size(
             contenders, reference, tower, grid, rounds, with_profile, _prefixed(say, f"{model}, {size}")
@@ -245,7 +246,7 @@ def _prefixed(say: Say, prefix: str) -> Say:
 class _Measured:
     """The raw results of one input: all by the contender's name, parts of the profiled one."""
 
-    verdicts: Mapping[str, Verdict]
+    verdicts: Mapping[str, ErrorVerdict]
     problems: Mapping[str, Problem]
     times: Mapping[str, list[float]]
     peaks: Mapping[str, float | None]
@@ -263,13 +264,13 @@ def _measure_size(
     say: Say,
 ) -> _Measured:
     """Open, verify, time and profile all contenders on one input."""
-    is_training = trained(tower)
+    is_training = is_trained(tower)
     with ExitStack() as stack:
         runs, problems = _open(stack, contenders, tower, grid)
         verdicts, batch = verify(runs, problems, contenders, reference, tower, grid, say)
         peaks = {name: peak_gigabytes(run, batch) if is_training else None for name, run in runs.items()}
-        steps: dict[str, Step] = {name: _Work(run, batch) for name, run in runs.items()}
-        clear: dict[str, Step] = {name: _Clear(run) for name, run in runs.items()} if is_training else {}
+        steps: dict[str, TimedStep] = {name: _Work(run, batch) for name, run in runs.items()}
+        clear: dict[str, TimedStep] = {name: _Clear(run) for name, run in runs.items()} if is_training else {}
         is_cuda = batch.pixels_TP.is_cuda
         times = _time(steps, rounds, cuda=is_cuda, now=say, before=clear)
         profiled = _profiled(contenders, runs)
@@ -355,12 +356,12 @@ def _open(
 
 
 def _time(
-    steps: Mapping[str, Step],
+    steps: Mapping[str, TimedStep],
     rounds: int,
     *,
     cuda: bool,
     now: Say = lambda _: None,
-    before: Mapping[str, Step] = MappingProxyType({}),
+    before: Mapping[str, TimedStep] = MappingProxyType({}),
 ) -> dict[str, list[float]]:
     """Time every contender in turns, warmed up anew in each round.
 

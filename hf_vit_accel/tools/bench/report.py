@@ -245,16 +245,16 @@ def _draw_bars(
         offsets = []
         lengths = []
         labels = []
-        for place, size in enumerate(sizes):
+        for position, size in enumerate(sizes):
             ms = times.get((size, name))
             if ms is None:
                 continue
             first_ms = times.get((size, contenders[0]))
-            offsets.append(place + index * height)
+            offsets.append(position + index * height)
             lengths.append(ms)
             labels.append(f"{first_ms / ms:.1f}x" if first_ms else "")
         bars = panel.barh(offsets, lengths, height=height, label=name)
         panel.bar_label(bars, labels, fontsize=7, padding=2)
-    panel.set_yticks([place + 0.4 - height / 2 for place in range(len(sizes))], sizes)
+    panel.set_yticks([position + 0.4 - height / 2 for position in range(len(sizes))], sizes)
     panel.margins(x=0.12)
     panel.invert_yaxis()

@@ -7,7 +7,6 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -16,11 +15,8 @@ from torch import Tensor, nn
 from transformers.utils.hub import has_file
 
 from hf_vit_accel import machine
-from hf_vit_accel.families import FAMILIES, Family, family_of, find_towers
+from hf_vit_accel.families import FAMILIES, Config, Family, Tower, family_of, find_towers
 from hf_vit_accel.layout import Grid, build
-
-Tower: TypeAlias = Any
-"""A vision tower of transformers, whose classes have no common type."""
 
 PEAK = 790.0
 """TFLOP/s that the floor assumes on an H200: what large bf16 matrix products reach there."""
@@ -117,7 +113,7 @@ def parse_size(text: str) -> tuple[str, Grid]:
     return name, tuple(grid)
 
 
-def vision_config(model: str) -> Any:
+def vision_config(model: str) -> Config:
     """Return a vision config.
 
     Args:

@@ -12,10 +12,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from hf_vit_accel import machine
+from hf_vit_accel.families import Tower
 from hf_vit_accel.layout import Grid
-from hf_vit_accel.tools.bench.baselines import Run, stock, trained
+from hf_vit_accel.tools.bench.baselines import Run, is_trained, stock
 from hf_vit_accel.tools.bench.contenders import Contender
-from hf_vit_accel.tools.bench.towers import Tower, family_of_tower, weight_of
+from hf_vit_accel.tools.bench.towers import family_of_tower, weight_of
 from hf_vit_accel.tools.bench.work import Batch, Errors, draw_batch, results
 
 ROUNDING: Mapping[torch.dtype, float] = {
@@ -41,7 +42,7 @@ Problem = tuple[Status, str]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ErrorVerdict:
     """The errors of a contender.
 
     Attributes:
@@ -60,7 +61,7 @@ class Verdict:
 def reference_of(tower: Tower) -> Tower:
     """Return a copy of a stock tower in fp32. In training it checkpoints its blocks, since fp32 may not fit a GPU."""
     reference = deepcopy(tower).float()
-    if trained(tower):
+    if is_trained(tower):
         for block in family_of_tower(reference).parts(reference).blocks:
             block.module.forward = _checkpointed(block.module.forward)
     return reference
@@ -88,7 +89,7 @@ def verify(
     tower: Tower,
     grid: Grid,
     say: Callable[[str], None],
-) -> tuple[dict[str, Verdict], Batch]:
+) -> tuple[dict[str, ErrorVerdict], Batch]:
     """Compare every run with stock in fp32, beside stock in the dtype.
 
     Args:
@@ -103,12 +104,12 @@ def verify(
     Returns:
         The verdict on every contender, and the batch to time with.
     """
-    is_training = trained(tower)
+    is_training = is_trained(tower)
     is_half_precision = ROUNDING[weight_of(tower).dtype] > 1e-4
     count = TRAINING_BATCHES if is_training and is_half_precision else FORWARD_BATCHES
     stock_errors = Errors()
     errors = {contender.name: Errors() for contender in contenders}
-    verdicts: dict[str, Verdict] = {}
+    verdicts: dict[str, ErrorVerdict] = {}
     with stock("sdpa", reference, grid) as exact, stock("sdpa", twin_of(tower), grid) as same:
         for seed in range(4 * count if is_training else count):
             if seed >= count and not _is_undecided(verdicts, runs, contenders):
@@ -139,7 +140,9 @@ def verify(
     return verdicts, batch
 
 
-def _is_undecided(verdicts: Mapping[str, Verdict], runs: Mapping[str, Run], contenders: Sequence[Contender]) -> bool:
+def _is_undecided(
+    verdicts: Mapping[str, ErrorVerdict], runs: Mapping[str, Run], contenders: Sequence[Contender]
+) -> bool:
     """Return whether more batches may decide: errors of few values, as of a norm's weight, scatter by some percent."""
     for contender in contenders:
         if contender.baseline or contender.name not in runs:
@@ -152,13 +155,13 @@ def _is_undecided(verdicts: Mapping[str, Verdict], runs: Mapping[str, Run], cont
 
 def judge(
     contender: Contender, errors: Mapping[str, float], stock_errors: Mapping[str, float], tower: Tower
-) -> Verdict:
+) -> ErrorVerdict:
     """Return the error that comes nearest to its bound: a tenth above stock's own in the dtype, or a rounding.
 
     All outputs of a forward share one bound. In training, every output and gradient has its own.
     """
     rounding = ROUNDING[weight_of(tower).dtype]
-    is_training = trained(tower)
+    is_training = is_trained(tower)
     factor = PEERS if is_training and contender.baseline else PROMISED
     largest_stock_error = max(stock_errors.values())
     bounds = {}
@@ -166,7 +169,7 @@ def judge(
         allowed = factor * (stock_error if is_training else largest_stock_error)
         bounds[name] = contender.bound or max(allowed, rounding)
     if not errors:
-        return Verdict(max(bounds.values()))
+        return ErrorVerdict(max(bounds.values()))
     worst = max(errors, key=lambda name: errors[name] / bounds.get(name, rounding))
     ratios = tuple(errors[name] / error for name, error in stock_errors.items() if error and name in errors)
-    return Verdict(bounds.get(worst, rounding), errors[worst], worst, ratios)
+    return ErrorVerdict(bounds.get(worst, rounding), errors[worst], worst, ratios)

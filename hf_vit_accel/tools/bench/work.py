@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_vit_accel.layout import Grid, rows_of
-from hf_vit_accel.tools.bench.baselines import Run, trained
+from hf_vit_accel.tools.bench.baselines import Run, is_trained
 from hf_vit_accel.tools.bench.towers import family_of_tower, weight_of
 
 
@@ -51,7 +51,7 @@ def draw_batch(run: Run, grid: Grid, seed: int) -> Batch:
         return torch.randn(shape, device=weight.device, generator=generator).to(weight.dtype)
 
     pixels_TP = family_of_tower(run.tower).pixels(run.tower, draw(rows_of(grid), weight[0].numel()))
-    if not trained(run.tower):
+    if not is_trained(run.tower):
         return Batch(pixels_TP)
     with torch.no_grad():
         shapes = [output.shape for output in outputs_of(run(pixels_TP))]

@@ -1,4 +1,4 @@
-"""The state of a copy that its proof depends on, beside modules and code: buffers, tensors and configs.
+"""Notice changes of a copy that its proof depends on, beside modules and code: of buffers, tensors and configs.
 
 Parameters are left out. The proof draws them anew, so they may change.
 """
@@ -6,19 +6,18 @@ Parameters are left out. The proof draws them anew, so they may change.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import transformers
 from torch import Tensor, nn
 
 from hf_vit_accel.ops.base import copied
 
-Stamp = tuple[Tensor, int, int]
+TensorStamp = tuple[Tensor, int, int]
 """A tensor, the version of its values, and where they are stored."""
 
 
-class Watch:
-    """Notices changes of buffers, of tensors that are plain attributes, and of every field of every config.
+class CopyState:
+    """The buffers of a copy, its tensors that are plain attributes, and the fields of its configs, as they were proven.
 
     A write through `tensor.data` goes unseen, as it does for autograd.
 
@@ -32,7 +31,9 @@ class Watch:
     def __init__(self, tower: nn.Module) -> None:
         attributes = [vars(module) for module in tower.modules()]
         self._buffers = [values["_buffers"] for values in attributes]
-        self._places = [(values, name) for values in attributes for name in values if isinstance(values[name], Tensor)]
+        self._tensor_slots = [
+            (values, name) for values in attributes for name in values if isinstance(values[name], Tensor)
+        ]
         self._configs = list(_configs_of(attributes))
         self._stamps = list(self._stamps_now())
         self._fields = copied([vars(config) for config in self._configs])
@@ -41,12 +42,12 @@ class Watch:
         for buffers in self._buffers:
             if buffers:
                 yield from (buffer for buffer in buffers.values() if buffer is not None)
-        for attributes, name in self._places:
+        for attributes, name in self._tensor_slots:
             tensor = attributes.get(name)
             if isinstance(tensor, Tensor):
                 yield tensor
 
-    def _stamps_now(self) -> Iterator[Stamp]:
+    def _stamps_now(self) -> Iterator[TensorStamp]:
         for tensor in self._tensors_now():
             if tensor.is_inference():
                 raise ValueError("a buffer was made in inference mode, where torch does not count its changes")
@@ -63,9 +64,9 @@ class Watch:
         return None if is_same else "a buffer changed"
 
 
-def _configs_of(attributes: list[dict[str, Any]]) -> Iterator[transformers.PretrainedConfig]:
+def _configs_of(attributes: list[dict[str, object]]) -> Iterator[transformers.PretrainedConfig]:
     """Yield every config in the attributes of modules, and the configs inside it; none twice."""
-    pending: list[Any] = [value for values in attributes for value in values.values()]
+    pending: list[object] = [value for values in attributes for value in values.values()]
     seen: set[int] = set()
     while pending:
         config = pending.pop()

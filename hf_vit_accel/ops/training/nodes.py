@@ -24,7 +24,7 @@ V = TypeVar("V")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Trained:
+class OpWithBackward:
     """An operation with its own backward; it takes rows, weights and settings, in this order.
 
     Attributes:
@@ -62,7 +62,7 @@ class Trained:
         return self.function.backward.__wrapped__
 
 
-class TrainedNorm(Trained):
+class NormWithBackward(OpWithBackward):
     """Compute (x + delta, norm of it) and attach the norm's recipe to the normed rows."""
 
     def __call__(self, *rows: Any, recipe: NormRecipe | None = None) -> tuple[Rows, Rows]:
@@ -85,10 +85,10 @@ class LayerParts(NamedTuple, Generic[V]):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class TrainedLayer:
+class LayerNode:
     """A complete layer as one node."""
 
-    parts: LayerParts[Trained]
+    parts: LayerParts[OpWithBackward]
 
     @cached_property
     def constants(self) -> tuple[int, ...]:
@@ -112,15 +112,20 @@ class TrainedLayer:
         return _Layer.apply(self, heads, tuple(counts), cos_TD, sin_TD, x_TE.contiguous(), delta_TE, *weights)
 
 
-def layer_of(operations: Any, attend: Any) -> TrainedLayer | None:
-    """Build one node from a layer's operations and its attention; None where one of these six is not `Trained`.
+def layer_node_of(operations: Any, attend: object) -> LayerNode | None:
+    """Build one node from a layer's operations and its attention; None where one of these six is not `OpWithBackward`.
 
-    Attention is `Trained` by the window kernel, and by backends whose `attend_layers` returns such functions.
+    Attention is `OpWithBackward` by the window kernel, and by backends whose `attend_layers` returns such functions.
     """
     built = operations.norm1, operations.qkv, attend, operations.proj, operations.norm2, operations.mlp
-    # `guarded` wraps an operation; inside the node each part's forward is guarded by itself.
-    parts = [getattr(part, "__wrapped__", part) for part in built]
-    return TrainedLayer(parts=LayerParts(*parts)) if all(isinstance(part, Trained) for part in parts) else None
+    parts = []
+    for guarded_part in built:
+        # `guarded` wraps an operation; inside the node each part's forward is guarded by itself.
+        part = getattr(guarded_part, "__wrapped__", guarded_part)
+        if not isinstance(part, OpWithBackward):
+            return None
+        parts.append(part)
+    return LayerNode(parts=LayerParts(*parts))
 
 
 class _PartContext(InnerContext):
@@ -130,7 +135,7 @@ class _PartContext(InnerContext):
         weights: number of the part's weights.
     """
 
-    def __init__(self, part: Trained, needs_input_grad: tuple[bool, ...], weights: int) -> None:
+    def __init__(self, part: OpWithBackward, needs_input_grad: tuple[bool, ...], weights: int) -> None:
         self.part = part
         self.needs_input_grad = needs_input_grad
         self.saved_tensors = ()
@@ -190,12 +195,12 @@ def _slices(counts: tuple[int, ...]) -> LayerParts[slice]:
 
 
 class _Layer(torch.autograd.Function):
-    """Run the parts of a `TrainedLayer` one after the other, and their backwards in reverse."""
+    """Run the parts of a `LayerNode` one after the other, and their backwards in reverse."""
 
     @staticmethod
     def forward(
         ctx: FunctionContext,
-        layer: TrainedLayer,
+        layer: LayerNode,
         heads: tuple[int, ...],
         counts: tuple[int, ...],
         cos_TD: Rows,
