@@ -206,6 +206,7 @@ def test_every_cache_declares_its_bound() -> None:
     probes = {id(probe) for probe in machine.PROBES}  # one entry per package or device of the machine
     bounded_lists = {
         "PROBES": "as many as there are probes",
+        "_INHERITED": "what a forked process inherits, once",
         "WORKSPACES": "one per device and stream",
         "_FOLLOWERS": "one, set when the package is imported",
         "MISSING": "as many as there are functions of transformers that are wrapped",

@@ -26,7 +26,7 @@ IMPORTS = {
     "graphs": "config engine layout machine ops",
     "sharing": "config engine layout machine ops",
     "tower": "backends config engine families graphs layout machine ops sharing versions",
-    "model": "families graphs machine tower versions",
+    "model": "families graphs machine ops tower versions",
     "status": "backends config engine families graphs model ops sharing tower versions",
     "api": "backends config families layout machine model ops sharing status tower",
     "calibration": "api backends config ops status tower",
