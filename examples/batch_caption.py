@@ -210,7 +210,7 @@ class _Run:
             return model
         try:
             reuse = reuse_for(model, ready.prompts)
-            hf_vit_accel.patch(model, attention=options.attention, cuda_graphs=options.cuda_graphs, reuse=reuse)
+            hf_vit_accel.patch(model, attention=options.attention, reuse=reuse)
         except (ValueError, hf_vit_accel.BackendUnavailableError) as error:
             raise refused(str(error), "--attention", self.is_first) from None
         return model

@@ -51,7 +51,6 @@ class Options:
     batch_tokens: Annotated[int, typer.Option(min=1, help="Most vision tokens (merged patches) in a batch.")] = 16384
     batch_size: Annotated[int, typer.Option(min=1, help="Most items in a batch.")] = 64
     attention: Annotated[str, typer.Option(help="Attention backend of the vision tower.")] = "auto"
-    cuda_graphs: Annotated[bool, typer.Option(help="Replay the tower from CUDA graphs.")] = False
     no_decode_graphs: Annotated[
         bool, typer.Option("--no-decode-graphs", help="Generate tokens by stock's method; also with --no-patch.")
     ] = False

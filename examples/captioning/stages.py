@@ -121,7 +121,7 @@ def make_ready(job: Job, batch: Sequence[Task]) -> bytes:
 
 
 class Answer:
-    """Caption batches that are ready, with a patched model in a process of its own, its graphs warmed up."""
+    """Caption batches that are ready, with a patched model in a process of its own."""
 
     def __init__(self, job: Job) -> None:
         options = job.options
@@ -132,9 +132,7 @@ class Answer:
         model = load_model(options.named, job.dtype, device, job.commit)
         if not options.no_patch:
             reuse = reuse_for(model, options.prompt or ())
-            hf_vit_accel.patch(model, attention=options.attention, cuda_graphs=options.cuda_graphs, reuse=reuse)
-            if options.cuda_graphs and job.on_gpu:
-                hf_vit_accel.warmup(model, progress=False)
+            hf_vit_accel.patch(model, attention=options.attention, reuse=reuse)
         self.worker = job.worker(model)
         self.batches = Batches(job.folder)
         self.is_patched = not options.no_patch

@@ -89,20 +89,17 @@ def test_prompts_share_their_pixels_on_the_way(mixed_inputs: list[str], tmp_path
     assert one > 1_000_000 and two < 1.02 * one
 
 
-def test_graphs_are_warm_before_the_first_batch(
+def test_an_actor_patches_with_the_defaults(
     mixed_inputs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Only the attention is asked for: graphs are those of `patch(model)`."""
     calls: list[tuple[str, dict[str, object]]] = []
-    fake = SimpleNamespace(
-        patch=lambda model, **settings: calls.append(("patch", settings)),
-        warmup=lambda model, **settings: calls.append(("warmup", settings)),
-    )
+    fake = SimpleNamespace(patch=lambda model, **settings: calls.append(("patch", settings)))
     monkeypatch.setattr(stages, "hf_vit_accel", fake)
     monkeypatch.setattr(stages, "load_model", lambda name, dtype, device, commit: calls.append((str(device), {})))
-    job, _ = job_of(mixed_inputs, tmp_path, cuda_graphs=True, attention="torch_varlen")
+    job, _ = job_of(mixed_inputs, tmp_path, attention="torch_varlen")
     stages.Answer(replace(job, on_gpu=True))
-    patched = ("patch", {"attention": "torch_varlen", "cuda_graphs": True, "reuse": False})
-    assert calls == [("cuda", {}), patched, ("warmup", {"progress": False})]
+    assert calls == [("cuda", {}), ("patch", {"attention": "torch_varlen", "reuse": False})]
 
 
 @pytest.fixture
