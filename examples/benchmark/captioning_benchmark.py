@@ -1,6 +1,6 @@
-"""Measure images per second of `batch_caption.py` with a full-size Qwen2.5-VL-7B of random weights, stock and patched.
+"""Measure images per second of `batch_caption.py` with a full-size model of random weights, stock and patched.
 
-    accelerate launch --num_processes 2 examples/benchmark/captioning_benchmark.py FOLDER --json captioning.json
+    accelerate launch --num_processes 2 examples/benchmark/captioning_benchmark.py FOLDER --model qwen3-vl-8b
     python examples/benchmark/captioning_benchmark.py build/captioning --cores 4,14
 
 The second command prepares pictures on the CPU and on the GPU, with 4 and with 14 cores for one GPU. Then it compares
@@ -19,6 +19,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Annotated
@@ -41,19 +42,16 @@ import hf_vit_accel  # noqa: E402
 from hf_vit_accel import machine  # noqa: E402
 from hf_vit_accel.tools import bench  # noqa: E402
 
-CHECKPOINT = HERE.parent / "tiny_captioner" / "qwen2_5_vl"
-LONGEST = 4096 * 28**2
-"""Pixels of the largest picture; larger ones are reduced to it."""
-OPTIONS = {"--prompt": "describe this picture .", "--batch-tokens": "16384", "--batch-size": "32", "--decoders": "14"}
-# Stock's first run with 32 tokens took 14 s more than its next run, so the runs that warm up make 32 tokens, too.
-RUNS: dict[str, list[str]] = {
-    "stock, to warm up": ["--no-patch", "--max-new-tokens", "32"],
-    "patched, to warm up": ["--max-new-tokens", "32"],
-    "stock, 1 token": ["--no-patch", "--max-new-tokens", "1"],
-    "patched, 1 token": ["--max-new-tokens", "1"],
-    "stock, 32 tokens": ["--no-patch", "--max-new-tokens", "32"],
-    "patched, 32 tokens": ["--max-new-tokens", "32"],
+CHECKPOINTS = {
+    "qwen2.5-vl-7b": HERE.parent / "tiny_captioner" / "qwen2_5_vl",
+    "qwen3-vl-8b": HERE.parent / "tiny_captioner" / "qwen3_vl",
 }
+"""The models, with the tiny checkpoint whose processor each of them takes."""
+PATCH_SIDE = {"qwen2.5-vl-7b": 28, "qwen3-vl-8b": 32}
+"""The side of a merged token in pixels."""
+LONGEST = 4096
+"""Merged tokens of the largest picture; larger ones are reduced to it."""
+OPTIONS = {"--prompt": "describe this picture .", "--batch-tokens": "16384", "--batch-size": "32", "--decoders": "14"}
 ON_CPU = ["--processor-on", "cpu"]
 ON_GPU = ["--processor-on", "gpu"]
 PROCESSORS: dict[str, list[str]] = {
@@ -64,6 +62,26 @@ PROCESSORS: dict[str, list[str]] = {
     "prepared on the CPU, 32 tokens": [*ON_CPU, "--max-new-tokens", "32"],
     "prepared on the GPU, 32 tokens": [*ON_GPU, "--max-new-tokens", "32"],
 }
+
+
+def runs_of(tokens: Sequence[int]) -> dict[str, list[str]]:
+    """Return the options of every run by its name: stock and patched, for each number of new tokens.
+
+    Stock's first run with 32 tokens took 14 s more than its next run, so the runs that warm up make 32 tokens, too.
+    """
+    runs = {"stock, to warm up": ["--no-patch", "--max-new-tokens", "32"]}
+    runs["patched, to warm up"] = ["--max-new-tokens", "32"]
+    for number in tokens:
+        runs[name_of("stock", number)] = ["--no-patch", "--max-new-tokens", str(number)]
+        runs[name_of("patched", number)] = ["--max-new-tokens", str(number)]
+    return runs
+
+
+def name_of(way: str, tokens: int) -> str:
+    """Return the name of a run."""
+    return f"{way}, {tokens} token{'s' * (tokens > 1)}"
+
+
 COMPARED = 500
 """Scenes whose captions are compared."""
 SIDES = (120, 230)
@@ -85,25 +103,31 @@ def draw(folder: Path, index: int) -> None:
     Image.fromarray(coarse).resize((int(width), int(height))).save(folder / f"{index:05d}.jpg", quality=85)
 
 
+_load_model = batch_caption.load_model
+_load_processor = batch_caption.load_processor
+
+
+def model_of(checkpoint: str) -> str:
+    """Return the name of the full-size model that takes a tiny checkpoint's processor."""
+    return next(name for name, path in CHECKPOINTS.items() if str(path) == checkpoint)
+
+
 @cache
-def load_model(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def load_model(checkpoint: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """Build the full-size model once."""
-    token = load_processor(name).tokenizer.convert_tokens_to_ids
+    token = load_processor(checkpoint).tokenizer.convert_tokens_to_ids
     names = ("image_pad", "video_pad", "vision_start", "vision_end")
-    model = build("qwen2.5-vl-7b", *(token(f"<|{name}|>") for name in names), device=device).to(dtype)
+    model = build(model_of(checkpoint), *(token(f"<|{name}|>") for name in names), device=device).to(dtype)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = token("<|endoftext|>")
     return model
 
 
-_load_model = batch_caption.load_model
-_load_processor = batch_caption.load_processor
-
-
-def load_processor(name: str, revision: str | None = None) -> ProcessorMixin:
+def load_processor(checkpoint: str, revision: str | None = None) -> ProcessorMixin:
     """Load the tiny model's processor, for pictures of the usual sizes."""
-    processor = _load_processor(name)
-    processor.image_processor.size = {"shortest_edge": 56**2, "longest_edge": LONGEST}
+    processor = _load_processor(checkpoint)
+    largest = LONGEST * PATCH_SIDE[model_of(checkpoint)] ** 2
+    processor.image_processor.size = {"shortest_edge": 56**2, "longest_edge": largest}
     return processor
 
 
@@ -121,7 +145,8 @@ def compare(folder: Path) -> None:
     for device in ("cpu", "gpu"):
         output = folder / f"scenes prepared on the {device}"
         options = ["--prompt", "describe this picture .", "--max-new-tokens", "24", "--processor-on", device]
-        arguments = ["caption", str(drawn), "--output", str(output), "--model", str(CHECKPOINT), "--overwrite"]
+        arguments = ["caption", str(drawn), "--output", str(output), "--model", str(CHECKPOINTS["qwen2.5-vl-7b"])]
+        arguments.append("--overwrite")
         batch_caption.app([*arguments, *options, "--max-failures", "1"], standalone_mode=False)
         merged = folder / f"scenes prepared on the {device}.jsonl"
         batch_caption.app(["merge", str(output), str(merged), "--overwrite"], standalone_mode=False)
@@ -152,33 +177,57 @@ def on_cores(folder: Path, pictures: int, numbers: Sequence[int]) -> None:
         subprocess.run([*pinned, *command], env=os.environ | {"OMP_NUM_THREADS": str(number)}, check=True)
 
 
-def per_second(output: Path) -> float:
-    """Return the pictures per second of a run, from the counts that each of its processes left in `output`."""
-    all_counts = [json.loads(path.read_text()) for path in (output / ".progress").glob("*.json")]
-    return sum(counts["items"] for counts in all_counts) / max(counts["seconds"] for counts in all_counts)
-
-
-def document(pictures: int, processes: int, rates: Mapping[str, Sequence[float]]) -> Row:
-    """Return the content of `captioning.json`: pictures per second of stock and patched by number of tokens.
+@dataclass(frozen=True)
+class Run:
+    """What one run took, over all processes.
 
     Args:
+        rate: Pictures per second.
+        waiting: Milliseconds a picture in which the models waited for pictures.
+    """
+
+    rate: float
+    waiting: float
+
+
+def read_run(output: Path) -> Run:
+    """Read the counts that each process of a run left in `output`."""
+    all_counts = [json.loads(path.read_text()) for path in (output / ".progress").glob("*.json")]
+    items = sum(counts["items"] for counts in all_counts)
+    waited = statistics.mean(counts["waited"] for counts in all_counts)
+    return Run(items / max(counts["seconds"] for counts in all_counts), 1e3 * waited / items)
+
+
+def document(model: str, pictures: int, processes: int, runs: Mapping[str, Sequence[Run]]) -> Row:
+    """Return the content of `captioning.json`: stock and patched by number of tokens.
+
+    Args:
+        model: the name of the model
         pictures: the number of pictures
         processes: the number of processes
-        rates: pictures per second of every run, by the names of RUNS
+        runs: all runs by the names of `runs_of`
     """
     rows: list[Row] = []
-    for tokens in (1, 32):
-        by_way = {way: rates[f"{way}, {tokens} token{'s' * (tokens > 1)}"] for way in ("stock", "patched")}
-        medians = {way: statistics.median(of_way) for way, of_way in by_way.items()}
-        rows.append({"tokens": tokens, **medians, "all": by_way})
+    for name in runs:
+        way, _, tokens = name.partition(", ")
+        if way != "stock" or not tokens[0].isdigit():
+            continue
+        number = int(tokens.split()[0])
+        by_way = {way: runs[name_of(way, number)] for way in ("stock", "patched")}
+        rates = {way: [run.rate for run in of_way] for way, of_way in by_way.items()}
+        medians = {way: statistics.median(of_way) for way, of_way in rates.items()}
+        waiting = {way: statistics.median(run.waiting for run in of_way) for way, of_way in by_way.items()}
+        rows.append({"model": model, "tokens": number, **medians, "all": rates, "ms waiting": waiting})
     device = machine.cuda_device_name() if torch.cuda.is_available() else "cpu"
     head = {"versions": machine.versions(), "device": device, "gpus": processes, "dtype": "bfloat16"}
-    return {**head, "machine": bench.host(), "model": "qwen2.5-vl-7b", "images": pictures, "rows": rows}
+    return {**head, "machine": bench.host(), "images": pictures, "rows": rows}
 
 
-def fresh_model(name: str, dtype: torch.dtype, device: torch.device, revision: str | None = None) -> PreTrainedModel:
+def fresh_model(
+    checkpoint: str, dtype: torch.dtype, device: torch.device, revision: str | None = None
+) -> PreTrainedModel:
     """Return the full-size model without the patch of an earlier run."""
-    return hf_vit_accel.unpatch(load_model(name, dtype, device))
+    return hf_vit_accel.unpatch(load_model(checkpoint, dtype, device))
 
 
 def draw_all(folder: Path, pictures: int) -> None:
@@ -191,6 +240,8 @@ def draw_all(folder: Path, pictures: int) -> None:
 def main(
     folder: Annotated[Path, typer.Argument(help="Folder for pictures and records.")],
     pictures: Annotated[int, typer.Option(min=1)] = 640,
+    model: Annotated[str, typer.Option(help=f"One of {', '.join(CHECKPOINTS)}.")] = "qwen2.5-vl-7b",
+    tokens: Annotated[str, typer.Option(help="Numbers of new tokens.")] = "1,32,128",
     processors: Annotated[bool, typer.Option("--processors", help="Prepare pictures on the CPU and the GPU.")] = False,
     cores: Annotated[str, typer.Option(help="Numbers of CPU cores to prepare pictures with, as 4,14.")] = "",
     rounds: Annotated[int, typer.Option(min=1, help="Times that every way runs, in turns.")] = 3,
@@ -211,19 +262,21 @@ def main(
     if state.is_main_process:
         draw_all(drawn, pictures)
     state.wait_for_everyone()
-    rates: dict[str, list[float]] = {}
-    runs = list((PROCESSORS if processors else RUNS).items())
+    results: dict[str, list[Run]] = {}
+    numbers = [int(number) for number in tokens.split(",")]
+    runs = list((PROCESSORS if processors else runs_of(numbers)).items())
     measured = [run for run in runs if "to warm up" not in run[0]]
     for name, options in [*runs, *measured * (rounds - 1)]:
         output = folder / name.replace(", ", "_").replace(" ", "_")
-        arguments = ["caption", str(drawn), "--output", str(output), "--model", str(CHECKPOINT), "--overwrite"]
+        arguments = ["caption", str(drawn), "--output", str(output), "--model", str(CHECKPOINTS[model])]
+        arguments.append("--overwrite")
         if state.is_main_process:
             print(f"### {name}", flush=True)
         shared = [word for pair in OPTIONS.items() for word in pair]
         batch_caption.app([*arguments, *shared, "--limit", str(pictures), *options], standalone_mode=False)
         state.wait_for_everyone()
         if state.is_main_process:
-            rates.setdefault(name, []).append(per_second(output))
+            results.setdefault(name, []).append(read_run(output))
         state.wait_for_everyone()
     if not state.is_main_process:
         return
@@ -232,7 +285,7 @@ def main(
         batch_caption.load_processor = _load_processor
         compare(folder)
     else:
-        write_json(json_path, document(pictures, state.num_processes, rates))
+        write_json(json_path, document(model, pictures, state.num_processes, results))
 
 
 if __name__ == "__main__":

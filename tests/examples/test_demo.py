@@ -140,10 +140,10 @@ def test_the_captioning_benchmark(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], processors: bool
 ) -> None:
     """All runs of the benchmark end, with a tiny model in place of the full-size one."""
-    runs = captioning_benchmark.PROCESSORS if processors else captioning_benchmark.RUNS
+    runs = captioning_benchmark.PROCESSORS if processors else captioning_benchmark.runs_of([1, 5])
     captioning_benchmark.load_model.cache_clear()
     monkeypatch.setattr(captioning_benchmark, "COMPARED", 4)
-    tiny = AutoModelForImageTextToText.from_pretrained(captioning_benchmark.CHECKPOINT)
+    tiny = AutoModelForImageTextToText.from_pretrained(captioning_benchmark.CHECKPOINTS["qwen2.5-vl-7b"])
     built: list[tuple[str, tuple[int, ...]]] = []
 
     def build(name: str, *tokens: int, device: torch.device) -> torch.nn.Module:
@@ -151,14 +151,14 @@ def test_the_captioning_benchmark(
         return tiny
 
     monkeypatch.setattr(captioning_benchmark, "build", build)
-    monkeypatch.setattr(captioning_benchmark, "LONGEST", 16 * 28**2)
+    monkeypatch.setattr(captioning_benchmark, "LONGEST", 16)
     for name in ("load_model", "load_processor"):
         monkeypatch.setattr(
             captioning_benchmark.batch_caption, name, None
         )  # restores them after the test: the benchmark replaces them
     monkeypatch.setattr(PartialState, "destroy_process_group", None)
     path = tmp_path / "rates.json"
-    captioning_benchmark.main(tmp_path, pictures=3, processors=processors, rounds=2, json_path=path)
+    captioning_benchmark.main(tmp_path, pictures=3, tokens="1,5", processors=processors, rounds=2, json_path=path)
     assert built == [("qwen2.5-vl-7b", (tiny.config.image_token_id, tiny.config.video_token_id, *built[0][1][2:]))]
     stdout = capsys.readouterr().out
     assert stdout.count("\n  3 items in") == len(runs) + 4, "a summary for every run"
@@ -173,7 +173,7 @@ def test_the_captioning_benchmark(
     assert hf_vit_accel.status(tiny).towers[0].calls
     document = json.loads(path.read_text())
     assert document["images"] == 3 and document["gpus"] == 1
-    assert [row["tokens"] for row in document["rows"]] == [1, 32]
+    assert [(row["model"], row["tokens"]) for row in document["rows"]] == [("qwen2.5-vl-7b", 1), ("qwen2.5-vl-7b", 5)]
     printed = stdout.split("### ")
     for row in document["rows"]:
         for way in ("stock", "patched"):
@@ -181,3 +181,4 @@ def test_the_captioning_benchmark(
             for summary, rate in zip(summaries, row["all"][way], strict=True):
                 assert f": {rate:.2f} items/s" in summary
             assert row[way] == sum(row["all"][way]) / 2
+            assert 0 <= row["ms waiting"][way] <= 1e3 / min(row["all"][way])
