@@ -115,21 +115,24 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-_RESOURCES: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
+_OWNERS: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
 _INHERITED: list[object] = []
 
 
-def keep_in_children(resource: object) -> None:
-    """Keep a CUDA graph or event alive in forked processes, such as a data loader's workers.
+def keep_in_children(owner: object) -> None:
+    """Keep the owner of CUDA graphs or events alive in forked processes, such as a data loader's workers.
 
-    Destroying one there aborts the process, which the garbage collector may do at any time.
+    Destroying a graph or an event there aborts the process, and the garbage collector may do so at any time.
+
+    Args:
+        owner: An object of a Python class. torch's events leave weak references to them dangling.
     """
-    _RESOURCES[id(resource)] = resource
+    _OWNERS[id(owner)] = owner
 
 
 def _inherit() -> None:
-    """Hold all resources of the parent process for ever."""
-    _INHERITED.extend(_RESOURCES.values())
+    """Hold all owners of the parent process for ever."""
+    _INHERITED.extend(_OWNERS.values())
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows

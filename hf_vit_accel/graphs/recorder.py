@@ -40,6 +40,17 @@ class _Memory:
         }
 
 
+class _Replay:
+    """Replays a graph, and owns it."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+        self._graph = graph
+        keep_in_children(self)
+
+    def __call__(self) -> None:
+        self._graph.replay()
+
+
 class CudaRecorder:
     """Captures CUDA graphs on one device, into one private memory pool."""
 
@@ -48,8 +59,8 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._event = torch.cuda.Event()
-        keep_in_children(self._event)
         self._last_stream: torch.cuda.Stream | None = None
+        keep_in_children(self)
 
     def against(self) -> str | None:
         """Return why this call can neither capture nor replay, or None if it can."""
@@ -85,12 +96,10 @@ class CudaRecorder:
         """Capture every run; return the replay functions and their device memory in bytes."""
         free_before, _ = torch.cuda.mem_get_info(self._device)
         graphs = [torch.cuda.CUDAGraph() for _ in runs]
-        for graph in graphs:
-            keep_in_children(graph)
         for graph, run in zip(graphs, runs, strict=True):
             self._capture(graph, run)
         free_after, _ = torch.cuda.mem_get_info(self._device)
-        return [graph.replay for graph in graphs], max(free_before - free_after, 0)
+        return [_Replay(graph) for graph in graphs], max(free_before - free_after, 0)
 
     def _capture(self, graph: torch.cuda.CUDAGraph, run: Callable[[], None]) -> None:
         """Capture one run."""

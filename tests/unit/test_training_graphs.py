@@ -789,10 +789,6 @@ def test_a_backward_whose_graph_was_dropped(one_pair: Pair) -> None:
     assert_same(take_gradients(tower), take_gradients(stock))
 
 
-class FakeGraph(SimpleNamespace):
-    """A graph that can be referenced weakly."""
-
-
 @pytest.mark.parametrize("failures", [0, 1, 2])
 def test_a_capture_without_memory_is_tried_again(monkeypatch: pytest.MonkeyPatch, failures: int) -> None:
     """From the first graph on, after cached memory was given back: within a capture the allocator frees none."""
@@ -802,7 +798,7 @@ def test_a_capture_without_memory_is_tried_again(monkeypatch: pytest.MonkeyPatch
         "current_stream": lambda device: stream,
         "mem_get_info": lambda device: (1000 - len(events), 0),
         "stream": lambda stream: nullcontext(),
-        "CUDAGraph": lambda: FakeGraph(replay=len(events)),
+        "CUDAGraph": lambda: SimpleNamespace(replay=len(events)),
         "empty_cache": lambda: events.append("emptied"),
     }
     for name, fake in fakes.items():
