@@ -29,7 +29,7 @@ from hf_vit_accel.backends import BackendUnavailableError
 from hf_vit_accel.calibration import calibrate
 from hf_vit_accel.config import FlexConfig, Fp8Config, GraphConfig, ReuseConfig
 from hf_vit_accel.machine import FallbackError
-from hf_vit_accel.model.state import follow_name
+from hf_vit_accel.model.around import follow_name
 from hf_vit_accel.sharing.ranks import RankError
 from hf_vit_accel.status import ModelStatus, Status, TowerStatus, status
 from hf_vit_accel.tower.loading import register

@@ -18,7 +18,7 @@ from hf_vit_accel.families import FAMILIES_OF_COPIES, Family, Tower
 from hf_vit_accel.families.copies import CopyFamily
 from hf_vit_accel.layout import Grid, rows_of
 from hf_vit_accel.machine import raise_if_any
-from hf_vit_accel.model import state as around
+from hf_vit_accel.model import around
 from hf_vit_accel.ops import PARTS
 from hf_vit_accel.ops.fp8.scales import Amax
 from hf_vit_accel.sharing.ranks import ranks_of

@@ -17,8 +17,8 @@ from hf_vit_accel.engine.route import Route, Spec
 from hf_vit_accel.families import FAMILIES, FAMILIES_OF_COPIES, Family, Tower
 from hf_vit_accel.families.copies import CopyFamily, suggest_families
 from hf_vit_accel.graphs.store import GraphStatus
-from hf_vit_accel.model import state as around
-from hf_vit_accel.model.state import ModelState
+from hf_vit_accel.model import around
+from hf_vit_accel.model.around import ModelState
 from hf_vit_accel.ops import PARTS, TABLE, why_not_triton
 from hf_vit_accel.ops.window_attention import LONGEST
 from hf_vit_accel.sharing.reuse import ReuseStatus
@@ -211,7 +211,7 @@ def status(model: nn.Module) -> Status:
     towers = [_tower_status(path, tower, family) for path, tower, family in towers_of(model)]
     states = [(path, around.state_of(holder)) for path, holder in around.holders_of(model)]
     models = [_model_status(path, state) for path, state in states if state is not None]
-    steps = sys.modules.get("hf_vit_accel.model.steps")  # imported by the first call of `graphed_decoding`
+    steps = sys.modules.get("hf_vit_accel.model.decode_steps")  # imported by the first call of `graphed_decoding`
     decoding = None if steps is None else steps.decoding_status(model)
     return Status(towers=tuple(towers), models=tuple(models), decoding=decoding, untested=tuple(untested()))
 

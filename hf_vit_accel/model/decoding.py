@@ -19,8 +19,8 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_vit_accel.machine import one_line
-from hf_vit_accel.model.step import ATTENTION, CACHE, Arguments, Step, StepInputs, UnservedError, window_of
-from hf_vit_accel.model.steps import Steps, steps_of
+from hf_vit_accel.model.decode_step import ATTENTION, CACHE, Arguments, Step, StepInputs, UnservedError, window_of
+from hf_vit_accel.model.decode_steps import Steps, steps_of
 
 FEWEST = 8
 """Tokens still to come from which on a new step, whose capture takes some 0.1 s, pays."""

@@ -21,9 +21,9 @@ from tiny import TINY
 from torch import nn
 
 from hf_vit_accel import graphed_decoding
-from hf_vit_accel.model import step as step_module
+from hf_vit_accel.model import decode_step as step_module
+from hf_vit_accel.model.decode_steps import free_steps, steps_of
 from hf_vit_accel.model.norms import as_one_kernel, norms_of
-from hf_vit_accel.model.steps import free_steps, steps_of
 
 Recorder = type[OperationRecorder]
 TEXT = {"input_ids": torch.tensor([[5, 6, 7, 8], [9, 4, 3, 3]])}

@@ -24,7 +24,7 @@ from transformers.generation.streamers import BaseStreamer
 import hf_vit_accel
 from hf_vit_accel import graphed_decoding
 from hf_vit_accel.model import decoding
-from hf_vit_accel.model.step import CACHE
+from hf_vit_accel.model.decode_step import CACHE
 
 ALL_OUTPUTS: dict[str, Any] = dict(return_dict_in_generate=True, output_scores=True, output_logits=True)
 NO_PICTURES = dict(suppress_tokens=[tiny.IMAGE, tiny.VIDEO, tiny.START, tiny.END])
@@ -83,7 +83,7 @@ def test_patched_models_decode_by_steps(family: str) -> None:
 def test_a_text_longer_than_its_cache_goes_on_in_a_larger_one(model: Any) -> None:
     both(model, tiny.left_padded(model), max_new_tokens=300, min_new_tokens=300, **ALL_OUTPUTS)
     assert counts_of(model).static_calls == 1
-    assert len(hf_vit_accel.model.steps.steps_of(model)._steps) >= 2
+    assert len(hf_vit_accel.model.decode_steps.steps_of(model)._steps) >= 2
 
 
 def test_buckets_waste_at_most_a_quarter_from_512_tokens_on() -> None:

@@ -10,7 +10,7 @@ import torch
 from support.decoding import both, counts_of
 from tiny import TINY
 
-from hf_vit_accel.model.steps import steps_of
+from hf_vit_accel.model.decode_steps import steps_of
 
 pytestmark = pytest.mark.gpu
 

@@ -22,7 +22,7 @@ from tiny import TINY, chat_inputs, left_padded, tower_of
 from torch import nn
 
 import hf_vit_accel
-from hf_vit_accel.model import host, state
+from hf_vit_accel.model import around, host
 from hf_vit_accel.model.host import HostCopies
 
 Model: TypeAlias = Any
@@ -44,7 +44,7 @@ def build(name: str) -> Model:
 
 
 def holder_of(model: nn.Module) -> Model:
-    [(_, holder)] = state.holders_of(model)
+    [(_, holder)] = around.holders_of(model)
     return holder
 
 
@@ -149,7 +149,7 @@ def test_images_are_numbered_at_once(name: str, on_device: type[OnDevice], monke
         ours = model.get_rope_index(**moved(batch))
         for actual, stock in zip(ours, former(model, **batch), strict=True):
             assert actual.dtype == stock.dtype and torch.equal(actual, stock), seed
-    assert len(calls) < 10 and state.state_of(model).numbers_images
+    assert len(calls) < 10 and around.state_of(model).numbers_images
 
 
 def test_a_method_that_fails_later_fails_as_in_stock(
@@ -158,7 +158,7 @@ def test_a_method_that_fails_later_fails_as_in_stock(
     model = holder_of(hf_vit_accel.patch(build("qwen3_vl")))
     batch = {name: value for name, value in left_padded(model).items() if not name.startswith("pixel")}
     model.get_rope_index(**moved(batch))
-    assert state.state_of(model).numbers_images
+    assert around.state_of(model).numbers_images
 
     def fail(*args: Model, **kwargs: Model) -> Model:
         raise KeyError("mine")
@@ -244,7 +244,7 @@ def test_a_forward_leaves_no_copies(mode: Model, on_device: type[OnDevice]) -> N
         inputs["input_ids"][inputs["input_ids"] == tiny.IMAGE] = placeholder
         with mode(), nullcontext() if placeholder == tiny.IMAGE else pytest.raises(ValueError, match="do not match"):
             model(**moved(inputs))
-        assert state.state_of(model.model).copies._copies == []
+        assert around.state_of(model.model).copies._copies == []
 
 
 def test_tensors_of_every_dtype_come_to_the_host_at_once(on_device: type[OnDevice]) -> None:
@@ -358,7 +358,7 @@ def test_copies_of_a_model_have_their_own_positions(duplicate: Model) -> None:
         inner(**inputs)
         assert status_of(inner).calls == 1 and status_of(model).calls == 1
         assert inner.get_rope_index.__self__ is inner
-        state.uninstall(inner)
+        around.uninstall(inner)
         assert "get_rope_index" not in vars(inner) and torch.equal(model(**inputs).logits, expected)
     assert status_of(model).calls == 2
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from hf_vit_accel import machine
 from hf_vit_accel.families import find_towers
 from hf_vit_accel.graphs.recorder import CudaRecorder
-from hf_vit_accel.model.state import OWN_HOOKS
-from hf_vit_accel.model.step import Step, UnservedError
+from hf_vit_accel.model.around import OWN_HOOKS
+from hf_vit_accel.model.decode_step import Step, UnservedError
 
 _PLAIN = (bool, int, float, str, type(None))
 _IGNORED = {*vars(nn.Module()), "rope_deltas"} - {"training"}
