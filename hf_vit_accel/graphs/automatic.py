@@ -86,7 +86,7 @@ class AutoGraphs:
         """Choose anew, since graphs were dropped. The counts of calls stay."""
         self._chosen.clear()
 
-    def use(
+    def choose(
         self,
         grid: Grid,
         budgets_of_call: Hashable,
@@ -131,7 +131,7 @@ class AutoGraphs:
             self._chosen.add(key)
         return GraphUse(exactly=is_exact)
 
-    def use_for_step(
+    def choose_for_step(
         self, grid: Grid, values_per_row: int, gradient_bytes: int, store: Store, free_bytes: Callable[[], int]
     ) -> GraphUse:
         """Count a training call, and decide whether its step is replayed.

@@ -152,7 +152,7 @@ class CudaRecorder:
         if self._last_stream is not None and self._last_stream != stream:
             stream.wait_event(self._event)
 
-    def uses(self, tensor: Tensor) -> None:
+    def keep_until_done(self, tensor: Tensor) -> None:
         """Keep a dropped tensor's memory until the work queued on the current stream is over."""
         tensor.record_stream(torch.cuda.current_stream(self._device))
 

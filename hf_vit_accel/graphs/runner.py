@@ -144,7 +144,7 @@ class Runner(GraphStore[_Graph]):
         budgets_of_call = None
         if can_pad and not isinstance(bins, str) and budgets.pays(bins, merge):
             budgets_of_call = tuple(bin_.budget for bin_ in bins)
-        return self.auto.use(grid, budgets_of_call, self, partial(free_bytes, device), is_padding_slower)
+        return self.auto.choose(grid, budgets_of_call, self, partial(free_bytes, device), is_padding_slower)
 
     @contextmanager
     def capturing(self, *, exactly: bool) -> Iterator[None]:
@@ -338,7 +338,7 @@ class Runner(GraphStore[_Graph]):
         """Copy the inputs of one bin into static buffers, and replay its graph."""
         rows = len(pixels_TP)
         graph.packed.copy_(route.packed())
-        self._recorder.uses(route.packed())
+        self._recorder.keep_until_done(route.packed())
         graph.pixels_TP[:rows].copy_(pixels_TP)
         if rows < len(graph.pixels_TP):
             graph.pixels_TP[rows:].zero_()

@@ -110,7 +110,7 @@ class TrainingRunner(GraphStore[CapturedStep]):
         if why is not None:
             return GraphUse(why)
         gradient_bytes = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
-        return self.auto.use_for_step(grid, values_per_row, gradient_bytes, self, partial(free_bytes, device))
+        return self.auto.choose_for_step(grid, values_per_row, gradient_bytes, self, partial(free_bytes, device))
 
     def run(
         self,

@@ -19,15 +19,15 @@ from hf_vit_accel.machine import one_line
 from hf_vit_accel.model.every_rank import (
     AddDummy,
     Features,
-    applies,
     encode_once,
+    must_call_once,
     tower_in,
     try_host_grids,
     try_one_call,
     try_out,
 )
 from hf_vit_accel.model.host import Arguments, HostCopies, Result, to_device
-from hf_vit_accel.model.positions import image_positions, numbers_images
+from hf_vit_accel.model.positions import image_positions, numbers_images_alike
 from hf_vit_accel.tower import checks, fsdp
 from hf_vit_accel.tower.forward import is_our_forward, own_hooks, redirect_shallow_copies
 from hf_vit_accel.tower.modules import is_inert
@@ -35,8 +35,8 @@ from hf_vit_accel.versions import cache_name
 
 STATE = "_hf_vit_accel_model"
 
-Stock = Callable[..., Result]
-"""The function of a model's class, which takes the model first."""
+StockMethod = Callable[..., Result]
+"""A method of a model's class as a function, which takes the model first."""
 
 
 class ModelState:
@@ -50,8 +50,8 @@ class ModelState:
         copies: Tensors of a forward on the host.
         features: Features of a forward that were encoded in one call of the tower.
         takes_host_grids: Whether the methods for features take a grid on the host; None before they were tried.
-        code: The methods that `numbers_images` compared with ours.
-        numbers_images: Whether they number images as ours.
+        compared_methods: The methods that `numbers_images_alike` compared with ours.
+        is_numbering_proven: Whether they number images as ours.
     """
 
     def __init__(self, every_rank: bool = False) -> None:
@@ -62,8 +62,8 @@ class ModelState:
         self.copies = HostCopies()
         self.features = Features()
         self.takes_host_grids: bool | None = None
-        self.code: tuple[object, ...] = ()
-        self.numbers_images = False
+        self.compared_methods: tuple[object, ...] = ()
+        self.is_numbering_proven = False
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.every_rank,)
@@ -117,7 +117,7 @@ def _drop_hooks(module: nn.Module) -> None:
     for name in ("_forward_hooks", "_forward_hooks_always_called"):
         vars(module)[name] = OrderedDict(vars(module)[name])
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for key in [key for key, hook in hooks.items() if hook in OWN_HOOKS or isinstance(hook, AddDummy)]:
+        for key in [key for key, hook in hooks.items() if is_own_hook(hook)]:
             del hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
             module._forward_hooks_always_called.pop(key, None)
@@ -186,7 +186,7 @@ def parameters_of(method: Callable[..., Result]) -> tuple[str, ...]:
     return tuple(parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD)
 
 
-def _rope_index(model: Model, state: ModelState, stock: Stock, arguments: Arguments) -> Result:
+def _rope_index(model: Model, state: ModelState, stock: StockMethod, arguments: Arguments) -> Result:
     """Return positions and deltas, computed on the host.
 
     Images are numbered at once where the method does it alike. Otherwise the method itself runs.
@@ -195,14 +195,16 @@ def _rope_index(model: Model, state: ModelState, stock: Stock, arguments: Argume
         None if the method raises.
     """
     within = "get_vision_position_ids"
-    code = type(model), stock, getattr(type(model), within, None), vars(model).get(within)
+    methods = type(model), stock, getattr(type(model), within, None), vars(model).get(within)
     try:
         host = state.copies.on_host(arguments, parameters_of(stock))
-        if state.code != code:
-            state.code = code
-            state.numbers_images = False  # also where the comparison raises
-            state.numbers_images = "mm_token_type_ids" in parameters_of(stock) and numbers_images(model)
-        result = image_positions(host, model.config.vision_config.spatial_merge_size) if state.numbers_images else None
+        if state.compared_methods != methods:
+            state.compared_methods = methods
+            state.is_numbering_proven = False  # also where the comparison raises
+            state.is_numbering_proven = "mm_token_type_ids" in parameters_of(stock) and numbers_images_alike(model)
+        result = None
+        if state.is_numbering_proven:
+            result = image_positions(host, model.config.vision_config.spatial_merge_size)
         result = to_device(result or stock(model, **host), arguments["input_ids"].device)
     except Exception as error:  # the same call on the device raises it again, or does not
         state.stock_calls += 1
@@ -212,7 +214,7 @@ def _rope_index(model: Model, state: ModelState, stock: Stock, arguments: Argume
     return result
 
 
-def _placeholder_mask(model: Model, state: ModelState, stock: Stock, arguments: Arguments) -> Result:
+def _placeholder_mask(model: Model, state: ModelState, stock: StockMethod, arguments: Arguments) -> Result:
     """Return the masks of placeholders, which the model's method computes and checks on the host.
 
     It gets stand-ins for embeddings and features: their width is two, since only their sizes count.
@@ -239,8 +241,12 @@ def _placeholder_mask(model: Model, state: ModelState, stock: Stock, arguments: 
     return tuple(x if mask.shape[-1] == 1 else x.expand_as(embeddings) for x, mask in zip(sent, masks, strict=True))
 
 
-def _features(model: Model, state: ModelState, stock: Stock, arguments: Arguments) -> Result:
-    """Return features that this forward has encoded already, or encode them with the grid on the host."""
+def _features(model: Model, state: ModelState, stock: StockMethod, arguments: Arguments) -> Result:
+    """Return features that this forward has encoded already, or encode them with the grid on the host.
+
+    Returns:
+        None if the grid on the host would be seen by code of others.
+    """
     pixels_name, grid_name = parameters_of(stock)[:2]
     features = state.features.find(arguments.get(pixels_name))
     if features is not None:
@@ -261,12 +267,13 @@ def _passes_on_grids(tower: nn.Module) -> bool:
     )
 
 
-_SERVED: dict[str, Callable[[Model, ModelState, Stock, Arguments], Result]] = {
+_SERVED: dict[str, Callable[[Model, ModelState, StockMethod, Arguments], Result]] = {
     "get_rope_index": _rope_index,
     "get_placeholder_mask": _placeholder_mask,
     "get_image_features": _features,
     "get_video_features": _features,
 }
+"""The methods that run on the host. Where a function returns None, `Method` calls stock's with the same arguments."""
 
 
 def before_forward(model: Model, args: tuple[object, ...], kwargs: Arguments) -> None:
@@ -282,7 +289,9 @@ def after_forward(model: Model, args: object, output: object) -> None:
         model._hf_vit_accel_model.features.outputs = []
 
 
-OWN_HOOKS = (before_forward, after_forward)
+def is_own_hook(hook: object) -> bool:
+    """Return whether a hook of a module is one of this room's."""
+    return hook in (before_forward, after_forward) or isinstance(hook, AddDummy)
 
 
 @lru_cache(maxsize=1)
@@ -301,7 +310,7 @@ def _before(model: Model, args: tuple[object, ...], kwargs: Arguments) -> None:
         small = [arguments.get(name) for name in parameters_of(type(model).get_rope_index)]
         state.copies.fetch([tensor for tensor in small if isinstance(tensor, Tensor)])
     in_model = tower_in(model)
-    if state.every_rank and in_model is not None and applies(in_model[1], arguments.get(cache_name())):
+    if state.every_rank and in_model is not None and must_call_once(in_model[1], arguments.get(cache_name())):
         methods = [vars(model).get(name) for name in ("get_image_features", "get_video_features")]
         if not all(isinstance(method, Method) for method in methods):
             raise ValueError(f"every_rank does not work with methods of its own on {type(model).__name__}; drop them")

@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from hf_vit_accel.model.host import Arguments
 from hf_vit_accel.model.norms import as_one_kernel, norms_of
 from hf_vit_accel.ops.decode_attention import attend_in_chunks, why_not_in_chunks
 from hf_vit_accel.versions import cache_name
@@ -28,10 +29,6 @@ CACHE = cache_name()
 _FURTHER_TERMS = ("softcap", "s_aux", "sinks", "position_bias")
 _PER_CALL = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts", "rope_deltas")
 """Arguments that a decode step ignores, since it gets positions."""
-
-
-Arguments = dict[str, Any]
-"""Keyword arguments."""
 
 
 class UnservedError(RuntimeError):
@@ -109,7 +106,7 @@ class SlotLayer(StaticLayer):
 
 
 def is_linear(layer: Any) -> bool:
-    """Return whether a layer keeps the states of linear attention, whose size is that of no text."""
+    """Return whether a layer keeps the states of linear attention, which do not grow with the text."""
     return hasattr(layer, "recurrent_states")
 
 
@@ -177,7 +174,7 @@ class StepInputs:
         self.key = (*shapes, *self.constants.items())
 
 
-class Step:
+class DecodeStep:
     """The decode step of a batch on a cache of some slots. Everything that advances does so inside the step.
 
     Attributes:
@@ -208,7 +205,10 @@ class Step:
         self.is_proven = False
 
     def load(self, inputs: StepInputs, cache: Any, length: int) -> None:
-        """Take over a call: the tokens of its cache, whose memory becomes this step's, and the inputs of its step."""
+        """Go on from a call: copy the tokens of its cache and its inputs into this step's buffers.
+
+        Afterwards the call's cache is a view of the buffers, which frees the memory of the prompt's.
+        """
         for name, buffer in self._tensors.items():
             buffer.copy_(inputs.tensors[name])
         self._slot_1.fill_(length)
@@ -226,7 +226,7 @@ class Step:
                     state[:, :, :length].copy_(value)
                 else:
                     state.copy_(value)
-            if isinstance(layer, SlotLayer):  # frees the memory of the prompt's
+            if isinstance(layer, SlotLayer):
                 source.keys = layer.keys[:, :, :length]
                 source.values = layer.values[:, :, :length]
 
@@ -267,7 +267,11 @@ class Step:
         return self._logits
 
     def prove(self, model: Any, ids_B1: Tensor, expected: Tensor) -> None:
-        """Compute one step whose logits stock has computed, too. Raises `ArithmeticError` if they differ."""
+        """Compute a step that stock has computed, too, and compare the logits. The step counts: its token is written.
+
+        Raises:
+            ArithmeticError: If the logits differ.
+        """
         logits = self(model, ids_B1).double()
         is_exact = expected.dtype.itemsize > 2 and torch.get_float32_matmul_precision() == "highest"
         difference = (logits - expected.double()).norm(dim=-1) / expected.double().norm(dim=-1)

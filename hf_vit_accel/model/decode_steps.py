@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from hf_vit_accel import machine
 from hf_vit_accel.families import find_towers
 from hf_vit_accel.graphs.recorder import CudaRecorder
-from hf_vit_accel.model.around import OWN_HOOKS
-from hf_vit_accel.model.decode_step import Step, UnservedError
+from hf_vit_accel.model.around import is_own_hook
+from hf_vit_accel.model.decode_step import DecodeStep, UnservedError
 
 _PLAIN = (bool, int, float, str, type(None))
 _IGNORED = {*vars(nn.Module()), "rope_deltas"} - {"training"}
@@ -46,7 +46,7 @@ def _reason_of_module(module: nn.Module) -> str | None:
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     # transformers' hooks for hidden states stay after a call that asked for them. Ours only act on pictures.
     idle = "transformers.utils.output_capturing"
-    if any(hook not in OWN_HOOKS and getattr(hook, "__module__", None) != idle for hook in hooks):
+    if any(not is_own_hook(hook) and getattr(hook, "__module__", None) != idle for hook in hooks):
         return "a forward hook"
     if "_hf_hook" in vars(module):
         return "hooks of accelerate"
@@ -83,27 +83,27 @@ def read_model(model: nn.Module) -> Hashable:
     return tuple(facts)
 
 
-class Steps:
+class DecodeSteps:
     """The steps of one model, and the counts for `status`.
 
     Attributes:
-        served: Calls that static steps decoded.
-        stock: Reason -> calls that stock decoded, wholly or from some token on.
-        refused: Why no static step computes what this model computes; None as long as steps do.
+        decoded: Calls that static steps decoded.
+        stock_reasons: Reason -> calls that stock decoded, wholly or from some token on.
+        refusal: Why no static step computes what this model computes; None as long as steps do.
     """
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self.served = 0
-        self.stock: Counter[str] = Counter()
-        self.refused: str | None = None
+        self.decoded = 0
+        self.stock_reasons: Counter[str] = Counter()
+        self.refusal: str | None = None
         self._identity: Hashable = None
-        self._steps: OrderedDict[Hashable, Step] = OrderedDict()
+        self._steps: OrderedDict[Hashable, DecodeStep] = OrderedDict()
         self._recorder: CudaRecorder | None = None
 
     @contextmanager
-    def of_call(self, model: nn.Module, max_graphs: int, max_bytes: int) -> Iterator[None]:
-        """Decode a call: drop all steps before, if the model changed, and those beyond the bounds afterwards.
+    def locked_for_call(self, model: nn.Module, max_graphs: int, max_bytes: int) -> Iterator[None]:
+        """Lock the steps for one call. Drop all of them before it, if the model changed, and surplus ones afterwards.
 
         Raises:
             UnservedError: If the model has no static steps, or another call decodes.
@@ -113,22 +113,23 @@ class Steps:
             raise UnservedError("another call decodes")
         try:
             if identity != self._identity:
-                self._drop(0, 0)
-                self.refused = None
+                self._trim(0, 0)
+                self.refusal = None
                 self._recorder = None
                 self._identity = identity
-            if self.refused is not None:
-                raise UnservedError(self.refused)
+            if self.refusal is not None:
+                raise UnservedError(self.refusal)
             if self._recorder is not None:
                 self._recorder.wait()
             yield
         finally:
             if self._recorder is not None:
                 self._recorder.done()
-            self._drop(max_graphs, max_bytes)
+            self._trim(max_graphs, max_bytes)
             self._lock.release()
 
-    def _drop(self, max_graphs: int, max_bytes: int) -> None:
+    def _trim(self, max_graphs: int, max_bytes: int) -> None:
+        """Drop the least recently used steps beyond the bounds."""
         while len(self._steps) > max_graphs or self._nbytes > max_bytes:
             if self._recorder is not None:
                 self._recorder.settle()
@@ -138,18 +139,18 @@ class Steps:
         """Free all steps, and return whether there were any. Counts stay."""
         with self._lock:
             has_steps = bool(self._steps)
-            self._drop(0, 0)
+            self._trim(0, 0)
         return has_steps
 
     @property
     def _nbytes(self) -> int:
         return sum(step.nbytes for step in self._steps.values())
 
-    def find(self, key: Hashable) -> Step | None:
+    def find(self, key: Hashable) -> DecodeStep | None:
         """Return the step of a key, if there is one."""
         return self._steps.get(key)
 
-    def capture(self, step: Step, model: nn.Module) -> None:
+    def capture(self, step: DecodeStep, model: nn.Module) -> None:
         """Capture a new step where the device can. Its buffers hold nothing of a call yet."""
         if can_capture(step.device):
             if self._recorder is None:
@@ -160,25 +161,25 @@ class Steps:
             [step.replay], nbytes = self._recorder.record(lambda: step.run(model))
             step.nbytes += nbytes
 
-    def keep(self, key: Hashable, step: Step) -> None:
+    def keep(self, key: Hashable, step: DecodeStep) -> None:
         """Keep a step as the one that was used last."""
         self._steps[key] = step
         self._steps.move_to_end(key)
 
     def __str__(self) -> str:
-        text = f"{self.served} calls on a static cache ({len(self._steps)} held, {self._nbytes / 2**20:.0f} MiB)"
-        if self.stock:
-            reasons = "; ".join(f"{count} x {why}" for why, count in self.stock.items())
-            text += f", {self.stock.total()} by stock ({reasons})"
+        text = f"{self.decoded} calls on a static cache ({len(self._steps)} held, {self._nbytes / 2**20:.0f} MiB)"
+        if self.stock_reasons:
+            reasons = "; ".join(f"{count} x {why}" for why, count in self.stock_reasons.items())
+            text += f", {self.stock_reasons.total()} by stock ({reasons})"
         return text
 
 
-_STEPS: WeakKeyDictionary[nn.Module, Steps] = WeakKeyDictionary()
+_STEPS: WeakKeyDictionary[nn.Module, DecodeSteps] = WeakKeyDictionary()
 
 
-def steps_of(model: nn.Module) -> Steps:
+def steps_of(model: nn.Module) -> DecodeSteps:
     """Return the steps of a model. Copies and pickles of the model begin without any."""
-    return _STEPS.setdefault(model, Steps())
+    return _STEPS.setdefault(model, DecodeSteps())
 
 
 def free_steps(model: nn.Module) -> bool:

@@ -19,15 +19,17 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_vit_accel.machine import one_line
-from hf_vit_accel.model.decode_step import ATTENTION, CACHE, Arguments, Step, StepInputs, UnservedError, window_of
-from hf_vit_accel.model.decode_steps import Steps, steps_of
+from hf_vit_accel.model.decode_step import ATTENTION, CACHE, DecodeStep, StepInputs, UnservedError, window_of
+from hf_vit_accel.model.decode_steps import DecodeSteps, steps_of
+from hf_vit_accel.model.host import Arguments
 
 FEWEST = 8
-"""Tokens still to come from which on a new step, whose capture takes some 0.1 s, pays."""
+"""The fewest tokens to come for which a new step is captured. A capture takes some 0.1 s."""
 _RESERVE = 128
 """Slots for tokens to come that a new cache has at least. Where it is full, a larger one takes over."""
 _ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", ATTENTION)
-"""Attention of the text model that the step's computes as well. A step of another thread may be under way."""
+"""The attention implementations of a text model that the step's own replaces. `ATTENTION` is set while a step of
+another thread runs."""
 
 
 def slots_for(tokens: int) -> int:
@@ -64,7 +66,7 @@ def graphed_decoding(
         model: Comes from `generate`, as all arguments do that are not listed here.
         streamer: Receives the prompt and every token.
         synced_gpus: Decode by stock's method, as ranks do that must all run equally many steps.
-        max_graphs: Steps to keep: one for each batch size and number of slots.
+        max_graphs: DecodeSteps to keep: one for each batch size and number of slots.
         max_bytes: Bytes of steps to keep; None for an eighth of the device's memory.
 
     Raises:
@@ -91,15 +93,15 @@ def graphed_decoding(
     steps = steps_of(model)
     try:
         _check(model, input_ids, generation_config, model_kwargs, synced_gpus)
-        with steps.of_call(model, max_graphs, max_bytes):
+        with steps.locked_for_call(model, max_graphs, max_bytes):
             return _decode_by_steps(model, input_ids, steps, arguments | {"streamer": streamer})
     except UnservedError as error:
-        steps.stock[str(error)] += 1
+        steps.stock_reasons[str(error)] += 1
     return _decode_by_stock(model, input_ids, inputs_tensor, streamer, arguments | {"synced_gpus": synced_gpus})
 
 
 @torch.no_grad()
-def _decode_by_steps(model: Any, input_ids: Tensor, steps: Steps, arguments: Arguments) -> Any:
+def _decode_by_steps(model: Any, input_ids: Tensor, steps: DecodeSteps, arguments: Arguments) -> Any:
     """Run transformers' loop, with the model's forwards of one token in static steps."""
     loop = _Loop(model, steps, arguments["generation_config"])
     try:
@@ -180,14 +182,15 @@ def _check(
 class _Loop:
     """The model as transformers' `_sample` sees it. Its forwards of one token run as static steps.
 
-    All other attributes are the model's, so the forward of the prompt is stock's.
+    `_sample` first calls `_prefill`, which is the model's own, as all attributes are that this class lacks. For every
+    further token it calls `prepare_inputs_for_generation`, and then this object with the result.
     """
 
-    def __init__(self, model: Any, steps: Steps, config: GenerationConfig) -> None:
+    def __init__(self, model: Any, steps: DecodeSteps, config: GenerationConfig) -> None:
         self._model = model
         self._steps = steps
         self._generation_config = config
-        self._step: Step | None = None
+        self._step: DecodeStep | None = None
         self._key: Hashable = None
         self._room = 0.0
         self._cache: Any = None
@@ -223,7 +226,7 @@ class _Loop:
                 self._step.store(self._cache)
         return output
 
-    def _loaded_step(self, inputs: Arguments, due: int) -> Step:
+    def _loaded_step(self, inputs: Arguments, due: int) -> DecodeStep:
         """Return a step that has room and goes on from the cache: a captured one, or a new one.
 
         Args:
@@ -247,7 +250,7 @@ class _Loop:
             raise UnservedError(f"fewer than {FEWEST} tokens to come, and no step captured")
         with torch.inference_mode(False), torch.no_grad():  # buffers of inference mode could not be written later
             if step is None:
-                step = Step(step_inputs, self._cache, slots, self._model)
+                step = DecodeStep(step_inputs, self._cache, slots, self._model)
                 self._steps.capture(step, self._model)
             else:
                 self._steps.keep(self._key, step)
@@ -264,16 +267,16 @@ class _Loop:
         except torch.OutOfMemoryError:
             self._reason = "memory ran out"
         except Exception as error:  # whatever a model's code raises, stock goes on
-            self._reason = self._steps.refused = one_line(error)
+            self._reason = self._steps.refusal = one_line(error)
         if self._reason is not None:
             self._step = None
 
     def count(self) -> None:
         """Count a call that ended."""
         if self._reason is None:
-            self._steps.served += 1
+            self._steps.decoded += 1
         else:
-            self._steps.stock[self._reason] += 1
+            self._steps.stock_reasons[self._reason] += 1
 
     def store(self) -> None:
         """Leave in a cache that the user sees what stock would have left."""

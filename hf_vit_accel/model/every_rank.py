@@ -25,11 +25,11 @@ KINDS = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_vi
 
 @dataclass(kw_only=True, eq=False)
 class Features:
-    """The features of one forward, encoded in one call of the tower.
+    """The features of the latest forward, encoded in one call of the tower, and counts of all forwards.
 
     Attributes:
-        outputs: The pixels that the forward was given, and their part of the output.
-        zero: The sum of a dummy's features with weight zero; None with real pictures.
+        outputs: The pixels that the latest forward was given, and their part of the output.
+        zero: The sum of its dummy's features with weight zero; None with real pictures.
         calls: Forwards that called the tower once.
         dummies: How many of them encoded a dummy.
     """
@@ -53,11 +53,11 @@ def tower_in(model: nn.Module) -> tuple[str, Tower, Family] | None:
     return None
 
 
-def applies(tower: Tower, cache: transformers.Cache | None) -> bool:
-    """Return whether a forward calls the tower exactly once.
+def must_call_once(tower: Tower, cache: transformers.Cache | None) -> bool:
+    """Return whether a forward must call the tower exactly once, as those of all other ranks do.
 
-    It does so with gradients enabled. Without them, it does so for weights that FSDP2 or ZeRO-3 gather, except where
-    the cache holds tokens: then every rank decodes.
+    It must with gradients enabled. Without them, it must if FSDP2 or ZeRO-3 gather the weights, unless the cache holds
+    tokens: then every rank decodes, and none calls the tower.
     """
     if torch.is_grad_enabled():
         return True
@@ -173,7 +173,7 @@ class AddDummy:
 
 
 class _Tower(nn.Module):
-    """A stand-in for the tower in a trial: a merged token is the sum of its patches."""
+    """A stand-in for the tower in a trial: merged tokens are sums of patches, deepstack features multiples."""
 
     dtype = torch.float32
 

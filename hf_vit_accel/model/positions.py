@@ -66,7 +66,7 @@ def image_positions(arguments: Arguments, merge: int) -> tuple[Tensor, Tensor] |
     return torch.from_numpy(positions_3BS), torch.from_numpy(deltas_B)[:, None]
 
 
-def numbers_images(model: Model) -> bool:
+def numbers_images_alike(model: Model) -> bool:
     """Return whether the model's own method numbers a small batch alike, with and without padding."""
     merge = model.config.vision_config.spatial_merge_size
     with torch.device("cpu"):

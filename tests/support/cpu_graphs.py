@@ -104,7 +104,7 @@ class Recorder:
         assert self.waiting
         self.waiting = False
 
-    def uses(self, tensor: torch.Tensor) -> None:
+    def keep_until_done(self, tensor: torch.Tensor) -> None:
         """Do nothing: a CPU has one stream."""
 
     def settle(self) -> None:

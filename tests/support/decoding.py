@@ -14,7 +14,7 @@ import hf_vit_accel
 from hf_vit_accel.model import decode_steps as steps_module
 from hf_vit_accel.model import decoding
 from hf_vit_accel.model.decode_step import CACHE
-from hf_vit_accel.model.decode_steps import Steps, steps_of
+from hf_vit_accel.model.decode_steps import DecodeSteps, steps_of
 from support.recorded_ops import OperationRecorder
 
 
@@ -28,8 +28,8 @@ class Counts:
 
 def counts_of(model: Any) -> Counts:
     """Return what `status` counts for a model."""
-    steps: Steps = steps_of(model)
-    return Counts(steps.served, dict(steps.stock))
+    steps: DecodeSteps = steps_of(model)
+    return Counts(steps.decoded, dict(steps.stock_reasons))
 
 
 def both(model: Any, inputs: dict[str, Any], seed: int = 0, **kwargs: Any) -> Any:

@@ -96,7 +96,7 @@ def test_ever_new_sizes_are_hardly_captured() -> None:
     for _ in range(4):
         for width in range(500):
             grid = ((1, 2, 2 * width + 2),)
-            use = auto.use(grid, None, store, lambda: 64 << 30, lambda: False)
+            use = auto.choose(grid, None, store, lambda: 64 << 30, lambda: False)
             if use.eager_reason is None:
                 store.captures += grid not in captured
                 captured.add(grid)
@@ -112,11 +112,11 @@ def test_graphs_that_were_dropped_unpaid_are_captured_again_later() -> None:
     grid = ((1, 28, 28),)
     reasons = []
     for _ in range(10 * automatic._CALLS_PER_CAPTURE):
-        reasons.append(auto.use(grid, (224,), store, lambda: 64 << 30, lambda: False).eager_reason)
+        reasons.append(auto.choose(grid, (224,), store, lambda: 64 << 30, lambda: False).eager_reason)
     assert "paid" in str(reasons[5]) and reasons[-1] is None
     steps = AutoGraphs()
     for _ in range(10 * automatic._CALLS_PER_CAPTURE):
-        use = steps.use_for_step(grid, 1024, 1 << 30, store, lambda: 64 << 30)
+        use = steps.choose_for_step(grid, 1024, 1 << 30, store, lambda: 64 << 30)
     assert use.eager_reason is None
 
 
@@ -124,7 +124,7 @@ def test_large_calls_stay_eager() -> None:
     auto = AutoGraphs()
     store = SimpleNamespace(captures=0, replays=0, nbytes=0)
     for _ in range(5):
-        use = auto.use(((1, 92, 92),), (2116,), store, lambda: 64 << 30, lambda: False)
+        use = auto.choose(((1, 92, 92),), (2116,), store, lambda: 64 << 30, lambda: False)
     assert "keep the GPU busy" in str(use.eager_reason)
 
 
@@ -134,7 +134,7 @@ def test_padding_waits_where_it_needs_a_slower_backend() -> None:
     grid = ((1, 64, 64),)
     for is_slower, second in ((True, COMES_AGAIN), (False, None)):
         auto = AutoGraphs()
-        uses = [auto.use(grid, (1024,), store, lambda: 64 << 30, lambda: is_slower) for _ in range(3)]  # noqa: B023
+        uses = [auto.choose(grid, (1024,), store, lambda: 64 << 30, lambda: is_slower) for _ in range(3)]  # noqa: B023
         assert [use.eager_reason for use in uses] == [COMES_AGAIN, second, None]
         assert uses[2].exactly
 

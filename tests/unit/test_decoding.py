@@ -64,6 +64,16 @@ def test_every_prompt_gets_the_tokens_logits_and_cache_of_stock(family: str) -> 
     assert counts_of(model).static_calls == 12
 
 
+def test_a_model_that_was_trained_with_every_rank() -> None:
+    """A training forward leaves a hook on the text model, which does nothing in a step."""
+    model = hf_vit_accel.patch(TINY["qwen2_5_vl"].build(), every_rank=True)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    model.train()(input_ids=ids).logits.sum().backward()
+    assert model.model.language_model._forward_pre_hooks
+    both(model.eval(), {"input_ids": ids}, max_new_tokens=12)
+    assert counts_of(model).static_calls == 1 and not counts_of(model).reasons
+
+
 @both_ways
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_patched_models_decode_by_steps(family: str) -> None:

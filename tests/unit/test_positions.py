@@ -149,7 +149,7 @@ def test_images_are_numbered_at_once(name: str, on_device: type[OnDevice], monke
         ours = model.get_rope_index(**moved(batch))
         for actual, stock in zip(ours, former(model, **batch), strict=True):
             assert actual.dtype == stock.dtype and torch.equal(actual, stock), seed
-    assert len(calls) < 10 and around.state_of(model).numbers_images
+    assert len(calls) < 10 and around.state_of(model).is_numbering_proven
 
 
 def test_a_method_that_fails_later_fails_as_in_stock(
@@ -158,7 +158,7 @@ def test_a_method_that_fails_later_fails_as_in_stock(
     model = holder_of(hf_vit_accel.patch(build("qwen3_vl")))
     batch = {name: value for name, value in left_padded(model).items() if not name.startswith("pixel")}
     model.get_rope_index(**moved(batch))
-    assert around.state_of(model).numbers_images
+    assert around.state_of(model).is_numbering_proven
 
     def fail(*args: Model, **kwargs: Model) -> Model:
         raise KeyError("mine")
