@@ -179,7 +179,7 @@ def on_cores(folder: Path, pictures: int, numbers: Sequence[int]) -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """What one run took, over all processes.
+    """The pace of one run, over all processes.
 
     Args:
         rate: Pictures per second.
