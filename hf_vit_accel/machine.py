@@ -97,9 +97,13 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-@probe
 def cuda_capability(index: int | None = None) -> tuple[int, int]:
     """Return the compute capability (major, minor) of a CUDA device, by default the current one."""
+    return _capability_of(torch.cuda.current_device() if index is None else index)
+
+
+@probe
+def _capability_of(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
 

@@ -183,13 +183,12 @@ class Backend(ABC):
     def reasons_against(self, request: Request) -> list[str]:
         """List why this backend cannot run a request on this machine; empty if it can."""
         needs = self.needs_on(request.device)
-        reasons = missing_requirements(self.needs)
+        index = request.device.index if request.device.type == "cuda" else None
+        reasons = missing_requirements(self.needs, index)
         if needs is not self.needs:
-            reasons += missing_requirements(needs)
+            reasons += missing_requirements(needs, index)
         if needs.cuda and request.device.type != "cuda":
             reasons.append(f"the tensors are on {request.device}, it runs on cuda")
-        elif needs.cuda and not reasons:
-            reasons += _capability_reasons(needs, request.device.index)
         if needs.dtypes is not None and request.dtype not in needs.dtypes:
             supported = " or ".join(str(dtype).removeprefix("torch.") for dtype in needs.dtypes)
             reasons.append(f"the dtype is {str(request.dtype).removeprefix('torch.')}, it takes {supported}")
@@ -261,8 +260,13 @@ def _import_problems(backend: Backend) -> tuple[str, ...]:
         return (f"importing what {backend.name} needs failed: {machine.one_line(error)}{remedy}",)
 
 
-def missing_requirements(needs: Needs) -> list[str]:
-    """List the requirements that this machine lacks, each with its remedy."""
+def missing_requirements(needs: Needs, index: int | None = None) -> list[str]:
+    """List the requirements that this machine lacks, each with its remedy.
+
+    Args:
+        needs: The requirements.
+        index: The CUDA device that is asked for its capability; None for the current one.
+    """
     reasons = []
     for package in needs.packages:
         why = machine.why_missing(package)
@@ -271,7 +275,7 @@ def missing_requirements(needs: Needs) -> list[str]:
     if needs.cuda and not machine.has_cuda():
         reasons.append("torch finds no CUDA device (install a CUDA build of torch on a machine with a GPU)")
     elif needs.cuda:
-        reasons += _capability_reasons(needs, None)
+        reasons += _capability_reasons(needs, index)
     return reasons
 
 

@@ -119,8 +119,9 @@ Add = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def _fused(table: nn.Embedding, context: Context) -> Add:
     if context.reference:
-        return _plain(table, context)
-    add = AddPositions.apply if context.grad else add_positions_
+        add: Callable[..., Tensor] = add_positions_reference
+    else:
+        add = AddPositions.apply if context.grad else add_positions_
     kinds = context.classes or ()
     if not versions.adds_unrounded(kinds):
         return lambda x_TE, indices_T4, weights_T4: add(x_TE, table.weight, indices_T4, weights_T4)

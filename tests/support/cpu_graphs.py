@@ -62,8 +62,6 @@ class Recorder:
     """The free memory of the device."""
     reason: str | None = None
     """The reason against capturing now."""
-    poisoned: Callable[[], list[torch.Tensor]] | None = None
-    """Returns the buffers to spoil before every use."""
 
     def __init__(self, device: torch.device) -> None:
         self.waiting = False
@@ -93,11 +91,9 @@ class Recorder:
         return tensor
 
     def wait(self) -> None:
-        """Begin a use, which must follow the end of the last use, and spoil the poisoned buffers."""
+        """Begin a use, which must follow the end of the last use."""
         assert not self.waiting, "the last use never said that it was done"
         self.waiting = True
-        for buffer in self.poisoned() if self.poisoned else ():
-            buffer.fill_(float("nan") if buffer.is_floating_point() else 251)
 
     def done(self) -> None:
         """End a use."""
@@ -127,6 +123,12 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
     all_backends = tuple(masked if backend.name == "sdpa" else backend for backend in BACKENDS)
     monkeypatch.setattr(backends, "BACKENDS", all_backends)
     return RecorderOfTest
+
+
+@pytest.fixture
+def kept_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put the recorder's class back after a test that poisons buffers."""
+    monkeypatch.setattr(store, "CudaRecorder", store.CudaRecorder)
 
 
 def status_of(model: Any) -> Any:

@@ -33,13 +33,20 @@ def patch_training(tower: nn.Module, config: GraphConfig | str, **kwargs: object
 def poison_before_use(runner: Any) -> Any:
     """Spoil all static buffers before every replay, so that a graph reads only values that were written for it.
 
-    The fixture `on_cpu` puts the recorder's class back.
+    The fixture `on_cpu` puts the recorder's class back; tests on a GPU use the fixture `kept_recorder`.
     """
     make = store.CudaRecorder
 
     def recorder(device: torch.device) -> Any:
         created: Any = make(device)
-        created.poisoned = runner.static_buffers
+        wait = created.wait
+
+        def wait_and_spoil() -> None:
+            wait()
+            for buffer in runner.static_buffers() if runner._recorder is created else ():
+                buffer.fill_(float("nan") if buffer.is_floating_point() else 251)
+
+        created.wait = wait_and_spoil
         return created
 
     store.CudaRecorder = recorder  # type: ignore[misc,assignment]

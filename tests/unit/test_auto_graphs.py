@@ -364,3 +364,15 @@ def test_a_forked_child_destroys_no_graph() -> None:
     del graph, garbage
     gc.collect()
     os._exit(0)
+
+
+def test_the_buffers_of_these_tests_are_poisoned(on_cpu: type[Recorder], model: nn.Module) -> None:
+    runner = patch(model, "auto")
+    for _ in range(3):
+        run_tower(tower_of(model), IMAGE)
+    runner._recorder.wait()
+    buffers = runner.static_buffers()
+    runner._recorder.done()
+    assert buffers
+    for buffer in buffers:
+        assert bool((buffer.isnan() if buffer.is_floating_point() else buffer == 251).all())

@@ -53,9 +53,10 @@ def replay_once(tower: nn.Module) -> list[torch.Tensor]:
     return outputs
 
 
+@pytest.mark.usefixtures("kept_recorder")
 def test_random_calls_with_poisoned_buffers(tower: nn.Module) -> None:
     """No call is wrong, and memory stays flat once the common sizes are captured."""
-    poison_before_use(state_of(tower).inference_runner)
+    runner = poison_before_use(state_of(tower).inference_runner)
     eager = hf_vit_accel.patch(copy.deepcopy(tower), cuda_graphs=False)
     rng = np.random.default_rng(0)
     layouts = [draw_grid(rng) for _ in range(60)]
@@ -65,6 +66,7 @@ def test_random_calls_with_poisoned_buffers(tower: nn.Module) -> None:
         assert is_close(run_tower(tower, grid, call), run_tower(eager, grid, call)), (call, grid)
         reserved.append(torch.cuda.memory_reserved())
     assert hf_vit_accel.status(tower).towers[0].graphs.replays > CALLS // 3
+    assert runner.static_buffers() and runner._recorder.wait.__name__ == "wait_and_spoil"
     assert reserved[-1] <= reserved[CALLS // 2] + (64 << 20)
 
 

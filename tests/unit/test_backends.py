@@ -252,6 +252,23 @@ def test_capability_and_cuda_are_checked(backend: Backend, monkeypatch: pytest.M
     assert any("compute capability is 7.5" in why for why in backend.reasons_against_machine())
 
 
+def test_every_gpu_is_asked_for_its_own_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a host with two kinds of GPUs, the current device says nothing about that of a request."""
+    monkeypatch.setattr(machine, "why_missing", lambda package: None)
+    monkeypatch.setattr(machine, "has_cuda", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: [(7, 5), (9, 0)][index])
+    for backend in (FlashinferCudnn, FlashAttention3):
+        monkeypatch.setattr(backend, "probe", lambda self: [])
+    machine.reset()
+    for current in (0, 1):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda current=current: current)
+        for backend in (FlashinferCudnn(), FlashAttention3()):
+            reasons = [backend.reasons_against(request(f"cuda:{index}", torch.bfloat16)) for index in (0, 1)]
+            assert "compute capability is 7.5" in reasons[0][0] and not reasons[1], (backend.name, reasons)
+            assert bool(missing_requirements(backend.needs)) == (current == 0)
+    machine.reset()
+
+
 def fake_machine(monkeypatch: pytest.MonkeyPatch, *, missing: tuple[str, ...] = ()) -> None:
     """Pretend to be a Hopper machine with every package but the missing ones, and a torch without cuDNN."""
     monkeypatch.setattr(machine, "has_cuda", lambda: True)
