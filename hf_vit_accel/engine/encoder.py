@@ -19,7 +19,7 @@ from hf_vit_accel.ops import LayerOps, Ops
 Residual = tuple[Tensor, Tensor | None]
 """The residual stream: x (T, E), and delta (T, E), which the next norm adds to it."""
 RunLayer = Callable[[tuple[int, ...], Tensor, Tensor, Tensor, Tensor | None], Residual]
-"""(heads, cos, sin, x, delta) to the residual stream after one layer."""
+"""(qkv_shape, cos, sin, x, delta) to the residual stream after one layer."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def encode(
     assert ops is not None
     x_TE = pixels_or_rows.clone() if is_embedded else ops.embed(pixels_or_rows)
     x_TE, cos_TD, sin_TD = _with_positions(ops, tensors, x_TE)
-    heads = 3, request.heads, request.head_dim
+    qkv_shape = 3, request.heads, request.head_dim
     merged_by_layer: list[Tensor] = []
     deepstack_slices = output_slices[len(output_slices) - len(ops.deepstack) :]
     delta_TE: Tensor | None = None
@@ -101,13 +101,13 @@ def encode(
         if checkpoint is not None or index in blocks_to_call:
             run = node or _in_steps(layer, attend)
             block = blocks_to_call.get(index)
-            x_TE, delta_TE = _run_wrapped(run, block, checkpoint, heads, cos_TD, sin_TD, x_TE, delta_TE)
+            x_TE, delta_TE = _run_wrapped(run, block, checkpoint, qkv_shape, cos_TD, sin_TD, x_TE, delta_TE)
         elif node is not None:
-            x_TE, delta_TE = node(heads, cos_TD, sin_TD, x_TE, delta_TE)
+            x_TE, delta_TE = node(qkv_shape, cos_TD, sin_TD, x_TE, delta_TE)
         else:
             handed_over = [delta_TE]
             delta_TE = None  # only the layer refers to it now
-            x_TE, delta_TE = _layer(layer, attend, heads, cos_TD, sin_TD, x_TE, handed_over)
+            x_TE, delta_TE = _layer(layer, attend, qkv_shape, cos_TD, sin_TD, x_TE, handed_over)
         if index in ops.deepstack:
             x_TE, merged = ops.deepstack[index](x_TE, delta_TE)
             merged_by_layer.append(deepstack_slices[len(merged_by_layer)].copy_(merged) if output_slices else merged)
@@ -136,7 +136,7 @@ def _with_positions(ops: Ops, tensors: Mapping[str, Tensor], x_TE: Tensor) -> tu
 def _layer(
     layer: LayerOps,
     attend: Attend,
-    heads: tuple[int, ...],
+    qkv_shape: tuple[int, ...],
     cos_TD: Tensor,
     sin_TD: Tensor,
     x_TE: Tensor,
@@ -147,7 +147,7 @@ def _layer(
     Args:
         layer: Its operations.
         attend: Its attention.
-        heads: (3, H, D).
+        qkv_shape: (3, H, D).
         cos_TD: Cosines of the rotation.
         sin_TD: Sines of the rotation.
         x_TE: The residual stream.
@@ -155,7 +155,7 @@ def _layer(
             freed: after torch.compile, the frames of callers keep arguments alive.
     """
     x_TE, normed_TE = layer.norm1(x_TE, handed_over.pop())
-    delta_TE = layer.proj(attend(layer.qkv(normed_TE).view(-1, *heads), cos_TD, sin_TD).flatten(1))
+    delta_TE = layer.proj(attend(layer.qkv(normed_TE).view(-1, *qkv_shape), cos_TD, sin_TD).flatten(1))
     x_TE, normed_TE = layer.norm2(x_TE, delta_TE)
     del delta_TE
     return x_TE, layer.mlp(normed_TE)
@@ -164,8 +164,10 @@ def _layer(
 def _in_steps(layer: LayerOps, attend: Attend) -> RunLayer:
     """Return a function that runs a layer operation by operation."""
 
-    def run(heads: tuple[int, ...], cos_TD: Tensor, sin_TD: Tensor, x_TE: Tensor, delta_TE: Tensor | None) -> Residual:
-        return _layer(layer, attend, heads, cos_TD, sin_TD, x_TE, [delta_TE])
+    def run(
+        qkv_shape: tuple[int, ...], cos_TD: Tensor, sin_TD: Tensor, x_TE: Tensor, delta_TE: Tensor | None
+    ) -> Residual:
+        return _layer(layer, attend, qkv_shape, cos_TD, sin_TD, x_TE, [delta_TE])
 
     return run
 
@@ -174,7 +176,7 @@ def _run_wrapped(
     run: RunLayer,
     block: nn.Module | None,
     checkpoint: Checkpoint | None,
-    heads: tuple[int, ...],
+    qkv_shape: tuple[int, ...],
     cos_TD: Tensor,
     sin_TD: Tensor,
     x_TE: Tensor,
@@ -186,7 +188,7 @@ def _run_wrapped(
         run: Runs the layer.
         block: The block whose hooks must run; None for none.
         checkpoint: The checkpoint of the layer; None for none.
-        heads: (3, H, D).
+        qkv_shape: (3, H, D).
         cos_TD: Cosines of the rotation.
         sin_TD: Sines of the rotation.
         x_TE: The residual stream.
@@ -195,8 +197,8 @@ def _run_wrapped(
 
     def run_layer(x_TE: Tensor, delta_TE: Tensor | None) -> Residual:
         if block is None:
-            return run(heads, cos_TD, sin_TD, x_TE, delta_TE)
-        return _run_through(block, run, heads, cos_TD, sin_TD, x_TE, delta_TE)
+            return run(qkv_shape, cos_TD, sin_TD, x_TE, delta_TE)
+        return _run_through(block, run, qkv_shape, cos_TD, sin_TD, x_TE, delta_TE)
 
     if checkpoint is None:
         return run_layer(x_TE, delta_TE)
@@ -206,7 +208,7 @@ def _run_wrapped(
 def _run_through(
     block: nn.Module,
     run: RunLayer,
-    heads: tuple[int, ...],
+    qkv_shape: tuple[int, ...],
     cos_TD: Tensor,
     sin_TD: Tensor,
     x_TE: Tensor,
@@ -215,7 +217,7 @@ def _run_through(
     """Run a layer in the place of its block's forward. The block's hooks run, also if the layer runs again."""
 
     def forward(x_TE: Tensor, delta_TE: Tensor | None) -> Residual:
-        return run(heads, cos_TD, sin_TD, x_TE, delta_TE)
+        return run(qkv_shape, cos_TD, sin_TD, x_TE, delta_TE)
 
     vars(block)["forward"] = forward
     try:

@@ -187,18 +187,18 @@ class RecomputedPasses:
         self._embedding = [module for module in (parts.patch_embed, parts.embed_norm) if module is not None]
         self._recorded = RecordedModules(parts, has_adapters=facts.unpredictable is not None)
 
-    def run(self, encode: Callable[..., list[Tensor]], pixels_TP: Tensor) -> list[Tensor]:
+    def run(self, encode_pass: Callable[..., list[Tensor]], pixels_TP: Tensor) -> list[Tensor]:
         """Return the outputs of a pass.
 
         Args:
-            encode: Called with rows and `is_embedded`, see `engine.encoder.encode`. It returns the outputs.
+            encode_pass: Called with rows and `is_embedded`, see `engine.encoder.encode`. It returns the outputs.
             pixels_TP: The pixels of the pass.
         """
         rows_TE = self._embedded(pixels_TP)
         is_embedded = rows_TE is not None
         rows = rows_TE if is_embedded else pixels_TP
         contexts = self._recorded.contexts
-        return checkpoint(encode, rows, is_embedded=is_embedded, use_reentrant=False, context_fn=contexts)
+        return checkpoint(encode_pass, rows, is_embedded=is_embedded, use_reentrant=False, context_fn=contexts)
 
     def _embedded(self, pixels_TP: Tensor) -> Tensor | None:
         """Return the embedded rows (T, E) where no gradient reaches them; None where one does.

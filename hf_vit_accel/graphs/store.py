@@ -35,7 +35,7 @@ class Identity(NamedTuple):
     """The state that all graphs of a tower share; another identity makes them stale.
 
     Attributes:
-        spec: The route's spec, one object while modules, settings, device and dtypes stay.
+        spec: The spec of the graphs' routes, one object while modules, settings, device and dtypes stay.
         memory: Equal while weights and buffers stay at their addresses.
         pixel_width: Values per patch (P).
         numerics: torch's settings of precision and determinism.

@@ -27,7 +27,7 @@ FEWEST = 8
 """The fewest tokens to come for which a new step is captured. A capture takes some 0.1 s."""
 _RESERVE = 128
 """Slots for tokens to come that a new cache has at least. Where it is full, a larger one takes over."""
-_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", ATTENTION)
+_REPLACED_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", ATTENTION)
 """The attention implementations of a text model that the step's own replaces. `ATTENTION` is set while a step of
 another thread runs."""
 
@@ -56,8 +56,9 @@ def graphed_decoding(
 ) -> Any:
     """Decode as `generate` does, with every step replayed from a CUDA graph.
 
-    Only the forwards of one token are ours, on a static cache; all else is transformers' own code. A call without a
-    static cache decodes by stock's method, and `status(model)` counts the reason.
+    Only the forwards of one token are ours; all else is transformers' own code. After the prompt, the call's dynamic
+    cache is copied to a static one. Calls for which this is impossible decode by stock's method, and `status(model)`
+    counts the reasons.
 
     `generate` drops `streamer`, `synced_gpus` and `assistant_model` where `custom_generate` is a function, and it
     raises for `stop_strings`. Give the first two as the example does, and `StopStringCriteria` for the last.
@@ -103,11 +104,11 @@ def graphed_decoding(
 @torch.no_grad()
 def _decode_by_steps(model: Any, input_ids: Tensor, steps: DecodeSteps, arguments: Arguments) -> Any:
     """Run transformers' loop, with the model's forwards of one token in static steps."""
-    loop = _Loop(model, steps, arguments["generation_config"])
+    loop = _ModelInLoop(model, steps, arguments["generation_config"])
     try:
         output = type(model)._sample(loop, input_ids, **arguments)
     finally:
-        loop.store()
+        loop.write_cache()
     loop.count()
     return output
 
@@ -172,14 +173,14 @@ def _check(
         f"a cache of class {type(cache).__name__}": type(cache) is not DynamicCache,
         "the model is in training mode": model.training,
         f"a device of type {input_ids.device.type}": input_ids.device.type not in ("cpu", "cuda"),
-        f"the text model's attention is {attention}": attention not in _ATTENTION,
+        f"the text model's attention is {attention}": attention not in _REPLACED_ATTENTION,
     }
     for reason, is_so in reasons.items():
         if is_so:
             raise UnservedError(reason)
 
 
-class _Loop:
+class _ModelInLoop:
     """The model as transformers' `_sample` sees it. Its forwards of one token run as static steps.
 
     `_sample` first calls `_prefill`, which is the model's own, as all attributes are that this class lacks. For every
@@ -278,7 +279,7 @@ class _Loop:
         else:
             self._steps.stock_reasons[self._reason] += 1
 
-    def store(self) -> None:
+    def write_cache(self) -> None:
         """Leave in a cache that the user sees what stock would have left."""
         is_visible = self._generation_config.return_dict_in_generate or getattr(self._cache, "_is_user_defined", True)
         if self._step is not None and is_visible:

@@ -33,17 +33,17 @@ def fused(norm: Part, context: Context) -> AddThen:
     """
     rms = _is_rms(norm)
     if rms:
-        weights = context.reader((norm, "weight"), cast=False)
+        read_weights = context.reader((norm, "weight"), cast=False)
         no_bias = None  # the argument after the weight; an RMSNorm has no bias to read
         eps = context.read(norm, "variance_epsilon" if hasattr(norm, "variance_epsilon") else "eps")
-        settings: tuple[object, ...] = (no_bias, eps, rms, context.rows_dtype)
+        after_weights: tuple[object, ...] = (no_bias, eps, rms, context.rows_dtype)
     else:
-        weights = context.reader((norm, "weight"), (norm, "bias"), cast=False)
-        settings = context.read(norm, "eps"), rms, context.rows_dtype
+        read_weights = context.reader((norm, "weight"), (norm, "bias"), cast=False)
+        after_weights = context.read(norm, "eps"), rms, context.rows_dtype
     if context.grad and not context.reference:
-        return NormWithBackward(function=AddNormFunction, weights=weights, settings=settings)
+        return NormWithBackward(function=AddNormFunction, weights=read_weights, settings=after_weights)
     run = add_norm_reference if context.reference else add_norm_
-    return lambda x_TE, delta_TE: run(x_TE, delta_TE, *weights(), *settings)
+    return lambda x_TE, delta_TE: run(x_TE, delta_TE, *read_weights(), *after_weights)
 
 
 def _is_rms(norm: nn.Module) -> bool:

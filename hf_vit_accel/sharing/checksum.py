@@ -101,7 +101,11 @@ def _sum_words(words, count, position, start, step):
 
 @partial(jit, do_not_specialize=range(5))
 def _images_kernel(words, grid, out, rows, width):
-    """Add up the blocks of one image; the programs of its second axis take turns."""
+    """Add up the words of one image. Programs along the second axis of the launch take blocks in turns.
+
+    `width` is the words of a row. `out` holds the checksum of the weights, then frames, height, width and checksum of
+    every image.
+    """
     image = tl.program_id(0)
     begin = tl.zeros((), tl.int64)
     for start in range(0, image, 256):  # images before this one

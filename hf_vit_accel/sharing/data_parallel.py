@@ -137,9 +137,9 @@ class Sharing:
             pixels_TP: The pixels of everything that all ranks encode together.
             grad: Whether gradients may be required.
         """
-        embedding = checksum(facts.parts.projection.weight.flatten(1))
+        embedding = rows_checksum(facts.parts.projection.weight.flatten(1))
         # One more sync only where words are exchanged by the host.
-        call_checksum = (embedding + checksum(pixels_TP)).to(self.ranks.device)
+        call_checksum = (embedding + rows_checksum(pixels_TP)).to(self.ranks.device)
         exchange_headers = partial(self.exchange_headers, call_checksum=call_checksum)
         roots = [tower, *facts.parts.modules()]
         return Share(self.ranks, assignment, roots, pixels_TP, exchange_headers, grad=grad)
@@ -207,7 +207,7 @@ def _check_headers(headers: Sequence[Header]) -> None:
         )
 
 
-def checksum(rows_TP: Tensor) -> Tensor:
+def rows_checksum(rows_TP: Tensor) -> Tensor:
     """Return an int64 checksum of the bits of rows and of their order, shape (1,), without a host sync.
 
     It detects mistakes: another image, channels in another order. It is not a cryptographic hash.

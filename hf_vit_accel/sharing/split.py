@@ -67,8 +67,9 @@ def split(grid: Grid, ranks: int, *, clips: bool, full: float) -> Split:
         equal_units = units.setdefault(cost(h * w * frames, full), [])
         equal_units += [Piece(image, first, frames) for first in range(0, t, frames)]
     counts = {unit_cost: len(equal_units) for unit_cost, equal_units in units.items()}
-    # `least` is a lower bound of the largest load. Twice that always suffices, since a unit fits nowhere only if every
-    # rank carries more than the mean. So the search is between them.
+    # No split is better than `least`. All units fit under twice `least`: a unit is at most `least`, and it fits nowhere
+    # only if every rank carries more than `least`, which is more than there is. The search takes for granted that units
+    # which fit under a bound fit under a larger one.
     total = sum(unit_cost * count for unit_cost, count in counts.items())
     least = max(total / ranks, max(counts)) * (1 + 1e-9)
     bounds = [least * (1 + step / _STEPS) for step in range(_STEPS + 1)]

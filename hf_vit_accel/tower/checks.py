@@ -137,7 +137,7 @@ def reasons_untraceable() -> list[str]:
 
 
 def reasons_custom_attention(tower: Tower, name: str | None) -> list[str]:
-    """Return why a tower's attention of a name may compute anything: it is a function of the user's.
+    """Return a reason if the attention of this name is a function of the user's, which may compute anything.
 
     Functions of transformers, ours, and those of the Hub (a name with a slash) compute attention.
     """

@@ -101,7 +101,8 @@ class AcceleratedForward:
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Return the outputs of a call.
 
-        If a backend or a kernel fails, this call and later ones do without it. Out-of-memory errors reach the caller.
+        If a backend or a kernel fails, this call and later ones do without it. Out-of-memory errors reach the caller
+        where neither dropped graphs nor shorter passes help.
 
         Raises:
             ValueError: The inputs do not fit each other.

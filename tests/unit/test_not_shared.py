@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import hf_vit_accel
 from hf_vit_accel import FallbackError, RankError
 from hf_vit_accel.sharing import data_parallel
-from hf_vit_accel.sharing.data_parallel import checksum
+from hf_vit_accel.sharing.data_parallel import rows_checksum
 from hf_vit_accel.status import TowerStatus
 
 
@@ -89,14 +89,16 @@ def test_each_rank_gets_the_features_and_gradients_of_its_own_pixels(on_ranks: O
 @pytest.mark.parametrize("width", [7, 8])
 def test_a_checksum_depends_on_bits_and_the_order_of_rows(dtype: torch.dtype, width: int) -> None:
     rows = torch.randn(50, width).to(dtype)
-    assert checksum(rows).equal(checksum(rows.clone())) and checksum(rows).equal(checksum(rows.T.contiguous().T))
-    checksums = {int(checksum(rows))}
+    assert rows_checksum(rows).equal(rows_checksum(rows.clone())) and rows_checksum(rows).equal(
+        rows_checksum(rows.T.contiguous().T)
+    )
+    checksums = {int(rows_checksum(rows))}
     for index in range(49):
         swapped = rows.clone()
         swapped[[index, index + 1]] = rows[[index + 1, index]]
         flipped = rows.clone()
         flipped.view(torch.uint8)[index, index % width] ^= 1
-        checksums |= {int(checksum(swapped)), int(checksum(flipped))}
+        checksums |= {int(rows_checksum(swapped)), int(rows_checksum(flipped))}
     assert len(checksums) == 1 + 2 * 49
 
 
@@ -106,7 +108,7 @@ def test_a_checksum_depends_on_the_order_within_rows(dtype: torch.dtype) -> None
     patches = torch.randint(256, (40, 3, 2, 4, 4)).to(dtype)
     flipped = [patches.flip(axis) for axis in (1, 2, 3, 4)]
     variants = [patches, *flipped, patches.transpose(3, 4), patches.roll(1, 1)]
-    assert len({int(checksum(variant.reshape(40, -1))) for variant in variants}) == len(variants)
+    assert len({int(rows_checksum(variant.reshape(40, -1))) for variant in variants}) == len(variants)
 
 
 def check_other_weights(rank: int) -> None:

@@ -96,12 +96,12 @@ class LayerNode:
         return tuple(len(part.settings) + part.takes_norm for part in self.parts)
 
     def __call__(
-        self, heads: tuple[int, ...], cos_TD: Rows, sin_TD: Rows, x_TE: Rows, delta_TE: Rows | None
+        self, qkv_shape: tuple[int, ...], cos_TD: Rows, sin_TD: Rows, x_TE: Rows, delta_TE: Rows | None
     ) -> tuple[Rows, Rows | None]:
         """Return the residual stream, (T, E), and the MLP's result that the next norm adds to it, (T, E).
 
         Args:
-            heads: (3, H, D).
+            qkv_shape: (3, H, D).
         """
         counts = []
         weights: list[Any] = []
@@ -109,7 +109,7 @@ class LayerNode:
             part_weights = part.weights()
             counts.append(len(part_weights))
             weights += part_weights
-        return _Layer.apply(self, heads, tuple(counts), cos_TD, sin_TD, x_TE.contiguous(), delta_TE, *weights)
+        return _Layer.apply(self, qkv_shape, tuple(counts), cos_TD, sin_TD, x_TE.contiguous(), delta_TE, *weights)
 
 
 def layer_node_of(operations: Any, attend: object) -> LayerNode | None:
@@ -201,7 +201,7 @@ class _Layer(torch.autograd.Function):
     def forward(
         ctx: FunctionContext,
         layer: LayerNode,
-        heads: tuple[int, ...],
+        qkv_shape: tuple[int, ...],
         counts: tuple[int, ...],
         cos_TD: Rows,
         sin_TD: Rows,
@@ -219,7 +219,7 @@ class _Layer(torch.autograd.Function):
         sum_TE, normed_TE = norm1.forward(contexts.norm1, x_TE, delta_TE, *norm1_weights, *norm1.settings)
         recipe = NormRecipe(sum_TE, *norm1_weights, *norm1.settings)
         qkv_TF = qkv.forward(contexts.qkv, normed_TE, *flat_weights[weights.qkv], *qkv.settings, recipe)
-        qkv_T3HD = qkv_TF.view(qkv_TF.shape[0], *heads)  # Python's unflatten takes 8 us
+        qkv_T3HD = qkv_TF.view(qkv_TF.shape[0], *qkv_shape)  # Python's unflatten takes 8 us
         attended_THD = attend.forward(contexts.attend, qkv_T3HD, cos_TD, sin_TD, *attend.settings)
         attended_TF = attended_THD.flatten(1)
         del attended_THD
@@ -238,7 +238,7 @@ class _Layer(torch.autograd.Function):
             saved_counts.append(len(context.saved_tensors))
             context.saved_tensors = ()
         ctx.save_for_backward(*tensors)
-        ctx.heads = heads
+        ctx.qkv_shape = qkv_shape
         ctx.contexts = contexts
         ctx.saved_counts = saved_counts
         return sum_TE, out_TE
@@ -251,7 +251,7 @@ class _Layer(torch.autograd.Function):
         (dnormed_TE,), dmlp = mlp.backward(saved.pop(), dout_TE)
         (dsum_TE, dprojected_TE), dnorm2 = norm2.backward(saved.pop(), dsum_TE, dnormed_TE)
         (dattended_TF,), dproj = proj.backward(saved.pop(), dprojected_TE)
-        dattended_THD = None if dattended_TF is None else dattended_TF.view(-1, *ctx.heads[1:])
+        dattended_THD = None if dattended_TF is None else dattended_TF.view(-1, *ctx.qkv_shape[1:])
         (dqkv_T3HD, _, _), dattend = attend.backward(saved.pop(), dattended_THD)
         dqkv_TF = None if dqkv_T3HD is None else flattened(dqkv_T3HD)
         (dnormed_TE,), dqkv = qkv.backward(saved.pop(), dqkv_TF)
