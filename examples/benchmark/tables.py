@@ -58,6 +58,23 @@ def whole_call(document: Document) -> str:
     return grid(head, rows)
 
 
+def further_tokens(document: Document) -> str:
+    """Write the time of each token after the first: what the longest call takes beyond the call for one token."""
+    times_by_call: dict[Cell, dict[int, Row]] = {}
+    for row in document["rows"]:
+        times_by_call.setdefault((row["model"], row["size"]), {})[row["tokens"]] = row
+    rows = []
+    for (model, size), by_tokens in times_by_call.items():
+        most = max(by_tokens)
+        if most <= 1 or 1 not in by_tokens:
+            continue
+        each = {way: (by_tokens[most][way] - by_tokens[1][way]) / (most - 1) for way in ("stock", *headline.WITH)}
+        ours = [f"{digits(each[way])} ({each['stock'] / each[way]:.1f}x)" for way in headline.WITH]
+        rows.append([title(model), size, digits(each["stock"]), *ours])
+    head = ["ms a token after the first", "pictures", "stock"]
+    return grid([*head, *(f"with {names}" for names in headline.WITH.values())], rows)
+
+
 def captioning(document: Document) -> str:
     """Write the images per second of the batch captioner: the median and every run of stock and patched."""
     rows = []
@@ -224,6 +241,7 @@ SCRIPTS: Mapping[str, Callable[[Document], str]] = {
 
 TABLES: Mapping[str, Table] = {
     "headline": Table(file=headline.FILE, write=headline.table),
+    "further_tokens": Table(file=headline.FILE, write=further_tokens),
     "fp8_errors": Table(file="fp8.json", write=fp8_errors),
     **{name: Table(file=f"{name}.json", write=write) for name, write in SCRIPTS.items()},
     **{name: Table(file=timings.file, write=timings.table) for name, timings in TIMINGS.items()},
