@@ -27,7 +27,7 @@ from torch import nn
 import hf_vit_accel
 from hf_vit_accel import machine
 from hf_vit_accel.sharing import data_parallel
-from hf_vit_accel.sharing.data_parallel import checksum
+from hf_vit_accel.sharing.data_parallel import rows_checksum
 from hf_vit_accel.sharing.ranks import ranks_of
 from hf_vit_accel.sharing.split import Assignment, loads, split
 from hf_vit_accel.tools.bench import require_matplotlib
@@ -288,7 +288,7 @@ def exchanges(rounds: int) -> list[Row]:
             "all_gather": lambda: dist.all_gather(buffers, mine),  # noqa: B023
             "padded": lambda: dist.all_gather_into_tensor(padded, largest),  # noqa: B023
             "words": lambda: ranks.words([0] * 64, word, when="timed"),  # noqa: B023
-            "checksum": lambda: checksum(mine[: len(mine) // 3072 * 3072].view(-1, 3072)),  # noqa: B023
+            "checksum": lambda: rows_checksum(mine[: len(mine) // 3072 * 3072].view(-1, 3072)),  # noqa: B023
         }
         times: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(rounds + 2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -39,18 +40,24 @@ def poison_before_use(runner: Any) -> Any:
 
     def recorder(device: torch.device) -> Any:
         created: Any = make(device)
-        wait = created.wait
-
-        def wait_and_spoil() -> None:
-            wait()
-            for buffer in runner.static_buffers() if runner._recorder is created else ():
-                buffer.fill_(float("nan") if buffer.is_floating_point() else 251)
-
-        created.wait = wait_and_spoil
+        created.wait = SpoilingWait(created.wait, runner.static_buffers)
         return created
 
     store.CudaRecorder = recorder  # type: ignore[misc,assignment]
     return runner
+
+
+class SpoilingWait:
+    """A recorder's `wait`, which then spoils the buffers of one runner: that of the last `poison_before_use`."""
+
+    def __init__(self, wait: Any, buffers: Callable[[], list[torch.Tensor]]) -> None:
+        self.wait = wait.wait if isinstance(wait, SpoilingWait) else wait
+        self.buffers = buffers
+
+    def __call__(self) -> None:
+        self.wait()
+        for buffer in self.buffers():
+            buffer.fill_(float("nan") if buffer.is_floating_point() else 251)
 
 
 def draw_grid(rng: np.random.Generator, most_tokens: int = 128) -> Grid:
