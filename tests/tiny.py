@@ -35,7 +35,9 @@ _TEXT = dict(
     rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
 )
 if transformers.__version__.startswith("4."):  # other names of the same
-    _TEXT |= dict(rope_theta=10000.0, rope_scaling={"type": "default", "mrope_section": [2, 1, 1]})
+    _TEXT |= dict(
+        rope_theta=10000.0, rope_scaling={"type": "default", "rope_type": "default", "mrope_section": [2, 1, 1]}
+    )
     del _TEXT["rope_parameters"]
 _TOKENS = dict(image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END)
 _QWEN3_VISION = dict(
@@ -83,8 +85,8 @@ class Tiny:
         return deepcopy(_BUILT[key])
 
     def _build(self, seed: int, **kwargs: Any) -> Any:
-        vision = deepcopy(self.vision)  # a test that changes a tower's lists changes its own
-        config = getattr(transformers, self.config)(vision_config=vision, text_config=self.text, **_TOKENS)
+        parts = {"vision_config": deepcopy(self.vision), "text_config": deepcopy(self.text)}  # configs write to theirs
+        config = getattr(transformers, self.config)(**parts, **_TOKENS)
         torch.manual_seed(seed)
         model = getattr(transformers, self.model)._from_config(config, **kwargs).eval()
         return randomise(model, seed)
