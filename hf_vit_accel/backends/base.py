@@ -52,7 +52,7 @@ class Request:
         fp8: The scales of the tower's layers, if attention in FP8 is requested.
         max_seqlen: Rows of the longest segment; 0 if unknown.
         rows: Rows T; 0 if unknown.
-        replays_other_layouts: Whether a CUDA graph of this request will replay other layouts, too.
+        must_replay_other_layouts: Whether a CUDA graph of this request will replay other layouts, too.
         in_training_graph: Whether a training step of this exact layout may be replayed from a CUDA graph. The host's
             work does not count then.
     """
@@ -69,7 +69,7 @@ class Request:
     fp8: Scales | None = None
     max_seqlen: int = 0
     rows: int = 0
-    replays_other_layouts: bool = False
+    must_replay_other_layouts: bool = False
     in_training_graph: bool = False
 
 

@@ -332,7 +332,7 @@ class GraphStore(ABC, Generic[G]):
             self._graphs[signature] = graph
             self.nbytes += graph.nbytes
             if len(self._graphs) > self.config.max_graphs:
-                self._retire_oldest()
+                self._retire_least_used()
         self._graphs.move_to_end(signature)
         return graph
 
@@ -368,7 +368,7 @@ class GraphStore(ABC, Generic[G]):
             self._is_capturing = False
             recorder.done()
 
-    def _retire_oldest(self) -> None:
+    def _retire_least_used(self) -> None:
         """Drop the least recently used graph, once its last replay is over."""
         if self._retired:
             self._recorder.settle()

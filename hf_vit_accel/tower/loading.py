@@ -110,8 +110,10 @@ def _wrap_routing(original: Callable[..., Any]) -> Callable[..., Any]:
         unknown.warn(beside=self.config)
         if not is_ours(requested_attention):
             if is_ours(getattr(getattr(self.config, "vision_config", None), "_attn_implementation", None)):
-                _follow(self, True)
-            return _leave(self, requested_attention, partial(original, self, requested_attention, *args, **kwargs))
+                _notify_model(self, True)
+            return _take_ours_off(
+                self, requested_attention, partial(original, self, requested_attention, *args, **kwargs)
+            )
         assert requested_attention is not None
         _check_missing(requested_attention)
         family = family_of(self)
@@ -123,13 +125,14 @@ def _wrap_routing(original: Callable[..., Any]) -> Callable[..., Any]:
             return _skip_text_model(self, original, args, kwargs)
         else:
             _check_composite(self.config, requested_attention)
-            _follow(self, True)
+            _release_text_configs(self.config)
+            _notify_model(self, True)
         return requested_attention
 
     return get_correct_attn_implementation
 
 
-def _leave(model: Model, name: str | None, original: Callable[[], str | None]) -> str | None:
+def _take_ours_off(model: Model, name: str | None, original: Callable[[], str | None]) -> str | None:
     """Give a model another attention than ours, and take ours off the towers that had it."""
     is_unchanged = name == model.config._attn_implementation  # where only the text of a model gets another
     try:
@@ -142,11 +145,11 @@ def _leave(model: Model, name: str | None, original: Callable[[], str | None]) -
     if not is_unchanged:
         for tower in (model, *_wrapped(model)):
             uninstall(tower)
-        _follow(model, False)
+        _notify_model(model, False)
     return applicable
 
 
-def _follow(model: Model, is_fast: bool) -> None:
+def _notify_model(model: Model, is_fast: bool) -> None:
     for follow in _FOLLOWERS:
         follow(model, is_fast)
 
@@ -200,14 +203,13 @@ _TEXT_CONFIGS: weakref.WeakValueDictionary[int, Config] = weakref.WeakValueDicti
 
 
 def _check_composite(config: Config, name: str) -> None:
-    """Check a model that is given one of our names, and give its sub-models without a tower their own attention back.
+    """Check a model that is given one of our names.
 
     Raises:
         ValueError: It holds no supported tower.
         BackendUnavailableError: The machine cannot run the backend of that name.
     """
-    sub_configs = list(_sub_configs(config))
-    if not any(_is_of_tower(sub_config) for sub_config in sub_configs):
+    if not any(_is_of_tower(sub_config) for sub_config in _sub_configs(config)):
         supported = ", ".join(family.name for family in FAMILIES)
         raise ValueError(
             f"attn_implementation={name!r} accelerates the vision towers of {supported}; "
@@ -215,7 +217,11 @@ def _check_composite(config: Config, name: str) -> None:
             "copy of such a tower, load it with another name, and call hf_vit_accel.patch(model, like=...)."
         )
     require(NAMES[name])
-    for sub_config in sub_configs:
+
+
+def _release_text_configs(config: Config) -> None:
+    """Give sub-models without a tower the attention back that transformers gives them."""
+    for sub_config in _sub_configs(config):
         if not any(_is_of_tower(part) for part in (sub_config, *_sub_configs(sub_config))):
             _TEXT_CONFIGS[id(sub_config)] = sub_config
             if is_ours(sub_config._attn_implementation):

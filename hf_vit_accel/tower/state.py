@@ -216,7 +216,7 @@ class TowerState:
             packed=key.fast,
             fp8=key.scales,
             grad=grad,
-            replays_other_layouts=key.graphs and not grad,
+            must_replay_other_layouts=key.graphs and not grad,
             in_training_graph=key.graphs and grad,
             score_mod=settings.score_mod,
         )

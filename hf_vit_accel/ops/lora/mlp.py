@@ -20,7 +20,7 @@ from hf_vit_accel.ops.lora.modules import Lora
 from hf_vit_accel.ops.training.context import FunctionContext, Gradients, InnerContext
 from hf_vit_accel.ops.training.gelu_backward import gelu, gelu_gradient
 from hf_vit_accel.ops.training.nodes import OpWithBackward
-from hf_vit_accel.ops.training.swiglu_backward import pad_swiglu_weights, swiglu_gradient
+from hf_vit_accel.ops.training.swiglu_backward import pad_swiglu_weights, swiglu_gradient_
 
 
 def activated_reference(z: Tensor, kind: str, limit: float | None = None) -> Tensor:
@@ -38,7 +38,7 @@ def _activate_backward(z: Tensor, dh_TF: Tensor, kind: str, limit: float | None)
     """Return the gradient of z, and h again; `dh_TF` is overwritten."""
     written = torch.empty_like(z)
     if kind == "silu":
-        swiglu_gradient(z, dh_TF, written, limit)
+        swiglu_gradient_(z, dh_TF, written, limit)
         return written, dh_TF
     gelu_gradient(z, dh_TF, dh_TF, written, kind, needs_h=True)
     return dh_TF, written

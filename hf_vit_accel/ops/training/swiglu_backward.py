@@ -90,13 +90,13 @@ def _swiglu_backward_kernel(
         store_sum(partial, total_up, f, tl.num_programs(1) + tl.program_id(1), WIDTH)
 
 
-def swiglu_gradient(
+def swiglu_gradient_(
     both_TG: Tensor,
     dh_TG: Tensor,
     dboth_TG: Tensor,
     limit: float | None,
     *,
-    needs_both: bool = True,
+    needs_dboth: bool = True,
     needs_bias: bool = False,
 ) -> Tensor:
     """Write the gradients of gate and up where they are needed, and the SwiGLU's result over `dh_TG`.
@@ -123,7 +123,7 @@ def swiglu_gradient(
         limit or 0.0,
         LIMITED=limit is not None,
         WIDTH=padded,
-        NEED_BOTH=needs_both,
+        NEED_BOTH=needs_dboth,
         NEED_BIAS=needs_bias,
         BLOCK_T=BLOCK_T,
         BLOCK_F=BLOCK_F,
@@ -171,14 +171,14 @@ class SwigluMlp(torch.autograd.Function):
         recipe: NormRecipe | None = None,
     ) -> Tensor:
         _, needs_gate, needs_up, _, _, needs_down, *_ = ctx.needs_input_grad
-        ctx.needs_both = any(ctx.needs_input_grad[:5])
+        ctx.needs_dboth = any(ctx.needs_input_grad[:5])
         ctx.limit = limit
         weight, bias, down_EG = pad_swiglu_weights(gate_FE, up_FE, (gate_F, up_F), down_EF)
         both_TG = F.linear(x_TE, weight, bias)
         h_TG = swiglu(*both_TG.chunk(2, dim=-1), limit=limit)
         del weight
         input_tensors, ctx.input_settings = save_input(x_TE, recipe) if needs_gate or needs_up else ((), None)
-        products = (both_TG, gate_FE, up_FE, down_EF) if ctx.needs_both or needs_down else (None,) * 4
+        products = (both_TG, gate_FE, up_FE, down_EF) if ctx.needs_dboth or needs_down else (None,) * 4
         ctx.save_for_backward(*products, *input_tensors)
         return F.linear(h_TG, down_EG, down_E)
 
@@ -193,17 +193,17 @@ class SwigluMlp(torch.autograd.Function):
         dx_TE = dgate_FE = dup_FE = dgate_F = dup_F = ddown_EF = ddown_E = None
         if needs_down_bias:
             ddown_E = column_sum(dy_TE)
-        if not (ctx.needs_both or needs_down):
+        if not (ctx.needs_dboth or needs_down):
             return dx_TE, dgate_FE, dup_FE, dgate_F, dup_F, ddown_EF, ddown_E, None, None
         rows = both_TG.shape[0]
         width = gate_FE.shape[0]
         padded = both_TG.shape[1] // 2
         needs_bias = needs_gate_bias or needs_up_bias
         weight, _, down_EG = pad_swiglu_weights(gate_FE, up_FE, None, down_EF)
-        h_TG = dy_TE @ down_EG if ctx.needs_both else both_TG.new_empty(rows, padded)  # holds the gradient of h first
-        dboth_TG = torch.empty_like(both_TG) if ctx.needs_both else both_TG
-        partial_2PG = swiglu_gradient(
-            both_TG, h_TG, dboth_TG, ctx.limit, needs_both=ctx.needs_both, needs_bias=needs_bias
+        h_TG = dy_TE @ down_EG if ctx.needs_dboth else both_TG.new_empty(rows, padded)  # holds the gradient of h first
+        dboth_TG = torch.empty_like(both_TG) if ctx.needs_dboth else both_TG
+        partial_2PG = swiglu_gradient_(
+            both_TG, h_TG, dboth_TG, ctx.limit, needs_dboth=ctx.needs_dboth, needs_bias=needs_bias
         )
         del down_EG
         if needs_down:
