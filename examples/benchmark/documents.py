@@ -94,7 +94,9 @@ def conditions(document: Document, file: str) -> str:
     """
     command = document.get("command") or COMMANDS[file]
     note = f" {document['transcribed']}" if document.get("transcribed") else ""
-    return f"*{measured_at(document, file)} `{command}` wrote `examples/benchmark/{file}`.*{note}"
+    path = f"examples/benchmark/{file}"
+    source = f"By `{command}`." if command.endswith(path) else f"`{command}` wrote `{path}`."
+    return f"*{measured_at(document, file)} {source}*{note}"
 
 
 def title(model: str) -> str:

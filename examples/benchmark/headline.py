@@ -38,8 +38,9 @@ class Case:
     def label(self) -> str:
         """Say what is timed: "64 new tokens, one 1024² picture"."""
         names = {TOWER_ALONE: "vision tower", 1: "first token"}
-        pictures = f"{self.size} picture" if self.size.startswith("one ") else f"{self.size} patches"
-        return f"{names.get(self.tokens, f'{self.tokens} new tokens')}, {pictures.replace(' x ', ' pictures of ', 1)}"
+        number, _, patches = self.size.partition(" x ")
+        pictures = f"batch of {number} pictures, {patches} patches each" if patches else f"{self.size} picture"
+        return f"{names.get(self.tokens, f'{self.tokens} new tokens')}, {pictures}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +124,7 @@ def table(document: Document) -> str:
     rows = []
     for case in tabled(document):
         rows.append([case.label, WITH[case.way], *(by_case[case][model].text() for model in names)])
-    return grid(["transformers → this library", "with", *(title(model) for model in names)], rows)
+    return grid(["transformers → this library", "by", *(title(model) for model in names)], rows)
 
 
 STYLE = """

@@ -68,7 +68,9 @@ def expected_text(case: str, way: str, model: str) -> str:
     """
     for row in read("whole_call.json")["rows"]:
         timed = {0: "vision tower", 1: "first token"}.get(row["tokens"], f"{row['tokens']} new tokens")
-        pictures = {"one 1024²": "one 1024² picture", "32 x 34x46": "32 pictures of 34x46 patches"}[row["size"]]
+        pictures = {"one 1024²": "one 1024² picture", "32 x 34x46": "batch of 32 pictures, 34x46 patches each"}[
+            row["size"]
+        ]
         if row["model"].lower() == model.lower() and case == f"{timed}, {pictures}":
             stock = row["stock"]
             ours = row[way]
@@ -83,6 +85,15 @@ def test_readme_s_table_is_computed_from_the_file_to_a_digit() -> None:
     for case, way, *cells in rows:
         assert cells == [expected_text(case, WAYS[way], model) for model in models]
     assert "not timed" not in README.read_text()
+
+
+def test_readme_s_first_line_promises_what_the_table_shows() -> None:
+    promise = re.search(r"answers (\d) to (\d) times as fast", README.read_text().splitlines()[0])
+    assert promise is not None
+    rows = read("whole_call.json")["rows"]
+    longest = max(row["tokens"] for row in rows)
+    speedups = [row["stock"] / row["decoding"] for row in rows if row["tokens"] == longest]
+    assert int(promise[1]) <= round(min(speedups), 1) and round(max(speedups)) == int(promise[2])
 
 
 def test_the_chart_is_computed_from_the_file_and_agrees_with_the_table() -> None:
@@ -127,8 +138,8 @@ def test_the_headline_takes_the_tower_and_more_tokens(complete: Document) -> Non
         ("vision tower, one 1024² picture", "patched"),
         ("first token, one 1024² picture", "patched"),
         ("256 new tokens, one 1024² picture", "decoding"),
-        ("first token, 32 pictures of 34x46 patches", "patched"),
-        ("256 new tokens, 32 pictures of 34x46 patches", "decoding"),
+        ("first token, batch of 32 pictures, 34x46 patches each", "patched"),
+        ("256 new tokens, batch of 32 pictures, 34x46 patches each", "decoding"),
     ]
     assert "25700 → 5140 ms (5.0x)" in headline.table(complete) and "25700 → 5140 ms (5.0x)" in headline.chart(complete)
     assert "tower alone" in tables.whole_call(complete)
@@ -178,7 +189,7 @@ def test_a_table_reads_one_file_and_names_its_commit(table: str, monkeypatch: py
         monkeypatch.setattr(module, "load", load, raising=False)
     text = tables.TABLES[table].text()
     assert opened == [tables.TABLES[table].file]
-    assert f"Measured at {read(opened[0])['commit']} on " in text and f"`examples/benchmark/{opened[0]}`" in text
+    assert f"Measured at {read(opened[0])['commit']} on " in text and f"examples/benchmark/{opened[0]}`" in text
 
 
 def test_the_balance_of_ranks_stands_beside_what_the_split_expects() -> None:
