@@ -124,7 +124,7 @@ def table(document: Document) -> str:
     rows = []
     for case in tabled(document):
         rows.append([case.label, WITH[case.way], *(by_case[case][model].text() for model in names)])
-    return grid(["transformers → this library", "by", *(title(model) for model in names)], rows)
+    return grid(["call", "use", *(title(model) for model in names)], rows)
 
 
 STYLE = """
