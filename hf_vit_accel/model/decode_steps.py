@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from hf_vit_accel import machine
-from hf_vit_accel.families import find_towers
+from hf_vit_accel.families import family_of
 from hf_vit_accel.graphs.recorder import CudaRecorder
 from hf_vit_accel.model.around import is_own_hook
 from hf_vit_accel.model.decode_step import DecodeStep, UnservedError
 
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN = {bool, int, float, str, type(None)}
 _IGNORED = {*vars(nn.Module()), "rope_deltas"} - {"training"}
 """Attributes that every module has, and one that every call changes but no decode step reads."""
 
@@ -30,31 +30,46 @@ def can_capture(device: torch.device) -> bool:
 
 def _fingerprint(value: Any) -> Hashable:
     """Return a value that changes with everything of an attribute that a captured step may have read."""
-    if isinstance(value, _PLAIN):
+    kind = type(value)  # `isinstance` would ask configs for their `__class__`, which is slow
+    if kind in _PLAIN:
         return value
-    if isinstance(value, Tensor):
+    if issubclass(kind, Tensor):
         return value.data_ptr(), value.dtype, value.shape, value.stride()
-    if isinstance(value, dict):
-        return tuple((_fingerprint(key), _fingerprint(item)) for key, item in value.items())
-    if isinstance(value, list | tuple | set):
-        return tuple(_fingerprint(item) for item in value)
-    return type(value), id(value)
+    if issubclass(kind, dict):
+        return tuple([(_fingerprint(key), _fingerprint(item)) for key, item in value.items()])
+    if issubclass(kind, list | tuple | set):
+        return tuple([_fingerprint(item) for item in value])
+    return kind, id(value)
+
+
+def _modules_beside_towers(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield every module of a model once, without towers and their modules."""
+    seen: set[nn.Module] = set()
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if module not in seen and family_of(module) is None:
+            seen.add(module)
+            yield module
+            waiting += [child for child in module._modules.values() if child is not None]
 
 
 def _reason_of_module(module: nn.Module) -> str | None:
     """Return why a step that is replayed would not do what this module does, or None."""
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    # transformers' hooks for hidden states stay after a call that asked for them. Ours only act on pictures.
-    idle = "transformers.utils.output_capturing"
-    if any(not is_own_hook(hook) and getattr(hook, "__module__", None) != idle for hook in hooks):
-        return "a forward hook"
-    if "_hf_hook" in vars(module):
+    attributes = vars(module)
+    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        # transformers' hooks for hidden states stay after a call that asked for them. Ours only act on pictures.
+        idle = "transformers.utils.output_capturing"
+        if any(not is_own_hook(hook) and getattr(hook, "__module__", None) != idle for hook in hooks.values()):
+            return "a forward hook"
+    if "_hf_hook" in attributes:
         return "hooks of accelerate"
-    if module._compiled_call_impl is not None or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable"):
+    if module._compiled_call_impl is not None or hasattr(attributes.get("forward"), "_torchdynamo_orig_callable"):
         return "torch.compile"
-    for tensor in (*module._parameters.values(), *module._buffers.values()):
-        if tensor is not None and type(tensor) not in (nn.Parameter, Tensor, nn.Buffer):
-            return f"weights of class {type(tensor).__name__}"
+    for tensors in (module._parameters, module._buffers):
+        for tensor in tensors.values():
+            if tensor is not None and type(tensor) not in (nn.Parameter, Tensor, nn.Buffer):
+                return f"weights of class {type(tensor).__name__}"
     return None
 
 
@@ -66,20 +81,18 @@ def read_model(model: nn.Module) -> Hashable:
     """
     if torch.nn.modules.module._has_any_global_hook():
         raise UnservedError("a global hook on all modules")
-    towers = {module for _, tower, _ in find_towers(model) for module in tower.modules()}
     autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
     facts: list[Hashable] = [machine.numerics(), *autocast]
-    for name, module in model.named_modules(memo=towers):
+    for module in _modules_beside_towers(model):
         reason = _reason_of_module(module)
         if reason is not None:
+            name = next(name for name, other in model.named_modules() if other is module)
             raise UnservedError(f"{reason} on {name or 'the model'}")
         attributes = {key: value for key, value in vars(module).items() if key not in _IGNORED}
-        facts += [
-            ref(module),
-            _fingerprint(module._parameters),
-            _fingerprint(module._buffers),
-            _fingerprint(attributes),
-        ]
+        facts += [ref(module), _fingerprint(attributes)]
+        for tensors in (module._parameters, module._buffers):
+            if tensors:
+                facts.append(_fingerprint(tensors))
     return tuple(facts)
 
 
