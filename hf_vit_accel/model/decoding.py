@@ -165,6 +165,7 @@ def _check(
     attention = model.config.get_text_config(decoder=True)._attn_implementation
     reasons = {
         "beams": config.num_beams > 1,
+        "no token after the first": config.max_length - input_ids.shape[1] <= 1,
         mode.replace("_", " "): mode not in ("greedy_search", "sample"),
         "synced_gpus": synced_gpus,
         "output_attentions": config.output_attentions,

@@ -74,7 +74,7 @@ ARGUMENTS = (
     ),
     Argument(("custom_generate",), "none", "names `graphed_decoding`"),
     _served("max_length", calls=(dict(max_length=40, max_new_tokens=None),)),
-    _served("max_new_tokens", calls=tuple(dict(max_new_tokens=count) for count in (1, 2, 33))),
+    _served("max_new_tokens", calls=tuple(dict(max_new_tokens=count) for count in (2, 3, 33))),
     _served("min_length", calls=(dict(min_length=25),)),
     _served("min_new_tokens", calls=(dict(min_new_tokens=9),)),
     Argument(("early_stopping", "length_penalty"), "stock", _IN_BEAMS, (dict(num_beams=2, length_penalty=0.5),)),

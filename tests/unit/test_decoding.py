@@ -64,6 +64,17 @@ def test_every_prompt_gets_the_tokens_logits_and_cache_of_stock(family: str) -> 
     assert counts_of(model).static_calls == 12
 
 
+def test_one_token_needs_no_step(model: Any) -> None:
+    """The model is not even read, which takes milliseconds."""
+    both(model, text([5, 6]), max_new_tokens=1, **ALL_OUTPUTS)
+    assert counts_of(model).reasons == {"no token after the first": 1}
+    both(model, text([5, 6]), max_new_tokens=2, **ALL_OUTPUTS)
+    assert counts_of(model).reasons == {
+        "no token after the first": 1,
+        "fewer than 8 tokens to come, and no step captured": 1,
+    }
+
+
 def test_a_model_that_was_trained_with_every_rank() -> None:
     """A training forward leaves a hook on the text model, which does nothing in a step."""
     model = hf_vit_accel.patch(TINY["qwen2_5_vl"].build(), every_rank=True)
