@@ -65,12 +65,15 @@ def further_tokens(document: Document) -> str:
         times_by_call.setdefault((row["model"], row["size"]), {})[row["tokens"]] = row
     rows = []
     for (model, size), by_tokens in times_by_call.items():
-        most = max(by_tokens)
-        if most <= 1 or 1 not in by_tokens:
+        longest = max(by_tokens)
+        if longest <= 1 or 1 not in by_tokens:
             continue
-        each = {way: (by_tokens[most][way] - by_tokens[1][way]) / (most - 1) for way in ("stock", *headline.WITH)}
-        ours = [f"{digits(each[way])} ({each['stock'] / each[way]:.1f}x)" for way in headline.WITH]
-        rows.append([title(model), size, digits(each["stock"]), *ours])
+        ms_a_token = {
+            way: (by_tokens[longest][way] - by_tokens[1][way]) / (longest - 1) for way in ("stock", *headline.WITH)
+        }
+        stock = ms_a_token["stock"]
+        ours = [f"{digits(ms_a_token[way])} ({stock / ms_a_token[way]:.1f}x)" for way in headline.WITH]
+        rows.append([title(model), size, digits(stock), *ours])
     head = ["ms a token after the first", "pictures", "stock"]
     return grid([*head, *(f"with {names}" for names in headline.WITH.values())], rows)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -28,10 +28,23 @@ def can_capture(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+class _SameObject(ref[object]):
+    """A weak reference that equals another only while both refer to the very same object.
+
+    The address alone would not do: Python gives the memory of a freed object to the next one of its size.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _SameObject) and self() is not None and self() is other()
+
+    def __hash__(self) -> int:
+        return hash(_SameObject)
+
+
 def _fingerprint(value: Any) -> Hashable:
     """Return a value that changes with everything of an attribute that a captured step may have read."""
     kind = type(value)  # `isinstance` would ask configs for their `__class__`, which is slow
-    if kind in _PLAIN:
+    if kind in _PLAIN or issubclass(kind, int | float | str):
         return value
     if issubclass(kind, Tensor):
         return value.data_ptr(), value.dtype, value.shape, value.stride()
@@ -39,6 +52,8 @@ def _fingerprint(value: Any) -> Hashable:
         return tuple([(_fingerprint(key), _fingerprint(item)) for key, item in value.items()])
     if issubclass(kind, list | tuple | set):
         return tuple([_fingerprint(item) for item in value])
+    with suppress(TypeError):  # builtins, and others that nothing refers to weakly
+        return _SameObject(value)
     return kind, id(value)
 
 
@@ -89,7 +104,8 @@ def read_model(model: nn.Module) -> Hashable:
             name = next(name for name, other in model.named_modules() if other is module)
             raise UnservedError(f"{reason} on {name or 'the model'}")
         attributes = {key: value for key, value in vars(module).items() if key not in _IGNORED}
-        facts += [ref(module), _fingerprint(attributes)]
+        children = tuple([id(child) for child in module._modules.values()])
+        facts += [ref(module), children, _fingerprint(attributes)]
         for tensors in (module._parameters, module._buffers):
             if tensors:
                 facts.append(_fingerprint(tensors))

@@ -50,7 +50,7 @@ def poison_before_use(runner: Any) -> Any:
 class SpoilingWait:
     """A recorder's `wait`, which then spoils the buffers of one runner: that of the last `poison_before_use`."""
 
-    def __init__(self, wait: Any, buffers: Callable[[], list[torch.Tensor]]) -> None:
+    def __init__(self, wait: Callable[[], None], buffers: Callable[[], list[torch.Tensor]]) -> None:
         self.wait = wait.wait if isinstance(wait, SpoilingWait) else wait
         self.buffers = buffers
 

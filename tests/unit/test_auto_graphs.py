@@ -354,7 +354,8 @@ def test_a_forked_child_destroys_no_graph() -> None:
     if pid:
         assert os.waitpid(pid, 0)[1] == 0
         return
-    graph, garbage = Graph(), [Graph()]  # in a child of their own: this process must not end with them
+    graph = Graph()  # in a child of its own: this process must not end with it
+    garbage: list[object] = [Graph()]
     garbage.append(garbage)
     keep_in_children(graph)
     keep_in_children(garbage[0])

@@ -7,7 +7,6 @@ import gc
 import os
 import threading
 import time
-from typing import Any
 
 import numpy as np
 import pytest
@@ -111,7 +110,7 @@ def test_threads_and_streams(tower: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"reuse": ReuseConfig(across_calls=True)}], ids=["graphs", "kept features"])
-def test_a_forked_child(options: dict[str, Any]) -> None:
+def test_a_forked_child(options: dict[str, ReuseConfig]) -> None:
     """A child of a data loader may free the model that it inherited."""
     model = TINY["qwen3_vl"].build().to("cuda", torch.bfloat16)
     tower = hf_vit_accel.patch(tower_of(model), **options)

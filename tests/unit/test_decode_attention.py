@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -68,7 +68,8 @@ def test_chunks_fill_the_gpu(rows: int, slots: int) -> None:
 
 def test_other_shapes_and_dtypes_are_refused() -> None:
     query, key, value, mask = inputs_of(SHAPES[0], torch.float16)
-    shape, others = "the kernel has no such shape", "the shapes differ"
+    shape = "the kernel has no such shape"
+    others = "the shapes differ"
     assert why_not_in_chunks(query[..., :48], key[..., :48], value[..., :48], mask) == shape
     assert why_not_in_chunks(query, key[:, :, :100], value[:, :, :100], mask[..., :100]) == shape
     assert why_not_in_chunks(query, key, value[..., :32], mask) == others
@@ -90,10 +91,11 @@ def test_interpreted_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The attention of the step takes the kernel, with the heads in transformers' order."""
     query, key, value, mask = inputs_of(SHAPES[1], torch.float16)
     calls = []
+    attend: Callable[..., torch.Tensor] = attend_in_chunks
 
-    def counted(*inputs: Any) -> torch.Tensor:
-        calls.append(inputs)
-        return attend_in_chunks(*inputs)
+    def counted(*tensors_and_scale: object) -> torch.Tensor:
+        calls.append(tensors_and_scale)
+        return attend(*tensors_and_scale)
 
     monkeypatch.setattr(decode_step, "attend_in_chunks", counted)
     out, _ = decode_step.attend_grouped(torch.nn.Module(), query.flatten(1, 2)[:, :, None], key, value, mask)

@@ -7,8 +7,10 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -22,7 +24,7 @@ from torch import nn
 
 from hf_vit_accel import graphed_decoding
 from hf_vit_accel.model import decode_step as step_module
-from hf_vit_accel.model.decode_steps import free_steps, steps_of
+from hf_vit_accel.model.decode_steps import free_steps, read_model, steps_of
 from hf_vit_accel.model.norms import as_one_kernel, norms_of
 
 Recorder = type[OperationRecorder]
@@ -328,3 +330,47 @@ def test_states_that_a_step_replaces_have_no_static_step(recorder: Recorder, mon
     model = COMPOSITES["qwen3_5"].make()
     both(model, left_padded(), max_new_tokens=12)
     assert counts_of(model).reasons == {"AssertionError: not in place": 1}
+
+
+def test_shared_layers_in_another_order_are_another_model(model: nn.Module) -> None:
+    """A module that stands twice is read once, so its places count, too."""
+    layers = model.model.language_model.layers
+    first = layers[0]
+    second = layers[1]
+    layers.append(second)
+    readings = set()
+    for order in ((first, second, first), (second, first, first), (first, second, second), (first, first, second)):
+        for index, layer in enumerate(order):
+            layers[index] = layer
+        readings.add(read_model(model))
+    assert len(readings) == 4
+
+
+def test_an_attribute_at_the_address_of_a_former_one_is_another(model: nn.Module) -> None:
+    """Python gives the memory of a freed object to the next one of its size."""
+
+    def function(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: x * factor
+
+    layer = model.model.language_model.layers[0]
+    former: object = None
+    addresses: set[int] = set()
+    for factor in range(20):
+        layer.extra = function(float(factor))
+        addresses.add(id(layer.extra))
+        reading = read_model(model)
+        assert reading == read_model(model) and reading != former, factor
+        former = reading
+        del layer.extra
+    assert len(addresses) < 20, "no address came again"
+
+
+@pytest.mark.parametrize(
+    "values", [(np.float64(1.5), np.float64(2.5)), (Path("a"), Path("b"))], ids=["number", "object"]
+)
+def test_replaced_values_of_any_class_are_noticed(model: nn.Module, values: tuple[object, object]) -> None:
+    layer = model.model.language_model.layers[0]
+    layer.extra = values[0]
+    former = read_model(model)
+    layer.extra = values[1]
+    assert read_model(model) != former

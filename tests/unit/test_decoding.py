@@ -64,7 +64,7 @@ def test_every_prompt_gets_the_tokens_logits_and_cache_of_stock(family: str) -> 
     assert counts_of(model).static_calls == 12
 
 
-def test_one_token_needs_no_step(model: Any) -> None:
+def test_one_token_needs_no_step(model: torch.nn.Module) -> None:
     """The model is not even read, which takes milliseconds."""
     both(model, text([5, 6]), max_new_tokens=1, **ALL_OUTPUTS)
     assert counts_of(model).reasons == {"no token after the first": 1}
