@@ -26,10 +26,15 @@ RANKED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """Families whose towers ranks share in tests."""
 
 
-def _run_rank(rank: int, check: Callable[..., None], size: int, folder: str, arguments: tuple[object, ...]) -> None:
+def _run_rank(
+    rank: int, check: Callable[..., None], size: int, folder: str, arguments: tuple[object, ...], backend: str = "gloo"
+) -> None:
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+        torch.backends.cudnn.allow_tf32 = False  # stock's convolution would round its inputs
     store = dist.FileStore(f"{folder}/store", size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
     check(rank, *arguments)
     if dist.is_initialized():  # a check that ends ranks, or loses them, destroys the group itself
         dist.barrier()
@@ -48,6 +53,13 @@ def run_on_ranks(check: Callable[..., None], size: int, folder: Path, *arguments
     if torch.cuda.is_initialized():
         pytest.skip("a process that uses CUDA cannot be forked")
     start_processes(_run_rank, (check, size, str(folder), arguments), nprocs=size, start_method="fork")
+
+
+def run_on_gpus(check: Callable[..., None], size: int, folder: Path, *arguments: object) -> None:
+    """Call check(rank, *arguments) in new processes that NCCL connects, each with a GPU of its own."""
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs")
+    start_processes(_run_rank, (check, size, str(folder), arguments, "nccl"), nprocs=size, start_method="spawn")
 
 
 def share_small_calls(monkeypatch: pytest.MonkeyPatch) -> None:
