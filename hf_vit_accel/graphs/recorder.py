@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
@@ -25,7 +25,34 @@ def free_bytes(device: torch.device) -> int:
 
 
 _CAPTURES = threading.Lock()
-"""Held during a capture: captures of two threads could disturb one another."""
+"""Held during a capture and its warm-up: captures of two threads could disturb one another."""
+_DEVICE_WAITS = threading.Lock()
+"""Held during a capture, and by other threads that wait for the whole device meanwhile."""
+
+
+@contextmanager
+def others_wait() -> Iterator[None]:
+    """Let `torch.cuda.synchronize` of other threads wait until the with block ends.
+
+    CUDA raises an error in any thread that waits for the whole device while a graph is captured.
+    """
+    synchronize = torch.cuda.synchronize
+    capturing_thread = threading.get_ident()
+
+    def synchronize_after_capture(device: torch.device | str | int | None = None) -> None:
+        if threading.get_ident() == capturing_thread:
+            synchronize(device)
+            return
+        with _DEVICE_WAITS:
+            synchronize(device)
+
+    with _DEVICE_WAITS:
+        torch.cuda.synchronize = synchronize_after_capture
+        try:
+            yield
+        finally:
+            if torch.cuda.synchronize is synchronize_after_capture:  # else another library has replaced it meanwhile
+                torch.cuda.synchronize = synchronize
 
 
 class _Memory:
@@ -110,12 +137,13 @@ class CudaRecorder:
         is_complete = False
         gc.disable()  # a collection could free device memory, which a capture forbids
         try:
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                run()
-                is_complete = True
-            finally:
-                self._end(graph, is_complete)
+            with others_wait():
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    run()
+                    is_complete = True
+                finally:
+                    self._end(graph, is_complete)
         finally:
             torch._C._cuda_clearCublasWorkspaces()
             torch.clear_autocast_cache()

@@ -65,6 +65,7 @@ class _Graph:
         packed: The route's arrays in one buffer of bytes.
         pixels_TP: Static pixels; longer than a call's, whose tail is zeros.
         outputs: Static outputs.
+        rows_per_token: The rows of every output for one merged token: 1 for merged outputs.
         replay: Launches the graph.
         nbytes: Device memory that the graph took.
         replays: How often it was launched.
@@ -76,6 +77,7 @@ class _Graph:
     packed: Tensor
     pixels_TP: Tensor
     outputs: list[Tensor]
+    rows_per_token: list[int]
     replay: Callable[[], None]
     nbytes: int
     replays: int = 0
@@ -95,6 +97,7 @@ class Runner(GraphStore[_Graph]):
         self._arena: list[Tensor] = []  # buffers that all budgets share: pixels, then every output
         self._width = 0  # values per patch of the last call
         self._tower_budgets: tuple[int, ...] = ()  # in the tokens of the last call's tower
+        self._budgets_by_merge: dict[int, tuple[int, ...]] = {}
 
     def _drop(self) -> None:
         super()._drop()
@@ -109,7 +112,10 @@ class Runner(GraphStore[_Graph]):
 
         Budgets are meant for 2 x 2 patches, so a tower that merges no patches has four times as many tokens.
         """
-        return tuple(budget * max(1, 4 // merge**2) for budget in self.budgets)
+        if merge not in self._budgets_by_merge:
+            factor = max(1, 4 // merge**2)
+            self._budgets_by_merge[merge] = tuple(budget * factor for budget in self.budgets)
+        return self._budgets_by_merge[merge]
 
     def status(self) -> GraphStatus:
         """Return the counters so far."""
@@ -282,6 +288,7 @@ class Runner(GraphStore[_Graph]):
             packed=packed,
             pixels_TP=pixels_TP,
             outputs=outputs,
+            rows_per_token=[len(output) * per_token // metadata.rows for output in outputs],
             replay=replay,
             nbytes=nbytes + packed.nbytes,
         )
@@ -320,29 +327,34 @@ class Runner(GraphStore[_Graph]):
         results: list[Tensor] = []
         recorder.wait()
         try:
+            if len(bins) == 1:
+                graph, route = graphs[0]
+                self._launch(graph, route, pixels_TP, tokens * per_token)
+                parts = zip(graph.outputs, graph.rows_per_token, strict=True)
+                return [static[: tokens * rows].clone() for static, rows in parts]
             for bin_, (graph, route) in zip(bins, graphs, strict=True):
                 stop = start + bin_.tokens
-                self._launch(graph, route, pixels_TP[start * per_token : stop * per_token])
-                for index, static in enumerate(graph.outputs):
-                    rows_per_token = len(static) * per_token // len(graph.pixels_TP)  # 1 for merged outputs
+                pixels_of_bin_TP = pixels_TP[start * per_token : stop * per_token]
+                self._launch(graph, route, pixels_of_bin_TP, bin_.tokens * per_token)
+                for index, (static, rows) in enumerate(zip(graph.outputs, graph.rows_per_token, strict=True)):
                     if start == 0:
-                        results.append(static.new_empty(tokens * rows_per_token, *static.shape[1:]))
-                    part = results[index][start * rows_per_token : stop * rows_per_token]
-                    part.copy_(static[: len(part)])
+                        results.append(static.new_empty(tokens * rows, *static.shape[1:]))
+                    results[index][start * rows : stop * rows].copy_(static[: bin_.tokens * rows])
                 start = stop
         finally:
             recorder.done()
         return results
 
-    def _launch(self, graph: _Graph, route: Route, pixels_TP: Tensor) -> None:
+    def _launch(self, graph: _Graph, route: Route, pixels_TP: Tensor, rows: int) -> None:
         """Copy the inputs of one bin into static buffers, and replay its graph."""
-        rows = len(pixels_TP)
-        graph.packed.copy_(route.packed())
-        self._recorder.keep_until_done(route.packed())
+        packed = route.packed()
+        graph.packed.copy_(packed)
+        self._recorder.keep_until_done(packed)
+        static_rows = graph.pixels_TP.shape[0]
         graph.pixels_TP[:rows].copy_(pixels_TP)
-        if rows < len(graph.pixels_TP):
+        if rows < static_rows:
             graph.pixels_TP[rows:].zero_()
         graph.replay()
         self._count_replay(graph)
         self._rows_called += rows
-        self._rows_replayed += len(graph.pixels_TP)
+        self._rows_replayed += static_rows

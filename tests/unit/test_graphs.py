@@ -25,6 +25,7 @@ import hf_vit_accel
 from hf_vit_accel import FallbackError, GraphConfig, backends
 from hf_vit_accel.backends import BACKENDS
 from hf_vit_accel.graphs import runner, store
+from hf_vit_accel.graphs.recorder import others_wait
 from hf_vit_accel.tower import decide as decide_module
 from hf_vit_accel.tower.state import state_of
 
@@ -791,3 +792,22 @@ def test_gpu_a_replay_waits_for_nothing(model: nn.Module) -> None:
                 tower(pixels, grid_thw=on_gpu)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def test_other_threads_wait_for_the_device_after_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA refuses `torch.cuda.synchronize` in every thread while one captures."""
+    events: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: events.append(f"waited for {device}"))
+    plain = torch.cuda.synchronize
+    thread = threading.Thread(target=lambda: torch.cuda.synchronize("cuda:1"))
+    with others_wait():
+        thread.start()
+        thread.join(0.2)
+        torch.cuda.synchronize()
+        events.append("captured")
+    thread.join()
+    assert events == ["waited for None", "captured", "waited for cuda:1"]
+    assert torch.cuda.synchronize is plain
+    with pytest.raises(RuntimeError, match="broke off"), others_wait():
+        raise RuntimeError("broke off")
+    assert torch.cuda.synchronize is plain
