@@ -258,6 +258,7 @@ def main(
     # Several runs share this process, so the end of a run must not end the process group.
     batch_caption.PartialState.destroy_process_group = lambda self: None  # type: ignore[method-assign]
     state = batch_caption.PartialState()
+    folder = folder / model  # another process may measure the other model at the same time
     drawn = folder / "pictures"
     if state.is_main_process:
         draw_all(drawn, pictures)

@@ -160,10 +160,9 @@ JOBS = {
     "training_step": _script("training_step.json", "training_step.py", seconds=100),
     "captioning": Job(
         file="captioning.json",
-        command="accelerate launch --num_processes {gpus} examples/benchmark/captioning_benchmark.py build/captioning "
-        "--pictures 160",
+        command="python examples/benchmark/captioning_benchmark.py build/captioning --pictures 160 --rounds 2",
+        models=QWEN[:2],
         seconds=400,
-        gpus=0,
     ),
     "ways": Job(
         file="ways.json", command="torchrun --nproc-per-node {gpus} examples/benchmark/ways.py", seconds=250, gpus=0
