@@ -40,6 +40,8 @@ class Geometry:
         taps: Table entries that are blended along one side: 2 (bilinear) or 4 (bicubic).
         align_corners: Whether the corners of the table lie on the corner patches of a frame.
         clips: Whether all frames of a grid entry attend to each other.
+        class_tokens: Rows in front of every segment that are no patches.
+        quarters: Whether a merger between two layers makes one row of every four. Later layers attend to those.
     """
 
     merge: int
@@ -48,6 +50,8 @@ class Geometry:
     taps: Literal[2, 4] = 2
     align_corners: bool = True
     clips: bool = False
+    class_tokens: int = 0
+    quarters: bool = False
 
 
 @dataclass(frozen=True)
@@ -150,7 +154,7 @@ def build(grid: Grid, geometry: Geometry) -> VisionMetadata:
     t_F, h_F, w_F = np.array(grid, dtype=np.int64).T
     frames = [(h, w) for t, h, w in grid for _ in range(t)]
     lengths_S = t_F * h_F * w_F if geometry.clips else np.repeat(h_F * w_F, t_F)
-    full = Segments(lengths_S.astype(np.int32))
+    full = Segments((lengths_S + geometry.class_tokens).astype(np.int32))
 
     positions = {size: _block_positions(*size, merge) for size in set(frames)}
     position_ids_T2 = np.concatenate([positions[size] for size in frames])
@@ -169,8 +173,8 @@ def build(grid: Grid, geometry: Geometry) -> VisionMetadata:
 
     return VisionMetadata(
         grid=grid,
-        rows=full.rows,
-        merged=full.rows // merge**2,
+        rows=rows_of(grid),
+        merged=rows_of(grid) // merge**2,
         full=full,
         position_ids_T2=position_ids_T2,
         window=window,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -211,6 +212,9 @@ def _unmet(spec: Spec, choices: Mapping[LayerKind, Choice], plans: Mapping[Layer
 OFFSETS = "_hf_vit_accel_offsets"
 """The attribute of offsets on the device that holds their `KnownSegments`, for the attention function."""
 
+SEGMENTS = "vision_segments"
+"""The keyword argument of layers that holds the `KnownSegments` of a tower that computes offsets, by number of rows."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KnownSegments:
@@ -292,12 +296,16 @@ class Routes:
             arrays = {name: array for name, array in metadata.arrays().items() if name in _SEGMENTS}
             with outside_modes():
                 tensors = to_device(arrays, device)
+            known = partial(KnownSegments, settings=settings, faults=faults, backends=backends)
             for kind, segments in metadata.segments().items():
-                offsets = tensors[_OFFSETS_BY_KIND[kind]]
-                segments_of_kind = KnownSegments(
-                    kind=kind, segments=segments, settings=settings, faults=faults, backends=backends
-                )
-                setattr(offsets, OFFSETS, segments_of_kind)
-            return {**tensors, "max_seqlen": metadata.full.max_seqlen}, 8 * len(grid)
+                setattr(tensors[_OFFSETS_BY_KIND[kind]], OFFSETS, known(kind=kind, segments=segments))
+            arguments: dict[str, Any] = {**tensors, "max_seqlen": metadata.full.max_seqlen}
+            if geometry.quarters:  # the tower would pass our offsets to the layers behind its merger, too
+                del arguments["cu_seqlens"]
+                quarter = Segments(metadata.full.lengths_S // 4)
+                arguments[SEGMENTS] = {
+                    segments.rows: known(kind="full", segments=segments) for segments in (metadata.full, quarter)
+                }
+            return arguments, 8 * len(grid)
 
         return self.cache.get((grid, device, geometry, stream), make)

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from hf_vit_accel.layout import Geometry
+from hf_vit_accel.layout import Geometry, Grid
 
 Tower: TypeAlias = Any
 """A tower of transformers. Its attributes have no types."""
@@ -197,6 +197,11 @@ TINY: Mapping[str, Any] = dict(
 """Config fields of a tiny tower of four layers, under the names that most families use."""
 
 
+def frames_and_sides(tower: Tower, sizes: Sequence[Sequence[int]]) -> Grid:
+    """Return a grid as most towers take it: each row has frames, height and width, in patches."""
+    return tuple((t, h, w) for t, h, w in sizes)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """The differences between families of towers, as data.
@@ -213,6 +218,7 @@ class Family:
         pixel_dims: The dimensions of the pixels: 2 for (T, P), 5 for (1, T, channels, side, side).
         videos: Whether a grid entry may have several frames.
         attention_only: Whether the tower's own forward always runs, with our attention. Then no parts are needed.
+        grid: Returns the grid of a tower that is attention only, from the rows of its second argument.
         options_of_proof: Arguments of a copy's forward, with which it computes in another dtype than bf16.
         tiny: The fields of the vision config that make a tower of four layers, which runs in milliseconds.
     """
@@ -228,6 +234,7 @@ class Family:
     pixel_dims: int = 2
     videos: bool = True
     attention_only: bool = False
+    grid: Callable[[Tower, Sequence[Sequence[int]]], Grid] = frames_and_sides
     options_of_proof: Mapping[str, object] = field(default_factory=dict, hash=False)
     tiny: Mapping[str, Any] = field(default_factory=dict, hash=False)
 

@@ -69,9 +69,11 @@ class ModelState:
         return type(self), (self.every_rank,)
 
 
-def is_model(kind: type) -> bool:
-    """Return whether a class has the methods of a model with M-RoPE."""
-    return all(hasattr(kind, name) for name in _SERVED)
+def is_model(kind: type[Model]) -> bool:
+    """Return whether a class has the methods of a model with M-RoPE, for grids."""
+    if not all(hasattr(kind, name) for name in _SERVED):
+        return False
+    return "target_sizes" not in parameters_of(kind.get_rope_index)  # MiniCPM-V 4.7: its images are cut into slices
 
 
 def holders_of(model: nn.Module) -> Iterator[tuple[str, Model]]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hf_vit_accel.backends import Plan, Request, ScoreMod, plan_alone, resolve
 from hf_vit_accel.config import Settings
-from hf_vit_accel.engine.route import OFFSETS, ROUTE, KnownSegments, Route
+from hf_vit_accel.engine.route import OFFSETS, ROUTE, SEGMENTS, KnownSegments, Route
 from hf_vit_accel.layout import Segments
 from hf_vit_accel.machine import FallbackError
 from hf_vit_accel.tower import unknown
@@ -37,9 +37,9 @@ def vision_attention(
     """Attend to q, k, v (1, H, T, D); the function behind the registered names.
 
     A patched tower passes its route, in the keyword arguments or as an attribute of `cu_seq_lens_q`. The route holds
-    the plan. A tower whose attention alone is ours passes `KnownSegments`. A stock tower under one of our names gets a
-    plan here, at the price of a host sync. Any other attention (of a text decoder that was loaded with one of our
-    names) goes to transformers' own sdpa function, with its mask.
+    the plan. A tower whose attention alone is ours passes `KnownSegments`, in the same two ways. A stock tower under
+    one of our names gets a plan here, at the price of a host sync. Any other attention (of a text decoder that was
+    loaded with one of our names) goes to transformers' own sdpa function, with its mask.
 
     Returns:
         The outputs (1, T, H, D), and None for the weights of attention.
@@ -56,6 +56,8 @@ def vision_attention(
         return out, None
     route = kwargs.get(ROUTE, getattr(cu_seq_lens_q, ROUTE, None))
     offsets: KnownSegments | None = getattr(cu_seq_lens_q, OFFSETS, None)
+    if offsets is None:
+        offsets = kwargs.get(SEGMENTS, {}).get(query.shape[2])
     if route is None and offsets is None:
         unknown.warn()
     settings: Settings | None = None
@@ -73,7 +75,7 @@ def vision_attention(
             why = "attention weights are dropped out" if dropout else reasons_untraceable()[0]
             raise FallbackError(f"the score_mod cannot be applied to this call: {why}")
         return _attend_as_stock(module, (query, key, value), cu_seq_lens_q, dropout, scaling), None
-    return _attend_packed(module, (query, key, value), cu_seq_lens_q, scaling, route, score_mod), None
+    return _attend_packed(module, (query, key, value), cu_seq_lens_q, scaling, route, offsets, score_mod), None
 
 
 def _attend_packed(
@@ -82,6 +84,7 @@ def _attend_packed(
     cu_seqlens_S1: Tensor,
     scaling: float | None,
     route: Route | None,
+    offsets: KnownSegments | None,
     score_mod: ScoreMod | None,
 ) -> Tensor:
     """Attend by the plan of a route, or by one that is made here.
@@ -92,6 +95,7 @@ def _attend_packed(
         cu_seqlens_S1: The offsets of the segments.
         scaling: The scale of the scores; None for the usual one.
         route: The route of the tower's forward; None for a tower without one.
+        offsets: The segments, where the tower's forward knows them without a route.
         score_mod: A function of the user's that changes scores; None without one.
 
     Returns:
@@ -106,7 +110,9 @@ def _attend_packed(
         needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in qkv)
         fits = plan is not None and (plan.request.heads, plan.request.head_dim) == q_THD.shape[1:]
         if plan is None or not fits or (needs_grad and not plan.request.grad):
-            plan = _plan_without_route(module, q_THD, cu_seqlens_S1, scale, grad=needs_grad, score_mod=score_mod)
+            plan = _plan_without_route(
+                module, q_THD, cu_seqlens_S1, offsets, scale, grad=needs_grad, score_mod=score_mod
+            )
         elif plan.request.scale != scale:
             plan = replace(plan, request=replace(plan.request, scale=scale))
         # PEFT and quantisation upcast norms: attention computes in the dtype of the weights, as transformers' does.
@@ -130,7 +136,14 @@ def _attend_as_stock(
 
 
 def _plan_without_route(
-    module: Any, q_THD: Tensor, cu_seqlens_S1: Tensor, scale: float, *, grad: bool, score_mod: ScoreMod | None
+    module: Any,
+    q_THD: Tensor,
+    cu_seqlens_S1: Tensor,
+    offsets: KnownSegments | None,
+    scale: float,
+    *,
+    grad: bool,
+    score_mod: ScoreMod | None,
 ) -> Plan:
     """Return a plan for offsets that no route has planned; it is kept for other layers that get the very same tensor.
 
@@ -138,11 +151,11 @@ def _plan_without_route(
         module: The attention module.
         q_THD: The queries.
         cu_seqlens_S1: The offsets.
+        offsets: The segments, where they are known.
         scale: The scale of the scores.
         grad: Whether gradients are needed.
         score_mod: A function of the user's that changes scores; None without one.
     """
-    offsets: KnownSegments | None = getattr(cu_seqlens_S1, OFFSETS, None)
     name = "flex" if score_mod else NAMES.get(getattr(module.config, "_attn_implementation", ""), "auto")
     name = offsets.settings.attention if offsets else name
     request = Request(

@@ -20,16 +20,18 @@ def read(tower: Tower, state: TowerState, args: tuple[object, ...], kwargs: dict
     state.follow_attention(tower)
     names = state.family.arguments
     arguments: dict[str, Any] = dict(zip(names, args)) | kwargs  # noqa: B905
-    reasons = checks.reasons_without_segments(tower, arguments, names[0])
+    reasons = checks.reasons_without_segments(tower, arguments, names)
     if state.popped is None:
         state.popped = versions.popped_by(names_of_forwards({type(module) for module in tower.modules()}))
     if "cu_seqlens" not in state.popped:
         reasons = [f"transformers {transformers.__version__} computes the segments of this tower by itself"]
     if reasons:
         return Call(reasons_stock=reasons)
-    grid = tuple((t, h, w) for t, h, w in arguments["grid_thw"].tolist())
+    grid = state.family.grid(tower, arguments[names[1]].tolist())
     if not grid or min(min(sizes) for sizes in grid) < 1:  # the stock forward reports what else is wrong with a call
-        return Call(reasons_stock=["a row of grid_thw has no frames, or no size"])
+        return Call(reasons_stock=[f"a row of {names[1]} has no frames, or no size"])
+    if state.family.geometry(tower).quarters and any(h % 2 or w % 2 for _, h, w in grid):
+        return Call(reasons_stock=[f"{names[1]} has an odd height or width, and a merger takes two by two rows"])
     return Call(inputs=Inputs(pixels=arguments[names[0]], grid=grid, options=kwargs))
 
 

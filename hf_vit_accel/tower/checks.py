@@ -107,22 +107,22 @@ def reasons_of_copy(
     return reasons
 
 
-def reasons_without_segments(tower: Tower, arguments: Mapping[str, object], pixels: str) -> list[str]:
+def reasons_without_segments(tower: Tower, arguments: Mapping[str, object], names: tuple[str, ...]) -> list[str]:
     """Return why a tower whose attention alone is ours gets no segments from us, and must compute them itself.
 
     Args:
         tower: The tower.
         arguments: The arguments of the call by name.
-        pixels: The name of the pixels.
+        names: The names of the pixels and the grid.
     """
     name = tower.config._attn_implementation
     if name not in proof.NAMES:
         return reasons_custom_attention(tower, name) or [f"its attention is {name!r}"]
     if any(popped in arguments for popped in POPPED):
         return ["the caller supplies sequence metadata"]
-    grid = arguments.get("grid_thw")
+    pixels, grid = arguments.get(names[0]), arguments.get(names[1])
     has_grid = isinstance(grid, Tensor) and grid.dim() == 2 and not grid.is_floating_point()
-    if not has_grid or not isinstance(arguments.get(pixels), Tensor) or is_tracing():
+    if not has_grid or not isinstance(pixels, Tensor) or is_tracing():
         return ["the arguments are not those that are known, or torch.jit.trace is at work"]
     return []
 

@@ -16,7 +16,7 @@ from hf_vit_accel.backends import backend_named
 from hf_vit_accel.engine.encoder import Checkpoint, checkpoints_of
 from hf_vit_accel.engine.inputs import Inputs
 from hf_vit_accel.engine.passes import cut, reasons_not_cut
-from hf_vit_accel.engine.route import Spec
+from hf_vit_accel.engine.route import SEGMENTS, Spec
 from hf_vit_accel.families import Tower
 from hf_vit_accel.families.copies import CopyFamily
 from hf_vit_accel.graphs.automatic import GraphUse
@@ -208,7 +208,7 @@ def _decide_attention(tower: Tower, state: TowerState, call: Call) -> StockPlan:
     offsets = state.routes.segment_arguments(
         call.inputs.grid, device, geometry, state.settings, state.faults, state.attention_backends
     )
-    return StockPlan(way=Way.ATTENTION, reasons=(), injected=keyword_arguments(offsets, state.popped))
+    return StockPlan(way=Way.ATTENTION, reasons=(), injected=keyword_arguments(offsets, state.popped | {SEGMENTS}))
 
 
 def _decide_metadata(

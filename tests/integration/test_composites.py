@@ -7,6 +7,7 @@ import importlib.util
 import pytest
 import torch
 import transformers
+from support import attention_only
 from support.composites import COMPOSITES, left_padded
 from tiny import TINY, assert_close
 from torch import nn
@@ -118,3 +119,25 @@ def test_features_of_images_and_videos_equal_stock(name: str, kind: str) -> None
     assert_close(run(), expected)
     [status] = hf_vit_accel.status(model).towers
     assert (status.calls, status.stock_calls) == (1, 0)
+
+
+@pytest.mark.parametrize("name", ["minicpmv4_6", "minicpmv4_7", "minicpm_ocr", "inkling2"])
+def test_features_of_models_with_other_grids_equal_stock(name: str) -> None:
+    """MiniCPM-V takes heights and widths, and can leave its merger out; Inkling 2 counts merged tokens."""
+    model = COMPOSITES[name].make()
+    [(_, tower, _)] = find_towers(model)
+    arguments = attention_only.inputs(tower, images=[(1, 4, 8), (1, 8, 4), (1, 8, 8)])
+    modes: list[dict[str, str]] = [{}, {"downsample_mode": "4x"}] if name.startswith("minicpm") else [{}]
+
+    def run(mode: dict[str, str]) -> list[torch.Tensor]:
+        with torch.no_grad():
+            return list(model.model.get_image_features(**arguments, **mode).pooler_output)
+
+    expected = [run(mode) for mode in modes]
+    hf_vit_accel.patch(model, strict=True)
+    for mode, features in zip(modes, expected, strict=True):
+        assert_close(run(mode), features)
+    [status] = hf_vit_accel.status(model).towers
+    assert (status.calls, status.stock_calls) == (len(modes), 0)
+    with pytest.raises(ValueError, match="every_rank=True needs a model with M-RoPE"):
+        hf_vit_accel.patch(model, every_rank=True)

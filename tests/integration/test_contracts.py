@@ -221,7 +221,8 @@ def call_with_hook(way: Way, tower: nn.Module) -> object:
 def call_with_empty_image(way: Way, tower: nn.Module) -> object:
     """Call a tower with an image of no frames and no size."""
     arguments = attention_only.inputs(tower)
-    arguments["grid_thw"] = torch.cat([arguments["grid_thw"], torch.zeros(1, 3, dtype=torch.int64)])
+    name = attention_only.grid_name(tower)
+    arguments[name] = torch.cat([arguments[name], torch.zeros_like(arguments[name][:1])])
     with torch.no_grad():
         return flat(tower(**arguments))
 

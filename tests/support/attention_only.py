@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from tiny import randomise
 from torch import nn
 
-from hf_vit_accel.families import FAMILIES
+from hf_vit_accel.families import FAMILIES, family_of
 from hf_vit_accel.tower.code import names_of_forwards
 from hf_vit_accel.versions import popped_by
 
@@ -32,6 +33,8 @@ class Tiny:
         config: Fields of the vision config.
         frames: Frames of a patch.
         square: Whether pixels come as (T, 3, side, side).
+        strip: Whether pixels come as (1, 3, side, T * side).
+        merge: Patches per merged token along one side, where pixels come as (T / merge**2, side, side, 3); 0 elsewhere.
         clips: Whether stock takes clips of several frames.
         alike: Whether all clips must be equally long. (Kimi fails to concatenate others.)
         merge_sizes: Whether the forward takes a merge size per image.
@@ -40,6 +43,8 @@ class Tiny:
     config: dict[str, Any]
     frames: int = 1
     square: bool = False
+    strip: bool = False
+    merge: int = 0
     clips: bool = True
     alike: bool = False
     merge_sizes: bool = False
@@ -47,6 +52,8 @@ class Tiny:
 
 _MUSE = _SIGLIP | dict(pos_emb_height=4, pos_emb_width=4, max_position_embeddings=16)
 _MUSE |= dict(layer_types=["window_attention", "full_attention"] * 2)
+_MINICPM = Tiny(_SIGLIP | dict(image_size=12, insert_layer_id=1), strip=True, clips=False)
+_INKLING = _SIGLIP | dict(posemb_grid_size=4, projection_hidden_dim=16, text_hidden_size=32)
 TINY = {
     "VideoLlama3VisionModel": Tiny(_SIGLIP, merge_sizes=True),
     "Kimi_K25VisionModel": Tiny(_SIGLIP | dict(pos_emb_height=6, pos_emb_width=6), square=True, alike=True),
@@ -62,6 +69,10 @@ TINY = {
     "Lfm3VlVisionModel": Tiny(
         _SIGLIP | dict(num_key_value_heads=1, layer_types=["conv", "full_attention"] * 2), frames=2
     ),
+    "MiniCPMV4_6VisionModel": _MINICPM,
+    "MiniCPMV4_7VisionModel": _MINICPM,
+    "MiniCPMOcrVisionModel": _MINICPM,
+    "Inkling2VisionModel": Tiny(_INKLING, merge=2),
 }
 
 
@@ -89,7 +100,10 @@ def build(module: str, name: str, *, without_segments: bool = False) -> nn.Modul
         without_segments: Whether layers that know no segments will do.
     """
     tower = make_tower(module, name)
-    if "cu_seqlens" not in popped_by(names_of_forwards({type(part) for part in tower.modules()})):
+    names = names_of_forwards({type(part) for part in tower.modules()})
+    if "get_vision_merged_shape" in names:
+        pytest.skip("in this transformers MiniCPM-V takes images of one size only")
+    if "cu_seqlens" not in popped_by(names):
         pytest.skip(
             "this transformers computes segments by itself; test_uses_by_version.py shows that the tower stays stock"
         )
@@ -98,19 +112,34 @@ def build(module: str, name: str, *, without_segments: bool = False) -> nn.Modul
     return tower
 
 
-def inputs(tower: nn.Module, seed: int = 0) -> dict[str, torch.Tensor]:
+def grid_name(tower: nn.Module) -> str:
+    """Return the name of the argument that holds the sizes of images."""
+    family = family_of(tower)
+    assert family is not None
+    return family.arguments[1]
+
+
+def inputs(tower: nn.Module, seed: int = 0, images: Sequence[tuple[int, int, int]] = GRID) -> dict[str, torch.Tensor]:
     """Draw the arguments of a call: pixels, which require gradients, the grid, and merge sizes where they are taken."""
     tiny = TINY[type(tower).__name__]
-    grid = GRID
+    grid = list(images)
     if tiny.alike:
-        grid = [(2, h, w) for _, h, w in GRID]
+        grid = [(2, h, w) for _, h, w in images]
     elif not tiny.clips:
-        grid = [(1, h, w) for t, h, w in GRID for _ in range(t)]
+        grid = [(1, h, w) for t, h, w in images for _ in range(t)]
     rows = sum(t * h * w for t, h, w in grid)
-    shape = (rows, 3, 2, 2) if tiny.square else (rows, 3 * 4 * tiny.frames)
+    sizes = torch.tensor(grid)
+    shape: tuple[int, ...] = (rows, 3 * 4 * tiny.frames)
+    if tiny.square:
+        shape = (rows, 3, 2, 2)
+    elif tiny.strip:
+        shape = (1, 3, 2, 2 * rows)
+        sizes = sizes[:, 1:]
+    elif tiny.merge:
+        shape = (rows, 2 * tiny.merge, 2 * tiny.merge, 3)
     arguments = {
         "pixel_values": torch.randn(shape, generator=torch.Generator().manual_seed(seed)).requires_grad_(),
-        "grid_thw": torch.tensor(grid),
+        grid_name(tower): sizes,
     }
     if tiny.merge_sizes:
         arguments["merge_sizes"] = torch.tensor([2, 1, 2, 2])

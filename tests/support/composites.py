@@ -101,6 +101,14 @@ _LINEAR = dict(
     shared_expert_intermediate_size=16,
     rope_parameters=_WHOLE,
 )
+_MINICPM = dict(insert_layer_id=1, image_token_id=60, video_token_id=61)
+_INKLING = dict(
+    unpadded_vocab_size=64,
+    swa_num_attention_heads=4,
+    swa_num_key_value_heads=2,
+    swa_head_dim=8,
+    layer_types=["hybrid_sliding", "hybrid"],
+)
 _INDEXER = dict(indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=8, indexer_compress_ratio=2)
 
 COMPOSITES = {
@@ -202,6 +210,10 @@ COMPOSITES = {
         "HunYuanVLConfig",
         dict(rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 1, 1]}),
     ),
+    "minicpmv4_6": Composite("MiniCPMV4_6ForConditionalGeneration", "MiniCPMV4_6Config", _LINEAR, _MINICPM),
+    "minicpmv4_7": Composite("MiniCPMV4_7ForConditionalGeneration", "MiniCPMV4_7Config", _LINEAR, _MINICPM),
+    "minicpm_ocr": Composite("MiniCPMOcrForConditionalGeneration", "MiniCPMOcrConfig", _LINEAR, _MINICPM),
+    "inkling2": Composite("Inkling2ForConditionalGeneration", "Inkling2Config", _INKLING),
     "cosmos3_edge": Composite("Cosmos3EdgeForConditionalGeneration", "Cosmos3EdgeConfig", dict(rope_parameters=_ROPE)),
 }
 
