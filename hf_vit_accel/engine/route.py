@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -276,7 +275,7 @@ class Routes:
         settings: Settings,
         faults: Mapping[str, str],
         backends: dict[str, str],
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Return keyword arguments for a tower whose attention alone is ours: its segments, which it need not compute.
 
         They are cached by stream and geometry.
@@ -291,21 +290,21 @@ class Routes:
         """
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
-        def make() -> tuple[dict[str, Any], int]:
+        def known_segments(kind: LayerKind, segments: Segments) -> KnownSegments:
+            return KnownSegments(kind=kind, segments=segments, settings=settings, faults=faults, backends=backends)
+
+        def make() -> tuple[dict[str, object], int]:
             metadata = build(grid, geometry)
             arrays = {name: array for name, array in metadata.arrays().items() if name in _SEGMENTS}
             with outside_modes():
                 tensors = to_device(arrays, device)
-            known = partial(KnownSegments, settings=settings, faults=faults, backends=backends)
             for kind, segments in metadata.segments().items():
-                setattr(tensors[_OFFSETS_BY_KIND[kind]], OFFSETS, known(kind=kind, segments=segments))
-            arguments: dict[str, Any] = {**tensors, "max_seqlen": metadata.full.max_seqlen}
+                setattr(tensors[_OFFSETS_BY_KIND[kind]], OFFSETS, known_segments(kind, segments))
+            arguments: dict[str, object] = {**tensors, "max_seqlen": metadata.full.max_seqlen}
             if geometry.quarters:  # the tower would pass our offsets to the layers behind its merger, too
                 del arguments["cu_seqlens"]
-                quarter = Segments(metadata.full.lengths_S // 4)
-                arguments[SEGMENTS] = {
-                    segments.rows: known(kind="full", segments=segments) for segments in (metadata.full, quarter)
-                }
+                both = (metadata.full, Segments(metadata.full.lengths_S // 4))
+                arguments[SEGMENTS] = {segments.rows: known_segments("full", segments) for segments in both}
             return arguments, 8 * len(grid)
 
         return self.cache.get((grid, device, geometry, stream), make)

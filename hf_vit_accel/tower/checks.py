@@ -120,7 +120,8 @@ def reasons_without_segments(tower: Tower, arguments: Mapping[str, object], name
         return reasons_custom_attention(tower, name) or [f"its attention is {name!r}"]
     if any(popped in arguments for popped in POPPED):
         return ["the caller supplies sequence metadata"]
-    pixels, grid = arguments.get(names[0]), arguments.get(names[1])
+    pixels = arguments.get(names[0])
+    grid = arguments.get(names[1])
     has_grid = isinstance(grid, Tensor) and grid.dim() == 2 and not grid.is_floating_point()
     if not has_grid or not isinstance(pixels, Tensor) or is_tracing():
         return ["the arguments are not those that are known, or torch.jit.trace is at work"]
