@@ -122,13 +122,14 @@ def grid_name(tower: nn.Module) -> str:
 def inputs(tower: nn.Module, seed: int = 0, images: Sequence[tuple[int, int, int]] = GRID) -> dict[str, torch.Tensor]:
     """Draw the arguments of a call: pixels, which require gradients, the grid, and merge sizes where they are taken."""
     tiny = TINY[type(tower).__name__]
+    weight = next(tower.parameters())
     grid = list(images)
     if tiny.alike:
         grid = [(2, h, w) for _, h, w in images]
     elif not tiny.clips:
         grid = [(1, h, w) for t, h, w in images for _ in range(t)]
     rows = sum(t * h * w for t, h, w in grid)
-    sizes = torch.tensor(grid)
+    sizes = torch.tensor(grid, device=weight.device)
     shape: tuple[int, ...] = (rows, 3 * 4 * tiny.frames)
     if tiny.square:
         shape = (rows, 3, 2, 2)
@@ -137,10 +138,11 @@ def inputs(tower: nn.Module, seed: int = 0, images: Sequence[tuple[int, int, int
         sizes = sizes[:, 1:]
     elif tiny.merge:
         shape = (rows, 2 * tiny.merge, 2 * tiny.merge, 3)
+    pixels = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     arguments = {
-        "pixel_values": torch.randn(shape, generator=torch.Generator().manual_seed(seed)).requires_grad_(),
+        "pixel_values": pixels.to(weight.device, weight.dtype).requires_grad_(),
         grid_name(tower): sizes,
     }
     if tiny.merge_sizes:
-        arguments["merge_sizes"] = torch.tensor([2, 1, 2, 2])
+        arguments["merge_sizes"] = torch.tensor([2, 1, 2, 2], device=weight.device)
     return arguments

@@ -141,6 +141,19 @@ def test_every_layer_attends_by_known_segments(tower: nn.Module, monkeypatch: py
         assert len(attended) > len(attentions_in(tower))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("trained", [False, True], ids=["inference", "training"])
+def test_gpu_it_is_as_exact_as_stock(tower: nn.Module, trained: bool) -> None:
+    """In bf16, with the backend that `auto` chooses; the errors are those beside fp32."""
+    exact = run(tower.to("cuda"), trained=trained)
+    stock = copy.deepcopy(tower).to(torch.bfloat16)
+    ours = hf_vit_accel.patch(copy.deepcopy(stock), strict=True)
+    error_of_stock = largest_error(run(stock, trained=trained), exact)
+    assert largest_error(run(ours, trained=trained), exact) < 1.5 * error_of_stock + 1e-3
+    [status] = hf_vit_accel.status(ours).towers
+    assert (status.calls, status.stock_calls) == (1, 0) and "sdpa" not in status.backends.values()
+
+
 def test_odd_sizes_stay_stock() -> None:
     """MiniCPM-V takes them where the caller leaves its merger out."""
     tower = build("transformers.models.minicpmv4_6.modeling_minicpmv4_6", "MiniCPMV4_6VisionModel")
