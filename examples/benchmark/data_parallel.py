@@ -1,7 +1,6 @@
 """Time towers whose calls several GPUs of one machine share, beside one GPU, after checking their outputs.
 
 torchrun --nproc-per-node 4 examples/benchmark/data_parallel.py --json results.json
-python examples/benchmark/data_parallel.py --plot results.png --json results.json     draws an earlier measurement
 
 Weights and pixels are random. The checks come first: calls of random sizes, and a rank that raises. Then every possible
 number of ranks (1, 2, 4, 8) is timed in turns, in one run. `pays` holds the times of small calls, which are shared too.
@@ -30,7 +29,6 @@ from hf_vit_accel.sharing import data_parallel
 from hf_vit_accel.sharing.data_parallel import rows_checksum
 from hf_vit_accel.sharing.ranks import ranks_of
 from hf_vit_accel.sharing.split import Assignment, loads, split
-from hf_vit_accel.tools.bench import require_matplotlib
 from hf_vit_accel.tools.bench.towers import build_tower, family_of_tower
 from hf_vit_accel.tower.state import state_of
 
@@ -299,34 +297,6 @@ def exchanges(rounds: int) -> list[Row]:
     return rows
 
 
-def draw(document: Row, path: Path) -> None:
-    """Draw the speed-up over the number of GPUs; a dashed line shows perfect scaling."""
-    require_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    lines: dict[tuple[str, str], dict[int, float]] = {}
-    for run in document["runs"]:
-        for row in run["towers"]:
-            if row["size"] in SIZES:
-                lines.setdefault((row["model"], row["size"]), {1: 1.0})[run["ranks"]] = 1 / row["shared_by_alone"]
-    models = sorted({model for model, _ in lines})
-    counts = [1, *(run["ranks"] for run in document["runs"])]
-    figure = Figure(figsize=(5 * len(models), 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, model in zip(figure.subplots(1, len(models), sharey=True, squeeze=False)[0], models, strict=True):
-        axes.plot(counts, counts, "--", color="grey", label="linear")
-        for (model_of_line, size), speedups in lines.items():
-            if model_of_line == model:
-                axes.plot(list(speedups), list(speedups.values()), marker="o", label=size)
-        axes.set(title=model, xlabel="GPUs", xticks=counts)
-        axes.grid(alpha=0.3)
-    figure.axes[0].set_ylabel("times as fast as one GPU")
-    figure.axes[0].legend(fontsize=8)
-    figure.suptitle(f"One call shared by GPUs ({document['device']}, {document['dtype']})")
-    figure.savefig(path, dpi=110)
-
-
 def measure(arguments: argparse.Namespace) -> None:
     """Check and time every model; rank 0 prints and writes the rows."""
     size = dist.get_world_size()
@@ -363,7 +333,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Read the command line; measure, or draw an earlier measurement."""
+    """Read the command line and measure."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default="qwen2.5-vl-7b,qwen3-vl-8b")
     parser.add_argument("--sizes", default=",".join(SIZES), help="names of SIZES, comma-separated")
@@ -371,11 +341,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=250, help="random calls of every model")
     parser.add_argument("--no-pays", action="store_true", help="do not time small calls")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path, help="draw the JSON file instead of measuring")
     arguments = parser.parse_args()
-    if arguments.plot is not None:
-        draw(json.loads(arguments.json.read_text(encoding="utf-8")), arguments.plot)
-        return
     if DEVICE.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if DEVICE.type == "cuda" else "gloo", timeout=timedelta(seconds=120))

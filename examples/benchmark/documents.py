@@ -10,11 +10,6 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 MODELS = ("qwen2.5-vl-7b", "qwen3-vl-8b", "qwen2-vl-7b")
-COMMANDS = {
-    "captioning_processes.json": "accelerate launch --num_processes N examples/benchmark/captioning_benchmark.py "
-    "build/captioning"
-}
-"""The commands of files that do not record theirs."""
 
 Row = Mapping[str, Any]
 """A row of a JSON file."""
@@ -83,7 +78,7 @@ def measured_at(document: Document, file: str = "") -> str:
 
 
 def conditions(document: Document, file: str) -> str:
-    """Name the commit, hardware, versions, command and file, as far as the document records them.
+    """Name the commit, hardware, versions, command and file.
 
     Args:
         document: the content of `file`
@@ -92,11 +87,10 @@ def conditions(document: Document, file: str) -> str:
     Raises:
         ValueError: if parts of the document were measured at different commits
     """
-    command = document.get("command") or COMMANDS[file]
-    note = f" {document['transcribed']}" if document.get("transcribed") else ""
+    command = document["command"]
     path = f"examples/benchmark/{file}"
     source = f"By `{command}`." if command.endswith(path) else f"`{command}` wrote `{path}`."
-    return f"*{measured_at(document, file)} {source}*{note}"
+    return f"*{measured_at(document, file)} {source}*"
 
 
 def title(model: str) -> str:

@@ -124,21 +124,12 @@ JOBS = {
     "families": _bench(
         "families.json", '--rounds 2 --sizes "16 x 512²,one 448²" --backends auto,auto+graph', OTHERS, seconds=30
     ),
-    "families_training": _bench(
-        "families_training.json",
-        '--train --rounds 2 --sizes "16 x 512²" --backends auto --baselines sdpa,compile_blocks',
-        OTHERS,
-        seconds=60,
-    ),
     "small": _bench(
         "small.json",
         '--rounds 6 --sizes "one 448²" --backends auto,auto+graph,flashinfer_cudnn+graph '
         "--baselines sdpa,flash_attention_3,graph,compile+graph",
         QWEN[:2],
         seconds=150,
-    ),
-    "hosts": _bench(  # rename it to hosts_NAME.json, which holds one machine
-        "hosts.json", '--rounds 2 --sizes "one 448²" --backends auto,auto+graph --baselines sdpa', QWEN[:2], seconds=30
     ),
     "checks": _script("checks.json", "checks.py", seconds=30),
     "flex": _bench(

@@ -91,19 +91,6 @@ def captioning(document: Document) -> str:
     return grid(head, rows)
 
 
-def captioning_processes(document: Document) -> str:
-    """Write the images per second of the batch captioner by its number of processes, one GPU each."""
-    rates: dict[int, dict[int, float]] = {}
-    for row in document["rows"]:
-        rates.setdefault(row["tokens"], {})[row["processes"]] = row["per_second"]
-    rows = []
-    for tokens, by_processes in rates.items():
-        cells = [f"{digits(rate)} ({rate / by_processes[1]:.2f}x)" for rate in by_processes.values()]
-        rows.append([str(tokens), *cells])
-    counts = [f"{count} process{'es' * (count > 1)}" for count in by_processes]
-    return grid(["new tokens, images/s", *counts], rows)
-
-
 def ways(document: Document) -> str:
     """Write the ways to train a tower: stock, patched and the speed-up.
 
@@ -229,7 +216,6 @@ def fp8_errors(document: Document) -> str:
 
 SCRIPTS: Mapping[str, Callable[[Document], str]] = {
     "captioning": captioning,
-    "captioning_processes": captioning_processes,
     "checks": checks,
     "data_parallel": data_parallel,
     "long_video": long_video,
@@ -237,7 +223,6 @@ SCRIPTS: Mapping[str, Callable[[Document], str]] = {
     "reuse": reuse,
     "training_step": training_step,
     "ways": ways,
-    "ways_two": ways,
     "whole_call": whole_call,
 }
 """What writes the table of a file, by the file's name without ".json"; the table has the same name."""

@@ -47,18 +47,6 @@ class Timings:
 
 
 TIMINGS: Mapping[str, Timings] = {
-    "towers_h100": Timings(
-        file="towers_h100.json",
-        columns={
-            "stock sdpa": "stock sdpa",
-            "stock flash_attention_3": "stock FlashAttention-3",
-            "auto": "`auto`",
-            "torch_varlen": "`torch_varlen`",
-            "flashinfer_cudnn": "`flashinfer_cudnn`",
-            "flash_attention_4": "`flash_attention_4`",
-            "flash_attention_3": "`flash_attention_3`",
-        },
-    ),
     "plain": Timings(file="plain.json", columns={"stock sdpa": "stock sdpa", "auto": "`auto`"}),
     "backends": Timings(
         file="towers.json",
@@ -110,17 +98,10 @@ TIMINGS: Mapping[str, Timings] = {
     **{
         name: Timings(
             file=f"{name}.json",
-            columns={"stock sdpa": "stock sdpa", "auto": "`auto`", "auto+graph": "`auto`, CUDA graph"},
-        )
-        for name in ("hosts_1", "hosts_2", "hosts_3")
-    },
-    **{
-        name: Timings(
-            file=f"{name}.json",
             columns={"stock sdpa": "stock sdpa", "stock compile_blocks": "stock, compiled blocks", "auto": "patched"},
             memory=True,
         )
-        for name in ("lora", "checkpointing", "families_training")
+        for name in ("lora", "checkpointing")
     },
     "flex": Timings(
         file="flex.json",

@@ -208,7 +208,7 @@ def slower(file: str) -> Document:
     for step in documents.steps(measured).values():
         step["patched"] = {key: 2 * seconds for key, seconds in step["patched"].items()}
     for row in [*measured.get("rows", []), *(row for run in measured.get("runs", []) for row in run["towers"])]:
-        for key in ("ms", "error", "patched", "graphs", "shared_ms", "per_second", "encode", "median"):
+        for key in ("ms", "error", "patched", "graphs", "shared_ms", "encode", "median"):
             if key in row and not str(row.get("contender")).startswith("stock"):
                 both = isinstance(row[key], dict)
                 row[key] = {way: 2 * ms for way, ms in row[key].items()} if both else 2 * row[key]
