@@ -26,12 +26,13 @@ if models == 'broken':
 if models == 'slow':
     time.sleep(60)
 row = dict(model=models, gpus=os.environ['CUDA_VISIBLE_DEVICES'], begin=time.time())
+row['cores'] = list(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else []
 time.sleep(0.5)
 row['end'] = time.time()
 with open(path, 'w') as file:
     json.dump(dict(rows=[row], machine=dict(driver=models)), file)
 """
-"""A benchmark that writes its GPUs and times; the model decides whether it fails."""
+"""A benchmark that writes its GPUs, cores and times; the model decides whether it fails."""
 
 
 @pytest.fixture
@@ -67,6 +68,47 @@ def test_without_hides_packages_from_imports_and_find_spec(tmp_path: Path) -> No
     assert output == "typer None numpy ['--rounds', '2']\n"
 
 
+def is_running(process: int) -> bool:
+    """Return False for a process that ended, also if nobody has waited for it."""
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes cannot be bound to a core")
+@pytest.mark.parametrize("is_killed", [False, True], ids=["ended", "killed"])
+def test_slowed_runs_beside_a_busy_process_on_one_core(tmp_path: Path, is_killed: bool) -> None:
+    """Both have the same core, and the busy process ends with the other one."""
+    (tmp_path / "seen.py").write_text(
+        "import multiprocessing, os, sys, time\n"
+        "(child,) = multiprocessing.active_children()\n"
+        "while True:\n"
+        "    user_time = open(f'/proc/{child.pid}/stat').read().rpartition(')')[2].split()[11]\n"
+        "    if int(user_time):\n"
+        "        break\n"
+        "    time.sleep(0.01)\n"
+        "print(child.pid, os.sched_getaffinity(0) == os.sched_getaffinity(child.pid), len(os.sched_getaffinity(0)))\n"
+        "print(sys.argv[1:], flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    command = [sys.executable, str(BENCHMARK / "slowed.py"), "seen", "--rounds", "2"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as slowed:
+        assert slowed.stdin is not None and slowed.stdout is not None
+        child, *cores = slowed.stdout.readline().split()
+        assert cores == ["True", "1"] and slowed.stdout.readline() == "['--rounds', '2']\n"
+        assert is_running(int(child))
+        if is_killed:
+            slowed.kill()
+        slowed.stdin.close()
+    deadline = time.monotonic() + 10
+    while is_running(int(child)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_running(int(child))
+
+
 def test_parts_run_beside_each_other_and_make_one_file(
     everything: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +139,9 @@ def test_parts_run_beside_each_other_and_make_one_file(
     assert three["machines"] == [{"driver": "a"}, {"driver": "b"}, {"driver": "c"}]
     (row,) = json.loads((tmp_path / "all_gpus.json").read_text())["rows"]
     assert row["gpus"] == "5,7"
+    cores = {row_of_one["gpus"]: set(row_of_one["cores"]) for row_of_one in three["rows"]}
+    if len(row["cores"]) > 1 and len(cores) > 1:
+        assert not set.intersection(*cores.values()), "parts share no core"
     assert row["begin"] > max(row_of_one["end"] for row_of_one in three["rows"]), "it runs alone, after the others"
     assert earlier_file.read_text() == "as it was" and not (tmp_path / "slow.json").exists()
 
