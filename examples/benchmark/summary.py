@@ -48,23 +48,12 @@ LINES = (
     ),
     Line(label="Tower, plain install, beside stock sdpa", file="plain.json", ours="auto", stock=("sdpa",)),
     Line(
-        label="One small picture in a CUDA graph, beside stock compiled and in a CUDA graph",
+        label="One small picture, beside stock compiled and in a CUDA graph",
         file="small.json",
-        ours="auto+graph",
+        ours="auto",
         stock=("compile+graph",),
     ),
-    Line(
-        label=f"Training a tower without CUDA graphs, beside {FASTEST}",
-        file="training.json",
-        ours="auto",
-        stock=TRAINED,
-    ),
-    Line(
-        label=f"Training a tower with CUDA graphs, beside {FASTEST}",
-        file="training.json",
-        ours="auto+graph",
-        stock=TRAINED,
-    ),
+    Line(label=f"Training a tower, beside {FASTEST}", file="training.json", ours="auto", stock=TRAINED),
 )
 
 
