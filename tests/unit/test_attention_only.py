@@ -50,7 +50,7 @@ def run(tower: nn.Module, *, trained: bool = False, **changed: object) -> list[t
         outputs = [value for value in tower(**arguments).values() if isinstance(value, torch.Tensor)]
     if not trained:
         return outputs
-    loss = sum((x * torch.linspace(-1, 1, x.numel()).view(x.shape)).sum() for x in outputs)
+    loss = sum((x * torch.linspace(-1, 1, x.numel(), device=x.device).view(x.shape)).sum() for x in outputs)
     leaves = [arguments["pixel_values"], *tower.parameters()]
     gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
     return [*outputs, *(gradient for gradient in gradients if gradient is not None)]
