@@ -121,7 +121,7 @@ def test_features_of_images_and_videos_equal_stock(name: str, kind: str) -> None
     assert (status.calls, status.stock_calls) == (1, 0)
 
 
-@pytest.mark.parametrize("name", ["minicpmv4_6", "minicpmv4_7", "minicpm_ocr", "inkling2"])
+@pytest.mark.parametrize("name", ["minicpmv4_6", "minicpmv4_7", "minicpm_ocr", "inkling2", "inkling2_loop"])
 def test_features_of_models_with_other_grids_equal_stock(name: str) -> None:
     """MiniCPM-V takes heights and widths, and can leave its merger out; Inkling 2 counts merged tokens."""
     model = COMPOSITES[name].make()

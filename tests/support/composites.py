@@ -214,6 +214,7 @@ COMPOSITES = {
     "minicpmv4_7": Composite("MiniCPMV4_7ForConditionalGeneration", "MiniCPMV4_7Config", _LINEAR, _MINICPM),
     "minicpm_ocr": Composite("MiniCPMOcrForConditionalGeneration", "MiniCPMOcrConfig", _LINEAR, _MINICPM),
     "inkling2": Composite("Inkling2ForConditionalGeneration", "Inkling2Config", _INKLING),
+    "inkling2_loop": Composite("Inkling2LoopForConditionalGeneration", "Inkling2LoopConfig", _INKLING),
     "cosmos3_edge": Composite("Cosmos3EdgeForConditionalGeneration", "Cosmos3EdgeConfig", dict(rope_parameters=_ROPE)),
 }
 
