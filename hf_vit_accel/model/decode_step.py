@@ -106,8 +106,8 @@ class SlotLayer(StaticLayer):
 
 
 def is_linear(layer: Any) -> bool:
-    """Return whether a layer keeps the states of linear attention, which do not grow with the text."""
-    return hasattr(layer, "recurrent_states")
+    """Return whether a layer keeps the states of linear attention alone, which do not grow with the text."""
+    return hasattr(layer, "recurrent_states") and not isinstance(layer, DynamicLayer)
 
 
 def _states_of(layer: Any) -> list[Tensor]:

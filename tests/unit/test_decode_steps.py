@@ -258,6 +258,8 @@ STOCK = {
     "qwen4_exp": "cache layers of class DynamicIndexedLayer",
     "glm5_next": "cache layers of class DynamicIndexedLayer",
     "hy_v4_vl": "cache layers of class DynamicIndexedLayer",
+    "inkling2": "cache layers of class LinearAttentionAndSlidingWindowAttentionLayer",
+    "inkling2_loop": "cache layers of class LinearAttentionAndSlidingWindowAttentionLayer",
     "hyperclovax_vision_v2": "the model computes positions in every step itself",
     "exaone4_5": "the model computes positions in every step itself",
 }
