@@ -163,7 +163,8 @@ def test_the_captioning_benchmark(
     stdout = capsys.readouterr().out
     assert stdout.count("\n  3 items in") == len(runs) + 4, "a summary for every run"
     for name_of_run in runs:
-        (shard,) = (tmp_path / "qwen2.5-vl-7b" / name_of_run.replace(", ", "_").replace(" ", "_")).glob("captions-*.jsonl")
+        folder = tmp_path / "qwen2.5-vl-7b" / name_of_run.replace(", ", "_").replace(" ", "_")
+        (shard,) = folder.glob("captions-*.jsonl")
         records = [json.loads(line) for line in shard.read_text().splitlines()]
         assert [record["status"] for record in records] == ["ok"] * 3 * (1 if "to warm up" in name_of_run else 2)
     assert ("### 0 captions differ" if processors else "stock") in stdout
