@@ -18,6 +18,8 @@ TOWER_ALONE = 0
 MOST_ROWS = 5
 WITH = {"patched": "`patch`", "decoding": "`patch` and `graphed_decoding`"}
 """What a row's own time was measured with, by the key of the file."""
+PIXELS = {"34x46": "about 500 x 700"}
+"""Sides in pixels by sides in patches: a patch has 14 a side in Qwen2.5-VL, 16 in Qwen3-VL."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +38,11 @@ class Case:
 
     @property
     def label(self) -> str:
-        """Say what is timed: "64 new tokens, one 1024² picture"."""
-        names = {TOWER_ALONE: "vision tower", 1: "first token"}
+        """Say what is timed: "answer with 64 tokens, one 1024² picture"."""
+        names = {TOWER_ALONE: "vision tower", 1: "embed, score, first token"}
         number, _, patches = self.size.partition(" x ")
-        pictures = f"batch of {number} pictures, {patches} patches each" if patches else f"{self.size} picture"
-        return f"{names.get(self.tokens, f'{self.tokens} new tokens')}, {pictures}"
+        pictures = f"{number} pictures of {PIXELS[patches]}" if patches else f"{self.size} picture"
+        return f"{names.get(self.tokens, f'answer with {self.tokens} tokens')}, {pictures}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +126,7 @@ def table(document: Document) -> str:
     rows = []
     for case in tabled(document):
         rows.append([case.label, WITH[case.way], *(by_case[case][model].text() for model in names)])
-    return grid(["call", "use", *(title(model) for model in names)], rows)
+    return grid(["job", "you add", *(title(model) for model in names)], rows)
 
 
 STYLE = """

@@ -94,17 +94,29 @@ def _captioning() -> list[str]:
     """Write a line for each number of new tokens in batch captioning."""
     file = "captioning.json"
     document = load(file)
-    lines = []
+    speedups: dict[int, list[str]] = {}
     for row in document["rows"]:
-        tokens = f"{row['tokens']} new token{'s' * (row['tokens'] > 1)}"
-        ranges = [f"{title(document['model'])} {row['patched'] / row['stock']:.1f}x"]
-        lines.append(_line(f"Batch captioning, {tokens}, stock decoding", ranges, document, file))
+        speedup = f"{title(row['model'])} {row['patched'] / row['stock']:.1f}x"
+        speedups.setdefault(row["tokens"], []).append(speedup)
+    lines = []
+    for number, of_models in speedups.items():
+        lines.append(_line(f"Batch captioning, {number} new token{'s' * (number > 1)}", of_models, document, file))
     return lines
 
 
 def _line(label: str, ranges: Sequence[str], document: Document, file: str) -> str:
     commit = commit_of(document, file)
     return f"- {label}: **{', '.join(ranges)}**. Measured at {commit} (`{file}`).\n"
+
+
+def beside_the_headline() -> str:
+    """Write the lines of README below its table: training, captioning, and stock with another attention.
+
+    Raises:
+        KeyError: if a file lacks a contender for a size
+        ValueError: if a file mixes measurements of two commits
+    """
+    return "".join([*_trainer_steps(), *_captioning()[1:2], LINES[0].text()])
 
 
 def text() -> str:

@@ -67,10 +67,9 @@ def expected_text(case: str, way: str, model: str) -> str:
         model: the model's name, as README spells it
     """
     for row in read("whole_call.json")["rows"]:
-        timed = {0: "vision tower", 1: "first token"}.get(row["tokens"], f"{row['tokens']} new tokens")
-        pictures = {"one 1024²": "one 1024² picture", "32 x 34x46": "batch of 32 pictures, 34x46 patches each"}[
-            row["size"]
-        ]
+        names = {0: "vision tower", 1: "embed, score, first token"}
+        timed = names.get(row["tokens"], f"answer with {row['tokens']} tokens")
+        pictures = {"one 1024²": "one 1024² picture", "32 x 34x46": "32 pictures of about 500 x 700"}[row["size"]]
         if row["model"].lower() == model.lower() and case == f"{timed}, {pictures}":
             stock = row["stock"]
             ours = row[way]
@@ -133,13 +132,16 @@ def complete() -> Document:
 
 def test_the_headline_takes_the_tower_and_more_tokens(complete: Document) -> None:
     bars = [(case.label, case.way) for case in headline.charted(complete)]
-    assert bars == [("256 new tokens, one 1024² picture", "decoding"), ("vision tower, one 1024² picture", "patched")]
+    assert bars == [
+        ("answer with 256 tokens, one 1024² picture", "decoding"),
+        ("vision tower, one 1024² picture", "patched"),
+    ]
     assert [(case.label, case.way) for case in headline.tabled(complete)] == [
         ("vision tower, one 1024² picture", "patched"),
-        ("first token, one 1024² picture", "patched"),
-        ("256 new tokens, one 1024² picture", "decoding"),
-        ("first token, batch of 32 pictures, 34x46 patches each", "patched"),
-        ("256 new tokens, batch of 32 pictures, 34x46 patches each", "decoding"),
+        ("embed, score, first token, one 1024² picture", "patched"),
+        ("answer with 256 tokens, one 1024² picture", "decoding"),
+        ("embed, score, first token, 32 pictures of about 500 x 700", "patched"),
+        ("answer with 256 tokens, 32 pictures of about 500 x 700", "decoding"),
     ]
     assert "25700 → 5140 ms (5.0x)" in headline.table(complete) and "25700 → 5140 ms (5.0x)" in headline.chart(complete)
     assert "tower alone" in tables.whole_call(complete)
@@ -218,7 +220,7 @@ def slower(file: str) -> Document:
 
 def test_every_table_is_shown_and_numbers_follow_their_file(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = {place["name"] for path in tables.PAGES for place in tables.PLACE.finditer(path.read_text())}
-    assert shown == {*tables.TABLES, "summary"}
+    assert shown == {*tables.TABLES, "summary", "beside_the_headline"}
     before = {table: tables.text_of(table) for table in shown}
     lines = before["summary"].splitlines()
     monkeypatch.setattr(tables, "load", slower)
