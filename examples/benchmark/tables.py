@@ -2,9 +2,9 @@
 
 python examples/benchmark/tables.py
 
-A page holds a table between `<!-- table: NAME -->` and `<!-- end of table -->`; NAME is one of TABLES, "summary" or "beside_the_headline". A
-table shows one file, so all its cells have one baseline. A file that mixes two commits is refused. A test fails where a
-page differs.
+A page holds a table between `<!-- table: NAME -->` and `<!-- end of table -->`. NAME is one of TABLES, "summary" or
+"beside_the_headline". A table shows one file, so all its cells have one baseline. A file that mixes two commits is
+refused. A test fails where a page differs.
 """
 
 from __future__ import annotations
