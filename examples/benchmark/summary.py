@@ -41,7 +41,7 @@ TRAINED = ("sdpa", "flash_attention_2", "compile_blocks")
 FASTEST = "the fastest of stock sdpa, FlashAttention-2 and compiled blocks"
 LINES = (
     Line(
-        label="Tower, beside stock with FlashAttention-3",
+        label="Vision tower, beside transformers with FlashAttention-3",
         file="towers.json",
         ours="auto",
         stock=("flash_attention_3",),
@@ -100,7 +100,8 @@ def _captioning() -> list[str]:
         speedups.setdefault(row["tokens"], []).append(speedup)
     lines = []
     for number, of_models in speedups.items():
-        lines.append(_line(f"Batch captioning, {number} new token{'s' * (number > 1)}", of_models, document, file))
+        tokens = f"{number} new token{'s' * (number > 1)}"
+        lines.append(_line(f"Captioning a folder of mixed JPEGs, files to text, {tokens}", of_models, document, file))
     return lines
 
 

@@ -20,7 +20,7 @@ from hf_vit_accel.families.base import Family, Part, Parts, Tower
 from hf_vit_accel.layout import Geometry
 
 _DEFAULTS = {"interpolation_mode": "bilinear", "interpolation_align_corners": True}
-"""Attributes that towers have since transformers 5.15. Before, towers computed with these values."""
+"""Attributes that copies of older code lack. Such code computes with these values."""
 
 Output: TypeAlias = Any
 """The result of a copy's forward, in a form of its own."""

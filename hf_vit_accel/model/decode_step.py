@@ -47,7 +47,7 @@ def attend_grouped(
 ) -> tuple[Tensor, None]:
     """Attend with the query heads of a group as rows of one query, so that no key head is copied.
 
-    transformers before 5.23 repeats key heads in memory wherever there is a mask. Half precision on a GPU takes our
+    Older transformers repeat key heads in memory wherever there is a mask. Half precision on a GPU takes our
     kernel, all else torch's.
     The forward of another thread may come here with several tokens, and gets transformers' own function.
     """
@@ -160,7 +160,7 @@ class StepInputs:
             if name in ("attention_mask", CACHE, *_PER_CALL):
                 continue
             if isinstance(value, Tensor) and name.endswith("token_type_ids"):
-                value = value[:, -1:]  # transformers 5.17 passes those of the whole text, too
+                value = value[:, -1:]  # older transformers pass those of the whole text
             is_of_rows = name == "position_ids" or name.endswith(("input_ids", "token_type_ids"))
             if isinstance(value, Tensor) and is_of_rows and value.shape[-2:] == (rows, 1):
                 self.tensors[name] = value

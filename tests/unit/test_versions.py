@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +36,13 @@ def test_the_newest_tested_versions_are_those_of_the_project() -> None:
         numbers(version) for version in TESTED["transformers"] + TESTED["towers"]
     )
     assert versions.NEWEST_TESTED["torch"] == max(numbers(version) for version in TESTED["torch"])
+
+
+def test_one_file_names_versions_of_transformers() -> None:
+    package = Path(hf_vit_accel.__file__).parent
+    named = re.compile(r"(transformers|before|since|until|from|up to|in) (4\.57|5\.\d)", re.IGNORECASE)
+    files = {path.name for path in package.rglob("*.py") if named.search(path.read_text())}
+    assert files == {"versions.py"}
 
 
 @pytest.mark.parametrize(("version", "is_newer"), [("5.24.9", False), ("5.25.0.dev0", True), ("6.0.0", True)])
