@@ -35,11 +35,6 @@ def times(document: Document) -> Times:
     return by_cell
 
 
-def steps(document: Document) -> dict[str, Document]:
-    """Return the timings of `training_step.json` by the way to train."""
-    return {way: timing for way, timing in document.items() if isinstance(timing, dict) and "patched" in timing}
-
-
 def commit_of(document: Document, file: str) -> str | None:
     """Return the one commit that a document was measured at; None if it records none.
 

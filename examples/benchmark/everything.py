@@ -160,8 +160,8 @@ JOBS = {
         file="long_video.json", command="python examples/long_video.py --random qwen3-vl-8b --tokens 16", seconds=100
     ),
     "reuse": _script("reuse.json", "reuse.py --seconds 0.6 --calls 200", ("qwen3-vl-8b",), seconds=110),
-    "whole_call": _script("whole_call.json", "whole_call.py --tokens 0,1,64 --rounds 2", seconds=200),
-    "training_step": _script("training_step.json", "training_step.py", seconds=100),
+    "whole_call": _script("whole_call.json", "whole_call.py --tokens 0,1,64 --rounds 2", QWEN[:2], seconds=150),
+    "training_step": _script("training_step.json", "training_step.py", QWEN[:2], seconds=100),
     "captioning": Job(
         file="captioning.json",
         command="python examples/benchmark/captioning_benchmark.py build/captioning --pictures 160 --rounds 2",

@@ -138,9 +138,9 @@ STYLE = """
     text { fill: #f0f6fc } .small { fill: #9198a1 } .line { stroke: #9198a1 }
   }
 """
-LEFT = 285
+LEFT = 315
 """Where bars begin."""
-WIDTH = 800
+WIDTH = 830
 LONGEST = 310
 """The length of the longest bar; its text stands right of it."""
 BAR = 22

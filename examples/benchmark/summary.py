@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from documents import MODELS, Document, commit_of, load, steps, times, title
+from documents import MODELS, Document, commit_of, load, times, title
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,12 +82,11 @@ def _trainer_steps() -> list[str]:
     """Write a line for each way to train in a step of `Trainer`."""
     file = "training_step.json"
     document = load(file)
-    lines = []
-    for way, timing in steps(document).items():
-        speedup = timing["stock"]["step"] / timing["patched"]["step"]
-        ranges = [f"{title(document['model'])} {speedup:.1f}x"]
-        lines.append(_line(f"A step of `Trainer`, {way}", ranges, document, file))
-    return lines
+    speedups: dict[str, list[str]] = {}
+    for row in document["rows"]:
+        speedup = row["stock"]["step"] / row["patched"]["step"]
+        speedups.setdefault(row["way"], []).append(f"{title(row['model'])} {speedup:.1f}x")
+    return [_line(f"A step of `Trainer`, {way}", ranges, document, file) for way, ranges in speedups.items()]
 
 
 def _captioning() -> list[str]:

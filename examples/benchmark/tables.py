@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import headline
 import summary
-from documents import HERE, Cell, Document, Row, conditions, digits, grid, load, steps, times, title
+from documents import HERE, Cell, Document, Row, conditions, digits, grid, load, times, title
 from timings import TIMINGS
 
 ROOT = HERE.parent.parent
@@ -133,13 +133,13 @@ def checks(document: Document) -> str:
 def training_step(document: Document) -> str:
     """Write the seconds of a step of `Trainer`, which include the language model."""
     rows = []
-    for way, timing in steps(document).items():
-        stock = timing["stock"]
-        patched = timing["patched"]
+    for row in document["rows"]:
+        stock = row["stock"]
+        patched = row["patched"]
         step = f"{patched['step']:.2f} ({stock['step'] / patched['step']:.1f}x)"
-        rows.append([way, f"{stock['step']:.2f}", step, f"{stock['tower']:.2f}", f"{patched['tower']:.2f}"])
-    head = [f"seconds, {title(document['model'])}", "stock", "patched", "of it the tower, stock", "patched"]
-    return grid(head, rows)
+        cells = [f"{stock['step']:.2f}", step, f"{stock['tower']:.2f}", f"{patched['tower']:.2f}"]
+        rows.append([title(row["model"]), row["way"], *cells])
+    return grid(["seconds", "trained", "stock", "patched", "of it the tower, stock", "patched"], rows)
 
 
 def data_parallel(document: Document) -> str:

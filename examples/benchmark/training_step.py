@@ -36,7 +36,7 @@ from hf_vit_accel import machine
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from measuring import Row, device_name, write_json
-from whole_call import END, IMAGE, START, build
+from whole_call import END, IMAGE, START, TEXT, build
 
 WARM_UPS = 2
 WAYS = ("LoRA on the language model, tower frozen", "tower trained, language model frozen")
@@ -144,7 +144,7 @@ def prepared(model: PreTrainedModel, way: str, rank: int) -> nn.Module:
 
 
 def measure(name: str, way: str, images: int, side: int, steps: int, rounds: int, rank: int) -> Row:
-    """Time stock and patched in turns; return the timings of one way to train."""
+    """Time stock and patched in turns; return the row of one model and way to train."""
     set_seed(0)
     bare = build(name, device=DEVICE.type)
     tower = bare.model.visual
@@ -160,20 +160,20 @@ def measure(name: str, way: str, images: int, side: int, steps: int, rounds: int
             seconds[contender] += train(model, sample, WARM_UPS + steps)
             alone[contender].append(tower_alone(tower, sample))
     status = hf_vit_accel.status(model).towers[0]
-    timings: Row = {"fast_calls": status.calls, "stock_calls": status.stock_calls}
+    row: Row = {"model": name, "way": way, "fast_calls": status.calls, "stock_calls": status.stock_calls}
     for contender, of_steps in seconds.items():
-        timings[contender] = {
+        row[contender] = {
             "step": statistics.median(of_steps),
             "low": min(of_steps),
             "high": max(of_steps),
             "tower": min(alone[contender]),
         }
-    timings["share_of_stock"] = timings["patched"]["step"] / timings["stock"]["step"]
-    return timings
+    row["share_of_stock"] = row["patched"]["step"] / row["stock"]["step"]
+    return row
 
 
 def main(
-    model: Annotated[str, typer.Option(help="A name of whole_call.TEXT.")] = "qwen2.5-vl-7b",
+    models: Annotated[str, typer.Option(help="Comma-separated names of whole_call.TEXT.")] = ",".join(TEXT),
     images: int = 16,
     side: Annotated[int, typer.Option(help="Patches along one side of an image.")] = 32,
     steps: int = 6,
@@ -181,15 +181,17 @@ def main(
     rank: int = 16,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write one JSON object to this file.")] = None,
 ) -> None:
-    """Time both ways to train, and print and write the timings."""
-    document: Row = {"model": model, "images": images, "patches": side * side, "versions": machine.versions()}
+    """Time both ways to train every model, and print and write the rows."""
+    rows: list[Row] = []
+    document: Row = {"images": images, "patches": side * side, "versions": machine.versions(), "rows": rows}
     document["device"] = device_name(DEVICE)
-    for way in WAYS:
-        document[way] = measure(model, way, images, side, steps, rounds, rank)
-        print(f"{way}: {json.dumps(document[way])}", flush=True)
-        write_json(json_path, document)
-        if DEVICE.type == "cuda":
-            torch.cuda.empty_cache()
+    for model in models.split(","):
+        for way in WAYS:
+            rows.append(measure(model, way, images, side, steps, rounds, rank))
+            print(json.dumps(rows[-1]), flush=True)
+            write_json(json_path, document)
+            if DEVICE.type == "cuda":
+                torch.cuda.empty_cache()
 
 
 def _wait() -> None:

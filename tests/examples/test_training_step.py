@@ -83,17 +83,17 @@ def test_each_way_trains_what_its_name_says(
 
     monkeypatch.setattr(training_step, "train", train_and_record)
     path = tmp_path / "steps.json"
-    training_step.main(model="tiny", images=2, side=4, steps=1, rounds=1, rank=2, json_path=path)
+    training_step.main(models="tiny", images=2, side=4, steps=1, rounds=1, rank=2, json_path=path)
     document = json.loads(path.read_text())
     of_adapters, of_adapters_patched, of_tower, of_tower_patched = trained
     assert of_adapters == of_adapters_patched and of_tower == of_tower_patched
     assert all("language_model" in name and "lora" in name for name in of_adapters)
     assert all("visual" in name for name in of_tower)
-    for way in training_step.WAYS:
-        timings = document[way]
+    assert [(row["model"], row["way"]) for row in document["rows"]] == [("tiny", way) for way in training_step.WAYS]
+    for row in document["rows"]:
         # Counted are all steps of the trainer and all calls of the tower alone.
-        assert timings["stock_calls"] == 0 and timings["fast_calls"] >= training_step.WARM_UPS + 1
-        assert timings["share_of_stock"] == timings["patched"]["step"] / timings["stock"]["step"]
+        assert row["stock_calls"] == 0 and row["fast_calls"] >= training_step.WARM_UPS + 1
+        assert row["share_of_stock"] == row["patched"]["step"] / row["stock"]["step"]
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.matrix)])
