@@ -243,7 +243,11 @@ class Routes:
     """The routes of one tower; the least recently used ones are dropped."""
 
     def __init__(self) -> None:
-        self.cache: LRU[Any] = LRU(entries=1024, cost=1 << 20)  # cost: bytes; raised to 2% of the weights
+        self.cache: LRU[Any] = LRU(entries=1024, cost=1 << 20)  # cost: bytes; `allow` raises it
+
+    def allow(self, weights_bytes: int) -> None:
+        """Let routes take 2% of the bytes of the weights, and 1 MiB where that is more."""
+        self.cache.cost = max(1 << 20, weights_bytes // 50)
 
     def get(
         self, grid: Grid, spec: Spec, budget: int | None = None, layout: Callable[[], VisionMetadata] | None = None
@@ -305,6 +309,6 @@ class Routes:
                 del arguments["cu_seqlens"]
                 both = (metadata.full, Segments(metadata.full.lengths_S // 4))
                 arguments[SEGMENTS] = {segments.rows: known_segments("full", segments) for segments in both}
-            return arguments, 8 * len(grid)
+            return arguments, sum(array.nbytes for array in arrays.values())
 
         return self.cache.get((grid, device, geometry, stream), make)

@@ -23,6 +23,7 @@ def read(tower: Tower, state: TowerState, args: tuple[object, ...], kwargs: dict
     reasons = checks.reasons_without_segments(tower, arguments, names)
     if state.popped is None:
         state.popped = versions.popped_by(names_of_forwards({type(module) for module in tower.modules()}))
+        state.routes.allow(sum(parameter.nbytes for parameter in tower.parameters()))
     if "cu_seqlens" not in state.popped:
         reasons = [f"transformers {transformers.__version__} computes the segments of this tower by itself"]
     if reasons:

@@ -121,8 +121,11 @@ class Sides:
     ours: Results
 
 
+_PIXELS = "the pixels"
+
+
 def _names_of_inputs(clone: nn.Module) -> list[str]:
-    return ["the pixels", *(name for name, _ in clone.named_parameters())]
+    return [_PIXELS, *(name for name, _ in clone.named_parameters())]
 
 
 def far_off(clone: nn.Module, sides: Sides, trial: Trial, dtypes: CallDtypes, report: Report) -> str | None:
@@ -139,6 +142,9 @@ def far_off(clone: nn.Module, sides: Sides, trial: Trial, dtypes: CallDtypes, re
     for name, gradient, expected in zip(names, ours, stock):  # noqa: B905
         if expected is not None and gradient is None and bool(expected.any()):
             return f"{name} has a gradient, but no part that is known uses it"
+        # A copy may drop the gradient of the pixels, which trains nothing.
+        if expected is None and gradient is not None and name != _PIXELS and bool(gradient.any()):
+            return f"{name} has no gradient, where our operations return one, for {trial}"
     why = _worst(names, ours, stock, GRADIENT_BOUND, report, dtypes, "gradients")
     return None if why is None else f"{why}, for {trial}"
 

@@ -185,7 +185,7 @@ class TowerState:
         )
         ops = build(snapshot.parts, context, requested_parts)
         snapshot.recorded.seal()
-        self.routes.cache.cost = max(1 << 20, weights.nbytes // 50)
+        self.routes.allow(weights.nbytes)
         return ops
 
     def scales(self, snapshot: Snapshot, device: torch.device) -> Scales:

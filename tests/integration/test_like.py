@@ -197,6 +197,12 @@ def test_more_sabotaged_copies_are_refused(name: str) -> None:
         hf_vit_accel.patch(build(getattr(copies, name)), like={name: family})
 
 
+def test_a_copy_that_stops_gradients_is_refused() -> None:
+    """Its outputs are right, but our operations would train the layers that it does not."""
+    with pytest.raises(ValueError, match=r"patch_embed\.proj\.weight has no gradient, where our operations return"):
+        hf_vit_accel.patch(build(copies.StopsGradients), like={"StopsGradients": "qwen2_vl"})
+
+
 def test_a_constant_of_the_file_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     tower = build(copies.ActsByAConstant)
     stock = copy.deepcopy(tower)

@@ -562,6 +562,13 @@ class DropsOut(CopyOfQwen2):
         return self.dropout(x)
 
 
+class StopsGradients(CopyOfQwen2):
+    """Trains late layers alone, without a word in its results."""
+
+    def after_layer(self, x: Tensor, index: int, grid: Sizes) -> Tensor:
+        return x.detach() if index == 1 else x
+
+
 # --- other copies -----------------------------------------------------------------------------------------------------
 
 

@@ -318,6 +318,20 @@ def test_another_geometry_gets_other_offsets() -> None:
     assert lengths == {48: [24, 24], 12: [6, 6]}
 
 
+def test_cached_layouts_are_bounded_by_their_bytes() -> None:
+    """The order of rows in windows takes 8 bytes a row."""
+    routes = Routes()
+    windows = Geometry(merge=1, window=2)
+    for side in range(2, 202, 2):
+        routes.segment_arguments(((1, side, 200),), torch.device("cpu"), windows, Settings(), {}, {})
+    [*cached] = (arguments for arguments, _ in routes.cache._values.values())
+    nbytes = [sum(x.nbytes for x in arguments.values() if isinstance(x, torch.Tensor)) for arguments in cached]
+    assert 0 < len(cached) < 100
+    assert sum(nbytes) == routes.cache.total_cost <= routes.cache.cost
+    routes.allow(500 << 20)
+    assert routes.cache.cost == 10 << 20
+
+
 def test_an_attention_registered_after_patch_is_kept(tower: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tower stays stock, as if the function had been registered before."""
     functions = modeling_utils.ALL_ATTENTION_FUNCTIONS._global_mapping
