@@ -26,6 +26,9 @@ def read(tower: Tower, state: TowerState, args: tuple[object, ...], kwargs: dict
         state.routes.allow(sum(parameter.nbytes for parameter in tower.parameters()))
     if "cu_seqlens" not in state.popped:
         reasons = [f"transformers {transformers.__version__} computes the segments of this tower by itself"]
+    if state.settings.score_mod is not None and len({parameter.device for parameter in tower.parameters()}) > 1:
+        # Between devices layers get copies of our offsets, which do not know the score_mod.
+        reasons = ["the tower lies on several devices"]
     if reasons:
         return Call(reasons_stock=reasons)
     grid = state.family.grid(tower, arguments[names[1]].tolist())

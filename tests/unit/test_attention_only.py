@@ -168,6 +168,14 @@ def test_odd_sizes_stay_stock() -> None:
         run(tower, **changed, use_vit_merger=False)
 
 
+def test_a_score_mod_is_refused_on_several_devices(tower: nn.Module) -> None:
+    """Hooks that move arguments between devices copy our offsets, and with them would go the score_mod."""
+    hf_vit_accel.patch(tower, attention=FlexConfig(score_mod=lambda score, *_: score * 0.1))
+    tower.elsewhere = nn.Parameter(torch.empty(1, device="meta"))
+    with pytest.raises(FallbackError, match="the tower lies on several devices"):
+        tower(**inputs(tower))
+
+
 def test_autocast_equals_stock(tower: nn.Module) -> None:
     stock = copy.deepcopy(tower)
     hf_vit_accel.patch(tower, strict=True)
