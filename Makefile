@@ -66,10 +66,19 @@ clean:
 	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The stem names the extras. The constraint holds any build of that torch version, so an installed one is never replaced.
+# The stem names groups of requirements and extras. The extra `examples` is always installed.
+# The constraint holds any build of that torch version, so an installed one is never replaced.
+comma := ,
+empty :=
+space := $(empty) $(empty)
+GROUPS := docs matrix test
+named = $(subst $(comma), ,$*)
+extras = $(subst $(space),$(comma),$(sort examples $(filter-out $(GROUPS),$(named))))
+groups = $(addprefix --group ,$(filter $(GROUPS),$(named)))
 $(VENV)/.installed-%: pyproject.toml constraints.txt
 	@echo "set-up, 1 of 2, only once: make a virtual environment in $(VENV): some 5 seconds"
 	$(PYTHON) -m venv $(VENV)
-	@echo "set-up, 2 of 2, only once: install this package with the extras $*; torch alone may be 2 GB: some minutes"
-	$(PIP) install -c constraints.txt -e '.[$*]'
+	@echo "set-up, 2 of 2, only once: install this package for $*; torch alone may be 2 GB: some minutes"
+	$(if $(groups),$(PIP) install 'pip>=25.1')
+	$(PIP) install -c constraints.txt -e '.[$(extras)]' $(groups)
 	touch $@

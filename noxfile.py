@@ -22,8 +22,9 @@ TESTED = PROJECT["tool"]["hf-vit-accel"]["tested"]
 NEWEST = {package: TESTED[package][-1] for package in ("transformers", "torch")}
 OLDEST = {package: TESTED[package][0] for package in ("transformers", "torch")}
 PYTHONS = [name.rsplit(" ", 1)[1] for name in PROJECT["project"]["classifiers"] if ":: 3." in name]
-SELF, *TEST = PROJECT["project"]["optional-dependencies"]["test"]
-SELF = SELF.replace("hf-vit-accel", ".")  # pip 23 would look up the name in the index
+SELF = ".[examples]"
+GROUPS = PROJECT["dependency-groups"]
+TEST = [*GROUPS["docs"], *(name for name in GROUPS["test"] if isinstance(name, str))]
 TEST = [name for name in TEST if not name.startswith(("mypy", "ruff"))]
 WRAPPERS = ["bitsandbytes", "liger-kernel", "peft", "torchao"]
 

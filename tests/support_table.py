@@ -72,6 +72,8 @@ def page() -> str:
         "",
         *_table(("package", "all tests pass with"), ((name, ", ".join(versions["tested"][name])) for name in NAMES)),
         "",
+        "On a GPU (H100, torch 2.11) ran: all tests with transformers 5.17; whole towers of Qwen2-VL, Qwen2.5-VL and",
+        "Qwen3-VL with 4.57.6 and 5.24, verified by `hf-vit-accel bench`; towers whose attention alone is ours with 5.24.",
         "torch 2.10 passed the core of the tests on the CPU, and never ran on a GPU.",
         f"transformers from {oldest} on is supported. Versions between these are expected to work. With a newer one,",
         "`status` and `hf-vit-accel doctor` say that it is untested. Towers that are built otherwise stay stock, with",

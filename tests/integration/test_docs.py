@@ -247,7 +247,7 @@ def test_llms_txt_names_every_page_once_by_its_title() -> None:
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     for module in ("mkdocs", "material", "mkdocstrings"):
-        pytest.importorskip(module, reason="the documentation needs the extra `docs`")
+        pytest.importorskip(module, reason="the documentation needs the group `docs`")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     process = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}

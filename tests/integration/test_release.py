@@ -31,7 +31,7 @@ MIB = 1 << 20
 
 
 def build(source: Path, target: Path, *kinds: str) -> list[Path]:
-    pytest.importorskip("hatchling", reason="building needs hatchling, which the extra `test` installs")
+    pytest.importorskip("hatchling", reason="building needs hatchling, which the group `test` installs")
     command = [sys.executable, "-m", "hatchling", "build", "-d", str(target), *kinds]
     process = subprocess.run(command, cwd=source, capture_output=True, text=True)
     assert process.returncode == 0, process.stdout + process.stderr
@@ -188,7 +188,7 @@ def test_workflows_run_what_exists() -> None:
 
 
 def test_sessions_that_workflows_run_are_in_the_noxfile() -> None:
-    pytest.importorskip("nox", reason="the extra `matrix` installs it")
+    pytest.importorskip("nox", reason="the group `matrix` installs it")
 
     def sessions(tag: str) -> set[str]:
         command = [sys.executable, "-m", "nox", "--list", "--json", "--tags", tag]
