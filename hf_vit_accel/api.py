@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
+from operator import index
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -207,7 +208,9 @@ def warmup(model: nn.Module, sizes: Iterable[Grid] | None = None, *, progress: b
         ValueError: If no tower is patched with more than attention, or if a size is no grid. Also without both
             `cuda_graphs` and sizes.
     """
-    calls = None if sizes is None else [_checked_grid(grid) for grid in sizes]
+    calls = None
+    if sizes is not None:
+        calls = [_checked_grid(grid) for grid in (sizes if isinstance(sizes, Iterable) else [sizes])]
     towers = []
     for _, tower, family in towers_of(model):
         state = None if family.attention_only else state_of(tower)
@@ -215,7 +218,7 @@ def warmup(model: nn.Module, sizes: Iterable[Grid] | None = None, *, progress: b
             towers.append((tower, state))
     if not towers:
         raise ValueError(
-            "expected a patched model on a CUDA device, or sizes; move the model there, or call "
+            "expected a model that hf_vit_accel.patch has patched, on a CUDA device or with sizes, such as "
             "hf_vit_accel.warmup(model, sizes=[[(1, 64, 64)]])"
         )
     for tower, state in towers:
@@ -274,8 +277,8 @@ def _checked_grid(grid: Any) -> Grid:
     """Return one call of `sizes` as a grid; ValueError if it is none."""
     rows = grid.tolist() if isinstance(grid, Tensor) else grid
     try:
-        checked = tuple((int(t), int(h), int(w)) for t, h, w in rows)
-        if any(min(entry) < 1 for entry in checked):
+        checked = tuple((index(t), index(h), index(w)) for t, h, w in rows)
+        if not checked or any(min(entry) < 1 for entry in checked):
             raise ValueError
         return checked
     except (TypeError, ValueError):
@@ -288,7 +291,8 @@ def _checked_grid(grid: Any) -> Grid:
 def _config(name: str, option: object, kind: type[C]) -> C | None:
     """Return the config that an option asks for, which is a flag or a config; None for False."""
     if not isinstance(option, bool | kind):
-        raise ValueError(f"expected {name} to be True, False or a {kind.__name__}, got {option!r}")
+        automatic = '"auto", ' if kind is GraphConfig else ""
+        raise ValueError(f"expected {name} to be {automatic}True, False or a {kind.__name__}, got {option!r}")
     if option is True:
         return kind()
     return option if isinstance(option, kind) else None

@@ -48,7 +48,7 @@ def calibrate(
         BackendUnavailableError: If FP8 cannot run on this machine.
         FallbackError: If the tower cannot take the fast path.
     """
-    if not 1 <= margin < math.inf:
+    if not isinstance(margin, int | float) or not 1 <= margin < math.inf:
         raise ValueError(f"expected a finite margin of at least 1, got {margin!r}")
     towers = towers_of(model)
     if len(towers) > 1:

@@ -105,7 +105,9 @@ def exit_by(records: Sequence[Record], expected: int, max_failures: float, has_f
     for error, count in failures.most_common(_SHOWN_ERRORS):
         say(f"  error, {count} x {error}")
     if len(failures) > _SHOWN_ERRORS:
-        print(f"  and {len(failures) - _SHOWN_ERRORS} other errors; the records of status error name the files")
+        print(f"  and {len(failures) - _SHOWN_ERRORS} other errors")
+    if errors:
+        print("  the records of status error name the files")
     print(f"{len(records) - errors} of {len(records)} records have captions")
     if len(records) < expected:
         print(f"{expected - len(records)} records are missing: wait for the run, or start it once more")

@@ -152,10 +152,12 @@ class DecodeSteps:
                 self._recorder.wait()
             yield
         finally:
-            if self._recorder is not None:
-                self._recorder.done()
-            self._trim(max_graphs, max_bytes)
-            self._lock.release()
+            try:
+                if self._recorder is not None:
+                    self._recorder.done()
+                self._trim(max_graphs, max_bytes)
+            finally:
+                self._lock.release()
 
     def _trim(self, max_graphs: int, max_bytes: int) -> None:
         """Drop the least recently used steps beyond the bounds."""

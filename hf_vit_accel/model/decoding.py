@@ -71,7 +71,8 @@ def graphed_decoding(
         max_bytes: Bytes of steps to keep; None for an eighth of the device's memory.
 
     Raises:
-        ValueError: If transformers decodes such a call by code from the Hub, or a streamer meets beams.
+        ValueError: If transformers decodes such a call by code from the Hub, or a streamer meets beams. Also if
+            `max_graphs` or `max_bytes` is no count.
 
     Example:
         ```python
@@ -79,6 +80,7 @@ def graphed_decoding(
         model.generate(**inputs, custom_generate=functools.partial(hf_vit_accel.graphed_decoding, streamer=streamer))
         ```
     """
+    _check_bounds(max_graphs, max_bytes)
     _warn_of_dropped(streamer)
     if streamer is not None:
         streamer.put(input_ids.cpu())
@@ -119,6 +121,14 @@ def _is_synced(model: PreTrainedModel) -> bool:
     return is_sharded and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
 
 
+def _check_bounds(max_graphs: object, max_bytes: object) -> None:
+    """Raise ValueError for a bound that is no count."""
+    if type(max_graphs) is not int or max_graphs < 1:
+        raise ValueError(f"expected max_graphs to be a whole number of at least 1, got {max_graphs!r}")
+    if max_bytes is not None and (type(max_bytes) is not int or max_bytes < 0):
+        raise ValueError(f"expected max_bytes to be None or a whole number of bytes, got {max_bytes!r}")
+
+
 def _warn_of_dropped(streamer: BaseStreamer | None) -> None:
     """Warn of the arguments that `generate`, which calls `graphed_decoding`, does not pass on to a function."""
     caller = sys._getframe(2)
@@ -126,10 +136,11 @@ def _warn_of_dropped(streamer: BaseStreamer | None) -> None:
         return
     for name in ("streamer", "assistant_model", "synced_gpus"):
         if caller.f_locals.get(name) and not (name == "streamer" and streamer is not None):
+            advice = "Leave custom_generate out."
+            if name != "assistant_model":
+                advice = f"Pass functools.partial(hf_vit_accel.graphed_decoding, {name}=...), or leave it out."
             warnings.warn(
-                f"transformers' generate drops {name} where custom_generate is a function. Pass functools.partial("
-                "hf_vit_accel.graphed_decoding, streamer=..., synced_gpus=...), or leave custom_generate out.",
-                stacklevel=5,
+                f"transformers' generate drops {name} where custom_generate is a function. {advice}", stacklevel=5
             )
 
 

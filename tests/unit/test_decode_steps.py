@@ -150,6 +150,27 @@ def test_the_bounds_drop_the_steps_used_least_recently(model: Any, recorder: Rec
     assert recorder.captures == 5 and counts_of(model).static_calls == 7
 
 
+@pytest.mark.parametrize(
+    "bounds", [dict(max_graphs="8"), dict(max_graphs=0), dict(max_bytes="1GB"), dict(max_bytes=-1)]
+)
+def test_wrong_bounds_are_refused(model: Any, bounds: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"expected {next(iter(bounds))} to be"):
+        model.generate(**TEXT, max_new_tokens=12, custom_generate=functools.partial(graphed_decoding, **bounds))
+    both(model, TEXT, max_new_tokens=12)
+    assert counts_of(model).static_calls == 1
+
+
+def test_an_error_after_a_call_leaves_no_lock(model: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    both(model, TEXT, max_new_tokens=12)
+    with monkeypatch.context() as broken:
+        broken.setattr(recorder, "done", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model.generate(**TEXT, max_new_tokens=12, custom_generate=graphed_decoding)
+    both(model, TEXT, max_new_tokens=12)
+    assert counts_of(model).static_calls == 3 and not counts_of(model).reasons
+    assert free_steps(model)
+
+
 def test_freed_steps_are_captured_anew(model: Any, recorder: Recorder) -> None:
     assert not free_steps(model)
     both(model, TEXT, max_new_tokens=12)

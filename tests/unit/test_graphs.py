@@ -11,6 +11,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -623,13 +624,15 @@ def test_warmup_captures_every_budget(on_cpu: type[Recorder], capsys: pytest.Cap
 
 def test_warmup_needs_graphs_or_sizes() -> None:
     model = TINY["qwen2_vl"].build()
-    with pytest.raises(ValueError, match="expected a patched model on a CUDA device"):
+    with pytest.raises(ValueError, match=r"expected a model that hf_vit_accel\.patch has patched"):
         hf_vit_accel.warmup(model, [GRIDS["images"]])
-    with pytest.raises(ValueError, match="expected a patched model on a CUDA device, or sizes"):
+    with pytest.raises(ValueError, match="on a CUDA device or with sizes"):
         hf_vit_accel.warmup(hf_vit_accel.patch(model))
     assert hf_vit_accel.warmup(model, [GRIDS["images"]], progress=False).towers[0].calls == 1
-    with pytest.raises(ValueError, match="expected sizes as a list of calls"):
-        hf_vit_accel.warmup(model, [[(1, -2, 8)]])
+    wrong: list[Any] = [[[(1, -2, 8)]], [[(1.5, 4, 4)]], [[]], 5]
+    for sizes in wrong:
+        with pytest.raises(ValueError, match="expected sizes as a list of calls"):
+            hf_vit_accel.warmup(model, sizes)
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------
