@@ -95,8 +95,8 @@ def test_readme_s_first_line_promises_what_the_table_shows() -> None:
     longest = max(row["tokens"] for row in rows)
     encoding = [row["stock"] / row["patched"] for row in rows if row["tokens"] == 0 and row["size"] == "one 1024²"]
     answering = [row["stock"] / row["decoding"] for row in rows if row["tokens"] == longest]
-    for least, most, speedups in ((promises[1], promises[2], encoding), (promises[3], promises[4], answering)):
-        assert int(least) <= round(min(speedups), 1) and round(max(speedups)) == int(most)
+    for lowest, highest, speedups in ((promises[1], promises[2], encoding), (promises[3], promises[4], answering)):
+        assert int(lowest) <= round(min(speedups), 1) and round(max(speedups)) == int(highest)
 
 
 def test_the_chart_is_computed_from_the_file_and_agrees_with_the_table() -> None:

@@ -110,7 +110,7 @@ def test_threads_and_streams(tower: nn.Module, work: Callable[[], None]) -> None
         except BaseException as error:
             wrong.append((work.__name__, error))
 
-    threads = [threading.Thread(target=report, args=(each,)) for each in (encode, encode, work)]
+    threads = [threading.Thread(target=report, args=(function,)) for function in (encode, encode, work)]
     for thread in threads:
         thread.start()
     for thread in threads:
