@@ -51,7 +51,7 @@ class CallDtypes:
 
 @dataclass(frozen=True)
 class Trial:
-    """One comparison: images, mode, and whether gradients are compared."""
+    """One comparison: images, mode, and whether gradients are compared. Without gradients it is in inference mode."""
 
     name: str
     grid: Grid
@@ -64,21 +64,23 @@ class Trial:
 
 
 def trials(merge: int, *, videos: bool) -> list[Trial]:
-    """Return the trials of a tower: a call of small images, and one with a page, a strip and a clip.
+    """Return the trials of a tower: small images; a page, a strip, clips and equal images; and a single token.
 
     Real inputs have 256 to 16,000 rows, and 16 to 128 patches along a side.
     """
     small = ((1, 3, 5), (3, 2, 4), (1, 1, 9))
-    large = ((1, 24, 14), (1, 4, 32), (2, 3, 4))
+    large = ((1, 24, 14), (1, 4, 32), (2, 3, 4), (8, 2, 2), *[(1, 2, 3)] * 8)
+    single = ((1, 1, 1),)
     grids = []
-    for grid, unit in ((small, merge), (large, max(merge, 2))):
+    for grid, unit in ((small, merge), (large, max(merge, 2)), (single, merge)):
         frames = [(t, h * unit, w * unit) for t, h, w in grid]
         grids.append(tuple(frames) if videos else tuple((1, h, w) for t, h, w in frames for _ in range(t)))
     return [
         Trial("small", grids[0], training=False, grad=True),
         Trial("small", grids[0], training=True, grad=True),
-        Trial("large", grids[1], training=False, grad=False),
         Trial("large", grids[1], training=True, grad=True),
+        Trial("large", grids[1], training=False, grad=False),
+        Trial("single", grids[2], training=False, grad=False),
     ]
 
 

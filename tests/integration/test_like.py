@@ -45,10 +45,15 @@ def status_of(model: nn.Module) -> TowerStatus:
 # --- sabotaged copies -------------------------------------------------------------------------------------------------
 
 REFUSED = {
-    "ActsAboveASize": ("qwen2_5_vl", r"large images \(\d+ rows\) in eval mode"),
-    "ActsAboveARowCount": ("qwen2_5_vl", r"large images \(1\d\d\d rows\) in eval mode"),
+    "ActsAboveASize": ("qwen2_5_vl", r"large images \(\d+ rows\)"),
+    "ActsAboveARowCount": ("qwen2_5_vl", r"large images \(\d{4} rows\)"),
     "ActsFromLayer4": ("qwen3_vl", r"from layer 4 on"),
     "ActsInTraining": ("qwen2_vl", r"in training mode, from layer 0 on"),
+    "ActsOnManyImages": ("qwen2_vl", r"large images"),
+    "ActsOnLongClips": ("qwen2_vl", r"large images"),
+    "ActsOnEqualSizes": ("qwen2_vl", r"large images"),
+    "ActsOnOneToken": ("qwen2_vl", r"single images \(4 rows\)"),
+    "ActsInInferenceMode": ("qwen2_vl", r"large images \(\d+ rows\) in eval mode, from layer 0 on"),
     "ScalesABit": ("qwen2_vl", r"features in float32: relative error (1\.0e-03|9\.\de-04)"),
 }
 

@@ -471,6 +471,41 @@ class ActsFromLayer4(CopyOfQwen3):
         return x + 0.01 * x.roll(1, -1) if index >= 4 else x
 
 
+class ActsOnManyImages(CopyOfQwen2):
+    """Changes rows where there are more than eight images."""
+
+    def after_layer(self, x: Tensor, index: int, grid: Sizes) -> Tensor:
+        return x * 1.01 if len(grid) > 8 else x
+
+
+class ActsOnLongClips(CopyOfQwen2):
+    """Changes rows where a clip has more than four frames."""
+
+    def after_layer(self, x: Tensor, index: int, grid: Sizes) -> Tensor:
+        return x * 1.01 if max(t for t, _, _ in grid) > 4 else x
+
+
+class ActsOnEqualSizes(CopyOfQwen2):
+    """Changes rows where two images have the same size."""
+
+    def after_layer(self, x: Tensor, index: int, grid: Sizes) -> Tensor:
+        return x * 1.01 if len(set(grid)) < len(grid) else x
+
+
+class ActsOnOneToken(CopyOfQwen2):
+    """Changes rows where all make one merged token."""
+
+    def after_layer(self, x: Tensor, index: int, grid: Sizes) -> Tensor:
+        return x * 1.01 if len(x) == 4 else x
+
+
+class ActsInInferenceMode(CopyOfQwen2):
+    """Changes rows in inference mode."""
+
+    def after_layer(self, x: Tensor, index: int, grid: Sizes) -> Tensor:
+        return x * 1.01 if torch.is_inference_mode_enabled() else x
+
+
 class ActsInBf16(CopyOfQwen2):
     """Changes rows of one dtype."""
 
