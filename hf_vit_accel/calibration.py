@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def calibrate(
         BackendUnavailableError: If FP8 cannot run on this machine.
         FallbackError: If the tower cannot take the fast path.
     """
-    if not isinstance(margin, int | float) or not 1 <= margin < math.inf:
+    if not isinstance(margin, Real) or not 1 <= margin < math.inf:
         raise ValueError(f"expected a finite margin of at least 1, got {margin!r}")
     towers = towers_of(model)
     if len(towers) > 1:

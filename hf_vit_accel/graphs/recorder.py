@@ -36,7 +36,6 @@ def others_wait() -> Iterator[None]:
 
     CUDA raises an error in any thread that waits for the whole device while a graph is captured.
     """
-    synchronize = torch.cuda.synchronize
     capturing_thread = threading.get_ident()
 
     def synchronize_after_capture(device: torch.device | str | int | None = None) -> None:
@@ -47,6 +46,7 @@ def others_wait() -> Iterator[None]:
             synchronize(device)
 
     with _DEVICE_WAITS:
+        synchronize = torch.cuda.synchronize
         torch.cuda.synchronize = synchronize_after_capture
         try:
             yield

@@ -70,10 +70,12 @@ def vision_attention(
     if groups > 1:  # every head of keys and values belongs to several heads of queries
         key = key.repeat_interleave(groups, dim=1)
         value = value.repeat_interleave(groups, dim=1)
-    if dropout or reasons_untraceable():
+    reasons = ["attention weights are dropped out"] if dropout else reasons_untraceable()
+    if len(query) > 1:
+        reasons = [*reasons, "the images are not packed into one row of a batch"]
+    if reasons:
         if score_mod is not None:
-            why = "attention weights are dropped out" if dropout else reasons_untraceable()[0]
-            raise FallbackError(f"the score_mod cannot be applied to this call: {why}")
+            raise FallbackError(f"the score_mod cannot be applied to this call: {reasons[0]}")
         return _attend_as_stock(module, (query, key, value), cu_seq_lens_q, dropout, scaling), None
     return _attend_packed(module, (query, key, value), cu_seq_lens_q, scaling, route, offsets, score_mod), None
 

@@ -168,6 +168,18 @@ def test_odd_sizes_stay_stock() -> None:
         run(tower, **changed, use_vit_merger=False)
 
 
+def test_several_rows_of_a_batch_attend_as_stock() -> None:
+    """MiniCPM-V takes them where the caller leaves its merger out."""
+    tower = build("transformers.models.minicpmv4_6.modeling_minicpmv4_6", "MiniCPMV4_6VisionModel")
+    changed = dict(pixel_values=torch.randn(2, 3, 2, 2 * 24), target_sizes=torch.tensor([[4, 6]]))
+    expected = run(tower, **changed, use_vit_merger=False)
+    hf_vit_accel.patch(tower)
+    assert_close(run(tower, **changed, use_vit_merger=False), expected)
+    hf_vit_accel.patch(tower, strict=True)
+    with pytest.raises(FallbackError, match="no layer attended by segments"):
+        run(tower, **changed, use_vit_merger=False)
+
+
 def test_a_score_mod_is_refused_on_several_devices(tower: nn.Module) -> None:
     """Hooks that move arguments between devices copy our offsets, and with them would go the score_mod."""
     hf_vit_accel.patch(tower, attention=FlexConfig(score_mod=lambda score, *_: score * 0.1))
