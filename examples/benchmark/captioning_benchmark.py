@@ -51,7 +51,7 @@ PATCH_SIDE = {"qwen2.5-vl-7b": 28, "qwen3-vl-8b": 32}
 """The side of a merged token in pixels."""
 LONGEST = 4096
 """Merged tokens of the largest picture; larger ones are reduced to it."""
-OPTIONS = {"--prompt": "describe this picture .", "--batch-tokens": "16384", "--batch-size": "32", "--decoders": "14"}
+OPTIONS = {"--prompt": "describe this picture .", "--decoders": "14"}
 ON_CPU = ["--processor-on", "cpu"]
 ON_GPU = ["--processor-on", "gpu"]
 PROCESSORS: dict[str, list[str]] = {

@@ -99,7 +99,7 @@ def _script(file: str, script: str, models: tuple[str, ...] = (), seconds: int =
 JOBS = {
     "towers": _bench(
         "towers.json",
-        "--rounds 2 --baselines sdpa,flash_attention_3 --backends "
+        "--rounds 2 --baselines sdpa,flash_attention_2,flash_attention_3 --backends "
         "auto,auto+graph,flash_attention_3,flashinfer_cudnn,torch_varlen",
         seconds=200,
     ),
@@ -160,11 +160,11 @@ JOBS = {
         file="long_video.json", command="python examples/long_video.py --random qwen3-vl-8b --tokens 16", seconds=100
     ),
     "reuse": _script("reuse.json", "reuse.py --seconds 0.6 --calls 200", ("qwen3-vl-8b",), seconds=110),
-    "whole_call": _script("whole_call.json", "whole_call.py --tokens 0,1,64 --rounds 2", QWEN[:2], seconds=150),
+    "whole_call": _script("whole_call.json", "whole_call.py --tokens 0,1,64,256 --rounds 2", QWEN[:2], seconds=240),
     "training_step": _script("training_step.json", "training_step.py", QWEN[:2], seconds=100),
     "captioning": Job(
         file="captioning.json",
-        command="python examples/benchmark/captioning_benchmark.py build/captioning --pictures 160 --rounds 2",
+        command="python examples/benchmark/captioning_benchmark.py build/captioning --pictures 320 --rounds 1",
         models=QWEN[:2],
         seconds=400,
     ),
