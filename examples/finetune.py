@@ -47,7 +47,11 @@ from media.processors import limit_pixels, load_processor
 
 import hf_vit_accel
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,  # rich cuts long names of options at 80 columns
+    pretty_exceptions_enable=False,
+)
 
 
 @app.command()
@@ -102,7 +106,7 @@ def finetune(
     eval_steps: Annotated[int | None, typer.Option(min=1, help="By default --save-steps.")] = None,
     save_steps: Annotated[int, typer.Option(min=1)] = 500,
     save_total_limit: Annotated[int | None, typer.Option(min=1, help="Keep only this many checkpoints.")] = None,
-    dataloader_num_workers: Annotated[int, typer.Option(min=0)] = 4,
+    dataloader_num_workers: Annotated[int | None, typer.Option(min=0, help="By default at most 4, one a core.")] = None,
     seed: int = 42,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint in the output folder, if there is one.")
@@ -199,12 +203,20 @@ def training_arguments(options: SimpleNamespace, cpu: bool) -> TrainingArguments
         eval_steps=options.eval_steps or options.save_steps,
         save_steps=options.save_steps,
         save_total_limit=options.save_total_limit,
-        dataloader_num_workers=options.dataloader_num_workers,
+        dataloader_num_workers=count_workers(options.dataloader_num_workers),
         seed=options.seed,
         report_to=options.report_to,
         remove_unused_columns=False,  # the rows are objects of our own
         **checkpointing,
     )
+
+
+def count_workers(requested: int | None) -> int:
+    """Return how many processes load examples: by default 4, and no more than the cores of this process."""
+    if requested is not None:
+        return requested
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(4, cores)
 
 
 def find_all_examples(options: SimpleNamespace) -> tuple[list[Example], list[Example]]:

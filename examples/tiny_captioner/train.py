@@ -126,7 +126,9 @@ def main(
     steps: int = 5500,
     batch: int = 192,
     rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1.5e-3,
-    workers: int = 12,
+    workers: Annotated[
+        int, typer.Option(min=0, help="Processes that draw scenes; another number draws other scenes.")
+    ] = 12,
     seed: int = 0,
     scenes: Annotated[int, typer.Option(help="Held-out scenes to evaluate with.")] = 1000,
 ) -> None:

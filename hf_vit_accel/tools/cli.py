@@ -56,9 +56,10 @@ def main(
 
 @app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
-    """Say what runs on this machine, and run every usable attention backend against a reference.
+    """Say what runs on this machine, and whether it computes right.
 
-    Exits with 1 if a backend computes something wrong or crashes, or a GPU that is here cannot be used, else with 0.
+    Runs every usable attention backend against a reference. Exits with 1 if a backend computes something wrong or
+    crashes, or a GPU that is here cannot be used, else with 0.
     \f
     The keys of the JSON object; every other value is text, null stands for "none":
 
@@ -207,9 +208,10 @@ def bench(
     plot_path: PlotOption = None,
     compare: CompareOption = None,
 ) -> None:
-    """Verify a vision tower with every backend against an fp32 run of stock transformers, then time it beside stock.
+    """Verify a tower with every backend, then time it beside stock.
 
-    Exits with 1 if a contender computes something wrong or a backend crashes; it is not timed.
+    The reference is an fp32 run of stock transformers. Exits with 1 if a contender computes something wrong or a
+    backend crashes; it is not timed.
     \f
     The keys of the JSON object; null stands for "none":
 

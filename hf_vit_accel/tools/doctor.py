@@ -326,12 +326,16 @@ def lines(report: Report) -> Iterator[str]:
         yield "  the GPU that is here cannot be used"
 
 
+_WITHOUT_VERSION = {"cuda": "none (torch is built without CUDA)", "cudnn": "not looked at without a CUDA device"}
+"""The text in place of a version, where it is another than "none"."""
+
+
 def _machine_lines(report: Report) -> Iterator[str]:
     """Yield versions and GPUs."""
     yield "Versions"
     width = max(len(name) for name in report.versions)
     for name, version in report.versions.items():
-        yield f"  {name:{width}}  {version or 'none'}"
+        yield f"  {name:{width}}  {version or _WITHOUT_VERSION.get(name, 'none')}"
     for line in report.untested:
         yield f"  not tested: {line}"
 

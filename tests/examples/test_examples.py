@@ -259,6 +259,13 @@ def test_every_line_is_a_record(folder: Path) -> None:
     assert sorted(str(line) for line in lines) == sorted(str(record) for record in records)
 
 
+@pytest.mark.parametrize("command", ["", "caption", "merge"])
+def test_help_is_not_cut_at_80_columns(command: str) -> None:
+    done = RUNNER.invoke(batch_caption.app, [*command.split(), "--help"], env={"COLUMNS": "80"})
+    lines = [line.strip(" │") for line in done.output.splitlines() if "Usage:" not in line]
+    assert len(lines) > 4 and not [line for line in lines if "…" in line or line.endswith("...")]
+
+
 @pytest.mark.parametrize(
     ("program", "package"),
     [

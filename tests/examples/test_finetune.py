@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import shutil
 import sys
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -18,6 +21,7 @@ from programs import EXAMPLES, RUNNER, WAYS, launched, words
 from safetensors.torch import load_file
 from support.towers import alike
 from tiny import FAMILIES
+from torch.utils.data import DataLoader
 
 assert str(EXAMPLES) in sys.path
 import finetune  # noqa: E402
@@ -221,6 +225,32 @@ def test_two_processes_train_as_one(data: Path, patched: Path, tmp_path: Path, w
     assert console.count("6 steps: loss ") == 1 and " fast, 0 stock" in console
     for name in ("loss", "eval_loss", "eval_accuracy"):
         assert losses(tmp_path, name) == pytest.approx(losses(patched, name), rel=1e-3), name
+
+
+@pytest.mark.parametrize("cores", [1, 2, 16])
+@pytest.mark.parametrize("requested", [None, 0, 7])
+def test_by_default_a_loader_has_no_more_processes_than_cores(
+    monkeypatch: pytest.MonkeyPatch, cores: int, requested: int | None
+) -> None:
+    """torch warns of a loader with more processes than cores. A number that the user names stays."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)), raising=False)
+    options: Settings = {}
+    monkeypatch.setattr(finetune, "run", lambda namespace: options.update(vars(namespace)))
+    named = [] if requested is None else [f"--dataloader-num-workers={requested}"]
+    command = ["--model=a", "--train-file=b", "--output-dir=c", *named]
+    assert RUNNER.invoke(finetune.app, command, catch_exceptions=False).exit_code == 0
+    trainer_options = finetune.training_arguments(SimpleNamespace(**options), cpu=True)
+    workers = trainer_options.dataloader_num_workers
+    assert workers == (min(4, cores) if requested is None else requested)
+    if requested is None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            DataLoader([0], num_workers=workers)
+
+
+def test_help_is_not_cut_at_80_columns() -> None:
+    text = RUNNER.invoke(finetune.app, ["--help"], env={"COLUMNS": "80"}).output
+    assert "--gradient-accumulation-steps" in text and "…" not in text
 
 
 @pytest.mark.parametrize("family", FAMILIES)

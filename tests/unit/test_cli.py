@@ -59,12 +59,22 @@ def test_version_and_help() -> None:
     assert "--json" in help_text and "gpu_problem" not in help_text
 
 
+@pytest.mark.parametrize("command", ["", "doctor", "bench"])
+def test_help_is_not_cut_at_80_columns(command: str) -> None:
+    result = RUNNER.invoke(cli.app, [*command.split(), "--help"], terminal_width=78)  # of 80 columns
+    lines = [line.rstrip() for line in result.stdout.splitlines() if not line.startswith("Usage:")]
+    assert len(lines) > 4 and not [line for line in lines if "…" in line or line.endswith("...")]
+
+
 def test_without_a_gpu(no_gpu: None) -> None:
     result = doctor()
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert "  none (torch finds no CUDA device)" in lines
     assert any(line.split() == ["torch", torch.__version__] for line in lines)
+    text_of = dict(line.split(maxsplit=1) for line in lines[1 : lines.index("GPU")])
+    assert text_of["cudnn"] == "not looked at without a CUDA device"
+    assert text_of["cuda"] == (torch.version.cuda or "none (torch is built without CUDA)")
     assert any(line.split() == ["sdpa", "usable"] for line in lines)
     for backend in backends.BACKENDS:
         if backend.needs.cuda:
