@@ -36,7 +36,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 QWEN = ("qwen2.5-vl-7b", "qwen3-vl-8b", "qwen2-vl-7b")
 OTHERS = (
-    *("qwen3.5", "glm-ocr", "glm-4.1v-9b", "glm-5.3-flash", "paddleocr-vl", "ernie-4.5-vl", "dots3-note"),
+    *("qwen3.5", "glm-ocr", "glm-4.1v-9b", "glm-5.3-flash", "paddleocr-vl", "ernie-4.5-vl"),
     *("qwen2.5-omni-7b", "exaone-4.5"),
 )
 MODULES = {
@@ -168,13 +168,12 @@ JOBS = {
         models=QWEN[:2],
         seconds=400,
     ),
-    "ways": Job(
-        file="ways.json", command="torchrun --nproc-per-node {gpus} examples/benchmark/ways.py", seconds=250, gpus=0
-    ),
+    "ways": _script("ways.json", "ways.py", QWEN[:2], seconds=220),
     "data_parallel": Job(
         file="data_parallel.json",
-        command="torchrun --nproc-per-node {gpus} examples/benchmark/data_parallel.py",
-        seconds=250,
+        command="torchrun --nproc-per-node {gpus} examples/benchmark/data_parallel.py --rounds 3 --calls 50 --no-pays "
+        '--sizes "16 x 512²,64 x 512²,video 64 x 36x64,32 pages"',
+        seconds=120,
         gpus=0,
     ),
 }

@@ -22,11 +22,11 @@ from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel import machine
-from hf_vit_accel.engine.passes import FREE, cut
+from hf_vit_accel.engine.passes import AUTO_ROWS, cut
 from hf_vit_accel.tools.bench.towers import build_tower, family_of_tower, weight_of
 from hf_vit_accel.tools.bench.work import milliseconds
 
-SIZES = (None, 16384, 28672, FREE, 50688, 65536)
+SIZES = (None, 16384, 28672, AUTO_ROWS, 50688, 65536)
 """The values of `max_rows`; None for one pass."""
 HEIGHT = 36
 WIDTH = 64

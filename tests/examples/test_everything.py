@@ -52,6 +52,15 @@ def test_every_shown_command_is_the_one_that_runs(everything: ModuleType) -> Non
         assert all((BENCHMARK.parents[1] / script).is_file() for script in scripts)
 
 
+def test_every_program_starts(everything: ModuleType) -> None:
+    """Most of them need a GPU, so that no other test here would notice a renamed import."""
+    names = sorted(path.stem for path in BENCHMARK.glob("*.py"))
+    code = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(BENCHMARK), str(BENCHMARK.parents[1])])}
+    process = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True, env=environment)
+    assert process.returncode == 0, process.stderr
+
+
 def test_without_hides_packages_from_imports_and_find_spec(tmp_path: Path) -> None:
     """Other packages are visible, and the module gets its arguments."""
     (tmp_path / "seen.py").write_text(

@@ -1,4 +1,4 @@
-"""Run the benchmarks of whole models on tiny ones: what they time and train, and that patched towers run fast."""
+"""Run benchmarks with tiny models on a CPU: what they time and train, and that patched towers run fast."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from tiny import TINY, tower_of
 from torch import nn
 
 pytest.importorskip("peft")
@@ -117,6 +118,32 @@ def test_every_way_to_train_is_fast_and_has_stocks_gradients(
         assert (stock["contender"], ours["contender"]) == ("stock sdpa", "auto")
         assert ours["calls"] == {"fast": 4, "stock": 0} and 0 <= ours["difference"] < 0.05
         assert ours["slower"] == pytest.approx(100 * (ours["ms"] / stock["ms"] - 1))
+        assert ours["total_gb"] == {"without graphs": None, "default": None}, "a CPU does not report its memory"
+
+
+@pytest.fixture
+def max_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    yield importlib.import_module("max_rows")
+    sys.modules.pop("max_rows")
+
+
+def test_every_size_of_pass_is_timed(max_rows: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def tiny_tower(model: str, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        return tower_of(TINY["qwen2_5_vl"].build()).to(dtype).requires_grad_(False)
+
+    monkeypatch.setattr(max_rows, "build_tower", tiny_tower)
+    monkeypatch.setattr(max_rows, "HEIGHT", 4)
+    monkeypatch.setattr(max_rows, "WIDTH", 4)
+    monkeypatch.setattr(max_rows, "SIZES", (None, 32, 48, max_rows.AUTO_ROWS))
+    path = tmp_path / "max_rows.json"
+
+    max_rows.main(models="tiny", frames=6, rounds=2, million=12, json_path=path)
+
+    document = json.loads(path.read_text())
+    assert [row["frames"] for row in document["rows"]] == [[6], [2, 2, 2], [3, 3], [6]]
+    assert all(row["ms"] > 0 and row["alone_ms"] > 0 and row["error"] < 1e-5 for row in document["rows"])
+    assert document["million"]["rows"] == 12 * 4 * 4
 
 
 def test_whole_calls_and_the_tower_alone_are_timed(
@@ -152,7 +179,9 @@ def test_whole_calls_and_the_tower_alone_are_timed(
     ]
     calls_of_way = 3 + 1  # warmed up, and timed
     assert generated == ([(2, False)] * 2 * calls_of_way + [(2, True)] * calls_of_way) * 2
-    assert len(towers) == len(generated) + 2 * 2 * (3 + 3), "the tower alone: two ways, warmed up and repeated"
+    assert len(towers) == len(generated) + 2 * 2 * (3 + whole_call.SHORT_CALLS), (
+        "the tower alone: two ways, warmed up and repeated"
+    )
 
 
 @pytest.mark.parametrize("program", ["long_video.py", "tensor_parallel.py", "benchmark/training_step.py"])
