@@ -41,10 +41,10 @@ TRAINED = ("sdpa", "flash_attention_2", "compile_blocks")
 FASTEST = "the fastest of stock sdpa, FlashAttention-2 and compiled blocks"
 LINES = (
     Line(
-        label="Vision tower, beside transformers with FlashAttention-3",
+        label="Vision tower, beside the fastest of sdpa, FlashAttention-2 and -3",
         file="towers.json",
         ours="auto",
-        stock=("flash_attention_3",),
+        stock=("sdpa", "flash_attention_2", "flash_attention_3"),
     ),
     Line(label="Tower, plain install, beside stock sdpa", file="plain.json", ours="auto", stock=("sdpa",)),
     Line(
@@ -86,7 +86,7 @@ def _trainer_steps() -> list[str]:
     for row in document["rows"]:
         speedup = row["stock"]["step"] / row["patched"]["step"]
         speedups.setdefault(row["way"], []).append(f"{title(row['model'])} {speedup:.1f}x")
-    return [_line(f"A step of `Trainer`, {way}", ranges, document, file) for way, ranges in speedups.items()]
+    return [_line(f"`Trainer` step, {way}", ranges, document, file) for way, ranges in speedups.items()]
 
 
 def _captioning() -> list[str]:
@@ -100,13 +100,13 @@ def _captioning() -> list[str]:
     lines = []
     for number, of_models in speedups.items():
         tokens = f"{number} new token{'s' * (number > 1)}"
-        lines.append(_line(f"Captioning a folder of mixed JPEGs, files to text, {tokens}", of_models, document, file))
+        lines.append(_line(f"Captioning mixed JPEGs, files to text, {tokens}", of_models, document, file))
     return lines
 
 
 def _line(label: str, ranges: Sequence[str], document: Document, file: str) -> str:
     commit = commit_of(document, file)
-    return f"- {label}: **{', '.join(ranges)}**. Measured at {commit} (`{file}`).\n"
+    return f"- {label}: **{', '.join(ranges)}** (`{file}` at {commit}).\n"
 
 
 def beside_the_headline() -> str:

@@ -78,6 +78,7 @@ TIMINGS: Mapping[str, Timings] = {
         file="towers.json",
         columns={
             **STOCK,
+            "stock flash_attention_2": "stock FlashAttention-2",
             "stock flash_attention_3": "stock FlashAttention-3",
             **BOTH,
             "flashinfer_cudnn": "`flashinfer_cudnn`",
