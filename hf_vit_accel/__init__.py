@@ -38,7 +38,7 @@ from hf_vit_accel.tower.on_import import after_import
 if TYPE_CHECKING:
     from hf_vit_accel.model.decoding import graphed_decoding
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BackendUnavailableError",

@@ -63,10 +63,7 @@ def measured_at(document: Document, file: str = "") -> str:
     """Name the commit, hardware and versions of a document in a plain sentence."""
     versions = document["versions"]
     gpus = document.get("gpus") or max((run["ranks"] for run in document.get("runs", [])), default=1)
-    machine = document.get("machine") or {}
     device = f"one {document['device']}" if gpus == 1 else f"{gpus} x {document['device']}"
-    if "driver" in machine:
-        device += f" (driver {machine['driver']}, up to {machine['largest_clock']} MHz)"
     packages = [f"{name} {versions[name]}" for name in ("torch", "transformers", "triton") if versions.get(name)]
     commit = commit_of(document, file) or "no recorded commit"
     return f"Measured at {commit} on {device}: {document['dtype']}, {', '.join(packages)}."

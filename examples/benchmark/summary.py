@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from documents import MODELS, Document, commit_of, load, times, title
+from documents import MODELS, Document, commit_of, digits, load, times, title
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,19 +41,19 @@ TRAINED = ("sdpa", "flash_attention_2", "compile_blocks")
 FASTEST = "the fastest of stock sdpa, FlashAttention-2 and compiled blocks"
 LINES = (
     Line(
-        label="Vision tower, beside the fastest of sdpa, FlashAttention-2 and -3",
+        label="Vision tower, six sizes, against the fastest of sdpa, FlashAttention-2 and -3",
         file="towers.json",
         ours="auto",
         stock=("sdpa", "flash_attention_2", "flash_attention_3"),
     ),
-    Line(label="Tower, plain install, beside stock sdpa", file="plain.json", ours="auto", stock=("sdpa",)),
+    Line(label="Tower, plain install, against stock sdpa", file="plain.json", ours="auto", stock=("sdpa",)),
     Line(
-        label="One small picture, beside stock compiled and in a CUDA graph",
+        label="One small picture, against stock compiled and in a CUDA graph",
         file="small.json",
         ours="auto",
         stock=("compile+graph",),
     ),
-    Line(label=f"Training a tower, beside {FASTEST}", file="training.json", ours="auto", stock=TRAINED),
+    Line(label=f"Training a tower, against {FASTEST}", file="training.json", ours="auto", stock=TRAINED),
 )
 
 
@@ -82,31 +82,34 @@ def _trainer_steps() -> list[str]:
     """Write a line for each way to train in a step of `Trainer`."""
     file = "training_step.json"
     document = load(file)
-    speedups: dict[str, list[str]] = {}
+    by_way: dict[str, list[str]] = {}
     for row in document["rows"]:
-        speedup = row["stock"]["step"] / row["patched"]["step"]
-        speedups.setdefault(row["way"], []).append(f"{title(row['model'])} {speedup:.1f}x")
-    return [_line(f"`Trainer` step, {way}", ranges, document, file) for way, ranges in speedups.items()]
+        stock = row["stock"]["step"]
+        ours = row["patched"]["step"]
+        text = f"{title(row['model'])} {stock:.2f} → {ours:.2f} ({stock / ours:.1f}x)"
+        by_way.setdefault(row["way"], []).append(text)
+    label = "`Trainer` step in seconds, 16 x 512²"
+    return [_line(f"{label}, {way}", texts, document, file) for way, texts in by_way.items()]
 
 
 def _captioning() -> list[str]:
     """Write a line for each number of new tokens in batch captioning."""
     file = "captioning.json"
     document = load(file)
-    speedups: dict[int, list[str]] = {}
+    by_tokens: dict[int, list[str]] = {}
     for row in document["rows"]:
-        speedup = f"{title(row['model'])} {row['patched'] / row['stock']:.1f}x"
-        speedups.setdefault(row["tokens"], []).append(speedup)
+        rates = f"{digits(row['stock'])} → {digits(row['patched'])} ({row['patched'] / row['stock']:.1f}x)"
+        by_tokens.setdefault(row["tokens"], []).append(f"{title(row['model'])} {rates}")
     lines = []
-    for number, of_models in speedups.items():
+    for number, texts in by_tokens.items():
         tokens = f"{number} new token{'s' * (number > 1)}"
-        lines.append(_line(f"Captioning mixed JPEGs, files to text, {tokens}", of_models, document, file))
+        lines.append(_line(f"Captioning mixed JPEGs in pictures/s, {tokens}", texts, document, file))
     return lines
 
 
 def _line(label: str, ranges: Sequence[str], document: Document, file: str) -> str:
     commit = commit_of(document, file)
-    return f"- {label}: **{', '.join(ranges)}** (`{file}` at {commit}).\n"
+    return f"- {label}: **{', '.join(ranges)}** (`{file}`, {commit}).\n"
 
 
 def beside_the_headline() -> str:
