@@ -20,7 +20,7 @@ ANSWER = 64
 MOST_ROWS = 5
 WITH = {"patched": "`patch`", "decoding": "`patch` and `graphed_decoding`"}
 """What a row's own time was measured with, by the key of the file."""
-PIXELS = {"34x46": "some 500 x 700"}
+PIXELS = {"34x46": "about 500 x 700"}
 """Sides in pixels by sides in patches: a patch has 14 a side in Qwen2.5-VL, 16 in Qwen3-VL."""
 
 
@@ -43,7 +43,7 @@ class Case:
         """Say what is timed: "answer of 64 tokens, one 1024² picture"."""
         names = {TOWER_ALONE: "vision tower", 1: "embed, score or first token"}
         number, _, patches = self.size.partition(" x ")
-        pictures = f"batch of {number}, {PIXELS[patches]}" if patches else f"{self.size} picture"
+        pictures = f"batch of {number} pictures, {PIXELS[patches]}" if patches else f"{self.size} picture"
         return f"{names.get(self.tokens, f'answer of {self.tokens} tokens')}, {pictures}"
 
 

@@ -41,7 +41,7 @@ TRAINED = ("sdpa", "flash_attention_2", "compile_blocks")
 FASTEST = "the fastest of stock sdpa, FlashAttention-2 and compiled blocks"
 LINES = (
     Line(
-        label="Vision tower, six sizes, against the fastest of sdpa, FlashAttention-2 and -3",
+        label="Vision tower, against the fastest of sdpa, FlashAttention-2 and -3",
         file="towers.json",
         ours="auto",
         stock=("sdpa", "flash_attention_2", "flash_attention_3"),
