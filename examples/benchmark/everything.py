@@ -101,72 +101,71 @@ JOBS = {
         "towers.json",
         "--rounds 2 --baselines sdpa,flash_attention_2,flash_attention_3 --backends "
         "auto,auto+graph,flash_attention_3,flashinfer_cudnn,torch_varlen",
-        seconds=200,
+        seconds=90,
     ),
     "plain": Job(  # a plain install: torch's own attention
         file="plain.json",
         command="python examples/benchmark/without.py flash_attn,flash_attn_interface,flashinfer,quack hf_vit_accel "
         "bench --rounds 2 --baselines sdpa --backends auto,auto+graph",
         models=QWEN,
-        seconds=60,
+        seconds=50,
     ),
     "held_out": _bench(  # sizes of no other file: odd images, thumbnails, a video
         "held_out.json",
         '--rounds 2 --sizes "1x38x62+1x6x94+1x50x18,1x8x8*256,6x30x52" '
         "--backends auto,auto+graph,flash_attention_3,flashinfer_cudnn --baselines sdpa",
+        seconds=35,
     ),
     "slow_host": Job(
         file="slow_host.json",
         command='python examples/benchmark/slowed.py hf_vit_accel bench --rounds 2 --sizes "one 448²,one 1024²" '
         "--backends auto,auto+graph,auto+eager --baselines sdpa",
         models=QWEN,
-        seconds=120,
+        seconds=40,
     ),
     "training": _bench(
         "training.json",
         '--train --rounds 2 --sizes "one 448²,16 x 512²" --backends auto,auto+graph '
         "--baselines sdpa,flash_attention_2,compile_blocks",
         QWEN[:2],
-        seconds=200,
-    ),
-    "checkpointing": _bench(
-        "checkpointing.json",
-        '--train --checkpointing --rounds 2 --sizes "16 x 512²" --backends auto --baselines sdpa,compile_blocks',
-        seconds=60,
+        seconds=130,
     ),
     "families": _bench(
-        "families.json", '--rounds 2 --sizes "16 x 512²,one 448²" --backends auto,auto+graph', OTHERS, seconds=30
+        "families.json", '--rounds 2 --sizes "16 x 512²,one 448²" --backends auto,auto+graph', OTHERS, seconds=25
     ),
     "small": _bench(
         "small.json",
-        '--rounds 3 --sizes "one 448²" --backends auto,auto+graph,flashinfer_cudnn+graph '
+        '--rounds 2 --sizes "one 448²" --backends auto,auto+graph,flashinfer_cudnn+graph '
         "--baselines sdpa,flash_attention_3,graph,compile+graph",
         QWEN[:2],
-        seconds=150,
+        seconds=40,
     ),
-    "checks": _script("checks.json", "checks.py", seconds=30),
+    "checks": _script("checks.json", "checks.py", seconds=15),
     "flex": _bench(
         "flex.json",
         '--sizes "one 448²,16 x 512²" --backends flex,flex+graph,flashinfer_cudnn,flashinfer_cudnn+graph,auto',
         QWEN[:2],
-        seconds=60,
+        seconds=50,
     ),
     "fp8": _bench(
-        "fp8.json", '--rounds 3 --sizes "one page,1x72x72" --backends flashinfer_cudnn,auto,auto+fp8', QWEN[1:]
+        "fp8.json",
+        '--rounds 3 --sizes "one page,1x72x72" --backends flashinfer_cudnn,auto,auto+fp8',
+        QWEN[1:],
+        seconds=35,
     ),
-    "lora": _script("lora.json", "lora.py", QWEN[:2], seconds=40),
-    "max_rows": _script("max_rows.json", "max_rows.py", seconds=130),
+    "lora": _script("lora.json", "lora.py", QWEN[:2], seconds=60),
+    "max_rows": _script("max_rows.json", "max_rows.py", seconds=100),
     "long_video": Job(
-        file="long_video.json", command="python examples/long_video.py --random qwen3-vl-8b --tokens 16", seconds=100
+        file="long_video.json", command="python examples/long_video.py --random qwen3-vl-8b --tokens 16", seconds=25
     ),
-    "reuse": _script("reuse.json", "reuse.py --seconds 0.6 --calls 200", ("qwen3-vl-8b",), seconds=110),
-    "whole_call": _script("whole_call.json", "whole_call.py --tokens 0,1,64,256 --rounds 2", QWEN[:2], seconds=240),
-    "training_step": _script("training_step.json", "training_step.py", QWEN[:2], seconds=100),
+    "reuse": _script("reuse.json", "reuse.py --seconds 0.6 --calls 200", ("qwen3-vl-8b",), seconds=65),
+    "whole_call": _script("whole_call.json", "whole_call.py --tokens 0,1,64,256 --rounds 2", QWEN[:2], seconds=270),
+    "training_step": _script("training_step.json", "training_step.py", QWEN[:2], seconds=95),
     "captioning": Job(
         file="captioning.json",
-        command="python examples/benchmark/captioning_benchmark.py build/captioning --pictures 320 --rounds 1",
+        command="python examples/benchmark/captioning_benchmark.py build/captioning --pictures 240 --rounds 1",
         models=QWEN[:2],
-        seconds=400,
+        seconds=270,
     ),
     "ways": _script("ways.json", "ways.py", QWEN[:2], seconds=220),
     "data_parallel": Job(

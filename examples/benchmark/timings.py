@@ -116,14 +116,11 @@ TIMINGS: Mapping[str, Timings] = {
         },
         memory=True,
     ),
-    **{
-        name: Timings(
-            file=f"{name}.json",
-            columns={**STOCK, "stock compile_blocks": "stock, compiled blocks", **DEFAULT},
-            memory=True,
-        )
-        for name in ("lora", "checkpointing")
-    },
+    "lora": Timings(
+        file="lora.json",
+        columns={**STOCK, "stock compile_blocks": "stock, compiled blocks", **DEFAULT},
+        memory=True,
+    ),
     "flex": Timings(
         file="flex.json",
         columns={

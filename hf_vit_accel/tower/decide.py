@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_vit_accel.backends import backend_named
 from hf_vit_accel.engine.encoder import Checkpoint, checkpoints_of
@@ -77,10 +77,7 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
     device = inputs.pixels.device
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(_OUTER_GRAPH)
-    # An unpredictable module (an adapter) may train parameters outside of the tower.
-    grad_mode = torch.is_grad_enabled()
-    may_train_others = bool(snapshot.unpredictable) or inputs.pixels.requires_grad
-    grad = grad_mode and (may_train_others or snapshot.is_trained(call.parameters))
+    grad = torch.is_grad_enabled() and _may_train(inputs, snapshot, call.parameters)
     checkpoints = checkpoints_of(snapshot.parts) if grad else []
     sharing = state.sharing
     shared = NOT_SHARED if sharing is None else _decide_sharing(state, sharing, call, checkpoints, not_shared)
@@ -132,8 +129,15 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
         checkpoints=checkpoints,
         shared=shared,
         graphs=graphs,
-        outputs_require_grad=grad_mode and not grad and snapshot.outputs_require_grad(),
+        outputs_require_grad=torch.is_grad_enabled() and not grad and snapshot.outputs_require_grad(),
     )
+
+
+def _may_train(inputs: Inputs, snapshot: Snapshot, parameters: list[nn.Parameter]) -> bool:
+    """Return whether a backward of this call may reach parameters or pixels."""
+    # An unpredictable module (an adapter) may train parameters outside of the tower.
+    has_unknown_parameters = bool(snapshot.unpredictable)
+    return has_unknown_parameters or inputs.pixels.requires_grad or snapshot.is_trained(parameters)
 
 
 def _own_grid(state: TowerState, inputs: Inputs, shared: SharedCall) -> Grid:

@@ -180,7 +180,6 @@ def _quantize_kernel(
     heads = h[None, :, None]
     j = tl.arange(0, PADDED // 2)[None, None, :]
     real = (j < half) & (heads < HEADS)
-    is_rotated = part < 2
     count = tl.load(used_rows)
     parts = tl.full((1, 1, PADDED // 2), part, tl.int32)  # Triton 3.9's interpreter takes no scalar in a mask
     mean1 = tl.load(center + DIM * heads + j, mask=real & (parts == 2), other=0.0)
@@ -198,8 +197,8 @@ def _quantize_kernel(
         source = qkv + t.to(tl.int64) * row_stride + ((part * HEADS + heads) * DIM + j)
         x1 = tl.load(source, mask=here, other=0.0).to(tl.float32)
         x2 = tl.load(source + half, mask=here, other=0.0).to(tl.float32)
-        y1 = tl.where(is_rotated, x1 * c - x2 * s, x1 - mean1)
-        y2 = tl.where(is_rotated, x2 * c + x1 * s, x2 - mean2)
+        y1 = tl.where(part < 2, x1 * c - x2 * s, x1 - mean1)
+        y2 = tl.where(part < 2, x2 * c + x1 * s, x2 - mean2)
         if not AGAIN:
             size1 = tl.abs(y1)
             size2 = tl.abs(y2)
