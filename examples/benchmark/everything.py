@@ -118,10 +118,10 @@ JOBS = {
     ),
     "slow_host": Job(
         file="slow_host.json",
-        command='python examples/benchmark/slowed.py hf_vit_accel bench --rounds 2 --sizes "one 448²,one 1024²" '
+        command='python examples/benchmark/slowed.py hf_vit_accel bench --rounds 4 --sizes "one 448²,one 1024²" '
         "--backends auto,auto+graph,auto+eager --baselines sdpa",
         models=QWEN,
-        seconds=40,
+        seconds=60,
     ),
     "training": _bench(
         "training.json",
