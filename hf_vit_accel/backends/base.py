@@ -150,7 +150,7 @@ class Backend(ABC):
     name: ClassVar[str]
     needs: ClassVar[Needs]
     replays_other_layouts: ClassVar[bool] = True
-    """Whether a CUDA graph of `attend` can replay every layout whose plan has the same shapes and the same `host`."""
+    """Whether a CUDA graph captured for one layout can replay others that are padded to the same budget."""
 
     def graph_bounds(self, segments: int, max_seqlen: int, rows: int) -> tuple[int, int]:
         """Return the (segments, max_seqlen) that a CUDA graph declares, so that it can replay many layouts.
@@ -230,10 +230,10 @@ class Backend(ABC):
         """
 
     def attend_layers(self, plan: Plan, layers: int, rotate: Rotate) -> list[Attend]:
-        """Return the attention function of every layer.
+        """Return one attention function for every layer of the tower; those of another kind of layer go unused.
 
         A layer that trains is one autograd node only if its attention is an `OpWithBackward` (see
-        `ops.training.nodes.layer_node_of`). The functions returned here are none: their layer runs operation by
+        `ops.training.nodes.layer_node_of`). The functions returned here are plain: their layer runs operation by
         operation, each a node of its own.
 
         Args:

@@ -38,7 +38,7 @@ MOST_WASTE = 0.06
 
 
 class TorchCudnn(Backend):
-    """Attend every group in one call. q, k and v, and their gradients, are views of one packed tensor."""
+    """Attend group by group, each in a call of its own. With gradients q, k and v are packed in one tensor."""
 
     name = "torch_cudnn"
     needs = replace(HALF, differentiable=True)

@@ -203,7 +203,8 @@ class RecomputedPasses:
     def _embedded(self, pixels_TP: Tensor) -> Tensor | None:
         """Return the embedded rows (T, E) where no gradient reaches them; None where one does.
 
-        Stock does not keep the pixels there, so a program may write to them before the backward pass.
+        A frozen embedding of stock does not keep the pixels, so a program may overwrite them before the backward pass.
+        That pass then begins at the embedded rows.
         """
         parameters = (parameter for module in self._embedding for parameter in module.parameters())
         if pixels_TP.requires_grad or any(parameter.requires_grad for parameter in parameters):

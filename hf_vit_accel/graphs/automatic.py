@@ -185,7 +185,7 @@ class AutoGraphs:
 
 
 class DroppedWhenMemoryRunsOut(Protocol):
-    """A store whose graphs go when an allocation fails, the user's own included."""
+    """A store whose graphs go when any allocation on the GPU fails, also one of the user's program."""
 
     def give_up(self, why: str) -> None:
         """Drop all graphs and capture no other."""

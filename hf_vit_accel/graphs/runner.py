@@ -2,7 +2,7 @@
 
 A call is cut into bins (`budgets`), and the layout of every bin padded to a shape (`buffers`). The graph of that
 signature then runs on static buffers: inputs are copied in before the replay, outputs copied out after it.
-All graphs of a tower share one memory pool and one set of buffers, so replays from all threads and streams take turns.
+All graphs of a runner share one memory pool and one set of buffers, so replays from all threads and streams take turns.
 
 `T` packed patch rows, `M` merged tokens, `P` pixels of a patch.
 """
@@ -206,7 +206,7 @@ class Runner(GraphStore[_Graph]):
             return [exact]
         for choice in route.choices.values():
             if not choice.backend.replays_other_layouts:
-                return self.eager(f"{choice.backend.name} cannot be captured: its launches depend on the layout")
+                return self.eager(f"{choice.backend.name} cannot be captured for other layouts")
         if exactly:
             return [exact]
         signature = signature_of(route)

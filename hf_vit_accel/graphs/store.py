@@ -32,7 +32,7 @@ _CHANGED = "weights, modules or what gradients are given for changed at call aft
 
 
 class Identity(NamedTuple):
-    """The state that all graphs of a tower share; another identity makes them stale.
+    """The state that all graphs of a store share; another identity makes them stale.
 
     Attributes:
         spec: The spec of the graphs' routes, one object while modules, settings, device and dtypes stay.
@@ -93,7 +93,7 @@ class GraphStatus:
         graphs: For every stored graph its label, the bytes that it added, and its replays.
         replays: Graph launches.
         captures: Graphs that were captured.
-        eager: Reason -> calls that ran without graphs.
+        eager: Reason -> passes that ran without graphs.
         stale: Reason -> times that all graphs went stale.
         padding: Replayed rows per row of the calls.
         nbytes: Device memory of graphs. It includes dropped graphs, whose memory only later graphs can take.
@@ -248,7 +248,7 @@ class GraphStore(ABC, Generic[G]):
             )
 
     def eager(self, why: str, *, allowed_under_strict: bool = False) -> Eager:
-        """Count the reason of a call that runs without graphs, and return it. Automatic graphs are always a choice."""
+        """Count why a pass runs without graphs, and return it. `strict` accepts that where graphs are automatic."""
         with self._lock:
             self._eager[why] += 1
             self._last_way = f"eager: {why}"

@@ -118,8 +118,8 @@ def _states_of(layer: Any) -> list[Tensor]:
     return [state for state in states if state is not None]
 
 
-def window_of(cache: Any) -> float:
-    """Return the smallest sliding window of a cache, infinity without any. Shorter texts fit into every window.
+def smallest_window_of(cache: Any) -> float:
+    """Check that a cache can become static. Return its smallest sliding window, infinity without any.
 
     Raises:
         UnservedError: If the cache cannot become static.

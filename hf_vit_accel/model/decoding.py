@@ -19,7 +19,7 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_vit_accel.machine import one_line
-from hf_vit_accel.model.decode_step import ATTENTION, CACHE, DecodeStep, StepInputs, UnservedError, window_of
+from hf_vit_accel.model.decode_step import ATTENTION, CACHE, DecodeStep, StepInputs, UnservedError, smallest_window_of
 from hf_vit_accel.model.decode_steps import DecodeSteps, steps_of
 from hf_vit_accel.model.host import Arguments
 
@@ -251,7 +251,7 @@ class _ModelInLoop:
             Exception: If the model gets none.
         """
         length = int(self._cache.get_seq_length())
-        window = window_of(self._cache)
+        window = smallest_window_of(self._cache)
         slots = slots_for(length + max(1, min(due, max(_RESERVE, length // 4))))
         self._room = min(slots, window - 1)
         if length >= self._room:

@@ -25,8 +25,8 @@ from hf_vit_accel.ops.training.nodes import OpWithBackward
 def build(block: Block, context: Context, shape: Apply | None) -> Apply:
     """Build the projection of rows (T, E) to packed queries, keys and values.
 
-    Three Linears run as one product. Their weights are joined at every call: weights are smaller than the results, and
-    one product is faster than three.
+    Three Linears run as one product, unless one of them was replaced. Their weights are joined at every call: weights
+    are smaller than the results, and one product is faster than three.
 
     Args:
         shape: norms of heads and repeated heads, applied to the product's result; None without.
@@ -34,8 +34,8 @@ def build(block: Block, context: Context, shape: Apply | None) -> Apply:
     modules = block.qkv
     weights = context.reader(*((module, name) for name in ("weight", "bias") for module in modules))
     is_replaced = any(context.reasons_replaced(module, nn.Linear) for module in modules)
-    joins = len(modules) > 1 if shape is None else "heads" in context.fused
-    if context.trains_by_kernels and not is_replaced and joins:
+    is_one_node = len(modules) > 1 if shape is None else "heads" in context.fused  # a single Linear is a node by itself
+    if context.trains_by_kernels and not is_replaced and is_one_node:
         norm_weights = context.reader(*((norm, "weight") for norm in block.head_norms), cast=False)
         settings = len(modules), None if shape is None else sizes_of(block, context)
         return OpWithBackward(
@@ -100,19 +100,19 @@ class ProjectFunction(torch.autograd.Function):
         out_TF = LinearFunction.forward(ctx.linear, x_TE, *_joined(weights, products), recipe)
         _, *input_tensors = ctx.linear.release()  # without the joined weight
 
-        shape_tensors: tuple[Any, ...] = ()
+        head_tensors: tuple[Any, ...] = ()
         if sizes is not None:
             needs_qkv = any(ctx.linear.needs_input_grad)
-            ctx.shape = InnerContext((needs_qkv, False, False, False, *needs[2 * products :]))
-            out_TF = ShapeHeads.forward(ctx.shape, out_TF, *sizes, *norm_weights)
-            shape_tensors = ctx.shape.release()
+            ctx.heads = InnerContext((needs_qkv, False, False, False, *needs[2 * products :]))
+            out_TF = ShapeHeads.forward(ctx.heads, out_TF, *sizes, *norm_weights)
+            head_tensors = ctx.heads.release()
 
         ctx.products = products
-        ctx.has_shape = sizes is not None
+        ctx.has_heads = sizes is not None
         ctx.widths = [len(weight) for weight in weights[:products]]
         ctx.input_count = len(input_tensors)
         own_weights = weights[:products] if needs_x else [None] * products
-        ctx.save_for_backward(*own_weights, *input_tensors, *shape_tensors)
+        ctx.save_for_backward(*own_weights, *input_tensors, *head_tensors)
         return out_TF
 
     @staticmethod
@@ -120,12 +120,12 @@ class ProjectFunction(torch.autograd.Function):
     def backward(ctx: FunctionContext, dout_TF: Tensor) -> Gradients:
         saved = ctx.saved_tensors
         first_input = ctx.products
-        first_shape = first_input + ctx.input_count
+        first_of_heads = first_input + ctx.input_count
         dnorms: Sequence[Tensor | None] = ()
-        if ctx.has_shape:
-            dout_TF, dnorms = _shape_backward(ctx.shape, dout_TF, saved[first_shape:])
+        if ctx.has_heads:
+            dout_TF, dnorms = _heads_backward(ctx.heads, dout_TF, saved[first_of_heads:])
         own_weights = saved[:first_input]
-        input_tensors = saved[first_input:first_shape]
+        input_tensors = saved[first_input:first_of_heads]
         dx_TE, dweight_FE, dbias_F = _linear_backward(ctx.linear, dout_TF, own_weights, input_tensors)
         gradients = [*_split(dweight_FE, ctx.widths), *_split(dbias_F, ctx.widths), *dnorms]
         for index, needs_gradient in enumerate(ctx.needs_input_grad[1 : 1 + len(gradients)]):
@@ -134,7 +134,7 @@ class ProjectFunction(torch.autograd.Function):
         return dx_TE, *gradients, None, None, None
 
 
-def _shape_backward(
+def _heads_backward(
     context: InnerContext, dout_TF: Tensor, saved: tuple[Any, ...]
 ) -> tuple[Tensor, Sequence[Tensor | None]]:
     """Return the gradient of the product's result, and those of the norms' weights."""

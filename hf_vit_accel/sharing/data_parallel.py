@@ -77,11 +77,11 @@ class Sharing:
         self._others_wait = False
 
     def split(self, grid: Grid, distinct: Grid, facts: TowerFacts) -> Assignment | None:
-        """Return which rank encodes what, or None for a call that is too small. All ranks find the same.
+        """Return which rank encodes what, or None for a call that is too small: `grid` decides, so all ranks agree.
 
         Args:
             grid: Of the call, equal on all ranks.
-            distinct: The part of it that is encoded, without repeated images. It may differ by rank.
+            distinct: The part of it that is encoded, without repeated images. If it differs by rank, checksums tell.
             facts: Of the tower.
         """
         clips = facts.geometry.clips

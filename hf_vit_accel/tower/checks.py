@@ -189,7 +189,7 @@ def reasons_slow(
     reasons = [*snapshot.reasons_slow, *weights.reasons]
     if any(_GLOBAL_HOOKS):
         reasons.append("global module hooks")
-    for hooks_of in HOOKS if grad else HOOKS[:2]:
+    for hooks_of in HOOKS if grad else HOOKS[:2]:  # without gradients, hooks of the forward alone
         if any(map(hooks_of, snapshot.attributes_inside)):
             reasons += _reasons_hooked(snapshot, hooks_of)
     if snapshot.sharded_layers:
@@ -242,6 +242,7 @@ def facts_for_reuse(
         reasons.append(f"{snapshot.unpredictable}, and may be random in training")
     against_keeping: list[str] = []
     weights_to_sum: list[Tensor] = []
+    # Where gradients may flow nothing is kept, and nobody asked for it.
     if settings.reuse.across_calls and not (grad_mode and (snapshot.unpredictable or snapshot.is_trained(parameters))):
         if snapshot.unpredictable:
             against_keeping.append(f"{snapshot.unpredictable}, and might act otherwise at a later call")

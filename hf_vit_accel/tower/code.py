@@ -39,7 +39,7 @@ class Code:
             name for name, value in self.module_globals.items() if callable(value) and not isinstance(value, type)
         ]
         self.methods = [name for name, value in vars(kind).items() if isinstance(value, FunctionType | property)]
-        self.methods.remove("forward")  # checked by itself
+        self.methods.remove("forward")  # `Snapshot` checks it
         self._readers = method_readers(classes)
         self._functions = self._current_functions()
 

@@ -220,14 +220,15 @@ def _decide_metadata(
 ) -> StockPlan:
     """Return the plan of a call whose blocks are called one by one, on our metadata and attention."""
     assert call.inputs is not None and call.snapshot is not None
+    reasons = [*reasons_slow, *shared.reasons]
+    declined = shared if shared.assignment is None else SharedCall(result="encoded by each rank alone")
     if isinstance(state.family, CopyFamily):  # its forward may take no metadata
-        state.raise_if_strict(reasons_slow)
-        declined = shared if shared.assignment is None else SharedCall(result="encoded by each rank alone")
-        return StockPlan(way=Way.STOCK, reasons=tuple(reasons_slow), shared=declined)
+        state.raise_if_strict(reasons)
+        return StockPlan(way=Way.STOCK, reasons=tuple(reasons), shared=declined)
     name = tower.config._attn_implementation
     taken = call.snapshot.proof.taken
     route = state.routes.get(call.inputs.grid, spec)
-    reasons = reasons_slow + route.unmet
+    reasons += route.unmet
     if state.settings.score_mod is not None and name not in NAMES:
         raise_if_any([*reasons, f"blocks attend by {name!r}"], because="a score_mod was given")
     if state.settings.score_mod is not None and not knows_segments(call.snapshot.proof.code.called_names()):
@@ -239,7 +240,7 @@ def _decide_metadata(
         reasons=tuple(reasons),
         injected=route.ready().injected(taken),
         route=route,
-        shared=shared if shared.assignment is None else SharedCall(result="encoded by each rank alone"),
+        shared=declined,
     )
 
 

@@ -131,7 +131,11 @@ def _names_of_inputs(clone: nn.Module) -> list[str]:
 
 
 def far_off(clone: nn.Module, sides: Sides, trial: Trial, dtypes: CallDtypes, report: Report) -> str | None:
-    """Return a sentence on the first difference beyond rounding of fp32, or None. Add all errors to `report`."""
+    """Compare dtypes, then outputs, then gradients; note the largest error of each in `report`.
+
+    Returns:
+        A sentence on the first that differs by more than rounding of fp32, or None.
+    """
     names = sides.form.names(len(sides.theirs.outputs))
     why = _dtypes_differ(names, sides)
     if why is None:
@@ -143,7 +147,7 @@ def far_off(clone: nn.Module, sides: Sides, trial: Trial, dtypes: CallDtypes, re
     stock = sides.theirs.gradients
     for name, gradient, expected in zip(names, ours, stock):  # noqa: B905
         if expected is not None and gradient is None and bool(expected.any()):
-            return f"{name} has a gradient, but no part that is known uses it"
+            return f"{name} has a gradient, but no part that is known uses it, for {trial}"
         # A copy may drop the gradient of the pixels, which trains nothing.
         if expected is None and gradient is not None and name != _PIXELS and bool(gradient.any()):
             return f"{name} has no gradient, where our operations return one, for {trial}"

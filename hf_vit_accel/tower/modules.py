@@ -88,7 +88,7 @@ class ParameterDicts:
 
 
 def parameter_dicts_of(modules: Sequence[nn.Module], wrapped: Sequence[nn.Module]) -> ParameterDicts:
-    """Sort the dictionaries that hold parameters.
+    """Group the dictionaries of parameters by kind.
 
     Args:
         modules: The tower and the modules inside.

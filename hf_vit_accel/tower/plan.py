@@ -25,7 +25,9 @@ class Way(Enum):
     """The way of a call: through our operations, or one of three ways through the stock forward.
 
     `reasons_stock` (of a `Snapshot`, of `checks`, of a `Call`) send a call the way STOCK. `reasons_slow` send it the
-    way METADATA, where stock calls the blocks one by one. `status` counts FAST and ATTENTION as fast calls.
+    way METADATA, where stock calls the blocks one by one. `status` counts FAST as fast calls, and
+    ATTENTION if a backend of ours attended in every layer. METADATA and STOCK are stock calls. A copy never goes
+    METADATA, since its forward may take none.
     """
 
     FAST = "by our operations and attention"
@@ -42,7 +44,7 @@ class Call:
         inputs: Pixels and grid, checked; None for a call that goes `Way.STOCK`.
         reasons_stock: Why it does.
         reasons_slow: Why the blocks must be called one by one.
-        snapshot: The tower as it is now; None where it could not be read.
+        snapshot: The tower as it is now; None for a call that goes STOCK or ATTENTION.
         parameters: Of the tower, as they are now.
         weights: Their addresses, dtypes and sizes.
     """
@@ -114,8 +116,9 @@ class GraphChoice:
     Attributes:
         runner: Their runner; None for a call that is eager without a reason to count.
         use: How the runner serves the call.
-        identity_spec: The spec that identifies all graphs of the runner; None for the call's own spec. A graph of an
-            exact shape is captured with the call's own spec in any case.
+        identity_spec: The spec that identifies all graphs of the runner, the same for exact and padded calls, so that
+            neither makes the graphs of the other stale. None for the call's own spec. A graph of an exact shape is
+            captured with the call's own spec in any case.
         needs_graph_backend: Whether the call needs backends that a graph can replay.
     """
 
@@ -163,7 +166,10 @@ class FastPlan:
     way: ClassVar[Way] = Way.FAST
 
     def lost_graphs(self) -> bool:
-        """Return whether memory ran out in a call that was to be replayed, and its graphs have given theirs back."""
+        """Return whether this call was to be replayed, and its graphs were dropped when memory ran out.
+
+        Then another attempt may find memory.
+        """
         runner = self.graphs.runner
         return runner is not None and self.graphs.use.eager_reason is None and runner.has_given_up
 

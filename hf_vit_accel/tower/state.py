@@ -35,6 +35,7 @@ class SpecKey(NamedTuple):
     """The key of a kind of calls: decides their spec, with the snapshot and the settings of the tower.
 
     `fast` is false for calls that go `plan.Way.METADATA`. `halvings` counts `PassLimit.rows_after_oom`: 0, 1 or 2.
+    `for_graphs`: backends are chosen that a CUDA graph can replay.
     """
 
     device: torch.device
@@ -45,7 +46,7 @@ class SpecKey(NamedTuple):
     weights_key: tuple[object, ...]
     scales: Scales | None
     halvings: int
-    graphs: bool
+    for_graphs: bool
 
 
 class TowerState:
@@ -216,8 +217,8 @@ class TowerState:
             packed=key.fast,
             fp8=key.scales,
             grad=grad,
-            must_replay_other_layouts=key.graphs and not grad,
-            in_training_graph=key.graphs and grad,
+            must_replay_other_layouts=key.for_graphs and not grad,
+            in_training_graph=key.for_graphs and grad,
             score_mod=settings.score_mod,
         )
         never_cut = bool(snapshot.sharded_layers or snapshot.mixing)

@@ -220,6 +220,21 @@ def test_reasons_not_to_share_a_call(on_ranks: OnRanks) -> None:
     on_ranks(check_calls_that_are_not_shared, 2)
 
 
+def check_hooked_blocks_with_many_outputs(rank: int) -> None:
+    model = call_with_many_outputs()
+    model.blocks[1].register_forward_hook(lambda *_: None)
+    run_tower(model, MIXED)
+    reasons = list(status_of(model).fallbacks)
+    assert status_of(model).stock_calls == 1
+    assert any("hook" in reason for reason in reasons)
+    assert sum(reason.startswith("not shared by ranks: more than 8 outputs") for reason in reasons) == 1
+    assert status_of(model).fallbacks[next(reason for reason in reasons if "8 outputs" in reason)] == 2
+
+
+def test_a_call_by_the_stock_forward_tells_also_why_it_is_not_shared(on_ranks: OnRanks) -> None:
+    on_ranks(check_hooked_blocks_with_many_outputs, 2)
+
+
 def check_checkpointed_call(rank: int) -> None:
     """A rank without a share would keep nothing that makes the checkpoint run it again; others would wait for it."""
     model = patched_model()

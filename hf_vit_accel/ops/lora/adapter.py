@@ -110,7 +110,8 @@ def adapted_backward(
 
     Args:
         joined_weight: weight of the product, where the caller has joined it already.
-        compute_input: computes x again, from the gradient of x, where the forward did not save it.
+        compute_input: computes x again, from the gradient of x, where the forward did not save it. It may overwrite
+            that gradient.
     """
     linears: JoinedLinears = ctx.linears
     needs: LoraInputs[bool] = ctx.needs

@@ -35,13 +35,14 @@ def _activate(z: Tensor, kind: str, limit: float | None) -> Tensor:
 
 
 def _activate_backward(z: Tensor, dh_TF: Tensor, kind: str, limit: float | None) -> tuple[Tensor, Tensor]:
-    """Return the gradient of z, and h again; `dh_TF` is overwritten."""
-    written = torch.empty_like(z)
+    """Return the gradient of z, and h again. `dh_TF` is overwritten: by h for "silu", else by the gradient of z."""
     if kind == "silu":
-        swiglu_gradient_(z, dh_TF, written, limit)
-        return written, dh_TF
-    gelu_gradient(z, dh_TF, dh_TF, written, kind, needs_h=True)
-    return dh_TF, written
+        dz = torch.empty_like(z)
+        swiglu_gradient_(z, dh_TF, dz, limit)
+        return dz, dh_TF
+    h_TF = torch.empty_like(z)
+    gelu_gradient(z, dh_TF, dh_TF, h_TF, kind, needs_h=True)
+    return dh_TF, h_TF
 
 
 class Activated(torch.autograd.Function):
@@ -141,7 +142,7 @@ def _join_swiglu(
 
 
 def mlp(before: Sequence[Lora], after: Lora, kind: str, limit: float | None, context: Context) -> Apply:
-    """Build an MLP whose Linears have adapters.
+    """Build an MLP whose Linears may have adapters.
 
     Args:
         before: the Linear before the activation; gate and up for kind "silu".

@@ -131,7 +131,7 @@ def _store_row(row, first, second, e1, e2, WIDTH: tl.constexpr):
 class AddNormFunction(torch.autograd.Function):
     """Run `add_norm_reference` as one kernel, and its backward as one kernel and a small one for the parameters.
 
-    x is contiguous. Without delta the sum is x itself; with and without, the backward kernel adds the gradient of the
+    x is contiguous. Without delta the sum is x itself. In both cases the backward kernel adds the gradient of the
     sum to that of x. The sum and the rows' statistics are saved. x and delta share one gradient tensor where their
     dtypes are the same.
     """
