@@ -1,7 +1,7 @@
 """Probe this machine: facts for the choice of backends, for doctor and for error messages.
 
-Importing this module imports no heavy package and initialises no CUDA. A probe runs at its first call; later calls
-return the cached answer. `reset()` forgets all answers.
+Importing this module imports no heavy package but torch and transformers, and initialises no CUDA. A probe runs at its
+first call; later calls return the cached answer. `reset()` forgets all answers.
 
 The module also holds what every room needs to report failures: `guarded`, `Fault`, `FallbackError` and `raise_if_any`.
 """
@@ -145,7 +145,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 @probe
 def versions() -> dict[str, str | None]:
-    """Return the versions of everything that decides what runs here; None for a package that is not installed."""
+    """Return the versions of Python, CUDA and the main packages; None for a package that is not installed."""
     versions_by_name: dict[str, str | None] = {"python": sys.version.split()[0], "torch": torch.__version__}
     names = "hf-vit-accel", "transformers", "accelerate", "triton", "flashinfer-python", "nvidia-cudnn-frontend"
     for name in (*names, "flash-attn-4"):

@@ -135,7 +135,9 @@ class Plan:
         return bound
 
     def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
-        """Compute softmax(scale * q k^T) v within segments.
+        """Compute softmax(scale * q k^T) v within segments; q and k are rotated already.
+
+        Layers of a route attend by `attend_layers` instead.
 
         Shapes:
             q_THD, k_THD, v_THD: (T, H, D) each, any strides.

@@ -70,7 +70,7 @@ class FlashAttention4(Backend):
 
 
 def _settings(plan: Plan) -> tuple[Any, ...]:
-    """Return cu_seqlens, max_seqlen, the scale and, with gradients, the backward."""
+    """Return our operator's last arguments: cu_seqlens, max_seqlen, the scale and, with gradients, the backward."""
     request = plan.request
     settings = plan.tensors["cu_seqlens_S1"], plan.host["max_seqlen"], request.scale
     if not request.grad:

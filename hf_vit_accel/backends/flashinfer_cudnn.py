@@ -150,7 +150,7 @@ class Workspaces:
         self._lock = Lock()
 
     def get(self, stream: torch.cuda.Stream, nbytes: int) -> Tensor:
-        """Return at least nbytes of uint8 on the stream's device, for calls on that stream."""
+        """Return at least nbytes of uint8 on the stream's device, for calls on that stream; a fresh one during a capture."""
         if torch.cuda.is_current_stream_capturing():
             return torch.empty(nbytes, dtype=torch.uint8, device=stream.device)  # from the CUDA graph's own pool
         key = stream.device, stream.cuda_stream
@@ -159,7 +159,7 @@ class Workspaces:
             if buffer is None or buffer.numel() < nbytes:
                 try:
                     buffer = torch.empty(max(nbytes, 1 << 20), dtype=torch.uint8, device=stream.device)
-                except torch.OutOfMemoryError as error:  # a fault, not the user's problem: others need no workspace
+                except torch.OutOfMemoryError as error:  # a fault, not the user's problem: other backends need none
                     raise RuntimeError(f"no memory for a workspace of {nbytes} bytes") from error
                 self._buffers[key] = buffer
         return buffer

@@ -269,7 +269,7 @@ class Family:
         return output_class(last_hidden_state=tensors[0], pooler_output=pooler_output, **deepstack)
 
     def tensors_of(self, output: Any) -> list[Tensor]:
-        """Return the tensors of a stock output: the inverse of `output_of`."""
+        """Return the tensors that a stock output holds, in the order of `output_of`. A bare one lacks the last rows."""
         if isinstance(output, Tensor):
             return [output]
         if type(output) is tuple:

@@ -196,7 +196,7 @@ _is_observing = False
 
 
 def drop_when_memory_runs_out(store: DroppedWhenMemoryRunsOut) -> None:
-    """Drop a store's graphs as soon as an allocation on a CUDA device fails, so that trying again finds their memory.
+    """Register a store whose graphs go as soon as an allocation on a GPU fails. Trying again then finds their memory.
 
     torch calls observers of failed allocations before it raises. Without such observers (their function is not
     public) the graphs stay.

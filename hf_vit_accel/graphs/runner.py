@@ -171,7 +171,7 @@ class Runner(GraphStore[_Graph]):
             route: The call's route, in its own shape.
             pixels_TP: The call's pixels.
             memory: Equal while weights and buffers stay at their addresses (see `Identity`).
-            identity_spec: The spec of graphs of budgets (see `Identity`).
+            identity_spec: The spec that identifies all graphs of this runner; the route's own may differ.
             exactly: See `GraphUse`.
 
         Returns:

@@ -35,7 +35,8 @@ class Identity(NamedTuple):
     """The state that all graphs of a store share; another identity makes them stale.
 
     Attributes:
-        spec: The spec of the graphs' routes, one object while modules, settings, device and dtypes stay.
+        spec: Stands for modules, settings, device and dtypes: one object while these stay. Where graphs are automatic
+            it is that of padded calls, and an exact graph runs on the spec of its own call.
         memory: Equal while weights and buffers stay at their addresses.
         pixel_width: Values per patch (P).
         numerics: torch's settings of precision and determinism.

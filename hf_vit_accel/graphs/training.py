@@ -80,7 +80,7 @@ class TrainingRunner(GraphStore[CapturedStep]):
 
     def __init__(self, config: GraphConfig, auto: AutoGraphs | None = None) -> None:
         super().__init__(config, config.max_training_bytes, auto)
-        self._last_used: tuple[bool, ...] = ()  # whether the last loss used each output
+        self._outputs_of_last_loss: tuple[bool, ...] = ()  # whether it used each output
         self._last: weakref.ref[_Call] | None = None
 
     def _drop(self) -> None:
@@ -150,12 +150,12 @@ class TrainingRunner(GraphStore[CapturedStep]):
                     for name, value in parameter_dict.items()
                     if value is not None
                 ]
-                step = StepCapture(route, pixels_TP, parameters, slots, self._last_used).step(recorder)
+                step = StepCapture(route, pixels_TP, parameters, slots, self._outputs_of_last_loss).step(recorder)
                 torch.cuda.empty_cache()  # the warm-up's memory is of the recorder's stream: no other work can use it
                 return step
 
             try:
-                step = self._find_or_capture((route.metadata.grid, self._last_used), capture)
+                step = self._find_or_capture((route.metadata.grid, self._outputs_of_last_loss), capture)
             except CaptureError as error:
                 return self.eager(str(error), allowed_under_strict=error.allowed_under_strict)
             call = self._forward(step, pixels_TP, parameters)
@@ -225,7 +225,7 @@ class TrainingRunner(GraphStore[CapturedStep]):
             if not call.recorded.is_unchanged():  # a weight may be a buffer
                 return compute_again()
             if used != step.used:
-                self._last_used = used
+                self._outputs_of_last_loss = used
                 self._count_change(2)
                 return compute_again()
             return self._backward(step, present(incoming))

@@ -128,7 +128,7 @@ class Sharing:
     def start(
         self, assignment: Assignment, facts: TowerFacts, tower: nn.Module, pixels_TP: Tensor, *, grad: bool
     ) -> Share:
-        """Return this rank's share of a call.
+        """Return this rank's share of a call, with the checksums to compare. Nothing is exchanged yet.
 
         Args:
             assignment: The result of `split`.

@@ -54,7 +54,7 @@ def prove(tower: Tower, family: CopyFamily) -> CopyProof:
         state = CopyState(tower)
         dtypes = CallDtypes(family.parts(tower).projection.weight.dtype)
         form, why = _compare(tower, family, dtypes, report, is_first=True)
-        reasons_by_dtypes[dtypes] = None  # `why_not_fast` holds the reason against it
+        reasons_by_dtypes[dtypes] = None  # compared; `why_not_fast` holds the verdict
     except ValueError as error:
         why = str(error)
     if why is not None:

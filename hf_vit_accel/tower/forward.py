@@ -319,7 +319,7 @@ def _encode_call(tower: Tower, state: TowerState, plan: FastPlan) -> list[Tensor
 
 
 def _encode_passes(state: TowerState, plan: FastPlan, pixels_TP: Tensor) -> list[Tensor]:
-    """Return the outputs of the passes of a plan, joined. With gradients, each pass runs again in the backward pass."""
+    """Return the joined outputs of all passes. Of several with gradients, each is encoded again in the backward."""
     if not plan.passes:
         return []
     if len(plan.passes) == 1:

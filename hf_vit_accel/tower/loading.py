@@ -133,7 +133,7 @@ def _wrap_routing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _take_ours_off(model: Model, name: str | None, original: Callable[[], str | None]) -> str | None:
-    """Give a model another attention than ours, and take ours off the towers that had it."""
+    """Let transformers resolve a name that is not ours. Unpatch the model's towers where it is not the config's."""
     is_unchanged = name == model.config._attn_implementation  # where only the text of a model gets another
     try:
         applicable = original()

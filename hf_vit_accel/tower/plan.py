@@ -26,8 +26,8 @@ class Way(Enum):
 
     `reasons_stock` (of a `Snapshot`, of `checks`, of a `Call`) send a call the way STOCK. `reasons_slow` send it the
     way METADATA, where stock calls the blocks one by one. `status` counts FAST as fast calls, and
-    ATTENTION if a backend of ours attended in every layer. METADATA and STOCK are stock calls. A copy never goes
-    METADATA, since its forward may take none.
+    ATTENTION if a backend of ours has attended in any call so far. METADATA and STOCK are stock calls. A copy never
+    goes METADATA, since its forward may take none.
     """
 
     FAST = "by our operations and attention"
@@ -41,7 +41,7 @@ class Call:
     """One call, as it was read.
 
     Attributes:
-        inputs: Pixels and grid, checked; None for a call that goes `Way.STOCK`.
+        inputs: Pixels and grid, checked; None for a call that `read` sends STOCK.
         reasons_stock: Why it does.
         reasons_slow: Why the blocks must be called one by one.
         snapshot: The tower as it is now; None for a call that goes STOCK or ATTENTION.

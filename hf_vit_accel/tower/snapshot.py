@@ -146,7 +146,7 @@ class Snapshot:
         self._as_read = copied(self._now())
 
     def _find_reasons(self, tower: Tower) -> None:
-        """Collect what stands against the fast path, against cutting a call, and what FSDP2 shards."""
+        """Derive from the modules what is unpredictable, offloaded, mixing or sharded, and what keeps them slow."""
         self.unpredictable: str | None = None
         for module in self._modules:
             reasons = reasons_replaced(module, trusted=self.proof.trusted)

@@ -110,8 +110,8 @@ def gelu_gradient(
     Args:
         z_TF: the activation's input.
         dh_TF: gradient of the activation's result.
-        dz_TF: receives the gradient of z; may be dh_TF.
-        h_TF: receives the activation.
+        dz_TF: receives the gradient of z if `needs_z`, else stays; may be dh_TF.
+        h_TF: receives the activation if `needs_h`, else stays.
 
     Returns:
         Partial sums of dz, (1, P, F); empty without needs_bias.
