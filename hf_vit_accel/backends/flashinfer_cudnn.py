@@ -150,7 +150,7 @@ class Workspaces:
         self._lock = Lock()
 
     def get(self, stream: torch.cuda.Stream, nbytes: int) -> Tensor:
-        """Return at least nbytes of uint8 on the stream's device, for calls on that stream; a fresh one during a capture."""
+        """Return at least nbytes of uint8 for calls on a stream; a fresh tensor during a capture."""
         if torch.cuda.is_current_stream_capturing():
             return torch.empty(nbytes, dtype=torch.uint8, device=stream.device)  # from the CUDA graph's own pool
         key = stream.device, stream.cuda_stream

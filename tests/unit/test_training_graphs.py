@@ -150,7 +150,7 @@ def test_steps_of_several_layouts(pair: Pair) -> None:
     status = hf_vit_accel.status(pair.tower).towers[0].training
     # The loss uses all outputs but the first, as the graphs expect before any loss.
     assert status.replays == 9 and not status.eager and status.captures == len(LAYOUTS)
-    assert not runner._last_used
+    assert not runner._outputs_of_last_loss
     assert "training" in str(hf_vit_accel.status(pair.tower))
 
 
