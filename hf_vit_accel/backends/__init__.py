@@ -203,10 +203,8 @@ def require(name: str, *, fp8: bool = False) -> None:
     Raises:
         BackendUnavailableError: If it cannot. The message holds every reason and the alternatives.
     """
-    if fp8 and (reasons := FP8.reasons_against_machine()):
-        raise BackendUnavailableError(
-            "attention in FP8 cannot run on this machine:\n  - " + "\n  - ".join(reasons) + "\nUse fp8=False."
-        )
+    if fp8:
+        require_fp8("\nUse fp8=False.")
     if name == "auto":
         return
     reasons = backend_named(name).reasons_against_machine()
@@ -224,6 +222,14 @@ def require(name: str, *, fp8: bool = False) -> None:
         + "\n".join(alternatives)
         + "\nUse attention='auto' (at load time attn_implementation='flash_vit_auto') for the fastest that can run."
     )
+
+
+def require_fp8(advice: str = "") -> None:
+    """Raise BackendUnavailableError, with the reasons and the advice, if this machine cannot run attention in FP8."""
+    if reasons := FP8.reasons_against_machine():
+        raise BackendUnavailableError(
+            "attention in FP8 cannot run on this machine:\n  - " + "\n  - ".join(reasons) + advice
+        )
 
 
 def resolve(
