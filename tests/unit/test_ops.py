@@ -107,7 +107,7 @@ def test_unknown_parts_are_listed(model: Any, bad: Any) -> None:
         ([3], r"got \[3\]$"),
     ],
 )
-def test_other_values_of_fuse_are_refused(model: Any, bad: Any, message: str) -> None:
+def test_other_values_of_fuse_are_refused(model: nn.Module, bad: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         hf_vit_accel.patch(model, fuse=bad)
     assert state_of(tower_of(model)) is None
