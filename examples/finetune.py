@@ -37,12 +37,22 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.integrations import get_available_reporting_integrations
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import ModelOutput
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from finetuning.data import IGNORED, Collator, Example, Examples, find_examples, find_text_column, hold_out
-from finetuning.folder import check_adapters, draw_loss, finish, newest_checkpoint, save_processor, step_of
+from finetuning.data import (
+    IGNORED,
+    Collator,
+    Example,
+    Examples,
+    check_prompt,
+    find_examples,
+    find_text_column,
+    hold_out,
+)
+from finetuning.folder import check_adapters, draw_loss, finish, newest_checkpoint, other_files, save_processor, step_of
 from media.processors import limit_pixels, load_processor
 
 import hf_vit_accel
@@ -126,13 +136,15 @@ def run(options: SimpleNamespace) -> None:
     # The trainer ignores the processes of a launcher without a GPU, unless it is told to use the CPU.
     cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     with _mistakes():
-        if options.output_dir.resolve() == Path(options.model).resolve():
-            raise ValueError(f"{options.output_dir} is the folder of the model itself: name another --output-dir")
+        check_options(options)
         options.lora_alpha = options.lora_alpha or 2 * options.lora_rank
         checkpoint = newest_checkpoint(options.output_dir, options.resume)
         if checkpoint:
             check_adapters(checkpoint, options.lora_rank, options.lora_alpha, options.freeze_tower)
         arguments = training_arguments(options, cpu)
+        others = [] if checkpoint or arguments.process_index else other_files(options.output_dir)
+        if others:
+            print(f"warning: {options.output_dir} holds other files, as {others[0]}; the run may replace them")
         # The trainer would make one step more after the last one.
         if checkpoint and 0 < options.max_steps <= step_of(checkpoint):
             if arguments.process_index == 0:
@@ -142,6 +154,7 @@ def run(options: SimpleNamespace) -> None:
             raise typer.Exit
         trained, held_out = find_all_examples(options)
         column = find_text_column(trained, options.text_column)
+        check_prompt(options.prompt, trained)
         model, processor = load(options, cpu)
         datasets = [
             Examples(examples, processor, prompt=options.prompt, text=column) for examples in (trained, held_out)
@@ -174,6 +187,17 @@ def run(options: SimpleNamespace) -> None:
         draw_loss(trainer.state.log_history, options.output_dir / "loss.svg", way)
         print(hf_vit_accel.status(model))
         print(summary(trainer, metrics, options.output_dir))
+
+
+def check_options(options: SimpleNamespace) -> None:
+    """Raise ValueError for options that no run can have."""
+    if options.max_steps < 1 and options.max_steps != -1:
+        raise ValueError(f"expected --max-steps to be at least 1, or -1 for epochs, got {options.max_steps}")
+    unlisted = ("none", "all", "azure_ml", "flyte")  # transformers takes them, but may leave them out of its list
+    if options.report_to not in (*unlisted, *get_available_reporting_integrations()):
+        raise ValueError(f"--report-to {options.report_to}: it is not installed, or unknown to transformers")
+    if options.output_dir.resolve() == Path(options.model).resolve():
+        raise ValueError(f"{options.output_dir} is the folder of the model itself: name another --output-dir")
 
 
 def training_arguments(options: SimpleNamespace, cpu: bool) -> TrainingArguments:

@@ -24,10 +24,12 @@ import transformers
 from benchmark.whole_call import TEXT, build, inputs_for
 from media.pictures import read_frames
 from transformers import PreTrainedModel, ProcessorMixin
+from transformers.utils import is_torchvision_available
 from transformers.video_utils import VideoMetadata
 
 import hf_vit_accel
 from hf_vit_accel import machine
+from hf_vit_accel.tools.bench.towers import SHAPES
 
 Inputs = dict[str, torch.Tensor]
 Row = dict[str, Any]
@@ -130,8 +132,30 @@ def run(model: PreTrainedModel, inputs: Inputs, tokens: int, processor: Processo
     return row
 
 
+def mistake_in(arguments: argparse.Namespace) -> str | None:
+    """Describe a mistake in the options, before a model is loaded; return None for options without one."""
+    json_path = arguments.json
+    if json_path is not None and not json_path.parent.is_dir():
+        return f"cannot write {json_path}: there is no folder {json_path.parent}"
+    if arguments.video is not None and not arguments.video.is_file():
+        return f"there is no file {arguments.video}"
+    if min(arguments.seconds, arguments.fps) <= 0 or arguments.seconds * arguments.fps < 4:
+        return f"expected at least 4 frames, got --seconds {arguments.seconds:g} at --fps {arguments.fps:g}"
+    if arguments.model is None:
+        unit = 2 * SHAPES[arguments.random][1]["patch_size"]  # a merged token is 2 x 2 patches
+        sides = (arguments.height, arguments.width)
+        if min(sides) <= 0 or any(side % unit for side in sides):
+            return f"expected --height and --width to be multiples of {unit}, got {sides[0]} and {sides[1]}"
+        return None
+    try:
+        transformers.AutoConfig.from_pretrained(arguments.model)
+    except (OSError, ValueError) as error:
+        return f"cannot load {arguments.model}: {str(error).splitlines()[0]}"
+    return None if is_torchvision_available() else "--model needs torchvision for videos: pip install torchvision av"
+
+
 def arguments_of_command() -> argparse.Namespace:
-    """Read the command line."""
+    """Read the command line, and end with a line about a mistake."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", help="a checkpoint of Qwen3-VL")
@@ -139,13 +163,17 @@ def arguments_of_command() -> argparse.Namespace:
     parser.add_argument("--video", type=Path, help="a video file; by default frames are generated")
     parser.add_argument("--seconds", type=float, default=600, help="length of the video")
     parser.add_argument("--fps", type=float, default=2.0)
-    parser.add_argument("--height", type=int, default=192, help="height of a frame in pixels, a multiple of 32")
+    parser.add_argument("--height", type=int, default=192, help="of a frame; a multiple of 32, of 28 in Qwen2.5-VL")
     parser.add_argument("--width", type=int, default=320)
     parser.add_argument("--budget", type=float, default=24.0, help="GB")
     parser.add_argument("--prompt", default="What happens in this video?")
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--json", type=Path)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    mistake = mistake_in(arguments)
+    if mistake is not None:
+        parser.error(mistake)
+    return arguments
 
 
 @torch.inference_mode()

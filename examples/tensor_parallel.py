@@ -159,6 +159,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if "LOCAL_RANK" not in os.environ:
+        parser.error("start it by torchrun: torchrun --nproc-per-node 2 examples/tensor_parallel.py ...")
     rank = int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":

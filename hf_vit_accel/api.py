@@ -20,7 +20,7 @@ from hf_vit_accel.families.copies import CopyFamily
 from hf_vit_accel.layout import Grid, rows_of
 from hf_vit_accel.machine import raise_if_any
 from hf_vit_accel.model import around
-from hf_vit_accel.ops import PARTS
+from hf_vit_accel.ops import requested_parts
 from hf_vit_accel.ops.fp8.scales import Amax
 from hf_vit_accel.sharing.ranks import ranks_of
 from hf_vit_accel.status import Status, ignored_options, reasons_now, status, towers_of
@@ -205,21 +205,26 @@ def warmup(model: nn.Module, sizes: Iterable[Grid] | None = None, *, progress: b
         The status of the model.
 
     Raises:
-        ValueError: If no tower is patched with more than attention, or if a size is no grid. Also without both
-            `cuda_graphs` and sizes.
+        ValueError: If no tower is patched with more than attention, if a size is no grid or if there are none. Also
+            without both `cuda_graphs` and sizes.
     """
     calls = None
     if sizes is not None:
         calls = [_checked_grid(grid) for grid in (sizes if isinstance(sizes, Iterable) else [sizes])]
-    towers = []
+        if not calls:
+            raise ValueError("No sizes given: `sizes` is empty. Pass at least one call, or None for every budget.")
+    patched_towers = []
     for _, tower, family in towers_of(model):
         state = None if family.attention_only else state_of(tower)
-        if state is not None and (_captures_budgets(tower, state) or calls is not None):
-            towers.append((tower, state))
+        if state is not None:
+            patched_towers.append((tower, state))
+    if not patched_towers:
+        raise ValueError("expected a model that hf_vit_accel.patch has patched, with more than attention")
+    towers = [pair for pair in patched_towers if calls is not None or _captures_budgets(*pair)]
     if not towers:
         raise ValueError(
-            "expected a model that hf_vit_accel.patch has patched, on a CUDA device or with sizes, such as "
-            "hf_vit_accel.warmup(model, sizes=[[(1, 64, 64)]])"
+            "expected sizes, since this model captures no graphs by budget: it is not on a CUDA device, or it is "
+            "patched with cuda_graphs=False. Pass them as hf_vit_accel.warmup(model, sizes=[[(1, 64, 64)]])"
         )
     for tower, state in towers:
         _warm_up_tower(tower, state, calls, progress)
@@ -322,7 +327,7 @@ def _settings(
         attention = "flex"
     if attention != "auto":
         backend_named(attention)
-    parts = _requested_parts(fuse)
+    parts = requested_parts(fuse)
     if score_mod is not None and "window_attention" in (parts or ()):
         raise ValueError("expected fuse without 'window_attention' beside a score_mod, which it does not apply")
     if score_mod is not None and fp8_config is not None:
@@ -354,21 +359,6 @@ def _families_of_copies(like: object) -> dict[str, str]:
     if unknown:
         raise ValueError(f"expected the families in like out of {', '.join(names)}, got {unknown[0]!r}")
     return dict(like)
-
-
-def _requested_parts(fuse: object) -> frozenset[str] | None:
-    """Return the names of parts in `fuse`; None for all that can be fused."""
-    if fuse is False:
-        return frozenset()
-    if fuse in ("auto", True):
-        return None
-    parts = frozenset({str(fuse)})
-    if isinstance(fuse, Iterable) and not isinstance(fuse, str):
-        parts = frozenset(fuse)
-    unknown = sorted(parts - PARTS.keys())
-    if unknown:
-        raise ValueError(f"expected fuse to be 'auto', True, False or names out of {sorted(PARTS)}, got {unknown}")
-    return parts
 
 
 def _check_amax(path: str, tower: Tower, family: Family, settings: Settings) -> None:

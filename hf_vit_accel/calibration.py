@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_vit_accel.api import patched, silent_layers
-from hf_vit_accel.backends import FP8
+from hf_vit_accel.backends import FP8, require_fp8
 from hf_vit_accel.config import Fp8Config
 from hf_vit_accel.ops.fp8.scales import Amax
 from hf_vit_accel.status import towers_of
@@ -54,6 +54,7 @@ def calibrate(
     towers = towers_of(model)
     if len(towers) > 1:
         raise ValueError(f"expected a model with one vision tower, got {len(towers)}; pass the tower itself")
+    require_fp8()
     _, tower, family = towers[0]
     largest_L3H: Tensor | None = None
     # One pass, since the scales would hold the maxima of the last pass only.

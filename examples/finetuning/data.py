@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 from transformers import ProcessorMixin
 
-__all__ = ["Collator", "Example", "Examples", "Row", "find_examples", "find_text_column", "hold_out"]
+__all__ = ["Collator", "Example", "Examples", "Row", "check_prompt", "find_examples", "find_text_column", "hold_out"]
 
 PICTURES = ("file_name", "image", "path", "key")
 TEXTS = ("text", "caption", "answer", "txt")
@@ -125,6 +125,23 @@ def find_text_column(examples: Sequence[Example], column: str | None) -> str:
     raise ValueError(f"expected a text in {' or '.join(names)}, {first}; name it with --text-column")
 
 
+def check_prompt(prompt: str, examples: Sequence[Example]) -> None:
+    """Raise ValueError for a prompt with a field that none of the first examples has."""
+    unknown = named([prompt]) - {"kind"}
+    existing = {"kind"}
+    for example in examples[:_TRIES]:
+        if not unknown:
+            break
+        try:
+            existing |= example.fields(unknown).keys()
+        except Exception:  # metadata that cannot be read may have any field
+            return
+        unknown -= existing
+    if unknown:
+        names = ", ".join(f"{{{name}}}" for name in sorted(unknown))
+        raise ValueError(f"the prompt names {names}; there are {', '.join(sorted(existing))}")
+
+
 def hold_out(examples: Sequence[Example], fraction: float) -> tuple[list[Example], list[Example]]:
     """Split the examples by picture into those to train on and those to evaluate with.
 
@@ -185,17 +202,20 @@ class Examples(Dataset[Row]):
         return len(self.examples)
 
     def __getitem__(self, index: int) -> Row:
-        problem = ""
+        problem = hint = ""
         for place in range(index, index + min(_TRIES, len(self))):
             example = self.examples[place % len(self)]
             try:
                 return self._read(example)
             except Exception as error:  # Pillow's decoders raise anything for damaged files
                 problem = f"{example.item.key}: {error}"
+                is_missing = isinstance(error, FileNotFoundError) and example.values is not None
+                hint = "; --image-root names the folder of relative paths" if is_missing else ""
             if problem not in self._reported:
                 self._reported.add(problem)
                 print(f"passed over: {problem}", file=sys.stderr, flush=True)
-        raise ValueError(f"of {min(_TRIES, len(self))} examples in a row none can be read; the last was {problem}")
+        count = min(_TRIES, len(self))
+        raise ValueError(f"of {count} examples in a row none can be read; the last was {problem}{hint}")
 
     def _read(self, example: Example) -> Row:
         """Read one example; raise any error of a damaged one."""

@@ -13,7 +13,7 @@ from transformers.utils import cached_file, is_torchvision_available
 
 from finetuning.curve import draw
 
-__all__ = ["check_adapters", "draw_loss", "finish", "newest_checkpoint", "save_processor", "step_of"]
+__all__ = ["check_adapters", "draw_loss", "finish", "newest_checkpoint", "other_files", "save_processor", "step_of"]
 
 
 def newest_checkpoint(folder: Path, resume: bool) -> str | None:
@@ -34,6 +34,12 @@ def newest_checkpoint(folder: Path, resume: bool) -> str | None:
     if not resume:
         raise ValueError(f"{newest} is of an earlier run: --resume goes on from it, another --output-dir starts anew")
     return str(newest)
+
+
+def other_files(folder: Path) -> list[str]:
+    """List the files of a folder that are no part of a run which was stopped before its end."""
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return sorted(path.name for path in paths if path.name != "runs" and not path.name.startswith("checkpoint-"))
 
 
 def step_of(checkpoint: str | Path) -> int:

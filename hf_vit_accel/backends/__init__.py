@@ -5,6 +5,7 @@ A new backend is one file here and its line in `BACKENDS`. Tests, doctor, status
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -182,8 +183,11 @@ def backend_named(name: str) -> Backend:
         if backend.name == name:
             return backend
     names = ["auto", *(backend.name for backend in BACKENDS)]
-    similar = get_close_matches(str(name).lower(), names, n=1)
+    full_name = re.sub(r"^(fa|flash_attn_)(?=\d$)", "flash_attention_", str(name).lower())
+    similar = ["flex"] if full_name == "flex_attention" else get_close_matches(full_name, names, n=1)
     hint = f"; did you mean {similar[0]!r}?" if similar else ""
+    if re.fullmatch(r"eager|flash_attention_2|paged\|.*|.+/.+", full_name):  # the last is a kernel of the Hub
+        hint = f"; {full_name!r} is transformers' own name: attention='auto' takes the fastest backend and needs none"
     if name == "flash_vit_auto":
         hint = f"; {name} is what models are loaded with, here it is 'auto'"
     raise ValueError(f"expected attention to be one of {', '.join(repr(name) for name in names)}, got {name!r}{hint}")
@@ -199,10 +203,8 @@ def require(name: str, *, fp8: bool = False) -> None:
     Raises:
         BackendUnavailableError: If it cannot. The message holds every reason and the alternatives.
     """
-    if fp8 and (reasons := FP8.reasons_against_machine()):
-        raise BackendUnavailableError(
-            "attention in FP8 cannot run on this machine:\n  - " + "\n  - ".join(reasons) + "\nUse fp8=False."
-        )
+    if fp8:
+        require_fp8("\nUse fp8=False.")
     if name == "auto":
         return
     reasons = backend_named(name).reasons_against_machine()
@@ -220,6 +222,14 @@ def require(name: str, *, fp8: bool = False) -> None:
         + "\n".join(alternatives)
         + "\nUse attention='auto' (at load time attn_implementation='flash_vit_auto') for the fastest that can run."
     )
+
+
+def require_fp8(advice: str = "") -> None:
+    """Raise BackendUnavailableError, with the reasons and the advice, if this machine cannot run attention in FP8."""
+    if reasons := FP8.reasons_against_machine():
+        raise BackendUnavailableError(
+            "attention in FP8 cannot run on this machine:\n  - " + "\n  - ".join(reasons) + advice
+        )
 
 
 def resolve(

@@ -7,8 +7,9 @@ transformers. `project` and `linear` have no name in `fuse`, so `TABLE` has no l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from torch import Tensor
 
@@ -29,7 +30,7 @@ from hf_vit_accel.ops import window_attention as window
 from hf_vit_accel.ops.base import AddThen, Apply, BuiltOperation, Context, Operation, Rotate
 from hf_vit_accel.ops.launch import why_not_triton
 
-__all__ = ["PARTS", "TABLE", "Context", "LayerOps", "Operation", "Ops", "build", "why_not_triton"]
+__all__ = ["PARTS", "TABLE", "Context", "LayerOps", "Operation", "Ops", "build", "requested_parts", "why_not_triton"]
 
 TABLE: tuple[Operation, ...] = (
     patch_embed.OPERATION,
@@ -44,6 +45,29 @@ TABLE: tuple[Operation, ...] = (
 )
 PARTS: Mapping[str, str] = {operation.name: operation.summary for operation in TABLE}
 """The names that `fuse` takes, with a summary of each."""
+
+
+def requested_parts(fuse: object) -> frozenset[str] | None:
+    """Return the names of parts in `fuse`; None for all that can be fused.
+
+    Raises:
+        ValueError: a value of another kind, or an unknown name. The message suggests a similar one.
+    """
+    if fuse is False:
+        return frozenset()
+    if fuse in ("auto", True):
+        return None
+    expected = f"expected fuse to be 'auto', True, False or names out of {sorted(PARTS)}"
+    if not isinstance(fuse, Iterable) or isinstance(fuse, Mapping):
+        raise ValueError(f"{expected}, got {fuse!r}")
+    parts = frozenset([fuse] if isinstance(fuse, str) else fuse)
+    unknown = sorted(parts - PARTS.keys(), key=str)
+    if unknown:
+        similar = get_close_matches(str(unknown[0]).lower(), PARTS, n=1)
+        hint = f"; did you mean {similar[0]!r}?" if similar else ""
+        raise ValueError(f"{expected}, got {unknown}{hint}")
+    return parts
+
 
 Rows = Tensor
 Finish = Callable[[Rows, Rows | None], tuple[Rows, ...]]

@@ -162,6 +162,11 @@ class _Job:
         """The dtype as documents name it."""
         return str(self.dtype).removeprefix("torch.")
 
+    @property
+    def times_are_noise(self) -> bool:
+        """Whether nobody should quote the times."""
+        return self.rounds == 1 and benchmark.device_of_choice().type == "cpu"
+
     def measure(self, *, weights: bool, with_profile: bool) -> Iterator[list[benchmark.Row]]:
         """Check all choices, and return the rows of one model and size at a time. Raises ValueError."""
         return benchmark.bench(
@@ -244,7 +249,9 @@ def bench(
         earlier = None if compare is None else _read_result(compare, job)
         blocks = job.measure(weights=weights, with_profile=profile)
     rows = _print_blocks(blocks, job, json_path)
-    if earlier is not None and rows:
+    if earlier is not None and job.times_are_noise:
+        typer.echo(f"not compared with {compare}: {NOISE}")
+    elif earlier is not None and rows:
         for line in benchmark.slower(job.document(rows), earlier):
             typer.echo(line)
     if plot_path is not None and any(row.ms is not None for row in rows):
@@ -298,7 +305,6 @@ def _print_blocks(blocks: Iterator[list[benchmark.Row]], job: _Job, json_path: P
     times = ", three times," if job.train else ""
     floor = f"floor: all matrix FLOPs{times} at {job.peak:.4g} TFLOP/s" if job.peak else "no floor on a CPU"
     typer.echo(f"{job.dtype_name}; {floor}")
-    is_noise = job.rounds == 1 and benchmark.device_of_choice().type == "cpu"
     rows: list[benchmark.Row] = []
     output = sys.stdout
     with redirect_stdout(sys.stderr):  # libraries may print when they are first used
@@ -307,7 +313,7 @@ def _print_blocks(blocks: Iterator[list[benchmark.Row]], job: _Job, json_path: P
             rows += block
             for line in benchmark.lines(block, train=job.train, skipped=not is_known_model):
                 typer.echo(line, file=output)
-            if is_noise:
+            if job.times_are_noise:
                 typer.echo(f"  {NOISE}", file=output)
             if json_path is not None:  # after every block, so that a stopped run keeps its results
                 json_path.write_text(json.dumps(job.document(rows), indent=1, allow_nan=False) + "\n")

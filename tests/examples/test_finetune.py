@@ -391,7 +391,7 @@ def test_the_folder_of_the_model_is_refused_as_output(data: Path, tmp_path: Path
             {"eval_fraction": 0},
             "expected a text in text or caption.*has image, words",
         ),
-        ('{"image": "a.png", "text": "b"}', {"eval_fraction": 0}, "none can be read.*No such file"),
+        ('{"image": "a.png", "text": "b"}', {"eval_fraction": 0}, "none can be read.*No such file.*--image-root"),
         ('{"image": "a.png", "text": "b"}', {}, "No pictures to train on beside those held out: the inputs hold 1"),
         (None, {"prompt": "{question}"}, "the prompt names {question}; there are file_name, kind, text"),
         (None, {"model": "no-such-model"}, "cannot load no-such-model: "),
@@ -399,6 +399,9 @@ def test_the_folder_of_the_model_is_refused_as_output(data: Path, tmp_path: Path
         (None, {"attention": "flashinfer_cudnn"}, "flashinfer_cudnn"),
         (None, {"lr_scheduler_type": "odd"}, "odd"),
         (None, {"min_pixels": 1 << 30}, "is above --max-pixels"),
+        (None, {"max_steps": 0}, "expected --max-steps to be at least 1, or -1 .*, got 0"),
+        (None, {"max_steps": -2}, "expected --max-steps to be at least 1, or -1 .*, got -2"),
+        (None, {"report_to": "clearml"}, "--report-to clearml: it is not installed, or unknown to transformers"),
     ],
 )
 def test_mistakes_end_in_one_sentence(
@@ -415,6 +418,23 @@ def test_mistakes_end_in_one_sentence(
     assert result.exit_code == 2, result.output
     assert re.search(message, words(result)), result.output
     assert "Traceback" not in result.output
+
+
+def test_an_unknown_field_of_a_prompt_is_refused_before_the_model_is_loaded(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finetune, "load", lambda *_: pytest.fail("loaded"))
+    result = RUNNER.invoke(finetune.app, arguments(data, tmp_path / "out", "qwen3_vl", prompt="{kind}: {foo}"))
+    assert result.exit_code == 2 and "the prompt names {foo}; there are file_name, kind, text" in words(result)
+    assert "passed over" not in result.output
+
+
+def test_other_files_in_the_output_folder_are_reported(data: Path, tmp_path: Path) -> None:
+    assert "holds other files" not in run(data, tmp_path, max_steps=1)
+    assert "holds other files" not in run(data, tmp_path, "qwen3_vl", "--resume", max_steps=1)
+    shutil.rmtree(tmp_path / "checkpoint-1")
+    (tmp_path / "checkpoint-2").mkdir()  # a kill while it was written
+    assert f"warning: {tmp_path} holds other files, as " in run(data, tmp_path, max_steps=1)
 
 
 def test_a_chart_leaves_out_lines_without_points(tmp_path: Path) -> None:

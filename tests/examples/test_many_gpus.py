@@ -157,23 +157,23 @@ def test_half_as_many_frames_are_tried_until_all_fits(
 ) -> None:
     encode = tower_module.encode
 
-    def encode_at_most_100_rows(route: object, pixels_TP: torch.Tensor, *others: object, **options: object) -> object:
-        if len(pixels_TP) > 100:
+    def encode_at_most_300_rows(route: object, pixels_TP: torch.Tensor, *others: object, **options: object) -> object:
+        if len(pixels_TP) > 300:
             raise torch.OutOfMemoryError("Tried to allocate 20 GiB")
         return encode(route, pixels_TP, *others, **options)
 
-    monkeypatch.setattr(tower_module, "encode", encode_at_most_100_rows)
+    monkeypatch.setattr(tower_module, "encode", encode_at_most_300_rows)
     monkeypatch.setattr(long_video, "build", lambda *_, **__: model)
-    options = {"random": "qwen3-vl-8b", "seconds": 6, "height": 16, "width": 24, "tokens": 3}
+    options = {"random": "qwen3-vl-8b", "seconds": 6, "height": 32, "width": 32, "tokens": 3}
     options["json"] = tmp_path / "rows.json"
     monkeypatch.setattr(sys, "argv", ["x", *(f"--{name}={value}" for name, value in options.items())])
     long_video.main()
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert json.loads((tmp_path / "rows.json").read_text())["rows"] == printed
     assert [(row["way"], row["fps"], row["patches"], "text" in row) for row in printed] == [
-        ("stock", 2.0, 144, True),
-        ("patched", 2.0, 144, False),
-        ("patched", 1.0, 72, True),
+        ("stock", 2.0, 384, True),
+        ("patched", 2.0, 384, False),
+        ("patched", 1.0, 192, True),
     ]
 
 
@@ -186,6 +186,44 @@ def test_a_shape_that_does_not_exist_ends_in_one_line(
     last_line = capsys.readouterr().err.splitlines()[-1]
     assert stopped.value.code == 2 and "qwen3-vl-2b" in last_line
     assert all(name in last_line for name in ("--random", *long_video.TEXT))
+
+
+RANDOM = "--random=qwen3-vl-8b"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model=./nope"], "cannot load ./nope: "),
+        ([f"--model={EXAMPLES / 'tiny_captioner' / 'qwen3_vl'}"], "--model needs torchvision"),
+        ([RANDOM, "--video=nope.mp4"], "there is no file nope.mp4"),
+        ([RANDOM, "--json=/nope/x.json"], "cannot write /nope/x.json: there is no folder /nope"),
+        ([RANDOM, "--height=100"], "expected --height and --width to be multiples of 32, got 100 and 320"),
+        ([RANDOM, "--width=0"], "expected --height and --width to be multiples of 32, got 192 and 0"),
+        (["--random=qwen2.5-vl-7b"], "multiples of 28, got 192 and 320"),
+        ([RANDOM, "--seconds=-2"], "expected at least 4 frames, got --seconds -2 at --fps 2"),
+        ([RANDOM, "--seconds=-2", "--fps=-2"], "expected at least 4 frames, got --seconds -2 at --fps -2"),
+    ],
+)
+def test_mistakes_end_in_one_line_before_a_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    monkeypatch.setattr(long_video, "is_torchvision_available", lambda: False, raising=False)
+    monkeypatch.setattr(long_video, "build", lambda *_, **__: pytest.fail("built"))
+    monkeypatch.setattr(sys, "argv", ["long_video.py", *options])
+    with pytest.raises(SystemExit) as stopped:
+        long_video.main()
+    assert stopped.value.code == 2 and message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_tensor_parallelism_names_its_launcher(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr(sys, "argv", ["tensor_parallel.py", RANDOM])
+    with pytest.raises(SystemExit) as stopped:
+        tensor_parallel.main()
+    assert stopped.value.code == 2 and "torchrun --nproc-per-node 2" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_the_processor_gets_the_generated_frames_unchanged(model: transformers.PreTrainedModel) -> None:

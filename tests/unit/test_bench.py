@@ -637,7 +637,7 @@ def test_slower_rows_are_listed(tmp_path: Path) -> None:
     assert lines[0] == "slower: m, s, slow: 20.00 ms, before 10.00 (2.00x)"
     assert lines[1:] == ["4 compared, 1 slower by more than 3% and the spread of their runs"]
     assert next(bench.slower(rows(), rows() | {"device": "B"})) == "measured on A, before on B"
-    options = "--model", write_config("qwen3_vl", tmp_path), "--sizes", SIZE, "--rounds", 1, "--backends", "sdpa"
+    options = "--model", write_config("qwen3_vl", tmp_path), "--sizes", SIZE, "--rounds", 2, "--backends", "sdpa"
     assert command(*options, "--json", tmp_path / "old.json").exit_code == 0
     old = json.loads((tmp_path / "old.json").read_text())
     assert old["machine"]["cores"] >= 1
@@ -646,6 +646,9 @@ def test_slower_rows_are_listed(tmp_path: Path) -> None:
     (tmp_path / "old.json").write_text(json.dumps(old))
     output = command(*options, "--compare", tmp_path / "old.json").stdout
     assert output.count("slower: ") == len(old["rows"]) == 2
+    noisy = command(*options, "--rounds", 1, "--compare", tmp_path / "old.json").stdout
+    last_line = noisy.splitlines()[-1]
+    assert "slower by" not in noisy and last_line.startswith(f"not compared with {tmp_path / 'old.json'}: ")
     without_spread = dict(old["rows"][0])
     del without_spread["ms_high"]
     changes = ({"train": True}, {"dtype": "bfloat16"}, {"rows": [dict(model=1)]}, {"rows": [without_spread]})

@@ -490,7 +490,7 @@ def test_maxima_of_another_model_are_refused(fp8_on_cpu: None, tmp_path: Path) -
     path = Amax(amax_L3H=torch.ones(1, 3, 1), margin=1.0).save(tmp_path / "other.json")
     with pytest.raises(ValueError, match=r"4 layers of 2 heads .* got 1 of 1"):
         hf_vit_accel.patch(model, fp8=Fp8Config(amax_file=path))
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.json.*hf_vit_accel\.calibrate"):
         hf_vit_accel.patch(model, fp8=Fp8Config(amax_file=tmp_path / "nowhere.json"))
     assert state_of(tower_of(model)) is None
 
@@ -619,8 +619,11 @@ def test_patch_wants_a_config(fp8_on_cpu: None) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
 def test_it_is_refused_with_reasons_where_it_cannot_run() -> None:
     model = TINY["qwen3_vl"].build()
-    with pytest.raises(BackendUnavailableError, match=r"FP8 cannot run(.|\n)*no CUDA device"):
+    with pytest.raises(BackendUnavailableError, match=r"FP8 cannot run(.|\n)*no CUDA device(.|\n)*Use fp8=False"):
         hf_vit_accel.patch(model, fp8=True)
+    with pytest.raises(BackendUnavailableError, match=r"FP8 cannot run(.|\n)*no CUDA device") as error:
+        hf_vit_accel.calibrate(model, [], "never.json")
+    assert "fp8=False" not in str(error.value)
     assert state_of(tower_of(model)) is None
 
 

@@ -624,10 +624,15 @@ def test_warmup_captures_every_budget(on_cpu: type[Recorder], capsys: pytest.Cap
 
 def test_warmup_needs_graphs_or_sizes() -> None:
     model = TINY["qwen2_vl"].build()
-    with pytest.raises(ValueError, match=r"expected a model that hf_vit_accel\.patch has patched"):
-        hf_vit_accel.warmup(model, [GRIDS["images"]])
-    with pytest.raises(ValueError, match="on a CUDA device or with sizes"):
+    for unpatched_sizes in ([GRIDS["images"]], None):
+        with pytest.raises(
+            ValueError, match=r"^expected a model that hf_vit_accel\.patch has patched, with more than attention$"
+        ):
+            hf_vit_accel.warmup(model, unpatched_sizes)
+    with pytest.raises(ValueError, match=r"^expected sizes, since .* no graphs.*sizes=\[\["):
         hf_vit_accel.warmup(hf_vit_accel.patch(model))
+    with pytest.raises(ValueError, match=r"^No sizes given"):
+        hf_vit_accel.warmup(model, [])
     assert hf_vit_accel.warmup(model, [GRIDS["images"]], progress=False).towers[0].calls == 1
     wrong: list[Any] = [[[(1, -2, 8)]], [[(1.5, 4, 4)]], [[]], 5]
     for sizes in wrong:

@@ -97,6 +97,22 @@ def test_unknown_parts_are_listed(model: Any, bad: Any) -> None:
     assert state_of(tower_of(model)) is None
 
 
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (["norm"], r"got \['norm'\]; did you mean 'norms'\?$"),
+        ("rotary", r"got \['rotary'\]$"),
+        (None, "got None$"),
+        ({"norms": True}, r"got \{'norms': True\}$"),
+        ([3], r"got \[3\]$"),
+    ],
+)
+def test_other_values_of_fuse_are_refused(model: nn.Module, bad: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hf_vit_accel.patch(model, fuse=bad)
+    assert state_of(tower_of(model)) is None
+
+
 def test_strict_requires_named_parts_to_be_fused(references: list[str], model: Any) -> None:
     hf_vit_accel.patch(model, fuse=applies(model), strict=True)
     tower_of(model).blocks[0].norm1 = nn.Identity()

@@ -590,13 +590,20 @@ def test_status_on_a_cpu_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     ("typo", "meant"),
     [
         *[("flash_attn_3", "flash_attention_3"), ("varlen", "torch_varlen"), ("SDPA", "sdpa"), ("Auto", "auto")],
-        *[("nonsense", None), (3, None)],
+        *[("nonsense", None), (3, None), ("fa3", "flash_attention_3"), ("flex_attention", "flex")],
     ],
 )
 def test_a_typo_of_a_backend_is_met_with_a_suggestion(typo: str, meant: str | None) -> None:
     with pytest.raises(ValueError, match=r"expected attention to be one of 'auto', .*'sdpa', got") as error:
         hf_vit_accel.patch(TINY["qwen3_vl"].build(), attention=typo)
     assert str(error.value).endswith(f"; did you mean '{meant}'?" if meant else f"got {typo!r}")
+
+
+@pytest.mark.parametrize("name", ["eager", "flash_attention_2", "fa2", "paged|sdpa", "kernels-community/flash-attn3"])
+def test_a_name_of_transformers_is_explained(name: str) -> None:
+    with pytest.raises(ValueError, match="is transformers' own name: attention='auto' takes") as error:
+        hf_vit_accel.patch(TINY["qwen3_vl"].build(), attention=name)
+    assert "did you mean" not in str(error.value)
 
 
 def test_the_name_that_models_are_loaded_with_is_explained() -> None:

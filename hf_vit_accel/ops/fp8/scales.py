@@ -62,6 +62,10 @@ class Amax:
             # NaN fails `>= 0`. A finite amax may overflow when it is multiplied by the margin.
             if not (margin >= 1 and (amax_L3H >= 0).all() and (amax_L3H * margin).isfinite().all()):
                 raise ValueError("amax values must be finite and non-negative, the margin at least 1")
+        except FileNotFoundError:
+            raise FileNotFoundError(
+                f"expected FP8 amax in {path}: there is no such file; hf_vit_accel.calibrate writes one"
+            ) from None
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise ValueError(
                 f"expected FP8 amax in {path}: {type(error).__name__}: {error}; make the file by hf_vit_accel.calibrate"
