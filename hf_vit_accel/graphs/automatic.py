@@ -199,12 +199,12 @@ def drop_when_memory_runs_out(store: DroppedWhenMemoryRunsOut) -> None:
     """Register a store whose graphs go as soon as an allocation on a GPU fails. Trying again then finds their memory.
 
     torch calls observers of failed allocations before it raises. Without such observers (their function is not
-    public) the graphs stay.
+    public) the graphs stay. A CUDA build of torch without a GPU, where tests stand in for one, cannot attach any.
     """
     global _is_observing
     _stores.add(store)
     attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
-    if not _is_observing and attach is not None:
+    if not _is_observing and attach is not None and torch.cuda.is_available():
         attach(_give_up_graphs)
         _is_observing = True
 
