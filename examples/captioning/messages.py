@@ -56,6 +56,7 @@ def manifest_entry(options: Options, ready: Prepared, processes: int | None, dev
         "root": ready.root,
         "column": options.column,
         "split": options.split,
+        "overwrite": ready.overwrites,
         "records": ready.plan.expected,
         "processes": processes,
         "device": device,
@@ -133,7 +134,7 @@ def partial_prompts(entry: Entry, selection: Selection) -> str:
     names = " or ".join(f"--prompt {shlex.quote(prompt)}" for prompt in (*selection.by_prompt, *entry["prompts"]))
     return (
         f"the newest prompts of run {entry['run']} have {len(selection.records)} records, and {others}; "
-        f"name the prompts to merge: {names}, or --all-prompts"
+        f"name the prompts to merge: {names}, or --all-prompts{_how_to_finish(selection)}"
     )
 
 
@@ -145,4 +146,12 @@ def partial_run(entry: Entry, selection: Selection) -> str:
     return (
         f"the newest run ({run}) has {len(selection.records)} records{of_prompts}, and others have captions of more "
         f"pictures ({others} more); name the run to merge: --run {run} or --run {next(iter(selection.by_run))}"
+        + _how_to_finish(selection)
     )
+
+
+def _how_to_finish(selection: Selection) -> str:
+    """Return the end of a message about a run that was not finished; else nothing."""
+    if not selection.missing:
+        return ""
+    return f"; or start its command again, which writes the {selection.missing} records that it lacks"

@@ -57,6 +57,7 @@ class Prepared:
         title: Name of the model for the console.
         root: Folder that keys are relative to.
         clashed: Whether items share a key.
+        overwrites: Whether it is a run of `--overwrite`, begun or gone on with.
     """
 
     run: str
@@ -66,6 +67,7 @@ class Prepared:
     title: str
     root: str | None
     clashed: bool
+    overwrites: bool
 
 
 def prepare(request: Request, stack: ExitStack) -> Prepared:
@@ -85,10 +87,13 @@ def prepare(request: Request, stack: ExitStack) -> Prepared:
         request.model, request.revision, request.output, write=share_lock is not None, generates=True
     )
     settings = checkpoint_settings | request.settings
-    # --overwrite makes another run, so the earlier records stay, even if this run fails.
-    overwrites = last_settings.get("again", 0) + request.overwrite
-    if overwrites:
-        settings["again"] = overwrites
+    again = last_settings.get("again", 0)
+    if again:
+        settings["again"] = again
+    goes_on = _is_unfinished_overwrite(last_run, request, settings, journal)
+    if request.overwrite and not goes_on:
+        # --overwrite makes another run, so the earlier records stay, even if this run fails.
+        settings["again"] = again + 1
     run = fingerprint(settings)
     say(f"model {title}")
     found_items = find(request.inputs, column=request.column, split=request.split, root=_root(request, last_run))
@@ -115,7 +120,26 @@ def prepare(request: Request, stack: ExitStack) -> Prepared:
         title=title,
         root=found_items.root,
         clashed=bool(found_items.clashes),
+        overwrites=request.overwrite or goes_on,
     )
+
+
+def _is_unfinished_overwrite(last_run: Entry, request: Request, settings: Settings, journal: Journal) -> bool:
+    """Tell whether the last start was this command with `--overwrite`, and left records to be written."""
+    same_command = {"run": fingerprint(settings), "inputs": request.inputs, "prompts": request.prompts}
+    same_command |= {"column": request.column, "split": request.split, "overwrite": True}
+    if any(last_run.get(name) != value for name, value in same_command.items()):
+        return False
+    written = {
+        (record.key, record.prompt)
+        for record in journal.records()
+        if record.run == last_run["run"] and record.prompt in request.prompts
+    }
+    is_unfinished = len(written) < last_run["records"]
+    if is_unfinished and request.overwrite:
+        count = f"{len(written)} of {last_run['records']} records are there"
+        say(f"goes on with the --overwrite run that was not finished: {count}")
+    return is_unfinished
 
 
 def _check_prompts(prompts: Sequence[str], items: Sequence[Item]) -> None:
