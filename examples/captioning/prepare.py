@@ -98,7 +98,8 @@ def prepare(request: Request, stack: ExitStack) -> Prepared:
     say(f"model {title}")
     found_items = find(request.inputs, column=request.column, split=request.split, root=_root(request, last_run))
     items = [item for item in found_items.items if not _has_text_beside(item, request.skip_with)]
-    _say_passed_over(found_items, len(found_items.items) - len(items), request.skip_with)
+    with_text = len(found_items.items) - len(items)
+    _say_passed_over(found_items, with_text, request.skip_with)
     items = items[: request.limit]
     records = [record for record in journal.records() if record.run == run]
     plan = make_plan(
@@ -107,7 +108,7 @@ def prepare(request: Request, stack: ExitStack) -> Prepared:
     if plan.tasks:
         captioned = {record.prompt for record in records if record.caption is not None}
         _check_prompts([prompt for prompt in request.prompts if prompt not in captioned], items)
-    _say_plan(plan, len(items), run)
+    _say_plan(plan, len(items), run, is_other_copy=not plan.matching and not with_text)
     if last_run and not records and not request.overwrite:
         say("a new run: " + ("; ".join(differences(last_settings, settings)) or "the last run left no records"))
     if share_lock is not None:
@@ -169,14 +170,14 @@ def _has_text_beside(item: Item, extension: str | None) -> bool:
     return extension is not None and is_file and os.path.exists(Path(item.file).with_suffix(extension))
 
 
-def _say_plan(plan: Plan, items: int, run: str) -> None:
+def _say_plan(plan: Plan, items: int, run: str, *, is_other_copy: bool) -> None:
     say(f"{items} items, {len(plan.tasks)} of them to caption (run {run})")
     if plan.changed:
         say(
             f"{plan.changed} captions are outdated, since their pictures or filled prompts changed. They go to "
             "superseded.jsonl"
         )
-    if plan.records and not plan.matching:
+    if plan.records and is_other_copy:
         say(f"None of the {plan.records} records here is of these inputs; are they another copy? Then see --root.")
     if plan.errors:
         say(f"{plan.errors} earlier errors are left alone; --retry-errors tries them again")
