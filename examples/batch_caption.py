@@ -19,7 +19,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -64,7 +64,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from captioning.captioner import Captioner, load_model, reuse_for, why_not_on_gpu
 from captioning.exports import NOT_OURS, Export, Texts
 from captioning.journal import Journal
-from captioning.messages import cannot_load, exit_by, manifest_entry, refused, stop
+from captioning.messages import cannot_load, exit_by, manifest_entry, partial_prompts, partial_run, refused, stop
 from captioning.options import MaxFailures, Options, command
 from captioning.plan import missing_processes
 from captioning.prepare import Prepared, prepare
@@ -293,9 +293,11 @@ def merge(
         ),
     ],
     run: Annotated[str | None, typer.Option(help="Name of a run in the manifest; by default the newest.")] = None,
-    all_prompts: Annotated[
-        bool, typer.Option("--all-prompts", help="Merge all prompts, not only those of the newest run.")
-    ] = False,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(help="Merge this prompt, as `caption` got it. Repeatable; by default those of the last start."),
+    ] = None,
+    all_prompts: Annotated[bool, typer.Option("--all-prompts", help="Merge all prompts of the run.")] = False,
     extension: Annotated[str, typer.Option(help="Extension of text files.")] = ".txt",
     prefix: Annotated[str, typer.Option(help="Put before captions in texts, as a trigger word.")] = "",
     suffix: Annotated[str, typer.Option(help="Put after captions in texts.")] = "",
@@ -307,14 +309,20 @@ def merge(
 ) -> None:
     """Join the shards into one file, sorted by key. Exits with 1 if records are missing or were not written.
 
-    If other runs have captions of pictures that the newest one has not, name the run to merge.
+    If other prompts or runs have captions of pictures that the newest ones lack, name the one to merge.
     """
     journal = Journal(folder)
     try:
+        if prompt and all_prompts:
+            raise ValueError("name prompts by --prompt, or merge --all-prompts, not both")
         entry = journal.newest(run)
-        selection = journal.select(run, all_prompts=all_prompts)
-        if run is None and selection.elsewhere:
-            raise ValueError(_partial(entry["run"], len(selection.records), selection.elsewhere))
+        selection = journal.select(run, named=prompt, all_prompts=all_prompts)
+        if prompt:
+            entry = entry | {"prompts": prompt}
+        elif selection.by_prompt:
+            raise ValueError(partial_prompts(entry, selection))
+        if run is None and selection.by_run:
+            raise ValueError(partial_run(entry, selection))
         texts = Texts(extension=extension, prefix=prefix, suffix=suffix)
         export = Export(folder, entry, texts=texts, overwrite=overwrite, samples=shard_size)
         try:
@@ -328,20 +336,12 @@ def merge(
     if export.written:
         print(f"wrote {export.contents} of run {entry['run']} to {result}")
     if selection.prompts:
-        print(f"{selection.prompts} records of other prompts are here, too: --all-prompts merges them")
+        print(f"{selection.prompts} records of other prompts are here, too: --all-prompts merges them, --prompt one")
     if selection.runs:
         print(f"{selection.runs} records of other runs are here, too: --run NAME, of {folder / 'manifest.json'}")
     _print_unwritten(export, result)
-    exit_by(selection.records, entry["records"], max_failures, bool(export.refused) or not export.written)
-
-
-def _partial(run: str, records: int, elsewhere: Mapping[str, int]) -> str:
-    """Return why the newest run is not merged unless it is named."""
-    others = ", ".join(f"run {name} of {count}" for name, count in elsewhere.items())
-    return (
-        f"the newest run ({run}) has {records} records, and others have captions of more pictures ({others} more); "
-        f"name the run to merge: --run {run} or --run {next(iter(elsewhere))}"
-    )
+    expected = len(selection.records) + selection.missing
+    exit_by(selection.records, expected, max_failures, bool(export.refused) or not export.written)
 
 
 def _print_unwritten(export: Export, result: Path) -> None:

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -31,6 +33,8 @@ CAPTIONER = Path(__file__).resolve().parent / "batch_caption.py"
 CHECKPOINTS = Path(__file__).resolve().parent / "tiny_captioner"
 FIRST = 1 << 41
 """The first seed of the demo's scenes; the models were neither trained nor evaluated on them."""
+MARKER = ".hf_vit_accel_demo"
+"""An empty file that marks a folder as the demo's own."""
 TOLERANCE = 1e-4
 """The largest relative L2 error of the tower's outputs in fp32."""
 RUNS = 7
@@ -52,9 +56,11 @@ def say(line: str) -> None:
 
 
 def draw_scenes(folder: Path, count: int, unit: int) -> dict[str, str]:
-    """Draw pictures of several sizes; return their captions by file name."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    """Draw pictures of several sizes in place of those of an earlier demo; return their captions by file name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.iterdir():
+        if re.fullmatch(r"scene_\d{2,}\.png", path.name):
+            path.unlink()
     captions = {}
     for index in range(count):
         drawn = scene(FIRST + index, video=False)
@@ -182,21 +188,23 @@ def compare(folder: Path, names: list[str], checkpoint: Path) -> Comparison:
     return Comparison(stock_ms, patched_ms, error, conditions)
 
 
-def caption(way: str, folder: Path, output: Path, checkpoint: Path) -> list[Record]:
-    """Caption the scenes with the stock or the patched tower, and return the records."""
+def caption(way: str, scenes: Iterable[Path], output: Path, checkpoint: Path) -> list[Record]:
+    """Caption scenes with the stock or the patched tower, and return the records."""
     records_folder = output / "records" / way
     shutil.rmtree(records_folder, ignore_errors=True)
     merged = output / ("captions.jsonl" if way == "patched" else f"captions_{way}.jsonl")
     options = ["--prompt", "describe this {kind} .", "--max-new-tokens", "24", "--model", str(checkpoint)]
     options += ["--no-patch"] if way == "stock" else []
-    run_captioner("caption", str(folder), "--output", str(records_folder), *options)
+    run_captioner("caption", *(str(path) for path in scenes), "--output", str(records_folder), *options)
     run_captioner("merge", str(records_folder), str(merged), "--overwrite")
     return [json.loads(line) for line in merged.read_text(encoding="utf-8").splitlines()]
 
 
 def main(
     output: Annotated[Path, typer.Option(help="Folder for scenes, captions and contact sheet.")] = Path("build/demo"),
-    family: Annotated[str, typer.Option(help="qwen2_vl, qwen2_5_vl or qwen3_vl.")] = "qwen2_5_vl",
+    family: Annotated[
+        Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"], typer.Option(help="The family of the tiny model.")
+    ] = "qwen2_5_vl",
     scenes: Annotated[int, typer.Option(min=1)] = 24,
 ) -> None:
     """Caption drawn scenes, stock and patched, and compare.
@@ -206,17 +214,20 @@ def main(
     """
     checkpoint = CHECKPOINTS / family
     folder = output / "scenes"
-    records_folder = output / "records"
-    if not records_folder.is_dir() and output.is_dir() and any(output.iterdir()):
+    if output.exists() and not output.is_dir():
+        raise typer.BadParameter(f"{output} is a file: name a folder", param_hint="--output")
+    marker = output / MARKER
+    if not marker.exists() and output.is_dir() and any(output.iterdir()):
         raise typer.BadParameter(f"{output} holds other files, which the demo would replace: name another folder")
-    records_folder.mkdir(parents=True, exist_ok=True)
+    output.mkdir(parents=True, exist_ok=True)
+    marker.touch()
     say(f"1 of 4: draw {scenes} scenes into {folder} (a second)")
     expected = draw_scenes(folder, scenes, unit=32 if family == "qwen3_vl" else 28)
     records_by_way = {}
     right = {}
     for step, way in enumerate(("stock", "patched"), start=2):
         say(f"{step} of 4: caption them with the {way} tower (some 10 to 20 seconds, mostly the start)")
-        records_by_way[way] = caption(way, folder, output, checkpoint)
+        records_by_way[way] = caption(way, [folder / name for name in expected], output, checkpoint)
         right[way] = sum(record["caption"] == expected[record["key"]] for record in records_by_way[way])
     say("4 of 4: time the tower alone, stock and patched (some seconds)")
     comparison = compare(folder, list(expected), checkpoint)

@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from embedding.index import Plan, Settings, name_of, paths_of_files, plan, shards
 from embedding.pages import Batch, Page, Reader
 from media.batches import cost, halve_on_oom, measured, pack, spread
-from media.checkpoints import identity
+from media.checkpoints import config_of, identity
 from media.files import lock, part_of, say
 from media.items import size
 from media.pictures import REFUSE_ABOVE
@@ -55,10 +55,10 @@ def load(
     """Load a retriever of transformers and its processor.
 
     Raises:
-        ValueError: if the checkpoint holds another kind of model
+        ValueError: if there is no checkpoint, or it holds another kind of model
     """
     disable_progress_bar()
-    config = transformers.AutoConfig.from_pretrained(model, revision=revision)
+    config = config_of(model, revision)
     name = (config.architectures or ["no architecture"])[0]
     if not name.endswith("ForRetrieval") or not hasattr(transformers, name):
         raise ValueError(f"{model} holds {name}, which is no retriever. Name a checkpoint of ColQwen2ForRetrieval.")

@@ -25,7 +25,7 @@ from captioning.records import Record, json_lines, write_table
 __all__ = ["NOT_OURS", "Export", "Texts"]
 
 FORMATS = "a folder, or a name that ends in .jsonl, .parquet or .tar"
-NOT_OURS = "it is there, and was not written by merge"
+NOT_OURS = "it is there, and was not written by merge, or was edited since"
 _BLOCK = 1 << 20
 Sample = dict[str, bytes]
 """The files of one sample of a webdataset, by suffix."""
@@ -156,7 +156,8 @@ class Export:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not self.overwrite and _digest(path.name, path) not in self._own_digests():
             raise ValueError(
-                f"{path} is there and was not written by merge from {self.folder}; --overwrite replaces it"
+                f"{path} is there and was not written by merge from {self.folder}, or was edited since; --overwrite "
+                "replaces it"
             )
         with part_of(path) as part:
             write(part)

@@ -8,8 +8,10 @@ there once. At the end of the run, or before the next one, the files become one 
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -38,13 +40,17 @@ class Selection:
         records: The records, sorted by key.
         prompts: How many records of the run are not selected, since they answer other prompts.
         runs: How many records belong to other runs.
-        elsewhere: How many items have captions of other runs only, by the name of the run.
+        by_prompt: How many items have captions of an unselected prompt of the run only, by that prompt.
+        by_run: How many items have captions of another run only, by its name.
+        missing: How many records of the prompts are still to be written.
     """
 
     records: list[Record]
     prompts: int
     runs: int
-    elsewhere: dict[str, int]
+    by_prompt: dict[str, int]
+    by_run: dict[str, int]
+    missing: int
 
 
 class Batches:
@@ -169,38 +175,69 @@ class Journal:
             while data:
                 data = data[file.write(data) :]
 
-    def select(self, run: str | None = None, *, all_prompts: bool = False) -> Selection:
+    def select(
+        self, run: str | None = None, *, named: Sequence[str] | None = None, all_prompts: bool = False
+    ) -> Selection:
         """Select one record per key and prompt, sorted by key; those of one key in the order of the prompts.
 
         Args:
             run: Name of a run, by default the newest one.
-            all_prompts: Select all prompts, not only those of the run's last start.
+            named: Prompts to select, by default those of the run's last start.
+            all_prompts: Select all prompts.
 
         Raises:
-            ValueError: There is no such run.
+            ValueError: There is no such run, or it has no records of a named prompt.
         """
         entry = self.newest(run)
         run_name = entry["run"]
-        prompts = entry.get("prompts")
+        prompts = named or entry.get("prompts")
         by_name: dict[tuple[str, str], Record] = {}
         unselected: set[tuple[str, str, str]] = set()
-        captioned: dict[str, set[str]] = {}  # keys by the name of another run
+        prompt_keys: dict[str, set[str]] = {}  # keys of captions by an unselected prompt
+        run_keys: dict[str, set[str]] = {}  # keys of captions by the name of another run
         for record in self.records():
             has_prompt = all_prompts or prompts is None or record.prompt in prompts
             if record.run == run_name and has_prompt:
                 by_name[record.key, record.prompt] = record
-            else:
-                unselected.add((record.run, record.key, record.prompt))
-                if record.run != run_name and record.caption is not None:
-                    captioned.setdefault(record.run, set()).add(record.key)
+                continue
+            unselected.add((record.run, record.key, record.prompt))
+            if record.caption is not None and record.run == run_name:
+                prompt_keys.setdefault(record.prompt, set()).add(record.key)
+            elif record.caption is not None and (has_prompt or not named):
+                run_keys.setdefault(record.run, set()).add(record.key)
+        others = Counter(prompt for name, _, prompt in unselected if name == run_name)
+        counts = others + Counter(prompt for _, prompt in by_name)
+        for prompt in named or ():
+            if not counts[prompt]:
+                raise ValueError(_without(prompt, run_name, list(counts), list(run_keys)))
         ranks = {prompt: rank for rank, prompt in enumerate(prompts or ())}
         order = sorted(by_name, key=lambda name: (name[0], ranks.get(name[1], len(ranks)), name[1]))
-        of_this_run = sum(name == run_name for name, _, _ in unselected)
-        records = [by_name[name] for name in order]
-        keys = {record.key for record in records}
-        elsewhere = {name: len(others - keys) for name, others in captioned.items() if others - keys}
-        of_others = len(unselected) - of_this_run
-        return Selection(records=records, prompts=of_this_run, runs=of_others, elsewhere=elsewhere)
+        keys = {key for key, _ in by_name}
+        return Selection(
+            records=[by_name[name] for name in order],
+            prompts=others.total(),
+            runs=len(unselected) - others.total(),
+            by_prompt=_more_than(keys, prompt_keys),
+            by_run=_more_than(keys, run_keys),
+            missing=self._missing(run_name, prompts, counts),
+        )
+
+    def _missing(self, run: str, prompts: Sequence[str] | None, counts: Mapping[str, int]) -> int:
+        """Count the records that the last starts with these prompts did not write.
+
+        Args:
+            run: Name of the run.
+            prompts: The prompts; None for all.
+            counts: How many records the run has, by prompt.
+        """
+        missing = 0
+        remaining = set(counts if prompts is None else prompts)
+        for entry in reversed(self.manifest()["runs"]):
+            entry_prompts = set(entry.get("prompts") or counts)
+            if entry["run"] == run and entry_prompts & remaining:
+                remaining -= entry_prompts
+                missing += max(0, entry.get("records", 0) - sum(counts.get(prompt, 0) for prompt in entry_prompts))
+        return missing
 
     def merged(self, run: str | None = None) -> list[Record]:
         """Return the records of `select`."""
@@ -241,6 +278,25 @@ class Journal:
             manifest["runs"].pop()
         manifest["runs"].append(entry)
         replace_file(self.folder / "manifest.json", json.dumps(manifest, indent=2) + "\n")
+
+
+def _more_than(keys: set[str], others: Mapping[str, set[str]]) -> dict[str, int]:
+    """Count the keys that only others have, by the name of the other; without names that have none."""
+    return {name: len(other_keys - keys) for name, other_keys in others.items() if other_keys - keys}
+
+
+def _without(prompt: str, run: str, prompts: Sequence[str], runs: Sequence[str]) -> str:
+    """Return why a prompt cannot be selected.
+
+    Args:
+        prompt: The prompt.
+        run: Name of the run that has no records of it.
+        prompts: The prompts of that run.
+        runs: Names of runs that have captions of the prompt.
+    """
+    own_prompts = f"; it has {', '.join(shlex.quote(other) for other in prompts)}" if prompts else ""
+    elsewhere = f"; --run {runs[0]} has" if runs else ""
+    return f"run {run} has no records of the prompt {shlex.quote(prompt)}{own_prompts}{elsewhere}"
 
 
 def _cut_torn_line(shard: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -16,11 +17,20 @@ import typer
 from media.files import say
 
 import hf_vit_accel
-from captioning.journal import Entry, Record
+from captioning.journal import Entry, Record, Selection
 from captioning.options import Options
 from captioning.prepare import Prepared
 
-__all__ = ["cannot_load", "exit_by", "manifest_entry", "refused", "sentence", "stop"]
+__all__ = [
+    "cannot_load",
+    "exit_by",
+    "manifest_entry",
+    "partial_prompts",
+    "partial_run",
+    "refused",
+    "sentence",
+    "stop",
+]
 
 _SHOWN_ERRORS = 5
 _MODULES: tuple[ModuleType, ...] = (torch, transformers, accelerate, hf_vit_accel)
@@ -46,6 +56,7 @@ def manifest_entry(options: Options, ready: Prepared, processes: int | None, dev
         "root": ready.root,
         "column": options.column,
         "split": options.split,
+        "overwrite": ready.overwrites,
         "records": ready.plan.expected,
         "processes": processes,
         "device": device,
@@ -113,3 +124,34 @@ def exit_by(records: Sequence[Record], expected: int, max_failures: float, has_f
         print(f"{expected - len(records)} records are missing: wait for the run, or start it once more")
     if has_failed or len(records) < expected or errors > max_failures * len(records):
         raise typer.Exit(1)
+
+
+def partial_prompts(entry: Entry, selection: Selection) -> str:
+    """Return why the newest prompts of a run are not merged unless they are named."""
+    others = ", ".join(
+        f"{shlex.quote(prompt)} has captions of {count} more pictures" for prompt, count in selection.by_prompt.items()
+    )
+    names = " or ".join(f"--prompt {shlex.quote(prompt)}" for prompt in (*selection.by_prompt, *entry["prompts"]))
+    return (
+        f"the newest prompts of run {entry['run']} have {len(selection.records)} records, and {others}; "
+        f"name the prompts to merge: {names}, or --all-prompts{_how_to_finish(selection)}"
+    )
+
+
+def partial_run(entry: Entry, selection: Selection) -> str:
+    """Return why the newest run is not merged unless it is named."""
+    run = entry["run"]
+    others = ", ".join(f"run {name} of {count}" for name, count in selection.by_run.items())
+    of_prompts = f" of these prompts and {selection.prompts} of others" if selection.prompts else ""
+    return (
+        f"the newest run ({run}) has {len(selection.records)} records{of_prompts}, and others have captions of more "
+        f"pictures ({others} more); name the run to merge: --run {run} or --run {next(iter(selection.by_run))}"
+        + _how_to_finish(selection)
+    )
+
+
+def _how_to_finish(selection: Selection) -> str:
+    """Return the end of a message about a run that was not finished; else nothing."""
+    if not selection.missing:
+        return ""
+    return f"; or start its command again, which writes the {selection.missing} records that it lacks"

@@ -74,7 +74,9 @@ class Options:
     max_failures: MaxFailures = 0.5
 
     def __post_init__(self) -> None:
-        if self.demo == (self.model is not None):
+        if self.demo and self.model is not None:
+            raise typer.BadParameter("name --model or --demo, not both", param_hint="--model")
+        if not self.demo and self.model is None:
             raise typer.BadParameter(
                 "name a model, such as --model Qwen/Qwen3-VL-8B-Instruct, or --demo for a toy that knows drawn scenes "
                 "only",

@@ -57,6 +57,7 @@ class Prepared:
         title: Name of the model for the console.
         root: Folder that keys are relative to.
         clashed: Whether items share a key.
+        overwrites: Whether it is a run of `--overwrite`, begun or gone on with.
     """
 
     run: str
@@ -66,6 +67,7 @@ class Prepared:
     title: str
     root: str | None
     clashed: bool
+    overwrites: bool
 
 
 def prepare(request: Request, stack: ExitStack) -> Prepared:
@@ -85,15 +87,19 @@ def prepare(request: Request, stack: ExitStack) -> Prepared:
         request.model, request.revision, request.output, write=share_lock is not None, generates=True
     )
     settings = checkpoint_settings | request.settings
-    # --overwrite makes another run, so the earlier records stay, even if this run fails.
-    overwrites = last_settings.get("again", 0) + request.overwrite
-    if overwrites:
-        settings["again"] = overwrites
+    again = last_settings.get("again", 0)
+    if again:
+        settings["again"] = again
+    goes_on = _is_unfinished_overwrite(last_run, request, settings, journal)
+    if request.overwrite and not goes_on:
+        # --overwrite makes another run, so the earlier records stay, even if this run fails.
+        settings["again"] = again + 1
     run = fingerprint(settings)
     say(f"model {title}")
     found_items = find(request.inputs, column=request.column, split=request.split, root=_root(request, last_run))
     items = [item for item in found_items.items if not _has_text_beside(item, request.skip_with)]
-    _say_passed_over(found_items, len(found_items.items) - len(items), request.skip_with)
+    with_text = len(found_items.items) - len(items)
+    _say_passed_over(found_items, with_text, request.skip_with)
     items = items[: request.limit]
     records = [record for record in journal.records() if record.run == run]
     plan = make_plan(
@@ -102,7 +108,7 @@ def prepare(request: Request, stack: ExitStack) -> Prepared:
     if plan.tasks:
         captioned = {record.prompt for record in records if record.caption is not None}
         _check_prompts([prompt for prompt in request.prompts if prompt not in captioned], items)
-    _say_plan(plan, len(items), run)
+    _say_plan(plan, len(items), run, is_other_copy=not plan.matching and not with_text)
     if last_run and not records and not request.overwrite:
         say("a new run: " + ("; ".join(differences(last_settings, settings)) or "the last run left no records"))
     if share_lock is not None:
@@ -115,7 +121,26 @@ def prepare(request: Request, stack: ExitStack) -> Prepared:
         title=title,
         root=found_items.root,
         clashed=bool(found_items.clashes),
+        overwrites=request.overwrite or goes_on,
     )
+
+
+def _is_unfinished_overwrite(last_run: Entry, request: Request, settings: Settings, journal: Journal) -> bool:
+    """Tell whether the last start was this command with `--overwrite`, and left records to be written."""
+    same_command = {"run": fingerprint(settings), "inputs": request.inputs, "prompts": request.prompts}
+    same_command |= {"column": request.column, "split": request.split, "overwrite": True}
+    if any(last_run.get(name) != value for name, value in same_command.items()):
+        return False
+    written = {
+        (record.key, record.prompt)
+        for record in journal.records()
+        if record.run == last_run["run"] and record.prompt in request.prompts
+    }
+    is_unfinished = len(written) < last_run["records"]
+    if is_unfinished and request.overwrite:
+        count = f"{len(written)} of {last_run['records']} records are there"
+        say(f"goes on with the --overwrite run that was not finished: {count}")
+    return is_unfinished
 
 
 def _check_prompts(prompts: Sequence[str], items: Sequence[Item]) -> None:
@@ -145,14 +170,14 @@ def _has_text_beside(item: Item, extension: str | None) -> bool:
     return extension is not None and is_file and os.path.exists(Path(item.file).with_suffix(extension))
 
 
-def _say_plan(plan: Plan, items: int, run: str) -> None:
+def _say_plan(plan: Plan, items: int, run: str, *, is_other_copy: bool) -> None:
     say(f"{items} items, {len(plan.tasks)} of them to caption (run {run})")
     if plan.changed:
         say(
             f"{plan.changed} captions are outdated, since their pictures or filled prompts changed. They go to "
             "superseded.jsonl"
         )
-    if plan.records and not plan.matching:
+    if plan.records and is_other_copy:
         say(f"None of the {plan.records} records here is of these inputs; are they another copy? Then see --root.")
     if plan.errors:
         say(f"{plan.errors} earlier errors are left alone; --retry-errors tries them again")

@@ -13,7 +13,7 @@ from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, Pretr
 
 from media.files import Settings, fingerprint, replace_file
 
-__all__ = ["checkpoint", "identity"]
+__all__ = ["checkpoint", "config_of", "identity"]
 
 _SUFFIXES = (".bin", ".jinja", ".json", ".model", ".py", ".safetensors", ".txt")
 _TRAINING_FILES = ("optimizer.bin", "scheduler.bin", "trainer_state.json", "training_args.bin")
@@ -45,6 +45,27 @@ def checkpoint(folder: Path, cached: Mapping[str, str]) -> tuple[dict[str, str],
     return by_name, {versions[file]: checksums[file] for file in files}
 
 
+def config_of(model: str, revision: str | None) -> PretrainedConfig:
+    """Read the configuration of a checkpoint.
+
+    Args:
+        model: A folder, or a name on the Hub.
+        revision: Branch, tag or commit on the Hub.
+
+    Raises:
+        ValueError: There is no such checkpoint.
+    """
+    if Path(model).is_file():
+        raise ValueError(f"{model} is a file; name the folder of the checkpoint")
+    try:
+        return AutoConfig.from_pretrained(model, revision=revision)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        if Path(model).is_dir():
+            raise ValueError(f"{model} holds no checkpoint: {reason}") from None
+        raise ValueError(f"cannot load {model}: no folder is there, and as a name on the Hub: {reason}") from None
+
+
 def identity(
     model: str, revision: str | None, output: Path, *, write: bool = False, generates: bool = False
 ) -> tuple[Settings, str]:
@@ -63,8 +84,6 @@ def identity(
     Raises:
         ValueError: There is no such checkpoint, or it is of another kind.
     """
-    if Path(model).is_file():
-        raise ValueError(f"{model} is a file; name the folder of the checkpoint")
     if not Path(model).is_dir():
         return _identity_on_hub(model, revision, generates)
     if revision is not None:
@@ -76,10 +95,7 @@ def identity(
     checksums, computed = checkpoint(Path(model), cached)
     if not checksums:
         raise ValueError(f"{model} holds no checkpoint")
-    try:
-        config = AutoConfig.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{model} holds no checkpoint: {str(error).strip().splitlines()[0]}") from None
+    config = config_of(model, None)
     if generates:
         _check_kind(model, config)
     if write and not computed.items() <= cached.items():
@@ -95,11 +111,7 @@ def _check_kind(model: str, config: PretrainedConfig) -> None:
 
 
 def _identity_on_hub(model: str, revision: str | None, generates: bool) -> tuple[Settings, str]:
-    try:
-        config = AutoConfig.from_pretrained(model, revision=revision)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"cannot load {model}: no folder is there, and as a name on the Hub: {reason}") from None
+    config = config_of(model, revision)
     if generates:
         _check_kind(model, config)
     commit = getattr(config, "_commit_hash", None) or revision

@@ -23,7 +23,7 @@ import hf_vit_accel
 sys.path[:0] = [str(EXAMPLES / "benchmark")]
 
 import captioning_benchmark  # noqa: E402
-from demo import CELL, COLUMNS, HEADER, contact_sheet, main  # noqa: E402
+from demo import CELL, COLUMNS, HEADER, contact_sheet, draw_scenes, main  # noqa: E402
 from tiny_captioner.scenes import draw, scene  # noqa: E402
 
 DEMO = typer.Typer()
@@ -83,6 +83,33 @@ def test_the_demo_refuses_a_folder_with_other_files(tmp_path: Path) -> None:
     done = RUNNER.invoke(DEMO, ["--output", str(tmp_path), "--scenes=1"])
     assert done.exit_code == 2 and "name another folder" in done.output
     assert other_file.read_text() == "as it was"
+
+
+def test_the_demo_takes_no_records_of_others_for_its_own(tmp_path: Path) -> None:
+    others = [tmp_path / name for name in ("records/a.jsonl", "scenes/scene_00.png", "captions.jsonl")]
+    for path in others:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    done = RUNNER.invoke(DEMO, ["--output", str(tmp_path), "--scenes=1"])
+    assert done.exit_code == 2 and "name another folder" in done.output
+    assert [path.read_text() for path in others] == ["mine"] * 3
+
+
+def test_the_demo_deletes_only_scenes_that_it_drew(tmp_path: Path) -> None:
+    draw_scenes(tmp_path, 3, 28)
+    (tmp_path / "scene_00_mine.png").write_text("mine")
+    assert draw_scenes(tmp_path, 1, 28).keys() == {"scene_00.png"}
+    assert {path.name for path in tmp_path.iterdir()} == {"scene_00.png", "scene_00_mine.png"}
+
+
+@pytest.mark.parametrize("options", [["--family=qwen2_5"], ["--output={file}"]], ids=["family", "output"])
+def test_mistakes_end_the_demo_before_it_draws(tmp_path: Path, options: list[str]) -> None:
+    (tmp_path / "file").write_text("mine")
+    arguments = [option.format(file=tmp_path / "file") for option in options]
+    done = RUNNER.invoke(DEMO, [f"--output={tmp_path / 'demo'}", *arguments])
+    assert done.exit_code == 2 and isinstance(done.exception, SystemExit), done.output
+    assert "qwen2_5_vl" in done.output or "is a file: name a folder" in done.output
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_the_demo_installs_no_test_tools() -> None:

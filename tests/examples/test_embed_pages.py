@@ -177,6 +177,13 @@ def test_pages_that_did_not_fit_into_the_memory_are_embedded_by_the_next_run(
     assert set(embeddings(output)) == PAGES
 
 
+def test_a_model_that_is_not_there_is_reported_as_by_the_captioner(pages: Path, tmp_path: Path) -> None:
+    done = call(pages, f"--output={tmp_path / 'index'}", "--model=./nope")
+    assert done.exit_code == 2 and "cannot load ./nope: no folder is there, and as a name on the Hub" in words(done)
+    done = call(pages, f"--output={tmp_path / 'index'}", f"--model={pages}")
+    assert done.exit_code == 2 and f"{pages} holds no checkpoint" in words(done)
+
+
 def test_mistakes_are_refused_with_the_fix(model: Path, pages: Path, tmp_path: Path) -> None:
     output = tmp_path / "index"
     assert "name pages to embed, or a --query" in words(call("--output", output))

@@ -215,7 +215,7 @@ def test_missing_records_are_reported(folder: Path) -> None:
         (["{folder}/*.webp"], "no images or videos in|no file"),
         (["dataset:nowhere"], "pip install datasets"),
         (["--min-pixels=5000", "--max-pixels=4000"], "is above --max-pixels"),
-        (["--model=x"], "name a model"),
+        (["--model=x"], "name --model or --demo, not both"),
         (["--output={folder}/0.png"], "0.png"),
         (["--limit=0"], "limit"),
     ],

@@ -103,6 +103,7 @@ def test_texts_of_an_earlier_merge_are_replaced(photos: Path, output: Path) -> N
     (photos / "b.txt").write_text(second["b.txt"] + "and a hand-written line\n")  # now the file belongs to the user
     done = call("merge", output, photos)
     assert done.exit_code == 1 and "hand-written" in (photos / "b.txt").read_text()
+    assert "b.txt: it is there, and was not written by merge, or was edited since" in words(done)
     assert call("merge", output, photos, "--overwrite").exit_code == 0
     assert "hand-written" not in (photos / "b.txt").read_text()
 
@@ -136,7 +137,7 @@ def test_other_files_are_not_overwritten_either(photos: Path, output: Path, tmp_
     for name in ("list.jsonl", "metadata.jsonl", "table.parquet", "shards.tar"):
         (photos / name).write_text("by hand")
         done = call("merge", output, photos / name)
-        assert done.exit_code != 0 and "--overwrite" in words(done), name
+        assert done.exit_code != 0 and "or was edited since; --overwrite replaces it" in words(done), name
         assert (photos / name).read_text() == "by hand"
         assert call("merge", output, photos / name, "--overwrite").exit_code == 0, name
         assert call("merge", output, photos / name).exit_code == 0, name  # merge wrote it last

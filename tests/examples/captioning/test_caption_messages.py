@@ -52,7 +52,8 @@ def test_a_model_is_required_and_named(photos: Path, output: Path) -> None:
     assert done.exit_code == 2 and "--model" in words(done) and "--demo" in words(done) and not output.exists()
     done = call("caption", photos, f"--output={output}", "--demo", "--max-new-tokens=24")
     assert done.exit_code == 0 and "toy" in words(done) and str(MODEL) in words(done)
-    assert call("caption", photos, f"--output={output}", "--demo", f"--model={MODEL}").exit_code == 2
+    both = call("caption", photos, f"--output={output}", "--demo", f"--model={MODEL}")
+    assert both.exit_code == 2 and "--model or --demo, not both" in words(both)
     assert str(MODEL) in words(caption(photos, output)) and len(captions_in(output)) == 2
 
 
@@ -325,6 +326,16 @@ def test_pictures_with_a_text_beside_are_passed_over_on_request(photos: Path, ou
     done = words(caption(photos, output, "--skip-with=.txt"))
     assert "1 items, 1 of them" in done and "1 pictures that have a .txt beside them" in done
     assert captions_in(output).keys() == {"b.png"}
+
+
+def test_pictures_that_all_have_a_text_are_not_called_another_copy(photos: Path, output: Path) -> None:
+    caption(photos, output)
+    assert call("merge", output, photos).exit_code == 0
+    done = caption(photos, output, "--skip-with=.txt")
+    assert done.exit_code == 0 and "2 pictures that have a .txt beside them" in words(done)
+    assert "another copy" not in words(done)
+    put(photos, "new.png")
+    assert "another copy" not in words(caption(photos, output, "--skip-with=.txt"))
 
 
 def test_a_name_that_leaves_no_room_for_the_extension_has_nothing_beside(photos: Path, output: Path) -> None:

@@ -280,7 +280,7 @@ def test_batches_that_ray_gave_up_are_reported_and_captioned_later(
     "options, why",
     [
         (["--model=nowhere"], "cannot load nowhere"),
-        (["--demo"], "name a model"),
+        (["--demo"], "name --model or --demo, not both"),
         (["--min-pixels=100000", "--max-pixels=1000"], "Invalid value for --min-pixels: --min-pixels 100000 is above"),
     ],
 )

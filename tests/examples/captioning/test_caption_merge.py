@@ -1,0 +1,107 @@
+"""A merge never replaces a complete file by few lines: it asks for the name of a run or of a prompt."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from captioning.journal import Journal
+from programs import words
+from support_captioning import PROMPT, call, caption, lines
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+TRIED = "what is it ?"
+
+
+def prompts_in(result: Path) -> list[str]:
+    """Return the prompt of every line of a merged file."""
+    return [line["prompt"] for line in lines(result)]
+
+
+@pytest.fixture
+def result(photos: Path, output: Path, tmp_path: Path) -> Path:
+    """Merge three captions, and try another prompt on one picture afterwards."""
+    caption(photos, output)
+    assert call("merge", output, tmp_path / "out.jsonl").exit_code == 0
+    caption(photos, output, "--limit=1", prompt=TRIED)
+    return tmp_path / "out.jsonl"
+
+
+def test_newest_prompts_of_fewer_pictures_are_merged_only_by_name(output: Path, result: Path) -> None:
+    run = Journal(output).newest()["run"]
+    refusal = call("merge", output, result)
+    assert refusal.exit_code == 2 and prompts_in(result) == [PROMPT] * 3
+    printed = words(refusal)
+    assert f"the newest prompts of run {run} have 1 records" in printed
+    assert f"'{PROMPT}' has captions of 2 more pictures" in printed
+    assert f"--prompt '{PROMPT}'" in printed and f"--prompt '{TRIED}'" in printed and "--all-prompts" in printed
+    assert call("merge", output, result, f"--run={run}").exit_code == 2  # the run is not the question
+    for options, counts in (
+        ([f"--prompt={PROMPT}"], {PROMPT: 3}),
+        ([f"--prompt={TRIED}"], {TRIED: 1}),
+        ([f"--prompt={PROMPT}", f"--prompt={TRIED}"], {PROMPT: 3, TRIED: 1}),
+        (["--all-prompts"], {PROMPT: 3, TRIED: 1}),
+    ):
+        assert call("merge", output, result, *options).exit_code == 0, options
+        assert Counter(prompts_in(result)) == counts, options
+
+
+def test_errors_of_another_prompt_make_no_prompt_partial(photos: Path, output: Path, tmp_path: Path) -> None:
+    (photos / "cut.png").write_bytes(b"no picture")
+    caption(photos, output)
+    (photos / "cut.png").unlink()
+    caption(photos, output, prompt=TRIED)
+    assert call("merge", output, tmp_path / "out.jsonl").exit_code == 0
+
+
+def test_prompts_stand_in_the_order_that_merge_names(photos: Path, output: Path) -> None:
+    caption(photos, output, f"--prompt={TRIED}")
+    by_prompt = {(record.key, record.prompt): record.caption for record in Journal(output).records()}
+    for prompts in ((PROMPT, TRIED), (TRIED, PROMPT)):
+        done = call("merge", output, photos, *(f"--prompt={prompt}" for prompt in prompts))
+        assert done.exit_code == 0, words(done)
+        assert (photos / "a.txt").read_text().splitlines() == [by_prompt["a.png", prompt] for prompt in prompts]
+
+
+def test_a_prompt_without_records_is_refused(output: Path, result: Path) -> None:
+    mistyped = call("merge", output, result, "--prompt=describe it")
+    assert mistyped.exit_code == 2 and prompts_in(result) == [PROMPT] * 3
+    assert "no records of the prompt 'describe it'" in words(mistyped)
+    assert f"'{PROMPT}'" in words(mistyped) and f"'{TRIED}'" in words(mistyped)
+    both = call("merge", output, result, "--all-prompts", f"--prompt={PROMPT}")
+    assert both.exit_code == 2 and "not both" in words(both)
+
+
+def test_a_named_prompt_is_complete_or_reported(output: Path, result: Path) -> None:
+    """The count of missing records is that of the prompt's own last start."""
+    assert call("merge", output, result, f"--prompt={PROMPT}").exit_code == 0
+    (shard,) = Journal(output).shards()
+    first, *others = shard.read_text().splitlines(keepends=True)
+    shard.write_text("".join(others))
+    done = call("merge", output, result, f"--prompt={PROMPT}")
+    assert done.exit_code == 1 and "1 records are missing" in words(done), first
+
+
+def test_a_partial_run_says_what_else_it_holds(photos: Path, output: Path, result: Path) -> None:
+    first = Journal(output).newest()["run"]
+    caption(photos / "a.png", output, "--overwrite", prompt=PROMPT)
+    caption(photos / "a.png", output, prompt=TRIED)
+    second = Journal(output).newest()["run"]
+    printed = words(call("merge", output, result))
+    assert f"the newest run ({second}) has 1 records of these prompts and 1 of others" in printed
+    assert f"run {first} of 2 more" in printed
+
+
+def test_a_named_prompt_of_fewer_pictures_than_in_another_run(photos: Path, output: Path, result: Path) -> None:
+    first = Journal(output).newest()["run"]
+    caption(photos / "a.png", output, "--overwrite", prompt=PROMPT)
+    second = Journal(output).newest()["run"]
+    refusal = call("merge", output, result, f"--prompt={PROMPT}")
+    assert refusal.exit_code == 2 and f"--run {second} or --run {first}" in words(refusal)
+    absent = call("merge", output, result, f"--prompt={TRIED}")
+    assert absent.exit_code == 2 and f"--run {first} has" in words(absent)
+    for run, count in ((first, 3), (second, 1)):
+        assert call("merge", output, result, f"--prompt={PROMPT}", f"--run={run}").exit_code == 0
+        assert len(lines(result)) == count
