@@ -148,8 +148,13 @@ def whole_call(model: PreTrainedModel, inputs: dict[str, torch.Tensor], new_toke
     return (time.perf_counter() - begin) * 1e3
 
 
-def timed(model: PreTrainedModel, inputs: dict[str, torch.Tensor], new_tokens: int, rounds: int) -> dict[str, float]:
-    """Return the median of every way, in turns. Each is warmed up anew: the third call at the latest is captured."""
+def timed(
+    model: PreTrainedModel, inputs: dict[str, torch.Tensor], new_tokens: int, rounds: int
+) -> dict[str, list[float]]:
+    """Return the milliseconds of every way, measured in turns.
+
+    Each way is warmed up anew: the third call at the latest is captured.
+    """
     warm_ups = 3
     repeats = SHORT_CALLS if new_tokens <= 1 else 1
     ways = WAYS[:2] if new_tokens == TOWER_ALONE else WAYS
@@ -162,7 +167,7 @@ def timed(model: PreTrainedModel, inputs: dict[str, torch.Tensor], new_tokens: i
             for _ in range(warm_ups):
                 whole_call(model, inputs, min(new_tokens, 16), way)
             times[way] += [whole_call(model, inputs, new_tokens, way) for _ in range(repeats)]
-    return {way: statistics.median(of_way) for way, of_way in times.items()}
+    return times
 
 
 def main(
@@ -182,10 +187,12 @@ def main(
         for size, (batch, grid) in BATCHES.items():
             inputs = batch_of(inputs_for(model, [grid]), batch)
             for new_tokens in map(int, tokens.split(",")):
-                medians = timed(model, inputs, new_tokens, rounds)
+                times = timed(model, inputs, new_tokens, rounds)
+                medians = {way: statistics.median(of_way) for way, of_way in times.items()}
+                ranges = {way: [min(of_way), max(of_way)] for way, of_way in times.items()}
                 line = ", ".join(f"{way} {ms:.1f} ({medians['stock'] / ms:.1f}x)" for way, ms in medians.items())
                 print(f"{name}, {size}, {new_tokens} new tokens, ms: {line}", flush=True)
-                rows.append({"model": name, "size": size, "tokens": new_tokens, **medians})
+                rows.append({"model": name, "size": size, "tokens": new_tokens, **medians, "ranges": ranges})
             if json_path is not None:
                 result = {
                     "versions": machine.versions(),

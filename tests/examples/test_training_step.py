@@ -177,6 +177,8 @@ def test_whole_calls_and_the_tower_alone_are_timed(
         ["patched", "stock"],
         sorted(whole_call.WAYS),
     ]
+    for row in rows:
+        assert all(low <= row[way] <= high for way, (low, high) in row["ranges"].items())
     calls_of_way = 3 + 1  # warmed up, and timed
     assert generated == ([(2, False)] * 2 * calls_of_way + [(2, True)] * calls_of_way) * 2
     assert len(towers) == len(generated) + 2 * 2 * (3 + whole_call.SHORT_CALLS), (
