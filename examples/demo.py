@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import shutil
 import subprocess
 import sys
@@ -56,11 +55,8 @@ def say(line: str) -> None:
 
 
 def draw_scenes(folder: Path, count: int, unit: int) -> dict[str, str]:
-    """Draw pictures of several sizes in place of those of an earlier demo; return their captions by file name."""
+    """Draw pictures of several sizes; return their captions by file name. Other files of the folder stay."""
     folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.iterdir():
-        if re.fullmatch(r"scene_\d{2,}\.png", path.name):
-            path.unlink()
     captions = {}
     for index in range(count):
         drawn = scene(FIRST + index, video=False)

@@ -235,8 +235,14 @@ class Journal:
         for entry in reversed(self.manifest()["runs"]):
             entry_prompts = set(entry.get("prompts") or counts)
             if entry["run"] == run and entry_prompts & remaining:
+                if "records_by_prompt" in entry:
+                    expected = entry["records_by_prompt"]
+                    for prompt in entry_prompts & remaining:
+                        missing += max(0, expected.get(prompt, 0) - counts.get(prompt, 0))
+                else:  # a manifest of version 0.1
+                    written = sum(counts.get(prompt, 0) for prompt in entry_prompts)
+                    missing += max(0, entry.get("records", 0) - written)
                 remaining -= entry_prompts
-                missing += max(0, entry.get("records", 0) - sum(counts.get(prompt, 0) for prompt in entry_prompts))
         return missing
 
     def merged(self, run: str | None = None) -> list[Record]:

@@ -56,8 +56,9 @@ def manifest_entry(options: Options, ready: Prepared, processes: int | None, dev
         "root": ready.root,
         "column": options.column,
         "split": options.split,
-        "overwrite": ready.overwrites,
+        "overwrite": ready.overwrite,
         "records": ready.plan.expected,
+        "records_by_prompt": dict(ready.plan.expected_by_prompt),
         "processes": processes,
         "device": device,
         "versions": {module.__name__: module.__version__ for module in _MODULES}

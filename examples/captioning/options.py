@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from functools import wraps
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Literal, TypeVar, get_type_hints
 
 import typer
+from media.files import fingerprint
 from media.pictures import REFUSE_ABOVE
 
 from captioning.prepare import Request
@@ -117,7 +119,15 @@ class Options:
             "dtype": self.dtype_on(on_cuda),
             "pixels": [self.min_pixels, self.max_pixels],
         }
+        command = {
+            "inputs": self.inputs,
+            "folder": os.getcwd(),
+            "prompts": self.prompts,
+            "items": [self.column, self.split, str(self.root), self.skip_with, self.limit],
+            "model": [self.no_patch, self.no_decode_graphs, self.attention],
+        }
         return Request(
+            command=fingerprint(command),
             inputs=self.inputs,
             output=self.output,
             model=self.named,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -40,7 +41,7 @@ class Plan:
         stale: Key and prompt of outdated records: the file or the filled prompt changed, or the error is retried.
         changed: How many of them are captions.
         stamps: New stamps by key, of files that have another time and the same bytes.
-        expected: How many records there are in the end.
+        expected_by_prompt: How many records of each prompt there are in the end.
         errors: How many earlier errors are not retried.
         records: How many earlier records there are.
         matching: How many of them belong to these items.
@@ -50,10 +51,15 @@ class Plan:
     stale: set[tuple[str, str]] = field(default_factory=set)
     changed: int = 0
     stamps: dict[str, str] = field(default_factory=dict)
-    expected: int = 0
+    expected_by_prompt: Counter[str] = field(default_factory=Counter)
     errors: int = 0
     records: int = 0
     matching: int = 0
+
+    @property
+    def expected(self) -> int:
+        """Return how many records there are in the end."""
+        return self.expected_by_prompt.total()
 
     def revised(self, run: str, record: Record) -> Record | None:
         """Update a record of this run: None for an outdated one. Records of other runs stay."""
@@ -115,7 +121,9 @@ def make_plan(
         missing = tuple(prompt for prompt in prompts if (item.key, prompt) not in done)
         if missing:
             plan.tasks.append(Task(item=item, prompts=missing, tokens=0))
-    plan.expected = sum(prompt in prompts for _, prompt in done) + sum(len(task.prompts) for task in plan.tasks)
+    plan.expected_by_prompt.update(prompt for _, prompt in done if prompt in prompts)
+    for task in plan.tasks:
+        plan.expected_by_prompt.update(task.prompts)
     return plan
 
 

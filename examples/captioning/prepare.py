@@ -24,10 +24,12 @@ class Request:
     """The part of the command line that decides what a run does.
 
     Args:
+        command: Fingerprint of the options that make this the same command, but for `--overwrite`.
         settings: Options that change captions, beside the checkpoint.
         others: The options of these names.
     """
 
+    command: str
     inputs: list[str]
     output: Path
     model: str
@@ -57,7 +59,7 @@ class Prepared:
         title: Name of the model for the console.
         root: Folder that keys are relative to.
         clashed: Whether items share a key.
-        overwrites: Whether it is a run of `--overwrite`, begun or gone on with.
+        overwrite: The command that began it with `--overwrite`, as a fingerprint; None without.
     """
 
     run: str
@@ -67,7 +69,7 @@ class Prepared:
     title: str
     root: str | None
     clashed: bool
-    overwrites: bool
+    overwrite: str | None
 
 
 def prepare(request: Request, stack: ExitStack) -> Prepared:
@@ -90,7 +92,7 @@ def prepare(request: Request, stack: ExitStack) -> Prepared:
     again = last_settings.get("again", 0)
     if again:
         settings["again"] = again
-    goes_on = _is_unfinished_overwrite(last_run, request, settings, journal)
+    goes_on = _is_unfinished_overwrite(request, fingerprint(settings), journal)
     if request.overwrite and not goes_on:
         # --overwrite makes another run, so the earlier records stay, even if this run fails.
         settings["again"] = again + 1
@@ -121,25 +123,22 @@ def prepare(request: Request, stack: ExitStack) -> Prepared:
         title=title,
         root=found_items.root,
         clashed=bool(found_items.clashes),
-        overwrites=request.overwrite or goes_on,
+        overwrite=request.command if request.overwrite or goes_on else None,
     )
 
 
-def _is_unfinished_overwrite(last_run: Entry, request: Request, settings: Settings, journal: Journal) -> bool:
-    """Tell whether the last start was this command with `--overwrite`, and left records to be written."""
-    same_command = {"run": fingerprint(settings), "inputs": request.inputs, "prompts": request.prompts}
-    same_command |= {"column": request.column, "split": request.split, "overwrite": True}
-    if any(last_run.get(name) != value for name, value in same_command.items()):
+def _is_unfinished_overwrite(request: Request, run: str, journal: Journal) -> bool:
+    """Tell whether this command began a run with `--overwrite` that lacks records."""
+    starts = [entry for entry in journal.manifest()["runs"] if entry["run"] == run]
+    starts = [entry for entry in starts if entry.get("prompts") == request.prompts]  # one prompt may be tried meanwhile
+    if not starts or starts[-1].get("overwrite") != request.command:
         return False
-    written = {
-        (record.key, record.prompt)
-        for record in journal.records()
-        if record.run == last_run["run"] and record.prompt in request.prompts
-    }
-    is_unfinished = len(written) < last_run["records"]
+    records = [record for record in journal.records() if record.run == run and record.prompt in request.prompts]
+    written = {(record.key, record.prompt) for record in records}
+    expected = starts[-1]["records"]
+    is_unfinished = len(written) < expected
     if is_unfinished and request.overwrite:
-        count = f"{len(written)} of {last_run['records']} records are there"
-        say(f"goes on with the --overwrite run that was not finished: {count}")
+        say(f"goes on with the --overwrite run that was not finished: {len(written)} of {expected} records are there")
     return is_unfinished
 
 

@@ -84,6 +84,19 @@ def test_a_named_prompt_is_complete_or_reported(output: Path, result: Path) -> N
     assert done.exit_code == 1 and "1 records are missing" in words(done), first
 
 
+def test_missing_records_are_counted_by_prompt(photos: Path, output: Path, tmp_path: Path) -> None:
+    """Surplus records of one prompt hide no missing ones of another."""
+    both = [f"--prompt={PROMPT}", f"--prompt={TRIED}"]
+    caption(photos, output, *both, "--limit=2")
+    for shard in Journal(output).shards():
+        kept = [line for line in shard.read_text().splitlines(keepends=True) if TRIED not in line or "a.png" in line]
+        shard.write_text("".join(kept))
+    caption(photos, output, prompt=PROMPT)
+    merged = call("merge", output, tmp_path / "out.jsonl", f"--prompt={TRIED}")
+    assert merged.exit_code == 1 and "1 records are missing" in words(merged)
+    assert call("merge", output, tmp_path / "out.jsonl", f"--prompt={PROMPT}").exit_code == 0
+
+
 def test_a_partial_run_says_what_else_it_holds(photos: Path, output: Path, result: Path) -> None:
     first = Journal(output).newest()["run"]
     caption(photos / "a.png", output, "--overwrite", prompt=PROMPT)

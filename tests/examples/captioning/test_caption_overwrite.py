@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -69,12 +70,41 @@ def test_a_kill_before_the_first_record_begins_no_third_run(
     assert len(set(runs_in(output))) == 2
 
 
-@pytest.mark.parametrize("other", ["prompt", "input", "setting"])
+def test_another_prompt_in_between_does_not_begin_anew(
+    photos: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caption(photos, output)
+    killed_after(1, monkeypatch, photos, output, "--overwrite")
+    caption(photos, output, "--limit=1", prompt="what is it ?")
+    printed = words(caption(photos, output, "--overwrite"))
+    assert GOES_ON in printed and "3 items, 2 of them to caption" in printed
+
+
+def test_the_same_words_in_another_folder_begin_anew(
+    photos: Path, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They name other pictures."""
+    monkeypatch.chdir(photos.parent)
+    caption(photos.name, output)
+    killed_after(1, monkeypatch, photos.name, output, "--overwrite")
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(photos, elsewhere / photos.name)
+    monkeypatch.chdir(elsewhere)
+    printed = words(caption(photos.name, output, "--overwrite"))
+    assert GOES_ON not in printed and "3 items, 3 of them to caption" in printed
+
+
+@pytest.mark.parametrize("other", ["prompt", "input", "setting", "root", "limit", "no patch"])
 def test_another_command_begins_anew(photos: Path, output: Path, other: str, monkeypatch: pytest.MonkeyPatch) -> None:
     caption(photos, output)
     killed_after(1, monkeypatch, photos, output, "--overwrite")
     inputs = photos / "*.png" if other == "input" else photos
-    options = ["--max-new-tokens=5"] if other == "setting" else []
+    options = {
+        "setting": ["--max-new-tokens=5"],
+        "root": [f"--root={photos.parent}"],
+        "limit": ["--limit=3"],
+        "no patch": ["--no-patch"],
+    }.get(other, [])
     prompts = {"prompt": "what is it ?"} if other == "prompt" else {}
     before = list(Journal(output).records())
     printed = words(caption(inputs, output, "--overwrite", *options, **prompts))
