@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import transformers
 from benchmark.whole_call import TEXT, build, inputs_for
+from media.checkpoints import config_of
 from media.pictures import read_frames
 from transformers import PreTrainedModel, ProcessorMixin
 from transformers.utils import is_torchvision_available
@@ -148,9 +149,9 @@ def mistake_in(arguments: argparse.Namespace) -> str | None:
             return f"expected --height and --width to be multiples of {unit}, got {sides[0]} and {sides[1]}"
         return None
     try:
-        transformers.AutoConfig.from_pretrained(arguments.model)
-    except (OSError, ValueError) as error:
-        return f"cannot load {arguments.model}: {str(error).splitlines()[0]}"
+        config_of(arguments.model, None)
+    except ValueError as error:
+        return str(error)
     return None if is_torchvision_available() else "--model needs torchvision for videos: pip install torchvision av"
 
 

@@ -42,7 +42,6 @@ OTHERS = (
 MODULES = {
     "hf-vit-accel": "hf_vit_accel",
     "torch.distributed.run": "torch.distributed.run",
-    "accelerate": "accelerate.commands.accelerate_cli",
 }
 """The module to run instead of a console script, which might belong to another Python."""
 

@@ -242,7 +242,7 @@ def facts_for_reuse(
         reasons.append(f"{snapshot.unpredictable}, and may be random in training")
     against_keeping: list[str] = []
     weights_to_sum: list[Tensor] = []
-    # Where gradients may flow nothing is kept, and nobody asked for it.
+    # Where gradients may flow, features are never kept. So no reason is reported.
     if settings.reuse.across_calls and not (grad_mode and (snapshot.unpredictable or snapshot.is_trained(parameters))):
         if snapshot.unpredictable:
             against_keeping.append(f"{snapshot.unpredictable}, and might act otherwise at a later call")

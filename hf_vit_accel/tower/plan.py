@@ -116,9 +116,9 @@ class GraphChoice:
     Attributes:
         runner: Their runner; None for a call that is eager without a reason to count.
         use: How the runner serves the call.
-        identity_spec: The spec that identifies all graphs of the runner, the same for exact and padded calls, so that
-            neither makes the graphs of the other stale. None for the call's own spec. A graph of an exact shape is
-            captured with the call's own spec in any case.
+        identity_spec: The spec that identifies all graphs of the runner; None for the call's own spec. Exact and padded
+            calls share it. So neither makes the graphs of the other stale. A graph of an exact shape is captured with
+            the call's own spec in any case.
         needs_graph_backend: Whether the call needs backends that a graph can replay.
     """
 
