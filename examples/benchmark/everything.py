@@ -162,7 +162,8 @@ JOBS = {
     "training_step": _script("training_step.json", "training_step.py", QWEN[:2], seconds=95),
     "captioning": Job(
         file="captioning.json",
-        command="python examples/benchmark/captioning_benchmark.py build/captioning --pictures 240 --rounds 1",
+        command="python examples/benchmark/captioning_benchmark.py build/captioning --pictures 160 --tokens 1,32 "
+        "--rounds 1",
         models=QWEN[:2],
         seconds=270,
     ),
