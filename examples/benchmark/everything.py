@@ -162,10 +162,9 @@ JOBS = {
     "training_step": _script("training_step.json", "training_step.py", QWEN[:2], seconds=95),
     "captioning": Job(
         file="captioning.json",
-        command="python examples/benchmark/captioning_benchmark.py build/captioning --pictures 160 --tokens 1,32 "
-        "--rounds 1",
+        command="python examples/benchmark/captioning_benchmark.py build/captioning --pictures 240 --rounds 1",
         models=QWEN[:2],
-        seconds=270,
+        seconds=440,
     ),
     "ways": _script("ways.json", "ways.py", QWEN[:2], seconds=220),
     "data_parallel": Job(

@@ -170,18 +170,19 @@ def test_whole_calls_and_the_tower_alone_are_timed(
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(whole_call, "BATCHES", {"one": (1, (1, 4, 4)), "two": (2, (1, 4, 4))})
     path = tmp_path / "calls.json"
-    whole_call.main(models="tiny", tokens="0,2", rounds=1, json_path=path)
+    whole_call.main(models="tiny", tokens="0,17", rounds=1, json_path=path)
     rows = json.loads(path.read_text())["rows"]
-    assert [(row["size"], row["tokens"]) for row in rows] == [("one", 0), ("one", 2), ("two", 0), ("two", 2)]
+    assert [(row["size"], row["tokens"]) for row in rows] == [("one", 0), ("one", 17), ("two", 0), ("two", 17)]
     assert [sorted(row.keys() & set(whole_call.WAYS)) for row in rows[:2]] == [
         ["patched", "stock"],
         sorted(whole_call.WAYS),
     ]
     for row in rows:
-        assert all(low <= row[way] <= high for way, (low, high) in row["ranges"].items())
-    calls_of_way = 3 + 1  # warmed up, and timed
-    assert generated == ([(2, False)] * 2 * calls_of_way + [(2, True)] * calls_of_way) * 2
-    assert len(towers) == len(generated) + 2 * 2 * (3 + whole_call.SHORT_CALLS), (
+        assert all(low == row[way] <= high for way, (low, high) in row["ranges"].items())
+    lengths = [16, 16, 16, 17, 17]  # warmed up, the last time with all tokens, and timed
+    of_a_batch = [(length, way == "decoding") for way in whole_call.WAYS for length in lengths]
+    assert generated == of_a_batch * 2
+    assert len(towers) == len(generated) + 2 * 2 * (4 + whole_call.SHORT_CALLS), (
         "the tower alone: two ways, warmed up and repeated"
     )
 
