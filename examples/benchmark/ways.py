@@ -176,13 +176,14 @@ class Steps:
     def total_gigabytes(self, tower: nn.Module, way: Way, cuda_graphs: Literal["auto", False]) -> float | None:
         """Measure the memory of a patched copy of a tower in steady steps; None on a CPU.
 
-        It includes weights, gradients, activations and graphs. Free blocks that torch only caches are given back first.
+        It includes weights, gradients, activations and graphs, and free memory between tensors of earlier towers.
+        Free blocks that torch only caches are given back first.
         """
         if DEVICE.type != "cuda":
             return None
         gc.collect()
         torch.cuda.empty_cache()
-        before = torch.cuda.memory_reserved()
+        before = torch.cuda.memory_allocated()
         module = way.wrap(hf_vit_accel.patch(copy.deepcopy(tower), cuda_graphs=cuda_graphs))
         for _ in range(STEPS_UNTIL_STEADY):
             clear(module)

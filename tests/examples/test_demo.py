@@ -194,7 +194,8 @@ def test_the_captioning_benchmark(
         folder = tmp_path / "qwen2.5-vl-7b" / name_of_run.replace(", ", "_").replace(" ", "_")
         (shard,) = folder.glob("captions-*.jsonl")
         records = [json.loads(line) for line in shard.read_text().splitlines()]
-        assert [record["status"] for record in records] == ["ok"] * 3 * 2
+        pictures = 2 if name_of_run in warm_ups else 3
+        assert [record["status"] for record in records] == ["ok"] * pictures * 2
     assert ("### 0 captions differ" if processors else "stock") in stdout
     if processors:
         assert not path.exists()

@@ -182,9 +182,8 @@ def test_whole_calls_and_the_tower_alone_are_timed(
     lengths = [16, 16, 16, 17, 17]  # warmed up, the last time with all tokens, and timed
     of_a_batch = [(length, way == "decoding") for way in whole_call.WAYS for length in lengths]
     assert generated == of_a_batch * 2
-    assert len(towers) == len(generated) + 2 * 2 * (4 + whole_call.SHORT_CALLS), (
-        "the tower alone: two ways, warmed up and repeated"
-    )
+    alone = 2 * (4 + whole_call.SHORT_CALLS) + 2 * (4 + 1)
+    assert len(towers) == len(generated) + alone, "the tower alone: two ways, warmed up, repeated for one picture"
 
 
 @pytest.mark.parametrize("program", ["long_video.py", "tensor_parallel.py", "benchmark/training_step.py"])
