@@ -41,7 +41,7 @@ TRAINED = ("sdpa", "flash_attention_2", "compile_blocks")
 FASTEST = "the fastest of stock sdpa, FlashAttention-2 and compiled blocks"
 LINES = (
     Line(
-        label="Vision tower, against the fastest of sdpa, FlashAttention-2 and -3",
+        label="Vision tower, six input sizes, against the fastest of sdpa, FlashAttention-2 and -3",
         file="towers.json",
         ours="auto",
         stock=("sdpa", "flash_attention_2", "flash_attention_3"),
@@ -103,7 +103,7 @@ def _captioning() -> list[str]:
     lines = []
     for number, texts in by_tokens.items():
         tokens = f"{number} new token{'s' * (number > 1)}"
-        lines.append(_line(f"Captioning mixed JPEGs in pictures/s, {tokens}", texts, document, file))
+        lines.append(_line(f"Captioning JPEG files of all sizes, pictures/s, {tokens}", texts, document, file))
     return lines
 
 
@@ -113,13 +113,12 @@ def _line(label: str, ranges: Sequence[str], document: Document, file: str) -> s
 
 
 def beside_the_headline() -> str:
-    """Write the lines of README below its table: training, captioning, and stock with another attention.
+    """Write the lines of README below its table: training and captioning.
 
     Raises:
-        KeyError: if a file lacks a contender for a size
         ValueError: if a file mixes measurements of two commits
     """
-    return "".join([*_trainer_steps(), *_captioning()[1:2], LINES[0].text()])
+    return "".join([*_trainer_steps(), *_captioning()[1:2]])
 
 
 def text() -> str:
