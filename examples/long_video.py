@@ -147,7 +147,7 @@ def mistake_in(arguments: argparse.Namespace) -> str | None:
         sides = (arguments.height, arguments.width)
         if min(sides) <= 0 or any(side % unit for side in sides):
             return f"expected --height and --width to be multiples of {unit}, got {sides[0]} and {sides[1]}"
-        return None
+        return None if torch.cuda.is_available() else "--random builds a full-size model, which needs a CUDA device"
     try:
         config_of(arguments.model, None)
     except ValueError as error:

@@ -60,7 +60,9 @@ class Options:
         Literal["bfloat16", "float16", "float32"] | None,
         typer.Option(help="By default bfloat16 on CUDA, else float32."),
     ] = None
-    no_patch: Annotated[bool, typer.Option("--no-patch", help="Use stock transformers, for comparison.")] = False
+    no_patch: Annotated[
+        bool, typer.Option("--no-patch", help="Use stock transformers; for a comparison, take another --output.")
+    ] = False
     column: Annotated[str | None, typer.Option(help="Column of the pictures in parquet files and data sets.")] = None
     split: Annotated[str, typer.Option(help="Split of data sets.")] = "train"
     root: Annotated[

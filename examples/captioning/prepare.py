@@ -171,6 +171,8 @@ def _has_text_beside(item: Item, extension: str | None) -> bool:
 
 def _say_plan(plan: Plan, items: int, run: str, *, is_other_copy: bool) -> None:
     say(f"{items} items, {len(plan.tasks)} of them to caption (run {run})")
+    if items and not plan.tasks:
+        say("Nothing is left. --no-patch and another --attention begin no new run; --overwrite captions anew.")
     if plan.changed:
         say(
             f"{plan.changed} captions are outdated, since their pictures or filled prompts changed. They go to "

@@ -91,7 +91,8 @@ def test_existing_captions_are_not_made_again(folder: Path) -> None:
     assert "4 items, 4 of them to caption" in caption(folder)
     assert made_captions(folder) == right_captions(folder)
     before = written_records(folder)
-    assert "4 items, 0 of them to caption" in caption(folder, "--batch-size=1", "--batch-tokens=7", "--attention=sdpa")
+    again = caption(folder, "--batch-size=1", "--batch-tokens=7", "--attention=sdpa")
+    assert "4 items, 0 of them to caption" in again and "--overwrite captions anew" in again
     assert written_records(folder) == before
     assert "4 items, 4 of them to caption" in caption(folder, "--prompt=describe this video .", "--no-patch")
     assert "4 items, 4 of them to caption" in caption(folder, "--max-new-tokens=3")

@@ -164,6 +164,7 @@ def test_half_as_many_frames_are_tried_until_all_fits(
 
     monkeypatch.setattr(tower_module, "encode", encode_at_most_300_rows)
     monkeypatch.setattr(long_video, "build", lambda *_, **__: model)
+    monkeypatch.setattr(long_video, "mistake_in", lambda _: None)  # a full-size model would need a CUDA device
     options = {"random": "qwen3-vl-8b", "seconds": 6, "height": 32, "width": 32, "tokens": 3}
     options["json"] = tmp_path / "rows.json"
     monkeypatch.setattr(sys, "argv", ["x", *(f"--{name}={value}" for name, value in options.items())])
@@ -201,6 +202,7 @@ RANDOM = "--random=qwen3-vl-8b"
         ([RANDOM, "--height=100"], "expected --height and --width to be multiples of 32, got 100 and 320"),
         ([RANDOM, "--width=0"], "expected --height and --width to be multiples of 32, got 192 and 0"),
         (["--random=qwen2.5-vl-7b"], "multiples of 28, got 192 and 320"),
+        ([RANDOM], "--random builds a full-size model, which needs a CUDA device"),
         ([RANDOM, "--seconds=-2"], "expected at least 4 frames, got --seconds -2 at --fps 2"),
         ([RANDOM, "--seconds=-2", "--fps=-2"], "expected at least 4 frames, got --seconds -2 at --fps -2"),
     ],
@@ -209,6 +211,7 @@ def test_mistakes_end_in_one_line_before_a_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], message: str
 ) -> None:
     monkeypatch.setattr(long_video, "is_torchvision_available", lambda: False, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(long_video, "build", lambda *_, **__: pytest.fail("built"))
     monkeypatch.setattr(sys, "argv", ["long_video.py", *options])
     with pytest.raises(SystemExit) as stopped:
