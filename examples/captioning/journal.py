@@ -41,7 +41,7 @@ class Selection:
         prompts: How many records of the run are not selected, since they answer other prompts.
         runs: How many records belong to other runs.
         by_prompt: How many items have captions of an unselected prompt of the run only, by that prompt.
-        by_run: How many items have captions of another run only, by its name.
+        by_run: How many items have captions of another run only, by its name; the run that began last comes first.
         missing: How many records of the prompts are still to be written.
     """
 
@@ -213,12 +213,14 @@ class Journal:
         ranks = {prompt: rank for rank, prompt in enumerate(prompts or ())}
         order = sorted(by_name, key=lambda name: (name[0], ranks.get(name[1], len(ranks)), name[1]))
         keys = {key for key, _ in by_name}
+        last_starts = {start["run"]: index for index, start in enumerate(self.manifest()["runs"])}
+        newest_first = sorted(run_keys, key=lambda name: last_starts.get(name, -1), reverse=True)
         return Selection(
             records=[by_name[name] for name in order],
             prompts=others.total(),
             runs=len(unselected) - others.total(),
             by_prompt=_more_than(keys, prompt_keys),
-            by_run=_more_than(keys, run_keys),
+            by_run=_more_than(keys, {name: run_keys[name] for name in newest_first}),
             missing=self._missing(run_name, prompts, counts),
         )
 

@@ -143,11 +143,11 @@ def partial_run(entry: Entry, selection: Selection) -> str:
     """Return why the newest run is not merged unless it is named."""
     run = entry["run"]
     others = ", ".join(f"run {name} of {count}" for name, count in selection.by_run.items())
+    names = " or ".join(f"--run {name}" for name in (run, *selection.by_run))
     of_prompts = f" of these prompts and {selection.prompts} of others" if selection.prompts else ""
     return (
         f"the newest run ({run}) has {len(selection.records)} records{of_prompts}, and others have captions of more "
-        f"pictures ({others} more); name the run to merge: --run {run} or --run {next(iter(selection.by_run))}"
-        + _how_to_finish(selection)
+        f"pictures ({others} more); name the run to merge: {names}" + _how_to_finish(selection)
     )
 
 

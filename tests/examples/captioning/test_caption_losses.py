@@ -213,6 +213,17 @@ def test_only_the_newest_prompts_are_merged(photos: Path, output: Path, tmp_path
     assert {line["prompt"] for line in lines(tmp_path / "out.jsonl")} == {"describe this {kind} ."}
 
 
+def test_the_newest_of_the_larger_runs_is_named_first(photos: Path, output: Path, tmp_path: Path) -> None:
+    runs = []
+    for options in ((), ("--overwrite",), ("--overwrite", "--limit=1")):
+        caption(photos, output, *options)
+        runs.append(Journal(output).newest()["run"])
+    first, second, third = runs
+    refusal = call("merge", output, tmp_path / "out.jsonl")
+    assert refusal.exit_code == 2 and not (tmp_path / "out.jsonl").exists()
+    assert f"--run {third} or --run {second} or --run {first}" in words(refusal)
+
+
 def test_a_partial_newest_run_is_merged_only_by_its_name(photos: Path, output: Path, tmp_path: Path) -> None:
     caption(photos, output)
     first = Journal(output).newest()["run"]
