@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ from hf_vit_accel.families import FAMILIES, Family
 from hf_vit_accel.layout import Grid
 from hf_vit_accel.tools import bench, cli
 from hf_vit_accel.tools.bench import baselines, contenders, towers, verify
-from hf_vit_accel.tools.bench.measure import _time
+from hf_vit_accel.tools.bench.measure import _time, _time_often
 from hf_vit_accel.tools.bench.profile import part_of
 from hf_vit_accel.tools.bench.work import Errors, draw_batch, results
 
@@ -215,15 +216,19 @@ def test_one_round_on_a_cpu_is_called_noise(checkpoint: Path) -> None:
     assert "noise" not in command(*options, "--rounds", 2).output
 
 
-def test_a_gpu_gets_more_timed_steps_than_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(_time.__globals__, "milliseconds", lambda step, **_: step())  # no GPU here
-    steps: dict[bool, int] = {}
-    for cuda in (False, True):
-        ran: list[int] = []
-        times = _time({"a": lambda ran=ran: ran.append(1)}, 1, cuda=cuda)
-        steps[cuda] = len(ran)
-        assert len(times["a"]) == (4 if cuda else 2)
-    assert steps == {False: 3, True: 6}
+@pytest.mark.parametrize(("step_ms", "timed"), [(60.0, 4), (4.0, 25)])
+def test_a_gpu_gets_more_timed_steps_than_a_cpu(monkeypatch: pytest.MonkeyPatch, step_ms: float, timed: int) -> None:
+    """Short steps are timed for as long as others, after a GPU has woken up."""
+    ran: dict[bool, int] = {False: 0, True: 0}
+
+    def count(step: Any, *, cuda: bool, before: Any) -> float:
+        ran[cuda] += 1
+        return step_ms
+
+    monkeypatch.setitem(_time_often.__globals__, "milliseconds", count)  # no GPU here
+    assert _time({"a": lambda: None}, 1, cuda=False)["a"] == [step_ms] * 2
+    assert _time({"a": lambda: None}, 1, cuda=True)["a"] == [step_ms] * timed
+    assert ran == {False: 3, True: timed + max(2, math.ceil(30 / step_ms))}
 
 
 def test_the_floor_is_of_the_gpu_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,12 +28,13 @@ from hf_vit_accel.tools.bench.verify import ErrorVerdict, Problem, Status, probl
 from hf_vit_accel.tools.bench.work import Batch, milliseconds, peak_gigabytes, work
 
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-WARM_UPS = 2
-"""Steps before a contender's turn that are not timed."""
-TIMED = 4
-"""Steps of a contender's turn that are timed."""
-ON_CPU = 1, 2
-"""The same two numbers on a CPU, where a step of a full-size tower may take seconds."""
+WARM_UPS = 2, 30.0
+"""The least number of steps before a contender's turn that are not timed, and their least milliseconds together."""
+TIMED = 4, 100.0
+"""The least number of timed steps of a turn, and their least milliseconds: short steps are timed more often."""
+WARM_UPS_ON_CPU = 1, 0.0
+TIMED_ON_CPU = 2, 0.0
+"""The same numbers on a CPU, where a step of a full-size tower may take seconds."""
 
 TimedStep = Callable[[], object]
 Say = Callable[[str], None]
@@ -377,7 +378,6 @@ def _time(
     Returns:
         Contender -> milliseconds of every timed step.
     """
-    warm_ups, timed = (WARM_UPS, TIMED) if cuda else ON_CPU
     times: dict[str, list[float]] = {name: [] for name in steps}
     for index in range(rounds):
         now(f"timing, round {index + 1} of {rounds}")
@@ -385,9 +385,15 @@ def _time(
         if index % 2:
             names.reverse()
         for name in names:
-            for _ in range(warm_ups):
-                steps[name]()
             first = before.get(name, lambda: None)
-            for _ in range(timed):
-                times[name].append(milliseconds(steps[name], cuda=cuda, before=first))
+            _time_often(steps[name], *(WARM_UPS if cuda else WARM_UPS_ON_CPU), cuda=cuda, before=first)
+            times[name] += _time_often(steps[name], *(TIMED if cuda else TIMED_ON_CPU), cuda=cuda, before=first)
+    return times
+
+
+def _time_often(step: TimedStep, least: int, least_ms: float, *, cuda: bool, before: TimedStep) -> list[float]:
+    """Time a step until it was called so often, and its calls took so long together."""
+    times: list[float] = []
+    while len(times) < least or sum(times) < least_ms:
+        times.append(milliseconds(step, cuda=cuda, before=before))
     return times
