@@ -158,13 +158,13 @@ JOBS = {
         file="long_video.json", command="python examples/long_video.py --random qwen3-vl-8b --tokens 16", seconds=25
     ),
     "reuse": _script("reuse.json", "reuse.py --seconds 0.6 --calls 200", ("qwen3-vl-8b",), seconds=65),
-    "whole_call": _script("whole_call.json", "whole_call.py --tokens 0,1,64,256 --rounds 2", QWEN[:2], seconds=330),
+    "whole_call": _script("whole_call.json", "whole_call.py --tokens 0,1,64,256 --rounds 2", QWEN[:2], seconds=310),
     "training_step": _script("training_step.json", "training_step.py", QWEN[:2], seconds=95),
     "captioning": Job(
         file="captioning.json",
-        command="python examples/benchmark/captioning_benchmark.py build/captioning --pictures 240 --rounds 1",
+        command="python examples/benchmark/captioning_benchmark.py build/captioning --pictures 160 --rounds 1",
         models=QWEN[:2],
-        seconds=310,
+        seconds=240,
     ),
     "ways": _script("ways.json", "ways.py", QWEN[:2], seconds=240),
     "data_parallel": Job(

@@ -97,16 +97,19 @@ class Way:
         dtype: the dtype of the weights
         wrap: prepares the tower
         autocast: whether steps run under autocast to bf16
+        batches: the batches of a step, whose gradients are added
     """
 
     dtype: torch.dtype = torch.bfloat16
     wrap: Wrap = same
     autocast: bool = False
+    batches: int = 1
 
 
 WAYS = {
     "all weights": Way(),
     "the last quarter of the layers": Way(wrap=partly),
+    "gradients of two batches added": Way(batches=2),
     "autocast, bf16 weights": Way(autocast=True),
     "autocast, fp32 weights": Way(torch.float32, autocast=True),
     "checkpointed": Way(wrap=partial(checkpointed, reentrant=False)),
@@ -142,17 +145,19 @@ class Steps:
         self.pixels_TP = torch.randn(shape, device=DEVICE).to(way.dtype)
         self.grid = torch.tensor(grid, device=DEVICE)
         self.autocast = way.autocast
+        self.batches = way.batches
         self.tensors_of = family_of_tower(tower).tensors_of
         self.incoming: list[torch.Tensor] = []
 
     def run(self, module: nn.Module) -> None:
-        """Run forward and backward."""
-        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=self.autocast):
-            outputs = self.tensors_of(module(self.pixels_TP, grid_thw=self.grid))
-        if not self.incoming:
-            self.incoming = [torch.randn_like(output) for output in outputs]
-        gradients = [gradient.to(output.dtype) for gradient, output in zip(self.incoming, outputs, strict=True)]
-        torch.autograd.backward(outputs, gradients)
+        """Run forward and backward of every batch."""
+        for _ in range(self.batches):
+            with torch.autocast(DEVICE.type, torch.bfloat16, enabled=self.autocast):
+                outputs = self.tensors_of(module(self.pixels_TP, grid_thw=self.grid))
+            if not self.incoming:
+                self.incoming = [torch.randn_like(output) for output in outputs]
+            gradients = [gradient.to(output.dtype) for gradient, output in zip(self.incoming, outputs, strict=True)]
+            torch.autograd.backward(outputs, gradients)
 
     def warm_up(self, module: nn.Module) -> torch.Tensor:
         """Run two steps, which compile and record; return the gradients of the second."""
