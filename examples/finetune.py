@@ -56,6 +56,7 @@ from finetuning.folder import check_adapters, draw_loss, finish, newest_checkpoi
 from media.processors import limit_pixels, load_processor
 
 import hf_vit_accel
+from hf_vit_accel.backends import require
 
 app = typer.Typer(
     add_completion=False,
@@ -174,7 +175,8 @@ def run(options: SimpleNamespace) -> None:
     if arguments.process_index == 0:
         count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         print(f"{len(trained)} examples to train on, {len(held_out)} to evaluate by; {count:,} weights are trained")
-        print(f"going on from {checkpoint}" if checkpoint else "beginning anew", flush=True)
+        why_anew = f": {options.output_dir} has no complete checkpoint" if options.resume else ""
+        print(f"going on from {checkpoint}" if checkpoint else f"beginning anew{why_anew}", flush=True)
     with _interruptions(options.output_dir):
         result = trainer.train(resume_from_checkpoint=checkpoint)
         metrics = result.metrics | (trainer.evaluate() if held_out else {})
@@ -196,6 +198,10 @@ def check_options(options: SimpleNamespace) -> None:
     unlisted = ("none", "all", "azure_ml", "flyte")  # transformers takes them, but may leave them out of its list
     if options.report_to not in (*unlisted, *get_available_reporting_integrations()):
         raise ValueError(f"--report-to {options.report_to}: it is not installed, or unknown to transformers")
+    if not options.prompt.strip():
+        raise ValueError("--prompt is empty: say what the model shall answer, such as 'Describe this picture.'")
+    if not options.no_patch:
+        require(options.attention)
     if options.output_dir.resolve() == Path(options.model).resolve():
         raise ValueError(f"{options.output_dir} is the folder of the model itself: name another --output-dir")
 
@@ -335,8 +341,10 @@ def _mistakes(prefix: str = "") -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, ImportError, hf_vit_accel.BackendUnavailableError) as error:
-        lines = str(error).strip().splitlines()
-        text = prefix + (lines[0] if lines else type(error).__name__)
+        text = str(error).strip() or type(error).__name__
+        if not isinstance(error, hf_vit_accel.BackendUnavailableError):  # its further lines hold reasons and remedies
+            text = text.partition("\n")[0]
+        text = prefix + text
         raise (typer.Exit(2) if int(os.environ.get("RANK", 0)) else typer.BadParameter(text)) from None
 
 

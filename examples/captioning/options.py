@@ -86,6 +86,8 @@ class Options:
                 "only",
                 param_hint="--model",
             )
+        if not all(prompt.strip() for prompt in self.prompts):
+            raise typer.BadParameter("the prompt is empty: say what the captions shall tell", param_hint="--prompt")
         try:
             if self.attention != "auto":
                 backend_named(self.attention)

@@ -411,6 +411,11 @@ def test_attention_is_checked_before_inputs_are_listed(
     assert done.exit_code == 2 and "--attention" in words(done) and attention in words(done) and not output.exists()
 
 
+def test_an_empty_prompt_is_refused(photos: Path, tmp_path: Path) -> None:
+    done = caption(photos, tmp_path / "captions", "--prompt", " ")
+    assert done.exit_code == 2 and "the prompt is empty" in words(done) and not (tmp_path / "captions").exists()
+
+
 def test_a_model_without_pictures_is_refused_before_inputs_are_listed(
     photos: Path, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
