@@ -20,6 +20,8 @@ Residual = tuple[Tensor, Tensor | None]
 """The residual stream: x (T, E), and delta (T, E), which the next norm adds to it."""
 RunLayer = Callable[[tuple[int, ...], Tensor, Tensor, Tensor, Tensor | None], Residual]
 """(qkv_shape, cos, sin, x, delta) to the residual stream after one layer."""
+AfterLayer = Callable[[int, Residual], Residual]
+"""(index of the layer, its residual stream) to the residual stream that the next layer takes."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ def encode(
     blocks_to_call: Mapping[int, nn.Module] = MappingProxyType({}),
     output_slices: Sequence[Tensor] = (),
     is_embedded: bool = False,
+    after_layer: AfterLayer | None = None,
 ) -> list[Tensor]:
     """Encode pixels: return the last rows, the merged features if the tower merges them, and deepstack features.
 
@@ -76,6 +79,7 @@ def encode(
         blocks_to_call: By layer, the block whose call must surround the layer, since hooks on it gather the weights.
         output_slices: The slices of the call's outputs for this pass. Deepstack features are written there at once.
         is_embedded: Whether these are embedded rows. The caller keeps them, so they are not written to.
+        after_layer: Replaces the residual stream after every layer.
 
     Returns:
         Tensors that belong to the caller.
@@ -113,6 +117,8 @@ def encode(
             merged_by_layer.append(deepstack_slices[len(merged_by_layer)].copy_(merged) if output_slices else merged)
             del merged
             delta_TE = None
+        if after_layer is not None:
+            x_TE, delta_TE = after_layer(index, (x_TE, delta_TE))
     outputs = list(ops.finish(x_TE, delta_TE))
     if "window_index" in tensors:
         outputs[-1] = outputs[-1][tensors["inverse_index"]]

@@ -150,7 +150,7 @@ class AutoGraphs:
             return GraphUse("with gradients, a layout is captured when it comes often")
         if grid not in self._chosen:
             activation_bytes = rows_of(grid) * values_per_row * _BYTES_PER_VALUE
-            needed_bytes = max(activation_bytes, gradient_bytes) + gradient_bytes // 4
+            needed_bytes = activation_bytes + gradient_bytes // 4
             most_bytes = min(free_bytes() // _SHARE, CONFIG.max_training_bytes)
             reason = self._reason_against_capture(store, most_bytes, needed_bytes)
             if reason is not None:

@@ -97,11 +97,17 @@ class CudaRecorder:
             return "a CUDA graph is being captured around the call"
         return None
 
-    def record(self, *runs: Callable[[], None]) -> tuple[list[Callable[[], None]], int]:
+    def record(
+        self, *runs: Callable[[], None], after_each: Callable[[], None] = lambda: None
+    ) -> tuple[list[Callable[[], None]], int]:
         """Run all functions to warm up, then capture each in a graph of its own.
 
         A function may read tensors that the one before it left. Its replay finds them at the same addresses,
         unless another graph of the pool was replayed in between.
+
+        Args:
+            runs: The functions.
+            after_each: Called after every function, as long as nothing is captured.
 
         Returns:
             A replay function for every run, and the device memory that they take in bytes.
@@ -112,19 +118,23 @@ class CudaRecorder:
             with _CAPTURES, torch.cuda.stream(self._stream):
                 for run in runs:
                     run()  # compiles kernels and builds library plans
+                    after_each()
                 with suppress(torch.OutOfMemoryError):
-                    return self._capture_all(runs)
+                    return self._capture_all(runs, after_each)
                 torch.cuda.empty_cache()  # a capture cannot free cached memory, such as the warm-up's
-                return self._capture_all(runs)
+                return self._capture_all(runs, after_each)
         finally:  # even a failed warm-up uses buffers that others may take from here on
             current.wait_stream(self._stream)
 
-    def _capture_all(self, runs: Sequence[Callable[[], None]]) -> tuple[list[Callable[[], None]], int]:
+    def _capture_all(
+        self, runs: Sequence[Callable[[], None]], after_each: Callable[[], None]
+    ) -> tuple[list[Callable[[], None]], int]:
         """Capture every run; return the replay functions and their device memory in bytes."""
         free_before, _ = torch.cuda.mem_get_info(self._device)
         graphs = [torch.cuda.CUDAGraph() for _ in runs]
         for graph, run in zip(graphs, runs, strict=True):
             self._capture(graph, run)
+            after_each()
         free_after, _ = torch.cuda.mem_get_info(self._device)
         return [_Replay(graph) for graph in graphs], max(free_before - free_after, 0)
 

@@ -1,4 +1,7 @@
-"""Captures one training step: forward and backward of the encoder, each in a graph of its own.
+"""Captures one training step of the encoder: the forward in one graph, the backward in several, stage by stage.
+
+A stage is a run of layers. Its gradients are copied out before the next stage writes to the same memory, so graphs
+hold the gradients of one stage only.
 
 `T` packed patch rows, `P` pixels of a patch.
 """
@@ -7,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from hf_vit_accel.engine.encoder import encode
+from hf_vit_accel.engine.encoder import Residual, encode
 from hf_vit_accel.engine.recorded import Slot, slots_of
 from hf_vit_accel.engine.route import Route
 from hf_vit_accel.graphs.recorder import CudaRecorder
@@ -21,10 +25,40 @@ from hf_vit_accel.ops.base import Slots, replaced
 Tensors = list[Tensor]
 Gradients = list[Tensor | None]
 
+MOST_STAGES = 8
+"""Stages of a backward. Each is one more launch from the host."""
+
+
+@dataclass(eq=False)
+class Stage:
+    """The backward of a run of layers.
+
+    Attributes:
+        indices: The places of its gradients: 0 of the pixels, then one for every trained parameter.
+        gradients: Its gradients at these places. Their memory is the pool's: they are valid until the next replay of
+            any graph in it.
+        replay: Launches its graph.
+    """
+
+    indices: list[int] = field(default_factory=list)
+    gradients: Tensors = field(default_factory=list)
+    replay: Callable[[], None] | None = None
+
+    def run(self, result: Gradients) -> None:
+        """Launch the graph, and add copies of its gradients to those of earlier stages."""
+        assert self.replay is not None, "captured"
+        self.replay()
+        copies = [torch.empty_like(gradient) for gradient in self.gradients]
+        if copies:
+            torch._foreach_copy_(copies, self.gradients)
+        for index, gradient in zip(self.indices, copies, strict=True):
+            earlier = result[index]  # of a parameter that layers of several stages share
+            result[index] = gradient if earlier is None else earlier.add_(gradient)
+
 
 @dataclass(kw_only=True, eq=False)
 class CapturedStep:
-    """The two graphs of a layout, with the static tensors that they read and write.
+    """The graphs of a layout, with the static tensors that they read and write.
 
     Attributes:
         label: What the graphs replay, as `status` prints it.
@@ -34,14 +68,13 @@ class CapturedStep:
         differentiable: Whether each output can have a gradient.
         used: Whether the loss uses each output, so that a gradient arrives for it.
         incoming: Static gradients of the used outputs, read by the backward.
-        gradients: Gradients of the pixels, then of every trained parameter, written by the backward. Their memory is
-            the pool's: they are valid until the next replay of any graph in it.
+        stages: The stages of the backward, in their order.
+        trained: Number of distinct trained parameters.
         slots: Where modules store the tower's parameters.
         other_slots: Where they store other tensors: buffers and plain attributes.
         requires_grad: Whether each parameter requires a gradient.
         pointers: The memory address of each parameter.
         forward: Launches the forward graph.
-        backward: Launches the backward graph.
         nbytes: Device memory that the graphs took.
         replays: How often the forward was launched.
         captured_at: The number of calls when it was captured.
@@ -55,13 +88,13 @@ class CapturedStep:
     differentiable: list[bool]
     used: tuple[bool, ...]
     incoming: Tensors
-    gradients: Gradients
+    stages: list[Stage]
+    trained: int
     slots: Slots
     other_slots: list[Slot]
     requires_grad: tuple[bool, ...]
     pointers: list[int]
     forward: Callable[[], None]
-    backward: Callable[[], None]
     nbytes: int
     replays: int = 0
     captured_at: int = 0
@@ -71,9 +104,18 @@ class CapturedStep:
         """Return whether the static pixels are still those of a call."""
         return self.last_call is not None and self.last_call() is call
 
+    def backward(self) -> Gradients:
+        """Replay the backward. Return copies of the gradients of the pixels and of every trained parameter."""
+        result: Gradients = [None] * (1 + self.trained)
+        for stage in self.stages:
+            stage.run(result)
+        return result
+
 
 class StepCapture:
-    """Runs one training step for a capture: `forward()`, then `backward()`.
+    """Runs one training step for a capture: `forward()`, then `backward(stage)` for every stage, the last one first.
+
+    Between two stages the residual stream is detached, so that each has an autograd graph of its own.
 
     The recorder runs both to warm up, then under capture, and once more if memory ran out. Every run replaces the
     tensors that the last one left. Lists change in place, since the captured step holds the same lists.
@@ -99,30 +141,89 @@ class StepCapture:
         self.used = used
         self.outputs: Tensors = []
         self.incoming: Tensors = []
-        self.gradients: Gradients = []
+        self._cuts = _cuts(self.route, pixels_TP.requires_grad)
+        self._stages = [Stage() for _ in range(len(self._cuts) + 1)]
         self._encoded: Tensors = []  # the outputs with their autograd graph
         self._leaves: Tensors = []
+        self._ends: list[Tensors] = []  # by cut, the residual stream before it
+        self._starts: list[Tensors] = []  # by cut, the same, detached
+        self._gradients_of_starts: dict[int, Gradients] = {}
+        self._last_stage: Stage | None = None  # whose gradients still own their memory
 
     def forward(self) -> None:
         """Encode the static pixels."""
-        self._clear()
+        self._free_graph()
+        self.outputs.clear()
+        for stage in self._stages:
+            stage.gradients.clear()
         with torch.enable_grad(), _detached_leaves(self.slots, self.parameters, self.requires_grad) as leaves:
             self._leaves = leaves
-            self._encoded = encode(self.route, self.leaf_TP)
+            self._encoded = encode(self.route, self.leaf_TP, after_layer=self._cut)
         self.outputs += [output.detach() for output in self._encoded]
-
-    def backward(self) -> None:
-        """Compute the gradients of the last forward."""
         if not self.incoming:
             self._choose_incoming()
-        self.gradients[:] = _gradients_of(self._encoded, self.used, self.leaf_TP, self._leaves, self.incoming)
+
+    def _cut(self, index: int, residual: Residual) -> Residual:
+        """Detach the residual stream after the last layer of a stage."""
+        if index not in self._cuts:
+            return residual
+        x_TE, delta_TE = residual
+        ends = [tensor for tensor in residual if tensor is not None and tensor.requires_grad]
+        starts = {id(end): end.detach().requires_grad_() for end in ends}
+        self._ends.append(ends)
+        self._starts.append(list(starts.values()))
+        return starts.get(id(x_TE), x_TE), None if delta_TE is None else starts.get(id(delta_TE), delta_TE)
+
+    def backward(self, index: int) -> None:
+        """Compute the gradients of one stage of the last forward."""
+        stage_of_output = self._stage_of_output()
+        used_outputs = [output for output, is_used in zip(self._encoded, self.used, strict=True) if is_used]
+        used_stages = [stage for stage, is_used in zip(stage_of_output, self.used, strict=True) if is_used]
+        ends: Tensors = []
+        incoming: Tensors = []
+        for output, static, stage in zip(used_outputs, self.incoming, used_stages, strict=True):
+            if stage == index:
+                ends.append(output)
+                incoming.append(static)
+        if index < len(self._cuts):
+            for end, gradient in zip(self._ends[index], self._gradients_of_starts[index], strict=True):
+                if gradient is not None:
+                    ends.append(end)
+                    incoming.append(gradient)
+        starts = self._starts[index - 1] if index else []
+        gradients = _gradients_of(ends, self.leaf_TP, [*starts, *self._leaves], incoming)
+        of_pixels, *others = gradients
+        self._gradients_of_starts[index - 1] = others[: len(starts)]
+        of_leaves: Gradients = [of_pixels, *others[len(starts) :]]
+        self._last_stage = self._stages[index]
+        self._last_stage.indices[:] = [place for place, gradient in enumerate(of_leaves) if gradient is not None]
+        self._last_stage.gradients[:] = present(of_leaves)
+
+    def _stage_of_output(self) -> list[int]:
+        """Return the stage of every output: that of the layer that made it."""
+        ops = self.route.spec.ops
+        assert ops is not None
+        deepstack = [sum(cut < layer for cut in self._cuts) for layer in ops.deepstack]
+        others = len(self._encoded) - len(deepstack)
+        return [len(self._cuts)] * others + deepstack
 
     def step(self, recorder: CudaRecorder) -> CapturedStep:
-        """Capture both graphs."""
-        (forward, backward), nbytes = recorder.record(self.forward, self.backward)
+        """Capture all graphs."""
+        order = list(reversed(range(len(self._stages))))
+
+        def give_memory_back() -> None:
+            if self._last_stage is not None:
+                gradients = self._last_stage.gradients
+                gradients[:] = [recorder.borrow(gradient) for gradient in gradients]
+            self._last_stage = None
+
+        backward_runs = [partial(self.backward, index) for index in order]
+        (forward, *backwards), nbytes = recorder.record(self.forward, *backward_runs, after_each=give_memory_back)
+        stages = [self._stages[index] for index in order]
+        for stage, backward in zip(stages, backwards, strict=True):
+            stage.replay = backward
         differentiable = [output.requires_grad for output in self._encoded]
-        self._encoded = []  # the autograd graph must not outlive the capture
-        self.gradients[:] = [gradient if gradient is None else recorder.borrow(gradient) for gradient in self.gradients]
+        self._free_graph()  # it must not outlive the capture
         metadata = self.route.metadata
         return CapturedStep(
             label=f"{metadata.rows} patches in {metadata.full.count} segments",
@@ -132,13 +233,13 @@ class StepCapture:
             differentiable=differentiable,
             used=self.used,
             incoming=self.incoming,
-            gradients=self.gradients,
+            stages=stages,
+            trained=len(distinct_trained(self.parameters, self.requires_grad)),
             slots=self.slots,
             other_slots=self._other_slots(),
             requires_grad=self.requires_grad,
             pointers=[parameter.data_ptr() for parameter in self.parameters],
             forward=forward,
-            backward=backward,
             nbytes=nbytes + sum(tensor.nbytes for tensor in (self.pixels_TP, *self.incoming)),
         )
 
@@ -151,11 +252,12 @@ class StepCapture:
             slots += slots_of(module, with_weights=False)
         return slots
 
-    def _clear(self) -> None:
-        """Free the tensors of the last run, which the capture's pool could not reuse."""
+    def _free_graph(self) -> None:
+        """Free the autograd graph of the last run, whose tensors the capture's pool could not reuse."""
         self._encoded = []
-        self.outputs.clear()
-        self.gradients.clear()
+        self._ends = []
+        self._starts = []
+        self._gradients_of_starts = {}
 
     def _choose_incoming(self) -> None:
         """Allocate the gradients that come in: for the outputs that the last loss used.
@@ -190,8 +292,20 @@ def run_eagerly(
     """
     with torch.enable_grad(), _detached_leaves(step.slots, parameters, step.requires_grad) as leaves:
         outputs = encode(route, leaf_TP)
-    used = [gradient is not None for gradient in incoming]
-    return _gradients_of(outputs, used, leaf_TP, leaves, present(incoming))
+    used_outputs = [output for output, gradient in zip(outputs, incoming, strict=True) if gradient is not None]
+    return _gradients_of(used_outputs, leaf_TP, leaves, present(incoming))
+
+
+def _cuts(route: Route, pixels_require_grad: bool) -> list[int]:
+    """Return the layers after which a stage ends: some evenly spaced ones that gradients pass on their way down."""
+    ops = route.spec.ops
+    assert ops is not None
+    blocks = [block.module for block in ops.parts.blocks]
+    is_trained = [any(parameter.requires_grad for parameter in block.parameters()) for block in blocks]
+    lowest = 0 if pixels_require_grad else is_trained.index(True) if any(is_trained) else len(blocks)
+    candidates = range(lowest, len(blocks) - 1)
+    stages = min(MOST_STAGES, len(candidates) + 1)
+    return [candidates[len(candidates) * stage // stages] for stage in range(1, stages)]
 
 
 def distinct_trained(parameters: Sequence[Tensor], requires_grad: Sequence[bool]) -> Tensors:
@@ -217,22 +331,20 @@ def _detached_leaves(slots: Slots, parameters: Sequence[Tensor], requires_grad: 
         yield list(leaves.values())
 
 
-def _gradients_of(
-    outputs: Tensors, used: Sequence[bool], leaf_TP: Tensor, leaves: Tensors, incoming: Tensors
-) -> Gradients:
-    """Return the gradient of the pixels (None if they require none), then of every leaf.
+def _gradients_of(outputs: Tensors, leaf_TP: Tensor, leaves: Tensors, incoming: Tensors) -> Gradients:
+    """Return the gradient of the pixels (None if they require none), then of every leaf (None if none reaches it).
 
     Args:
-        outputs: All outputs of the encoder.
-        used: Whether the loss uses each output.
+        outputs: The outputs that have a gradient.
         leaf_TP: The pixels.
-        leaves: The trained parameters.
-        incoming: The gradients of the used outputs.
+        leaves: The other leaves.
+        incoming: The gradients of the outputs.
     """
-    used_outputs = [output for output, is_used in zip(outputs, used, strict=True) if is_used]
     pixels = [leaf_TP] if leaf_TP.requires_grad else []
+    if not outputs:
+        return [None] * (1 + len(leaves))
     with torch.autocast(leaf_TP.device.type, enabled=False):  # autocast is off where programs call `backward`, too
-        gradients = torch.autograd.grad(used_outputs, [*pixels, *leaves], incoming, allow_unused=True)
+        gradients = torch.autograd.grad(outputs, [*pixels, *leaves], incoming, allow_unused=True)
     return [*gradients] if pixels else [None, *gradients]
 
 

@@ -1,8 +1,8 @@
-"""Replays training steps whose layout comes again: the forward and the backward, each from a CUDA graph of its own.
+"""Replays training steps whose layout comes again, from CUDA graphs: one of the forward, some of the backward.
 
 With few rows a training step takes as long as the Python code between its launches. So a layout that came often is
-captured in its own shape, and its two graphs form one node in autograd's graph.
-The forward graph leaves activations for the backward graph in the memory pool that all layouts share. Only one call
+captured in its own shape, and its graphs form one node in autograd's graph.
+The forward graph leaves activations for the backward graphs in the memory pool that all layouts share. Only one call
 can therefore be under way: a call that comes before the gradients of the last one runs eagerly. Gradients whose
 activations were overwritten are computed again, with the pixels, weights and buffers of the forward.
 
@@ -257,12 +257,9 @@ class TrainingRunner(GraphStore[CapturedStep]):
         try:
             for static, gradient in zip(step.incoming, incoming, strict=True):
                 static.copy_(gradient)
-            step.backward()
-            fresh = [None if gradient is None else torch.empty_like(gradient) for gradient in step.gradients]
-            torch._foreach_copy_(present(fresh), present(step.gradients))
+            return step.backward()
         finally:
             self._recorder.done()
-        return fresh
 
 
 class _Replay(torch.autograd.Function):

@@ -70,10 +70,13 @@ class Recorder:
         """Return the reason against capturing now."""
         return self.reason
 
-    def record(self, *runs: Callable[[], None]) -> tuple[list[Callable[[], None]], int]:
+    def record(
+        self, *runs: Callable[[], None], after_each: Callable[[], None] = lambda: None
+    ) -> tuple[list[Callable[[], None]], int]:
         """Run the functions once; return a replay of each and the memory that they took."""
         for run in runs:
             run()
+            after_each()
         if self.fail is not None:
             raise self.fail
         return [self._replay_of(run) for run in runs], self.nbytes

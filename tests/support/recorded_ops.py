@@ -77,17 +77,21 @@ class OperationRecorder:
         """Return the reason against capturing now."""
         return self.reason
 
-    def record(self, *runs: Callable[[], None]) -> tuple[list[Callable[[], None]], int]:
+    def record(
+        self, *runs: Callable[[], None], after_each: Callable[[], None] = lambda: None
+    ) -> tuple[list[Callable[[], None]], int]:
         """Run the functions to warm up, then record each; return a replay of each and the memory that they took."""
         for run in runs:
             run()
+            after_each()
         if self.fail is not None:
             raise self.fail
-        return [self._record(run) for run in runs], 1000
+        return [self._record(run, after_each) for run in runs], 1000
 
-    def _record(self, run: Callable[[], None]) -> Callable[[], None]:
+    def _record(self, run: Callable[[], None], after_each: Callable[[], None]) -> Callable[[], None]:
         with _Capture() as capture:
             run()
+        after_each()
         type(self).captures += 1
         kind = type(self)
 

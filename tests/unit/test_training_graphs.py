@@ -9,7 +9,7 @@ import copy
 import gc
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -166,11 +166,14 @@ def test_the_loss_may_use_other_outputs(pair: Pair) -> None:
 
 def test_other_parameters_may_be_trained(pair: Pair) -> None:
     patch(pair.tower)
-    for seed, part in enumerate(["", "blocks.1", "merger", "merger", "patch_embed", "bias", "bias", ""]):
+    for seed, part in enumerate(
+        ["", "blocks.1", "mlp", "blocks.0.mlp", "merger", "merger", "patch_embed", "bias", "bias", ""]
+    ):
         for tower in pair:
             for name, parameter in tower.named_parameters():
                 parameter.requires_grad_(part in name)
         assert_same(train(pair.tower, LARGE, seed), train(pair.stock, LARGE, seed))
+    assert not any("failed" in reason for reason in runner.status().eager)
 
 
 def test_gradients_of_pixels(pair: Pair) -> None:
@@ -842,12 +845,12 @@ def test_a_graph_keeps_the_tensors_that_it_reads(
     record = on_cpu.record
     encode = step_module.encode
 
-    def spied(route: Any, *args: Any) -> Tensors:
+    def spied(route: Any, *args: Any, **kwargs: Any) -> Tensors:
         routes.append(route)
-        return encode(route, *args)
+        return encode(route, *args, **kwargs)
 
-    def forgetful(self: Recorder, *runs: Callable[[], None]) -> tuple[list[Callable[[], object]], int]:
-        _, nbytes = record(self, *runs)
+    def forgetful(self: Recorder, *runs: Callable[[], None], **kwargs: Any) -> tuple[list[Callable[[], object]], int]:
+        _, nbytes = record(self, *runs, **kwargs)
         return [list for _ in runs], nbytes  # like CUDA's, these replays refer to nothing
 
     monkeypatch.setattr(step_module, "encode", spied)
@@ -859,6 +862,53 @@ def test_a_graph_keeps_the_tensors_that_it_reads(
     state_of(tower).routes.cache.clear()
     gc.collect()
     assert tensors and all(tensor() is not None for tensor in tensors)
+
+
+def test_stages_share_memory(pair: Pair) -> None:
+    """A stage may write where earlier stages left gradients and activations."""
+    stock, tower = pair
+    runner = patch(tower, strict=True)
+    train(tower, SMALL)
+    (step,) = runner._graphs.values()
+    assert len(step.stages) == len(tower.blocks), "tiny towers have a stage for every layer"
+
+    def spoil_others(stage: step_module.Stage) -> Callable[[], None]:
+        replay = stage.replay
+
+        def run() -> None:
+            for other in step.stages:
+                for gradient in [] if other is stage else other.gradients:
+                    gradient.fill_(float("nan"))
+            replay()
+
+        return run
+
+    for stage in step.stages:
+        stage.replay = spoil_others(stage)
+    for seed in (1, 2):
+        assert_same(train(tower, SMALL, seed), train(stock, SMALL, seed))
+    assert runner.status().replays == 3
+
+
+@pytest.mark.parametrize(
+    ("trained", "pixels", "cuts"),
+    [
+        (range(32), False, [3, 7, 11, 15, 19, 23, 27]),
+        (range(24, 32), False, [24, 25, 26, 27, 28, 29, 30]),
+        (range(30, 32), False, [30]),
+        ([31], False, []),
+        ([], False, []),
+        ([], True, [3, 7, 11, 15, 19, 23, 27]),
+    ],
+    ids=["all", "a quarter", "two", "one", "none", "pixels"],
+)
+def test_stages_are_cut_where_gradients_pass(trained: Iterable[int], pixels: bool, cuts: list[int]) -> None:
+    blocks = [SimpleNamespace(module=nn.Linear(1, 1).requires_grad_(False)) for _ in range(32)]
+    for layer in trained:
+        blocks[layer].module.requires_grad_(True)
+    ops = SimpleNamespace(parts=SimpleNamespace(blocks=blocks))
+    route: Any = SimpleNamespace(spec=SimpleNamespace(ops=ops))
+    assert step_module._cuts(route, pixels) == cuts
 
 
 def test_no_capture_ends_at_a_parameter(one_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -898,8 +948,8 @@ def test_parameters_are_back_after_a_capture_that_breaks_off(one_pair: Pair, mon
     before = dict(tower.named_parameters())
     encode = step_module.encode
 
-    def broken(*args: Any) -> None:
-        encode(*args)
+    def broken(*args: Any, **kwargs: Any) -> None:
+        encode(*args, **kwargs)
         raise torch.OutOfMemoryError("none left")
 
     monkeypatch.setattr(step_module, "encode", broken)
@@ -1006,6 +1056,18 @@ def test_gpu_replayed_steps_equal_eager_steps(family: str, dtype: torch.dtype) -
             target.data.copy_(source.data)
     status = state_of(tower).training_runner.status()
     assert status.replays == 24 and not status.eager
+
+
+@pytest.mark.gpu
+def test_gpu_the_loss_may_use_deepstack_features_alone() -> None:
+    """The last layers then have no gradients, and their stage has nothing to compute."""
+    eager, tower = towers_on_gpu("qwen3_vl", torch.bfloat16)
+    hf_vit_accel.patch(tower, cuda_graphs=CONFIG, strict=True)
+    last = len(forward(eager, SMALL)) - 1
+    for seed in range(4):
+        gradients = train(tower, SMALL, seed, lambda index: index == last)
+        assert_same(gradients, train(eager, SMALL, seed, lambda index: index == last), bound=2e-2)
+    assert state_of(tower).training_runner.status().replays >= 3
 
 
 @pytest.mark.gpu
