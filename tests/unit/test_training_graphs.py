@@ -165,10 +165,9 @@ def test_the_loss_may_use_other_outputs(pair: Pair) -> None:
 
 
 def test_other_parameters_may_be_trained(pair: Pair) -> None:
-    patch(pair.tower)
-    for seed, part in enumerate(
-        ["", "blocks.1", "mlp", "blocks.0.mlp", "merger", "merger", "patch_embed", "bias", "bias", ""]
-    ):
+    runner = patch(pair.tower)
+    parts = ["", "blocks.1", "mlp", "blocks.0.mlp", "merger", "merger", "patch_embed", "bias", "bias", ""]
+    for seed, part in enumerate(parts):
         for tower in pair:
             for name, parameter in tower.named_parameters():
                 parameter.requires_grad_(part in name)
