@@ -142,6 +142,17 @@ def training_step(document: Document) -> str:
     return grid(["seconds", "trained", "stock", "patched", "of it the tower, stock", "patched"], rows)
 
 
+def memory_of_graphs(document: Document) -> str:
+    """Write the memory of steps with a small picture, without and with CUDA graphs."""
+    rows = []
+    for row in document["rows"]:
+        without = row["peak_gb"]["without graphs"]
+        default = row["peak_gb"]["default"]
+        cells = [f"{without:.2f}", f"{default:.2f} ({100 * (default / without - 1):+.1f}%)"]
+        rows.append([title(row["model"]), row["way"], *cells])
+    return grid(["GB, one 448²", "trained", "`cuda_graphs=False`", "`patch(model)`"], rows)
+
+
 def data_parallel(document: Document) -> str:
     """Write the time of one call that several GPUs share, beside that of one GPU."""
     by_cell: dict[Cell, dict[int, Row]] = {}
@@ -241,6 +252,7 @@ TABLES: Mapping[str, Table] = {
     "headline": Table(file=headline.FILE, write=headline.table),
     "further_tokens": Table(file=headline.FILE, write=further_tokens),
     "fp8_errors": Table(file="fp8.json", write=fp8_errors),
+    "memory_of_graphs": Table(file="training_step.json", write=memory_of_graphs),
     **{name: Table(file=f"{name}.json", write=write) for name, write in SCRIPTS.items()},
     **{
         name: Table(file=timings.file, write=timings.table)
