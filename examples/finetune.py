@@ -48,11 +48,23 @@ from finetuning.data import (
     Example,
     Examples,
     check_prompt,
+    describe,
     find_examples,
     find_text_column,
+    fingerprint,
     hold_out,
 )
-from finetuning.folder import check_adapters, draw_loss, finish, newest_checkpoint, other_files, save_processor, step_of
+from finetuning.folder import (
+    DataNote,
+    check_adapters,
+    check_data,
+    draw_loss,
+    finish,
+    newest_checkpoint,
+    other_files,
+    save_processor,
+    step_of,
+)
 from media.processors import limit_pixels, load_processor
 
 import hf_vit_accel
@@ -146,6 +158,10 @@ def run(options: SimpleNamespace) -> None:
         others = [] if checkpoint or arguments.process_index else other_files(options.output_dir)
         if others:
             print(f"warning: {options.output_dir} holds other files, as {others[0]}; the run may replace them")
+        trained, held_out = find_all_examples(options)
+        data = fingerprint(trained)
+        if checkpoint:
+            check_data(checkpoint, data)
         # The trainer would make one step more after the last one.
         if checkpoint and 0 < options.max_steps <= step_of(checkpoint):
             if arguments.process_index == 0:
@@ -153,7 +169,6 @@ def run(options: SimpleNamespace) -> None:
                 finish(Path(checkpoint), options.output_dir, options.model, options.revision, way)
                 print(f"the run is done: its last step is in {checkpoint}, the model in {options.output_dir}")
             raise typer.Exit
-        trained, held_out = find_all_examples(options)
         column = find_text_column(trained, options.text_column)
         check_prompt(options.prompt, trained)
         model, processor = load(options, cpu)
@@ -171,10 +186,12 @@ def run(options: SimpleNamespace) -> None:
         compute_loss_func=_loss,
         preprocess_logits_for_metrics=_most_likely,
         compute_metrics=_accuracy,
+        callbacks=[DataNote(data)],
     )
     if arguments.process_index == 0:
         count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        print(f"{len(trained)} examples to train on, {len(held_out)} to evaluate by; {count:,} weights are trained")
+        of_training = describe(trained, column)
+        print(f"{of_training} to train on, {len(held_out)} to evaluate by; {count:,} weights are trained")
         why_anew = f": {options.output_dir} has no complete checkpoint" if options.resume else ""
         print(f"going on from {checkpoint}" if checkpoint else f"beginning anew{why_anew}", flush=True)
     with _interruptions(options.output_dir):

@@ -111,8 +111,8 @@ class GraphConfig:
         max_bytes: No graph is captured while all graphs hold more device memory; the last one may exceed it. If the
             bound prevents many captures, all graphs are dropped.
         max_training_bytes: The same bound for graphs with gradients. They hold the activations for a backward pass:
-            up to 4 GB at 3,136 patches, shared by all layouts. A layout of up to `max_tokens` that came `exact_after` times
-            is captured, forward and backward. 0 runs steps with gradients eagerly.
+            up to 4 GB at 3,136 patches, shared by all layouts. A layout of up to `max_tokens` that came `exact_after`
+            times is captured, forward and backward. 0 runs steps with gradients eagerly.
 
     Raises:
         ValueError: If a value makes no sense.

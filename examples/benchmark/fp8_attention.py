@@ -133,4 +133,7 @@ def main(layouts: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    if {"-h", "--help"} & {*sys.argv[1:]}:
+        print(__doc__)
+        raise SystemExit
     main(sys.argv[1:] or ["14416", "9216", "6400", "4096", "4x4096", "16x1024"])

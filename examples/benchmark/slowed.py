@@ -21,6 +21,9 @@ def keep_busy(parent: int) -> None:
 
 
 if __name__ == "__main__":
+    if not sys.argv[1:] or sys.argv[1] in ("-h", "--help"):
+        print(__doc__)
+        raise SystemExit
     _, module, *arguments = sys.argv
     core = min(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {core})  # threads and processes that start later inherit it

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import statistics
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -281,6 +282,9 @@ def text_of(name: str) -> str:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:]:  # it takes no arguments
+        print(__doc__)
+        raise SystemExit
     headline.CHART.write_text(headline.chart(load(headline.FILE)), encoding="utf-8")
     for page in PAGES:
         page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")

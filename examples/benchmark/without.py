@@ -36,6 +36,9 @@ class Without:
 
 
 if __name__ == "__main__":
+    if not sys.argv[1:] or sys.argv[1] in ("-h", "--help"):
+        print(__doc__)
+        raise SystemExit
     _, names, module, *arguments = sys.argv
     sys.meta_path[:] = [Without(finder, frozenset(names.split(","))) for finder in sys.meta_path]
     sys.argv = [module, *arguments]

@@ -96,7 +96,8 @@ class Export:
         """
         source_names = {record.source for record in records if record.source}
         self._sources = {Path(self._root, name).resolve() for name in source_names}
-        captioned = [record for record in records if record.caption is not None]
+        with_text = {record.key for record in records if record.has_text}
+        captioned = [record for record in records if record.caption is not None and record.key in with_text]
         if path.is_dir():
             self._write_texts(captioned, path)
             self.contents = f"{self.written} texts"

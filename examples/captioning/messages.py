@@ -120,7 +120,10 @@ def exit_by(records: Sequence[Record], expected: int, max_failures: float, has_f
         print(f"  and {len(failures) - _SHOWN_ERRORS} other errors")
     if errors:
         print("  the records of status error name the files")
-    print(f"{len(records) - errors} of {len(records)} records have captions")
+    empty = sum(record.status == "ok" and not record.has_text for record in records)
+    if empty:
+        print(f"  {empty} captions are empty: the model ended at once; another prompt may help")
+    print(f"{len(records) - errors - empty} of {len(records)} records have captions")
     if len(records) < expected:
         print(f"{expected - len(records)} records are missing: wait for the run, or start it once more")
     if has_failed or len(records) < expected or errors > max_failures * len(records):

@@ -55,6 +55,11 @@ class Record:
     checksum: str | None = None
     stamp: str | None = None
 
+    @property
+    def has_text(self) -> bool:
+        """Whether there is a caption, and it is not empty."""
+        return bool(self.caption and self.caption.strip())
+
 
 _NAMES = tuple(field.name for field in fields(Record))
 _LATER_NAMES = ("asked", "source", "row", "checksum", "stamp")  # records of the first version lack these

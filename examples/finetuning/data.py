@@ -22,13 +22,26 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 from transformers import ProcessorMixin
 
-__all__ = ["Collator", "Example", "Examples", "Row", "check_prompt", "find_examples", "find_text_column", "hold_out"]
+__all__ = [
+    "Collator",
+    "Example",
+    "Examples",
+    "Row",
+    "check_prompt",
+    "describe",
+    "find_examples",
+    "find_text_column",
+    "fingerprint",
+    "hold_out",
+]
 
 PICTURES = ("file_name", "image", "path", "key")
 TEXTS = ("text", "caption", "answer", "txt")
 IGNORED = -100
 """The label of tokens without a loss."""
 _TRIES = 100
+_LOOKED_AT = 1000
+"""Examples whose texts are read before the training."""
 
 Fields = Mapping[str, Any]
 """The fields of a line of JSON or of a table's row, by name."""
@@ -165,6 +178,35 @@ def hold_out(examples: Sequence[Example], fraction: float) -> tuple[list[Example
     return trained, [example for example in examples if example.picture in held_out]
 
 
+def fingerprint(examples: Sequence[Example]) -> str:
+    """Return a digest of the examples' file names in their order: a resumed run must go on with the same ones."""
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(_digest(example.picture))
+    return f"{len(examples)} examples, {digest.hexdigest()[:16]}"
+
+
+def describe(examples: Sequence[Example], column: str) -> str:
+    """Return the number of examples, and how many of the first ones have no text, so that training passes them over."""
+    looked_at = examples[:_LOOKED_AT]
+    without_text = 0
+    for example in looked_at:
+        try:
+            without_text += not _text_of(example.fields({column}), column)
+        except Exception:  # metadata that cannot be read
+            without_text += 1
+    if not without_text:
+        return f"{len(examples)} examples"
+    among = "" if len(looked_at) == len(examples) else f" of the first {len(looked_at)}"
+    return f"{len(examples)} examples ({without_text}{among} have no text and are passed over)"
+
+
+def _text_of(values: Fields, column: str) -> str:
+    """Return the text to learn; empty where there is none."""
+    text = values.get(column)
+    return text.strip() if isinstance(text, str) else ""
+
+
 def _digest(name: str) -> bytes:
     return hashlib.sha256(Path(name).name.encode(errors="surrogatepass")).digest()
 
@@ -220,9 +262,9 @@ class Examples(Dataset[Row]):
     def _read(self, example: Example) -> Row:
         """Read one example; raise any error of a damaged one."""
         values = example.fields(self._fields)
-        text = values.get(self.text)
-        if not isinstance(text, str) or not text.strip():
-            raise ValueError(f"no text in {self.text}")
+        text = _text_of(values, self.text)
+        if not text:
+            raise ValueError(f"no text: the column or file {self.text!r} is empty or missing")
         with open_item(example.item) as file:
             image, _ = read_image(file)
         if not vision_tokens(self.processor, *image.size):
@@ -232,7 +274,7 @@ class Examples(Dataset[Row]):
             token = getattr(self.processor, name, None)
             if token and token in prompt + text:
                 raise ValueError(f"{token} in a text stands for a picture, and there is none")
-        return Row(image, prompt, text.strip())
+        return Row(image, prompt, text)
 
 
 class Collator:

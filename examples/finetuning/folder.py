@@ -8,12 +8,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from media.processors import load_processor
-from transformers import ProcessorMixin
+from transformers import ProcessorMixin, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import cached_file, is_torchvision_available
 
 from finetuning.curve import draw
 
-__all__ = ["check_adapters", "draw_loss", "finish", "newest_checkpoint", "other_files", "save_processor", "step_of"]
+__all__ = [
+    "DataNote",
+    "check_adapters",
+    "check_data",
+    "draw_loss",
+    "finish",
+    "newest_checkpoint",
+    "other_files",
+    "save_processor",
+    "step_of",
+]
+
+_DATA = "training_data.txt"
+"""The file in a checkpoint that holds the fingerprint of the examples."""
 
 
 def newest_checkpoint(folder: Path, resume: bool) -> str | None:
@@ -71,6 +84,30 @@ def check_adapters(checkpoint: str, rank: int, alpha: float, freeze_tower: bool)
     if rank and was_frozen != freeze_tower:
         word = "with" if was_frozen else "without"
         raise ValueError(f"{checkpoint} was trained {word} --freeze-tower: go on {word} it")
+
+
+class DataNote(TrainerCallback):
+    """Write the fingerprint of the examples into every checkpoint."""
+
+    def __init__(self, fingerprint: str) -> None:
+        self.fingerprint = fingerprint
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        """Write it into the newest checkpoint."""
+        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        if state.is_world_process_zero and folder.is_dir():
+            (folder / _DATA).write_text(f"{self.fingerprint}\n", encoding="utf-8")
+
+
+def check_data(checkpoint: str, fingerprint: str) -> None:
+    """Raise ValueError if a checkpoint was trained on other examples: the run would skip steps of the wrong ones."""
+    file = Path(checkpoint, _DATA)
+    trained_on = file.read_text(encoding="utf-8").strip() if file.exists() else fingerprint
+    if trained_on != fingerprint:
+        raise ValueError(
+            f"{checkpoint} was trained on other files ({trained_on}; now {fingerprint}): go on with the same "
+            "--train-file, or begin anew in another --output-dir"
+        )
 
 
 def save_processor(processor: ProcessorMixin, model: str, revision: str | None, folder: Path) -> None:

@@ -24,7 +24,8 @@ MODELS = "qwen2-vl-7b,qwen2.5-vl-7b,qwen3-vl-8b"
 CPU_MODEL = "qwen3-vl-2b"
 CPU_SIZE = "1x4x4"
 """Model and size timed by default on a CPU, small enough to end within a minute."""
-NOISE = "one round on a CPU: the errors count, the times are noise; take --rounds 5, or a GPU"
+NOISE = "few rounds on a CPU: the errors count, the times are noise; take --rounds 5, or a GPU"
+_FEW_ROUNDS = 5
 """The warning beside times that nobody should quote."""
 TRAIN_SIZES = "one 448²,one 1024²,16 x 512²,one page"
 TRAIN_BASELINES = "sdpa,flash_attention_2,liger,compile_blocks"
@@ -165,7 +166,7 @@ class _Job:
     @property
     def times_are_noise(self) -> bool:
         """Whether nobody should quote the times."""
-        return self.rounds == 1 and benchmark.device_of_choice().type == "cpu"
+        return self.rounds < _FEW_ROUNDS and benchmark.device_of_choice().type == "cpu"
 
     def measure(self, *, weights: bool, with_profile: bool) -> Iterator[list[benchmark.Row]]:
         """Check all choices, and return the rows of one model and size at a time. Raises ValueError."""
@@ -348,7 +349,9 @@ def _read_result(path: Path, job: _Job) -> dict[str, Any]:
         result = json.loads(path.read_text(encoding="utf-8"))
         _check_result(result, kind)
         return dict(result)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except OSError as error:
+        raise ValueError(f"cannot compare with {path}: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"cannot compare with {path}, which is not what bench --json wrote here: {error}") from error
 
 

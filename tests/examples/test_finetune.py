@@ -27,7 +27,7 @@ assert str(EXAMPLES) in sys.path
 import finetune  # noqa: E402
 import scenes  # noqa: E402
 from finetuning.curve import draw  # noqa: E402
-from finetuning.data import Collator, Example, Examples, find_examples, find_text_column, hold_out  # noqa: E402
+from finetuning.data import Collator, Example, Examples, describe, find_examples, find_text_column, hold_out  # noqa: E402
 from media.items import Item  # noqa: E402
 from media.processors import limit_pixels, load_processor  # noqa: E402
 
@@ -356,11 +356,35 @@ def test_unreadable_examples_are_passed_over(data: Path, tmp_path: Path, capsys:
     examples = Examples(find_examples([str(tmp_path / "r.jsonl")]), processor, prompt=PROMPT, text="text")
     assert [examples[index].text for index in range(6)] == ["a whole picture"] * 6
     errors = capsys.readouterr().err
-    assert errors.count("passed over: ") == 5 and "none.png" in errors and "no text in text" in errors
+    assert errors.count("passed over: ") == 5 and "none.png" in errors
+    assert "no text: the column or file 'text' is empty or missing" in errors
     assert "<|image_pad|> in a text" in errors
 
     del processor.video_token  # PaddleOCR-VL's processor has none, since it takes no videos
     assert examples[5].text == "a whole picture"
+
+
+def test_examples_without_a_text_are_counted_before_the_training(data: Path, tmp_path: Path) -> None:
+    rows = [{"image": str(data / "00.png"), "text": text} for text in ("a star", " ", None)]
+    (tmp_path / "r.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    examples = find_examples([str(tmp_path / "r.jsonl")])
+    assert describe(examples, "text") == "3 examples (2 have no text and are passed over)"
+    assert describe(examples[:1], "text") == "1 examples"
+    many = describe(examples * 400, "text")
+    assert many == "1200 examples (666 of the first 1000 have no text and are passed over)"
+
+
+def test_a_run_is_not_resumed_with_other_files(data: Path, tmp_path: Path) -> None:
+    run(data, tmp_path / "out", "qwen3_vl", max_steps=1, save_steps=1)
+    other = tmp_path / "other"
+    other.mkdir()
+    shutil.copy(data / "00.png", other / "new.png")
+    (other / "new.txt").write_text("a star")
+    for max_steps in (1, 2):
+        command = arguments(other, tmp_path / "out", "qwen3_vl", "--resume", max_steps=max_steps, eval_fraction=0)
+        refused = RUNNER.invoke(finetune.app, command)
+        assert refused.exit_code == 2 and "was trained on other files" in words(refused), refused.output
+    assert "going on from" in run(data, tmp_path / "out", "qwen3_vl", "--resume", max_steps=2, save_steps=1)
 
 
 def test_the_first_example_may_have_no_text(data: Path, tmp_path: Path) -> None:

@@ -189,6 +189,12 @@ def test_whole_calls_and_the_tower_alone_are_timed(
     assert len(towers) == len(generated) + alone, "the tower alone: two ways, warmed up, repeated for one picture"
 
 
+@pytest.mark.parametrize("program", ["fp8_attention.py", "slowed.py", "without.py", "tables.py"])
+def test_programs_without_options_print_their_purpose(program: str) -> None:
+    process = subprocess.run([sys.executable, str(FOLDER / program), "--help"], capture_output=True, text=True)
+    assert process.returncode == 0 and f"python examples/benchmark/{program}" in process.stdout, process.stderr
+
+
 @pytest.mark.parametrize("program", ["long_video.py", "tensor_parallel.py", "benchmark/training_step.py"])
 def test_programs_that_import_whole_call_start_from_another_folder(program: str, tmp_path: Path) -> None:
     """In a process of its own, since this one has the folder of benchmarks on its path."""

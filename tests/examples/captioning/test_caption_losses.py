@@ -285,6 +285,19 @@ def test_records_hold_the_text_that_was_asked(photos: Path, output: Path, tmp_pa
     assert {line["asked"] for line in lines(tmp_path / "out.jsonl")} == {"describe this picture ."}
 
 
+def test_empty_captions_do_not_count_and_become_no_text_files(photos: Path, output: Path, tmp_path: Path) -> None:
+    caption(photos, output)
+    shard = next(output.glob("captions-*.jsonl"))
+    records = lines(shard)
+    records[0]["caption"] = " "
+    shard.write_text("".join(json.dumps(record) + "\n" for record in records))
+    printed = words(call("merge", output, photos))
+    assert "1 captions are empty: the model ended at once" in printed and "2 of 3 records have captions" in printed
+    assert not (photos / Path(records[0]["key"]).with_suffix(".txt")).exists() and "wrote 2 texts" in printed
+    call("merge", output, tmp_path / "out.jsonl")
+    assert len(lines(tmp_path / "out.jsonl")) == 3, "records are kept as they are"
+
+
 def test_prompts_stand_in_the_order_that_was_asked(photos: Path, output: Path) -> None:
     caption(photos, output, "--prompt=describe this video .", prompt="is the text above ?")
     call("merge", output, photos)
