@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NoReturn
 
 try:
     from accelerate.utils import parse_flag_from_env
@@ -164,11 +164,7 @@ def run(options: SimpleNamespace) -> None:
             check_data(checkpoint, data)
         # The trainer would make one step more after the last one.
         if checkpoint and 0 < options.max_steps <= step_of(checkpoint):
-            if arguments.process_index == 0:
-                way = "stock" if options.no_patch else "patched"
-                finish(Path(checkpoint), options.output_dir, options.model, options.revision, way)
-                print(f"the run is done: its last step is in {checkpoint}, the model in {options.output_dir}")
-            raise typer.Exit
+            end_done_run(options, checkpoint, is_first=arguments.process_index == 0)
         column = find_text_column(trained, options.text_column)
         check_prompt(options.prompt, trained)
         model, processor = load(options, cpu)
@@ -206,6 +202,15 @@ def run(options: SimpleNamespace) -> None:
         draw_loss(trainer.state.log_history, options.output_dir / "loss.svg", way)
         print(hf_vit_accel.status(model))
         print(summary(trainer, metrics, options.output_dir))
+
+
+def end_done_run(options: SimpleNamespace, checkpoint: str, *, is_first: bool) -> NoReturn:
+    """Write what a run writes at its end, if it was killed before, and exit."""
+    if is_first:
+        way = "stock" if options.no_patch else "patched"
+        finish(Path(checkpoint), options.output_dir, options.model, options.revision, way)
+        print(f"the run is done: its last step is in {checkpoint}, the model in {options.output_dir}")
+    raise typer.Exit
 
 
 def check_options(options: SimpleNamespace) -> None:

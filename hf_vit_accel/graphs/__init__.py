@@ -2,7 +2,7 @@
 
 **What a graph captures.** In inference: one `encode` over one layout, padded or in its exact shape, from
 static pixels to static outputs.
-In training: two graphs of one layout, the forward and the backward of `encode`.
+In training: one graph of the forward of `encode` over one layout, and up to eight of its backward.
 A graph reads weights and buffers where they lie in memory. Pixels are copied in before a replay, in inference also the
 arrays of the layout. A training graph keeps the arrays of its own layout.
 
