@@ -335,6 +335,8 @@ def merge(
         raise typer.BadParameter(str(error)) from None
     if export.written:
         print(f"wrote {export.contents} of run {entry['run']} to {result}")
+    elif not any(record.has_text for record in selection.records):
+        print(f"nothing was written to {result}: no record has a caption")
     if selection.prompts:
         print(f"{selection.prompts} records of other prompts are here, too: --all-prompts merges them, --prompt one")
     if selection.runs:
@@ -350,6 +352,9 @@ def _print_unwritten(export: Export, result: Path) -> None:
         folder = result if result.is_dir() else result.parent
         problem = f"{len(export.absent)} pictures are not in {folder}, or others of their names are"
         say(f"{problem}, and got no text: {some(export.absent)}")
+    if export.outdated:
+        problem = f"{len(export.outdated)} texts of an earlier merge stay beside pictures that have no caption now"
+        say(f"{problem}: {some(export.outdated)}; remove them, or caption these pictures anew")
     for line in export.refused[:_SHOWN_FILES]:
         say(f"not written: {line}")
     if export.refused:

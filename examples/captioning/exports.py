@@ -8,6 +8,7 @@ import json
 import os
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import groupby
@@ -74,6 +75,7 @@ class Export:
         contents: What they hold, such as "12 records"; for the console.
         absent: Keys of pictures that are not there, or have changed.
         refused: Files that were not written, with the reasons.
+        outdated: Texts of an earlier merge, beside pictures that have no caption now.
     """
 
     folder: Path
@@ -85,6 +87,7 @@ class Export:
     contents: str = ""
     absent: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
+    outdated: list[str] = field(default_factory=list)
     _sources: set[Path] = field(default_factory=set)
 
     def __call__(self, records: Sequence[Record], path: Path) -> None:
@@ -100,6 +103,7 @@ class Export:
         captioned = [record for record in records if record.caption is not None and record.key in with_text]
         if path.is_dir():
             self._write_texts(captioned, path)
+            self._find_outdated([record for record in records if record.key not in with_text], path)
             self.contents = f"{self.written} texts"
         elif path.name == "metadata.jsonl":
             lines = list(self._imagefolder_lines(captioned, path.parent))
@@ -184,6 +188,16 @@ class Export:
                 if error.errno in FULL:
                     raise
                 self.refused.append(f"{file}: {error.strerror}")
+
+    def _find_outdated(self, records: Sequence[Record], folder: Path) -> None:
+        """Find the texts that an earlier merge wrote beside pictures that have no caption now."""
+        own_digests = self._own_digests()
+        for key, group in groupby(records, key=lambda record: record.key):
+            with suppress(ValueError, OSError):
+                picture = self._picture(next(group), folder)
+                file = None if picture is None else picture.with_suffix(self.texts.extension)
+                if file is not None and file.is_file() and _digest(key, file) in own_digests:
+                    self.outdated.append(str(file))
 
     def _write_text(self, file: Path, key: str, data: bytes, own_digests: set[str]) -> None:
         if file.is_symlink() or file.exists():

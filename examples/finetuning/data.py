@@ -135,7 +135,9 @@ def find_text_column(examples: Sequence[Example], column: str | None) -> str:
             if name in existing:
                 return name
     first = f"{examples[0].item.key} has {', '.join(sorted(examples[0].fields(set())))}"
-    raise ValueError(f"expected a text in {' or '.join(names)}, {first}; name it with --text-column")
+    raise ValueError(
+        f"expected a text in {' or '.join(names)}, {first}; name it with --text-column, or put NAME.txt beside NAME.jpg"
+    )
 
 
 def check_prompt(prompt: str, examples: Sequence[Example]) -> None:
@@ -179,10 +181,14 @@ def hold_out(examples: Sequence[Example], fraction: float) -> tuple[list[Example
 
 
 def fingerprint(examples: Sequence[Example]) -> str:
-    """Return a digest of the examples' file names in their order: a resumed run must go on with the same ones."""
+    """Return a digest of the examples in their order, which a resumed run must go on with.
+
+    It covers the names of the pictures, and all fields of lines of JSON.
+    """
     digest = hashlib.sha256()
     for example in examples:
         digest.update(_digest(example.picture))
+        digest.update(json.dumps(example.values, sort_keys=True, default=str).encode(errors="surrogatepass"))
     return f"{len(examples)} examples, {digest.hexdigest()[:16]}"
 
 

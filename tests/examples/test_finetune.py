@@ -27,7 +27,16 @@ assert str(EXAMPLES) in sys.path
 import finetune  # noqa: E402
 import scenes  # noqa: E402
 from finetuning.curve import draw  # noqa: E402
-from finetuning.data import Collator, Example, Examples, describe, find_examples, find_text_column, hold_out  # noqa: E402
+from finetuning.data import (  # noqa: E402
+    Collator,
+    Example,
+    Examples,
+    describe,
+    find_examples,
+    find_text_column,
+    fingerprint,
+    hold_out,
+)
 from media.items import Item  # noqa: E402
 from media.processors import limit_pixels, load_processor  # noqa: E402
 
@@ -385,6 +394,14 @@ def test_a_run_is_not_resumed_with_other_files(data: Path, tmp_path: Path) -> No
         refused = RUNNER.invoke(finetune.app, command)
         assert refused.exit_code == 2 and "was trained on other files" in words(refused), refused.output
     assert "going on from" in run(data, tmp_path / "out", "qwen3_vl", "--resume", max_steps=2, save_steps=1)
+
+
+def test_other_texts_are_other_examples(data: Path, tmp_path: Path) -> None:
+    digests = set()
+    for text in ("a star", "a horse"):
+        (tmp_path / "r.jsonl").write_text(json.dumps({"image": str(data / "00.png"), "text": text}))
+        digests.add(fingerprint(find_examples([str(tmp_path / "r.jsonl")])))
+    assert len(digests) == 2
 
 
 def test_the_first_example_may_have_no_text(data: Path, tmp_path: Path) -> None:

@@ -287,15 +287,25 @@ def test_records_hold_the_text_that_was_asked(photos: Path, output: Path, tmp_pa
 
 def test_empty_captions_do_not_count_and_become_no_text_files(photos: Path, output: Path, tmp_path: Path) -> None:
     caption(photos, output)
+    call("merge", output, photos)
     shard = next(output.glob("captions-*.jsonl"))
     records = lines(shard)
     records[0]["caption"] = " "
     shard.write_text("".join(json.dumps(record) + "\n" for record in records))
     printed = words(call("merge", output, photos))
     assert "1 captions are empty: the model ended at once" in printed and "2 of 3 records have captions" in printed
-    assert not (photos / Path(records[0]["key"]).with_suffix(".txt")).exists() and "wrote 2 texts" in printed
+    old_text = (photos / records[0]["key"]).with_suffix(".txt")
+    assert "wrote 2 texts" in printed
+    assert f"1 texts of an earlier merge stay beside pictures that have no caption now: {old_text}" in printed
+    old_text.unlink()
+    assert "of an earlier merge" not in words(call("merge", output, photos)) and not old_text.exists()
+    old_text.write_text("by hand")
+    assert "of an earlier merge" not in words(call("merge", output, photos)) and old_text.read_text() == "by hand"
     call("merge", output, tmp_path / "out.jsonl")
     assert len(lines(tmp_path / "out.jsonl")) == 3, "records are kept as they are"
+    shard.write_text("".join(json.dumps(record | {"caption": ""}) + "\n" for record in records))
+    done = call("merge", output, tmp_path / "out.tar")
+    assert done.exit_code == 1 and f"nothing was written to {tmp_path / 'out.tar'}: no record has" in words(done)
 
 
 def test_prompts_stand_in_the_order_that_was_asked(photos: Path, output: Path) -> None:
