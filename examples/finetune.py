@@ -55,9 +55,9 @@ from finetuning.data import (
     hold_out,
 )
 from finetuning.folder import (
-    DataNote,
+    SettingsNote,
     check_adapters,
-    check_data,
+    check_settings,
     draw_loss,
     finish,
     newest_checkpoint,
@@ -132,7 +132,12 @@ def finetune(
     dataloader_num_workers: Annotated[int | None, typer.Option(min=0, help="By default at most 4, one a core.")] = None,
     seed: int = 42,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint in the output folder, if there is one.")
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on from the newest checkpoint in the output folder, if there is one. How often the run logs, saves "
+            "and evaluates stays.",
+        ),
     ] = False,
     report_to: Annotated[str, typer.Option(help="As tensorboard or wandb.")] = "none",
 ) -> None:
@@ -159,9 +164,13 @@ def run(options: SimpleNamespace) -> None:
         if others:
             print(f"warning: {options.output_dir} holds other files, as {others[0]}; the run may replace them")
         trained, held_out = find_all_examples(options)
-        data = fingerprint(trained)
+        kept_settings = {
+            "--train-file": fingerprint(trained),
+            "--learning-rate": arguments.learning_rate,
+            "--weight-decay": arguments.weight_decay,
+        }
         if checkpoint:
-            check_data(checkpoint, data)
+            check_settings(checkpoint, kept_settings)
         # The trainer would make one step more after the last one.
         if checkpoint and 0 < options.max_steps <= step_of(checkpoint):
             end_done_run(options, checkpoint, is_first=arguments.process_index == 0)
@@ -182,7 +191,7 @@ def run(options: SimpleNamespace) -> None:
         compute_loss_func=_loss,
         preprocess_logits_for_metrics=_most_likely,
         compute_metrics=_accuracy,
-        callbacks=[DataNote(data)],
+        callbacks=[SettingsNote(kept_settings)],
     )
     if arguments.process_index == 0:
         count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -236,6 +245,9 @@ def training_arguments(options: SimpleNamespace, cpu: bool) -> TrainingArguments
         f"{word}_checkpointing": options.gradient_checkpointing,
         f"{word}_checkpointing_kwargs": {"use_reentrant": False} if options.gradient_checkpointing else None,
     }
+    learning_rate = options.learning_rate
+    if learning_rate is None:
+        learning_rate = 1e-4 if options.lora_rank else 1e-5
     return TrainingArguments(
         output_dir=str(options.output_dir),
         max_steps=options.max_steps,
@@ -243,7 +255,7 @@ def training_arguments(options: SimpleNamespace, cpu: bool) -> TrainingArguments
         per_device_train_batch_size=options.per_device_batch_size,
         per_device_eval_batch_size=options.per_device_batch_size,
         gradient_accumulation_steps=options.gradient_accumulation_steps,
-        learning_rate=options.learning_rate or (1e-4 if options.lora_rank else 1e-5),
+        learning_rate=learning_rate,
         lr_scheduler_type=options.lr_scheduler_type,
         warmup_steps=options.warmup_steps,
         weight_decay=options.weight_decay,

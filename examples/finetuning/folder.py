@@ -14,9 +14,9 @@ from transformers.utils import cached_file, is_torchvision_available
 from finetuning.curve import draw
 
 __all__ = [
-    "DataNote",
+    "SettingsNote",
     "check_adapters",
-    "check_data",
+    "check_settings",
     "draw_loss",
     "finish",
     "newest_checkpoint",
@@ -25,8 +25,8 @@ __all__ = [
     "step_of",
 ]
 
-_DATA = "training_data.txt"
-"""The file in a checkpoint that holds the fingerprint of the examples."""
+_SETTINGS = "resumed_with.json"
+"""The file in a checkpoint that holds the settings which a resumed run keeps."""
 
 
 def newest_checkpoint(folder: Path, resume: bool) -> str | None:
@@ -86,28 +86,33 @@ def check_adapters(checkpoint: str, rank: int, alpha: float, freeze_tower: bool)
         raise ValueError(f"{checkpoint} was trained {word} --freeze-tower: go on {word} it")
 
 
-class DataNote(TrainerCallback):
-    """Write the fingerprint of the examples into every checkpoint."""
+class SettingsNote(TrainerCallback):
+    """Write the settings that a resumed run cannot change into every checkpoint.
 
-    def __init__(self, fingerprint: str) -> None:
-        self.fingerprint = fingerprint
+    Args:
+        settings: their values by the name of the option
+    """
+
+    def __init__(self, settings: Mapping[str, object]) -> None:
+        self.settings = dict(settings)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Write it into the newest checkpoint."""
+        """Write them into the newest checkpoint."""
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
         if state.is_world_process_zero and folder.is_dir():
-            (folder / _DATA).write_text(f"{self.fingerprint}\n", encoding="utf-8")
+            (folder / _SETTINGS).write_text(json.dumps(self.settings) + "\n", encoding="utf-8")
 
 
-def check_data(checkpoint: str, fingerprint: str) -> None:
-    """Raise ValueError if a checkpoint was trained on other examples: the run would skip steps of the wrong ones."""
-    file = Path(checkpoint, _DATA)
-    trained_on = file.read_text(encoding="utf-8").strip() if file.exists() else fingerprint
-    if trained_on != fingerprint:
-        raise ValueError(
-            f"{checkpoint} was trained on other files ({trained_on}; now {fingerprint}): go on with the same "
-            "--train-file, or begin anew in another --output-dir"
-        )
+def check_settings(checkpoint: str, settings: Mapping[str, object]) -> None:
+    """Raise ValueError if a checkpoint was trained with other settings, which its states would keep."""
+    file = Path(checkpoint, _SETTINGS)
+    former = json.loads(file.read_text(encoding="utf-8")) if file.exists() else settings
+    for option, value in settings.items():
+        if former[option] != value:
+            raise ValueError(
+                f"{checkpoint} was trained with {option} {former[option]}, which a resumed run keeps, not {value}: go "
+                f"on with it, or begin anew with --model {checkpoint} in another --output-dir"
+            )
 
 
 def save_processor(processor: ProcessorMixin, model: str, revision: str | None, folder: Path) -> None:
@@ -144,7 +149,7 @@ def finish(checkpoint: Path, folder: Path, model: str, revision: str | None, tit
         return
     state = checkpoint / "trainer_state.json"
     for file in checkpoint.iterdir():
-        if file.suffix in (".safetensors", ".json", ".md") and file != state:
+        if file.suffix in (".safetensors", ".json", ".md") and file.name not in (state.name, _SETTINGS):
             shutil.copy(file, folder / file.name)
     save_processor(load_processor(model, revision), model, revision, folder)
     draw_loss(json.loads(state.read_text(encoding="utf-8"))["log_history"], folder / "loss.svg", title)

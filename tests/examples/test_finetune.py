@@ -392,8 +392,12 @@ def test_a_run_is_not_resumed_with_other_files(data: Path, tmp_path: Path) -> No
     for max_steps in (1, 2):
         command = arguments(other, tmp_path / "out", "qwen3_vl", "--resume", max_steps=max_steps, eval_fraction=0)
         refused = RUNNER.invoke(finetune.app, command)
-        assert refused.exit_code == 2 and "was trained on other files" in words(refused), refused.output
+        assert refused.exit_code == 2 and "was trained with --train-file" in words(refused), refused.output
+    command = arguments(data, tmp_path / "out", "qwen3_vl", "--resume", max_steps=2, learning_rate=0.1)
+    refused = RUNNER.invoke(finetune.app, command)
+    assert refused.exit_code == 2 and "--learning-rate" in words(refused) and "keeps, not 0.1" in words(refused)
     assert "going on from" in run(data, tmp_path / "out", "qwen3_vl", "--resume", max_steps=2, save_steps=1)
+    assert not (tmp_path / "out" / "resumed_with.json").exists()
 
 
 def test_other_texts_are_other_examples(data: Path, tmp_path: Path) -> None:
