@@ -135,8 +135,8 @@ def finetune(
         bool,
         typer.Option(
             "--resume",
-            help="Go on from the newest checkpoint in the output folder, if there is one. How often the run logs, saves "
-            "and evaluates stays.",
+            help="Go on from the newest checkpoint in the output folder, if there is one. How often the run logs, "
+            "saves and evaluates stays.",
         ),
     ] = False,
     report_to: Annotated[str, typer.Option(help="As tensorboard or wandb.")] = "none",
