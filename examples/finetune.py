@@ -5,7 +5,7 @@
 
 All weights are trained, or adapters (`--lora-rank`). `--freeze-tower` leaves the vision tower as it is. The output
 folder gets the model, checkpoints, `loss.svg` and the trainer's log, `trainer_state.json`. `--resume` goes on from the
-newest checkpoint.
+newest checkpoint, and logs, saves and evaluates as often as before.
 """
 
 from __future__ import annotations
@@ -132,12 +132,7 @@ def finetune(
     dataloader_num_workers: Annotated[int | None, typer.Option(min=0, help="By default at most 4, one a core.")] = None,
     seed: int = 42,
     resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume",
-            help="Go on from the newest checkpoint in the output folder, if there is one. How often the run logs, "
-            "saves and evaluates stays.",
-        ),
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint in the output folder, if there is one.")
     ] = False,
     report_to: Annotated[str, typer.Option(help="As tensorboard or wandb.")] = "none",
 ) -> None:
@@ -164,13 +159,8 @@ def run(options: SimpleNamespace) -> None:
         if others:
             print(f"warning: {options.output_dir} holds other files, as {others[0]}; the run may replace them")
         trained, held_out = find_all_examples(options)
-        kept_settings = {
-            "--train-file": fingerprint(trained),
-            "--learning-rate": arguments.learning_rate,
-            "--weight-decay": arguments.weight_decay,
-        }
-        if checkpoint:
-            check_settings(checkpoint, kept_settings)
+        settings = kept_settings(arguments, trained)
+        check_settings(checkpoint, settings)
         # The trainer would make one step more after the last one.
         if checkpoint and 0 < options.max_steps <= step_of(checkpoint):
             end_done_run(options, checkpoint, is_first=arguments.process_index == 0)
@@ -191,7 +181,7 @@ def run(options: SimpleNamespace) -> None:
         compute_loss_func=_loss,
         preprocess_logits_for_metrics=_most_likely,
         compute_metrics=_accuracy,
-        callbacks=[SettingsNote(kept_settings)],
+        callbacks=[SettingsNote(settings)],
     )
     if arguments.process_index == 0:
         count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -211,6 +201,15 @@ def run(options: SimpleNamespace) -> None:
         draw_loss(trainer.state.log_history, options.output_dir / "loss.svg", way)
         print(hf_vit_accel.status(model))
         print(summary(trainer, metrics, options.output_dir))
+
+
+def kept_settings(arguments: TrainingArguments, trained: list[Example]) -> dict[str, object]:
+    """Return the settings that a resumed run cannot change, by name."""
+    return {
+        "set of training examples": fingerprint(trained),
+        "--learning-rate": arguments.learning_rate,
+        "--weight-decay": arguments.weight_decay,
+    }
 
 
 def end_done_run(options: SimpleNamespace, checkpoint: str, *, is_first: bool) -> NoReturn:

@@ -17,6 +17,10 @@ Grid = Sequence[tuple[int, int, int]]
 """Frames, height and width in patches of every image or video."""
 
 
+STEPS_UNTIL_STEADY = 4
+"""A training step is captured at its third call."""
+
+
 def largest_error(outputs: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> float:
     """Return the largest relative L2 error of an output, computed in fp32."""
     errors = []

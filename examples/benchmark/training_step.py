@@ -37,15 +37,13 @@ import hf_vit_accel
 from hf_vit_accel import machine
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from measuring import Row, device_name, write_json
+from measuring import STEPS_UNTIL_STEADY, Row, device_name, write_json
 from whole_call import END, IMAGE, START, TEXT, build
 
 WARM_UPS = 2
 WAYS = ("LoRA on the language model, tower frozen", "tower trained, language model frozen")
 SMALL_SIDE = 28
 """Patches along one side of a 448² picture, with which a step is replayed from CUDA graphs."""
-STEPS_UNTIL_STEADY = 4
-"""A training step is captured at its third call."""
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 Sample = dict[str, torch.Tensor]

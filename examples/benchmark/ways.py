@@ -24,7 +24,7 @@ from typing import Annotated, Literal
 import torch
 import torch.distributed as dist
 import typer
-from measuring import Grid, Row, device_name, in_turn, write_json
+from measuring import STEPS_UNTIL_STEADY, Grid, Row, device_name, in_turn, write_json
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -41,8 +41,6 @@ DEVICE = (
 )
 """A CPU suffices to try this out with tiny towers."""
 LARGEST_DIFFERENCE = 0.05
-STEPS_UNTIL_STEADY = 4
-"""A training step is captured at its third call."""
 Wrap = Callable[[nn.Module], nn.Module]
 
 

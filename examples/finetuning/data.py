@@ -40,8 +40,6 @@ TEXTS = ("text", "caption", "answer", "txt")
 IGNORED = -100
 """The label of tokens without a loss."""
 _TRIES = 100
-_LOOKED_AT = 1000
-"""Examples whose texts are read before the training."""
 
 Fields = Mapping[str, Any]
 """The fields of a line of JSON or of a table's row, by name."""
@@ -194,7 +192,7 @@ def fingerprint(examples: Sequence[Example]) -> str:
 
 def describe(examples: Sequence[Example], column: str) -> str:
     """Return the number of examples, and how many of the first ones have no text, so that training passes them over."""
-    looked_at = examples[:_LOOKED_AT]
+    looked_at = examples[:_TRIES]
     without_text = 0
     for example in looked_at:
         try:

@@ -90,7 +90,7 @@ class SettingsNote(TrainerCallback):
     """Write the settings that a resumed run cannot change into every checkpoint.
 
     Args:
-        settings: their values by the name of the option
+        settings: their values by name
     """
 
     def __init__(self, settings: Mapping[str, object]) -> None:
@@ -103,15 +103,17 @@ class SettingsNote(TrainerCallback):
             (folder / _SETTINGS).write_text(json.dumps(self.settings) + "\n", encoding="utf-8")
 
 
-def check_settings(checkpoint: str, settings: Mapping[str, object]) -> None:
+def check_settings(checkpoint: str | None, settings: Mapping[str, object]) -> None:
     """Raise ValueError if a checkpoint was trained with other settings, which its states would keep."""
+    if checkpoint is None:
+        return
     file = Path(checkpoint, _SETTINGS)
     former = json.loads(file.read_text(encoding="utf-8")) if file.exists() else settings
-    for option, value in settings.items():
-        if former[option] != value:
+    for name, value in settings.items():
+        if former.get(name, value) != value:
             raise ValueError(
-                f"{checkpoint} was trained with {option} {former[option]}, which a resumed run keeps, not {value}: go "
-                f"on with it, or begin anew with --model {checkpoint} in another --output-dir"
+                f"{checkpoint} was trained with another {name}: {former[name]}, now {value}. A resumed run cannot "
+                f"change it: go on with the former, or begin anew with --model {checkpoint} in another --output-dir"
             )
 
 

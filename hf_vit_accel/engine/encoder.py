@@ -70,7 +70,7 @@ def encode(
     """Encode pixels: return the last rows, the merged features if the tower merges them, and deepstack features.
 
     The layers only compute: the route holds all decisions, also whether gradients flow. Without gradients, tensors
-    are freed as early as possible, since they limit the rows that fit.
+    are freed as early as possible, since they limit the rows that fit. The returned tensors belong to the caller.
 
     Args:
         route: The operations, the attention of every layer, and the metadata on the device.
@@ -81,20 +81,16 @@ def encode(
         is_embedded: Whether these are embedded rows. The caller keeps them, so they are not written to.
         after_layer: Replaces the residual stream after every layer.
 
-    Returns:
-        Tensors that belong to the caller.
-
     Shapes:
         rows: (T, E), or as they are downsampled.
         features: (M, width of the text), merged and of every deepstack layer that ran.
     """
     ops = route.spec.ops
     tensors = route.tensors
-    request = route.spec.request
     assert ops is not None
     x_TE = pixels_or_rows.clone() if is_embedded else ops.embed(pixels_or_rows)
     x_TE, cos_TD, sin_TD = _with_positions(ops, tensors, x_TE)
-    qkv_shape = 3, request.heads, request.head_dim
+    qkv_shape = 3, route.spec.request.heads, route.spec.request.head_dim
     merged_by_layer: list[Tensor] = []
     deepstack_slices = output_slices[len(output_slices) - len(ops.deepstack) :]
     delta_TE: Tensor | None = None

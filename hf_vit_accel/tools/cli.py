@@ -25,8 +25,9 @@ CPU_MODEL = "qwen3-vl-2b"
 CPU_SIZE = "1x4x4"
 """Model and size timed by default on a CPU, small enough to end within a minute."""
 NOISE = "few rounds on a CPU: the errors count, the times are noise; take --rounds 5, or a GPU"
-_FEW_ROUNDS = 5
 """The warning beside times that nobody should quote."""
+_ENOUGH_ROUNDS = 5
+"""Rounds on a CPU from which on times are no noise."""
 TRAIN_SIZES = "one 448²,one 1024²,16 x 512²,one page"
 TRAIN_BASELINES = "sdpa,flash_attention_2,liger,compile_blocks"
 """Sizes and baselines timed by default with --train."""
@@ -166,7 +167,7 @@ class _Job:
     @property
     def times_are_noise(self) -> bool:
         """Whether nobody should quote the times."""
-        return self.rounds < _FEW_ROUNDS and benchmark.device_of_choice().type == "cpu"
+        return self.rounds < _ENOUGH_ROUNDS and benchmark.device_of_choice().type == "cpu"
 
     def measure(self, *, weights: bool, with_profile: bool) -> Iterator[list[benchmark.Row]]:
         """Check all choices, and return the rows of one model and size at a time. Raises ValueError."""

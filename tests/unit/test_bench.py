@@ -222,7 +222,7 @@ def test_a_gpu_gets_more_timed_steps_than_a_cpu(monkeypatch: pytest.MonkeyPatch,
     """Short steps are timed for as long as others, after a GPU has woken up."""
     ran: dict[bool, int] = {False: 0, True: 0}
 
-    def count(step: Any, *, cuda: bool, before: Any) -> float:
+    def count(step: object, *, cuda: bool, before: object) -> float:
         ran[cuda] += 1
         return step_ms
 

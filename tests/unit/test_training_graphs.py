@@ -844,11 +844,13 @@ def test_a_graph_keeps_the_tensors_that_it_reads(
     record = on_cpu.record
     encode = step_module.encode
 
-    def spied(route: Any, *args: Any, **kwargs: Any) -> Tensors:
+    def spied(route: Any, *args: Any, **kwargs: object) -> Tensors:
         routes.append(route)
         return encode(route, *args, **kwargs)
 
-    def forgetful(self: Recorder, *runs: Callable[[], None], **kwargs: Any) -> tuple[list[Callable[[], object]], int]:
+    def forgetful(
+        self: Recorder, *runs: Callable[[], None], **kwargs: object
+    ) -> tuple[list[Callable[[], object]], int]:
         _, nbytes = record(self, *runs, **kwargs)
         return [list for _ in runs], nbytes  # like CUDA's, these replays refer to nothing
 
@@ -906,7 +908,7 @@ def test_stages_are_cut_where_gradients_pass(trained: Iterable[int], pixels: boo
     for layer in trained:
         blocks[layer].module.requires_grad_(True)
     ops = SimpleNamespace(parts=SimpleNamespace(blocks=blocks))
-    route: Any = SimpleNamespace(spec=SimpleNamespace(ops=ops))
+    route = SimpleNamespace(spec=SimpleNamespace(ops=ops))
     assert step_module._cuts(route, pixels) == cuts
 
 
@@ -947,7 +949,7 @@ def test_parameters_are_back_after_a_capture_that_breaks_off(one_pair: Pair, mon
     before = dict(tower.named_parameters())
     encode = step_module.encode
 
-    def broken(*args: Any, **kwargs: Any) -> None:
+    def broken(*args: object, **kwargs: object) -> None:
         encode(*args, **kwargs)
         raise torch.OutOfMemoryError("none left")
 
