@@ -130,13 +130,14 @@ class CudaRecorder:
         self, runs: Sequence[Callable[[], None]], after_each: Callable[[], None]
     ) -> tuple[list[Callable[[], None]], int]:
         """Capture every run; return the replay functions and their device memory in bytes."""
-        free_before, _ = torch.cuda.mem_get_info(self._device)
+        # not the free memory of the device, which other processes change
+        reserved_before = torch.cuda.memory_reserved(self._device)
         graphs = [torch.cuda.CUDAGraph() for _ in runs]
         for graph, run in zip(graphs, runs, strict=True):
             self._capture(graph, run)
             after_each()
-        free_after, _ = torch.cuda.mem_get_info(self._device)
-        return [_Replay(graph) for graph in graphs], max(free_before - free_after, 0)
+        nbytes = torch.cuda.memory_reserved(self._device) - reserved_before
+        return [_Replay(graph) for graph in graphs], max(nbytes, 0)
 
     def _capture(self, graph: torch.cuda.CUDAGraph, run: Callable[[], None]) -> None:
         """Capture one run."""
