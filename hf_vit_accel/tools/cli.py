@@ -129,7 +129,9 @@ DtypeOption = Annotated[
 ]
 RoundsOption = Annotated[
     int | None,
-    typer.Option(min=1, help="Interleaved rounds of four timed forwards; by default 5. On a CPU 1, of two forwards."),
+    typer.Option(
+        min=1, help="Interleaved rounds of at least four timed forwards; by default 5. On a CPU 1, of two forwards."
+    ),
 ]
 PeakOption = Annotated[
     float | None,

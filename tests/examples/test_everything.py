@@ -181,3 +181,27 @@ def test_a_run_that_is_stopped_keeps_the_finished_files(
     script.write_text("")  # ends without an error and without a file
     with pytest.raises(everything.typer.Exit):
         everything.main(only="two", output=tmp_path, gpus=2, limit=9, commit="abc", commands=False)
+
+
+@pytest.mark.parametrize(("gpus", "can_share", "processes"), [(1, True, 1), (1, False, 2), (2, True, 2)])
+def test_one_process_times_all_models_on_one_gpu(
+    everything: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    can_share: bool,
+    processes: int,
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, sys\n"
+        "rows = [dict(model=model) for model in sys.argv[2].split(',')]\n"
+        "json.dump(dict(device='d', rows=rows), open(sys.argv[-1], 'w'))\n"
+    )
+    job = everything.Job(
+        file="two.json", command=f"python {script}", models=("a", "b"), option="--models", can_share=can_share
+    )
+    monkeypatch.setattr(everything, "JOBS", {"two": job})
+    everything.main(only="two", output=tmp_path, gpus=gpus, limit=9, commit="abc", commands=False)
+    assert len(list((tmp_path / "parts").glob("*.json"))) == processes
+    assert [row["model"] for row in json.loads((tmp_path / "two.json").read_text())["rows"]] == ["a", "b"]

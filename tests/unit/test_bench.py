@@ -29,8 +29,8 @@ from hf_vit_accel.families import FAMILIES, Family
 from hf_vit_accel.layout import Grid
 from hf_vit_accel.tools import bench, cli
 from hf_vit_accel.tools.bench import baselines, contenders, towers, verify
-from hf_vit_accel.tools.bench.measure import _time, _time_often
 from hf_vit_accel.tools.bench.profile import part_of
+from hf_vit_accel.tools.bench.timing import time_in_turns
 from hf_vit_accel.tools.bench.work import Errors, draw_batch, results
 
 Row = dict[str, Any]
@@ -217,19 +217,22 @@ def test_few_rounds_on_a_cpu_are_called_noise(checkpoint: Path) -> None:
     assert "noise" not in command(*options, "--rounds", 5).output
 
 
-@pytest.mark.parametrize(("step_ms", "timed"), [(60.0, 4), (4.0, 25)])
-def test_a_gpu_gets_more_timed_steps_than_a_cpu(monkeypatch: pytest.MonkeyPatch, step_ms: float, timed: int) -> None:
-    """Short steps are timed for as long as others, after a GPU has woken up."""
+@pytest.mark.parametrize(("step_ms", "rounds", "timed"), [(60.0, 1, 4), (20.0, 1, 5), (4.0, 3, 25)])
+def test_a_gpu_gets_more_timed_steps_than_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, step_ms: float, rounds: int, timed: int
+) -> None:
+    """Short steps are timed for as long as others, after a GPU has woken up, and in more rounds."""
     ran: dict[bool, int] = {False: 0, True: 0}
 
     def count(step: object, *, cuda: bool, before: object) -> float:
         ran[cuda] += 1
         return step_ms
 
-    monkeypatch.setitem(_time_often.__globals__, "milliseconds", count)  # no GPU here
-    assert _time({"a": lambda: None}, 1, cuda=False)["a"] == [step_ms] * 2
-    assert _time({"a": lambda: None}, 1, cuda=True)["a"] == [step_ms] * timed
-    assert ran == {False: 3, True: timed + max(2, math.ceil(30 / step_ms))}
+    monkeypatch.setitem(time_in_turns.__globals__, "milliseconds", count)  # no GPU here
+    assert time_in_turns({"a": lambda: None}, 1, cuda=False)["a"] == [step_ms] * 2
+    assert time_in_turns({"a": lambda: None}, 1, cuda=True)["a"] == [step_ms] * timed * rounds
+    assert ran == {False: 3, True: (timed + max(2, math.ceil(30 / step_ms))) * rounds}
+    assert time_in_turns({}, 1, cuda=True) == {}
 
 
 def test_the_floor_is_of_the_gpu_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,7 +429,7 @@ def test_an_error_near_its_bound_is_compared_in_more_batches(
         return replace(verdict, error=1.05 * verdict.bound) if is_near else verdict
 
     monkeypatch.setattr(verify, "judge", judge_near)
-    monkeypatch.setattr(module, "_time", lambda steps, *args, **kwargs: {name: [1.0] for name in steps})
+    monkeypatch.setattr(module, "time_in_turns", lambda steps, *args, **kwargs: {name: [1.0] for name in steps})
     tower = tiny.tower_of(tiny.TINY["qwen2_vl"].build()).to(torch.bfloat16).requires_grad_(True)
     chosen = contenders.choose(tower, ["auto"], ["sdpa"])
     [rows] = bench.measure("tiny", tower, {"one": ((1, 2, 2),)}, chosen, rounds=1)
@@ -466,9 +469,9 @@ def test_checkpointing(monkeypatch: pytest.MonkeyPatch, checkpoint: Path, tmp_pa
         for name, step in steps.items():
             assert step.run.tower.is_gradient_checkpointing
             checkpointed.append(name)
-        return _time(steps, *args, **kwargs)
+        return time_in_turns(steps, *args, **kwargs)
 
-    monkeypatch.setattr(module, "_time", counted)
+    monkeypatch.setattr(module, "time_in_turns", counted)
     options = ("--model", checkpoint, "--sizes", SIZE, "--rounds", 1, "--backends", "auto", "--checkpointing")
     assert command("--train", *options, "--json", tmp_path / "r.json").exit_code == 0
     assert (
@@ -624,7 +627,7 @@ def test_every_other_round_goes_backwards() -> None:
     """No contender always runs behind the same, perhaps hotter, neighbour."""
     turns: list[str] = []
     steps = {name: lambda name=name: turns.append(name) for name in "abc"}
-    _time(steps, 2, cuda=False)
+    time_in_turns(steps, 2, cuda=False)
     order = [name for name, before in zip(turns, ["", *turns], strict=False) if name != before]
     assert order == ["a", "b", "c", "b", "a"]
 

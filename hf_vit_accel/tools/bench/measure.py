@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,21 +22,12 @@ from hf_vit_accel.layout import Grid, rows_of
 from hf_vit_accel.tools.bench.baselines import Run, is_trained
 from hf_vit_accel.tools.bench.contenders import Contender, check_names, choose
 from hf_vit_accel.tools.bench.profile import Part, profile
+from hf_vit_accel.tools.bench.timing import Say, TimedStep, time_in_turns
 from hf_vit_accel.tools.bench.towers import SHAPES, build_tower, family_of_tower, matrix_flops
 from hf_vit_accel.tools.bench.verify import ErrorVerdict, Problem, Status, problem_of, reference_of, twin_of, verify
-from hf_vit_accel.tools.bench.work import Batch, milliseconds, peak_gigabytes, work
+from hf_vit_accel.tools.bench.work import Batch, peak_gigabytes, work
 
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-WARM_UPS = 2, 30.0
-"""The least number of steps before a contender's turn that are not timed, and their least milliseconds together."""
-TIMED = 4, 100.0
-"""The least number of timed steps of a turn, and their least milliseconds: short steps are timed more often."""
-WARM_UPS_ON_CPU = 1, 0.0
-TIMED_ON_CPU = 2, 0.0
-"""The same numbers on a CPU, where a step of a full-size tower may take seconds."""
-
-TimedStep = Callable[[], object]
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +110,7 @@ def bench(
         attentions: Names of backends and "auto"; None for "auto" and each that can run.
         baselines: Names of stock set-ups.
         dtype: Of the towers; by default bf16 on CUDA, fp32 on a CPU.
-        rounds: Rounds of timing.
+        rounds: Rounds of timing; a GPU takes more for short steps.
         peak: TFLOP/s of the floor, None for no floor.
         weights: Load the checkpoint's weights instead of random ones.
         with_profile: Profile the first patched contender.
@@ -273,7 +263,7 @@ def _measure_size(
         steps: dict[str, TimedStep] = {name: _Work(run, batch) for name, run in runs.items()}
         clear: dict[str, TimedStep] = {name: _Clear(run) for name, run in runs.items()} if is_training else {}
         is_cuda = batch.pixels_TP.is_cuda
-        times = _time(steps, rounds, cuda=is_cuda, now=say, before=clear)
+        times = time_in_turns(steps, rounds, cuda=is_cuda, now=say, before=clear)
         profiled = _profiled(contenders, runs)
         parts = None
         if with_profile and profiled is not None:
@@ -354,46 +344,3 @@ def _open(
         except Exception as raised:
             problems[contender.name] = problem_of(contender, raised)
     return runs, problems
-
-
-def _time(
-    steps: Mapping[str, TimedStep],
-    rounds: int,
-    *,
-    cuda: bool,
-    now: Say = lambda _: None,
-    before: Mapping[str, TimedStep] = MappingProxyType({}),
-) -> dict[str, list[float]]:
-    """Time every contender in turns, warmed up anew in each round.
-
-    Every other round goes backwards: a GPU near its power limit is slower after a neighbour that heats it more.
-
-    Args:
-        steps: Contender -> its step.
-        rounds: Turns of each contender.
-        cuda: Whether steps run on a GPU.
-        now: Takes the round that begins.
-        before: Contender -> what runs before each of its steps, and is not timed.
-
-    Returns:
-        Contender -> milliseconds of every timed step.
-    """
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for index in range(rounds):
-        now(f"timing, round {index + 1} of {rounds}")
-        names = list(steps)
-        if index % 2:
-            names.reverse()
-        for name in names:
-            first = before.get(name, lambda: None)
-            _time_often(steps[name], *(WARM_UPS if cuda else WARM_UPS_ON_CPU), cuda=cuda, before=first)
-            times[name] += _time_often(steps[name], *(TIMED if cuda else TIMED_ON_CPU), cuda=cuda, before=first)
-    return times
-
-
-def _time_often(step: TimedStep, least: int, least_ms: float, *, cuda: bool, before: TimedStep) -> list[float]:
-    """Time a step until it was called so often, and its calls took so long together."""
-    times: list[float] = []
-    while len(times) < least or sum(times) < least_ms:
-        times.append(milliseconds(step, cuda=cuda, before=before))
-    return times
