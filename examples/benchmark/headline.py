@@ -41,7 +41,7 @@ class Case:
     @property
     def label(self) -> str:
         """Say what is timed: "answer of 64 tokens, one 1024² picture"."""
-        names = {TOWER_ALONE: "vision tower", 1: "embed, score or first token"}
+        names = {TOWER_ALONE: "vision tower", 1: "one forward (embedding, first token)"}
         number, _, patches = self.size.partition(" x ")
         pictures = f"batch of {number} pictures, {PIXELS[patches]}" if patches else f"{self.size} picture"
         return f"{names.get(self.tokens, f'answer of {self.tokens} tokens')}, {pictures}"

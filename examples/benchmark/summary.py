@@ -41,7 +41,7 @@ TRAINED = ("sdpa", "flash_attention_2", "compile_blocks")
 FASTEST = "the fastest of stock sdpa, FlashAttention-2 and compiled blocks"
 LINES = (
     Line(
-        label="Vision tower, six input sizes, against the fastest of sdpa, FlashAttention-2 and -3",
+        label="Vision tower beside the fastest of sdpa, FlashAttention-2 and -3, six input sizes",
         file="towers.json",
         ours="auto",
         stock=("sdpa", "flash_attention_2", "flash_attention_3"),
@@ -88,7 +88,7 @@ def _trainer_steps() -> list[str]:
         ours = row["patched"]["step"]
         text = f"{title(row['model'])} {stock:.2f} → {ours:.2f} ({stock / ours:.1f}x)"
         by_way.setdefault(row["way"], []).append(text)
-    label = "`Trainer` step in seconds, 16 x 512²"
+    label = "`Trainer` step in seconds, 16 pictures of 512²"
     return [_line(f"{label}, {way}", texts, document, file) for way, texts in by_way.items()]
 
 
@@ -103,7 +103,9 @@ def _captioning() -> list[str]:
     lines = []
     for number, texts in by_tokens.items():
         tokens = f"{number} new token{'s' * (number > 1)}"
-        lines.append(_line(f"Captioning JPEG files of all sizes, pictures/s, {tokens}", texts, document, file))
+        lines.append(
+            _line(f"Captioning JPEG files of mixed sizes, pictures per second, {tokens}", texts, document, file)
+        )
     return lines
 
 

@@ -19,7 +19,7 @@ from media.items import Item, open_item
 from media.sources import IMAGE_SUFFIXES, VIDEO_SUFFIXES, find, in_shard
 from PIL import Image
 
-from captioning.journal import SHARDS, Entry
+from captioning.journal import SHARDS, SUPERSEDED, Entry
 from captioning.plan import same_picture
 from captioning.records import Record, json_lines, write_table
 
@@ -119,7 +119,7 @@ class Export:
         elif path.suffix == ".tar":
             self._write_webdataset(captioned, path)
             pictures = len({record.key for record in captioned}) - len(self.absent)
-            self.contents = f"{pictures} pictures with captions in {self.written} files"
+            self.contents = f"{pictures} pictures with captions in {self.written} file{'s' * (self.written != 1)}"
         else:
             raise ValueError(f"expected {FORMATS}, got {path}")
 
@@ -153,8 +153,8 @@ class Export:
     def _write_file(self, path: Path, write: Callable[[Path], object]) -> None:
         """Write one file, unless it holds records or pictures, or `merge` did not write it."""
         is_in_folder = path.parent.resolve() == self.folder.resolve()
-        if is_in_folder and any(fnmatchcase(path.name, pattern) for pattern in SHARDS):
-            names = "captions-00000.jsonl and captions-ray-00000.parquet"
+        if is_in_folder and any(fnmatchcase(path.name, pattern) for pattern in (*SHARDS, SUPERSEDED)):
+            names = f"captions-00000.jsonl, captions-ray-00000.parquet and {SUPERSEDED}"
             raise ValueError(f"names such as {names} are those of the records in {self.folder}; choose another")
         if path.resolve() in self._sources:  # even with --overwrite: a shard holds more than records and captions
             raise ValueError(f"{path} is what the pictures were read from; choose another name")

@@ -21,11 +21,13 @@ from media.files import replace_file
 
 from captioning.records import Record, json_lines, read_line, read_table, write_whole
 
-__all__ = ["SHARDS", "Batches", "Entry", "Journal", "Record", "Selection", "json_lines"]
+__all__ = ["SHARDS", "SUPERSEDED", "Batches", "Entry", "Journal", "Record", "Selection", "json_lines"]
 
 _RAY_FOLDERS = "captions-ray-" + "[0-9]" * 5
 SHARDS = ("captions-" + "[0-9]" * 5 + ".jsonl", _RAY_FOLDERS + ".parquet")
 """Patterns of the names of shards. `repair` cuts files of these names, so other files must not match."""
+SUPERSEDED = "superseded.jsonl"
+"""The file of captions that are outdated, or were made anew."""
 _ROWS_PER_GROUP = 50_000
 _BLOCK = 1 << 16  # bytes that are read at a time from the end of a shard
 Entry = dict[str, Any]
@@ -164,7 +166,7 @@ class Journal:
             elif record.caption:
                 removed_captions.append(record)
         if removed_captions:
-            with (self.folder / "superseded.jsonl").open("ab") as file:
+            with (self.folder / SUPERSEDED).open("ab") as file:
                 file.write(_encoded(removed_captions))
         return changed_records
 

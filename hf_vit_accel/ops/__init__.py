@@ -65,7 +65,7 @@ def requested_parts(fuse: object) -> frozenset[str] | None:
     if unknown:
         similar = get_close_matches(str(unknown[0]).lower(), PARTS, n=1)
         hint = f"; did you mean {similar[0]!r}?" if similar else ""
-        raise ValueError(f"{expected}, got {unknown}{hint}")
+        raise ValueError(f"{expected}, got {(fuse if isinstance(fuse, str) else unknown)!r}{hint}")
     return parts
 
 

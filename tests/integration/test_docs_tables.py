@@ -67,7 +67,7 @@ def expected_text(case: str, way: str, model: str) -> str:
         model: the model's name, as README spells it
     """
     for row in read("whole_call.json")["rows"]:
-        names = {0: "vision tower", 1: "embed, score or first token"}
+        names = {0: "vision tower", 1: "one forward (embedding, first token)"}
         timed = names.get(row["tokens"], f"answer of {row['tokens']} tokens")
         pictures = {"one 1024²": "one 1024² picture", "32 x 34x46": "batch of 32 pictures, about 500 x 700"}[
             row["size"]
@@ -145,7 +145,7 @@ def test_the_headline_takes_the_tower_and_an_answer(complete: Document) -> None:
     assert [(case.label, case.way) for case in headline.tabled(complete)] == [
         ("vision tower, one 1024² picture", "patched"),
         ("answer of 64 tokens, one 1024² picture", "decoding"),
-        ("embed, score or first token, batch of 32 pictures, about 500 x 700", "patched"),
+        ("one forward (embedding, first token), batch of 32 pictures, about 500 x 700", "patched"),
         ("answer of 64 tokens, batch of 32 pictures, about 500 x 700", "decoding"),
     ]
     assert "6500 → 1300 ms (5.0x)" in headline.table(complete) and "6500 → 1300 ms (5.0x)" in headline.chart(complete)
