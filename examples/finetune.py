@@ -51,15 +51,14 @@ from finetuning.data import (
     describe,
     find_examples,
     find_text_column,
-    fingerprint,
     hold_out,
 )
 from finetuning.folder import (
     SettingsNote,
-    check_adapters,
     check_settings,
     draw_loss,
     finish,
+    kept_settings,
     newest_checkpoint,
     other_files,
     save_processor,
@@ -150,23 +149,21 @@ def run(options: SimpleNamespace) -> None:
     cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     with _mistakes():
         check_options(options)
-        options.lora_alpha = options.lora_alpha or 2 * options.lora_rank
+        set_defaults(options, cpu)
         checkpoint = newest_checkpoint(options.output_dir, options.resume)
-        if checkpoint:
-            check_adapters(checkpoint, options.lora_rank, options.lora_alpha, options.freeze_tower)
         arguments = training_arguments(options, cpu)
         others = [] if checkpoint or arguments.process_index else other_files(options.output_dir)
         if others:
             print(f"warning: {options.output_dir} holds other files, as {others[0]}; the run may replace them")
         trained, held_out = find_all_examples(options)
-        settings = kept_settings(arguments, trained)
+        settings = kept_settings(options, arguments, trained)
         check_settings(checkpoint, settings)
         # The trainer would make one step more after the last one.
         if checkpoint and 0 < options.max_steps <= step_of(checkpoint):
             end_done_run(options, checkpoint, is_first=arguments.process_index == 0)
         column = find_text_column(trained, options.text_column)
         check_prompt(options.prompt, trained)
-        model, processor = load(options, cpu)
+        model, processor = load(options)
         datasets = [
             Examples(examples, processor, prompt=options.prompt, text=column) for examples in (trained, held_out)
         ]
@@ -200,16 +197,17 @@ def run(options: SimpleNamespace) -> None:
         way = "stock" if options.no_patch else f"patched, {options.attention}"
         draw_loss(trainer.state.log_history, options.output_dir / "loss.svg", way)
         print(hf_vit_accel.status(model))
-        print(summary(trainer, metrics, options.output_dir))
+        first_step = step_of(checkpoint) if checkpoint else 0
+        print(summary(trainer, metrics, first_step, options.output_dir))
 
 
-def kept_settings(arguments: TrainingArguments, trained: list[Example]) -> dict[str, object]:
-    """Return the settings that a resumed run cannot change, by name."""
-    return {
-        "set of training examples": fingerprint(trained),
-        "--learning-rate": arguments.learning_rate,
-        "--weight-decay": arguments.weight_decay,
-    }
+def set_defaults(options: SimpleNamespace, cpu: bool) -> None:
+    """Replace None by the defaults that depend on other options or on the machine."""
+    options.lora_alpha = options.lora_alpha or 2 * options.lora_rank
+    if options.learning_rate is None:
+        options.learning_rate = 1e-4 if options.lora_rank else 1e-5
+    options.bf16 = not cpu if options.bf16 is None else options.bf16
+    options.dtype = options.dtype or ("bfloat16" if options.lora_rank and not cpu else "float32")
 
 
 def end_done_run(options: SimpleNamespace, checkpoint: str, *, is_first: bool) -> NoReturn:
@@ -244,9 +242,6 @@ def training_arguments(options: SimpleNamespace, cpu: bool) -> TrainingArguments
         f"{word}_checkpointing": options.gradient_checkpointing,
         f"{word}_checkpointing_kwargs": {"use_reentrant": False} if options.gradient_checkpointing else None,
     }
-    learning_rate = options.learning_rate
-    if learning_rate is None:
-        learning_rate = 1e-4 if options.lora_rank else 1e-5
     return TrainingArguments(
         output_dir=str(options.output_dir),
         max_steps=options.max_steps,
@@ -254,12 +249,12 @@ def training_arguments(options: SimpleNamespace, cpu: bool) -> TrainingArguments
         per_device_train_batch_size=options.per_device_batch_size,
         per_device_eval_batch_size=options.per_device_batch_size,
         gradient_accumulation_steps=options.gradient_accumulation_steps,
-        learning_rate=learning_rate,
+        learning_rate=options.learning_rate,
         lr_scheduler_type=options.lr_scheduler_type,
         warmup_steps=options.warmup_steps,
         weight_decay=options.weight_decay,
         max_grad_norm=options.max_grad_norm,
-        bf16=not cpu if options.bf16 is None else options.bf16,
+        bf16=options.bf16,
         use_cpu=cpu,
         logging_steps=options.logging_steps,
         eval_strategy="steps" if options.eval_file or options.eval_fraction else "no",
@@ -296,13 +291,12 @@ def find_all_examples(options: SimpleNamespace) -> tuple[list[Example], list[Exa
     return examples, []
 
 
-def load(options: SimpleNamespace, cpu: bool) -> tuple[nn.Module, ProcessorMixin]:
+def load(options: SimpleNamespace) -> tuple[nn.Module, ProcessorMixin]:
     """Load the model and its processor; add adapters, freeze and patch."""
-    dtype = options.dtype or ("bfloat16" if options.lora_rank and not cpu else "float32")
     with _mistakes(f"cannot load {options.model}: "):
         processor = load_processor(options.model, options.revision)
         model = AutoModelForImageTextToText.from_pretrained(
-            options.model, revision=options.revision, dtype=getattr(torch, dtype)
+            options.model, revision=options.revision, dtype=getattr(torch, options.dtype)
         )
     limit_pixels(processor, options.min_pixels, options.max_pixels)
     set_seed(options.seed)  # adapters are random
@@ -337,14 +331,17 @@ def trainable(model: PreTrainedModel, rank: int, alpha: float, dropout: float, f
     return get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, **linears))
 
 
-def summary(trainer: Trainer, metrics: dict[str, float], folder: Path) -> str:
-    """Return a line with the results of a run."""
+def summary(trainer: Trainer, metrics: dict[str, float], first_step: int, folder: Path) -> str:
+    """Return a line with the results of a run. A resumed run reports the loss of its own steps."""
     titles = {"train_loss": "loss", "eval_loss": "held-out loss", "eval_accuracy": "accuracy of held-out tokens"}
     results = [f"{title} {metrics[name]:.4g}" for name, title in titles.items() if name in metrics]
     results.append(f"{metrics['train_samples_per_second']:.3g} examples/s")
     if trainer.args.device.type == "cuda":
         results.append(f"at most {torch.cuda.max_memory_allocated() / 1e9:.3g} GB")
-    return f"{trainer.state.global_step} steps: {', '.join(results)}; the model is in {folder}"
+    steps = f"{trainer.state.global_step} steps"
+    if first_step:
+        steps += f", {trainer.state.global_step - first_step} of them since the checkpoint"
+    return f"{steps}: {', '.join(results)}; the model is in {folder}"
 
 
 def _loss(outputs: ModelOutput, labels: torch.Tensor, num_items_in_batch: torch.Tensor | None = None) -> torch.Tensor:

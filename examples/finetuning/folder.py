@@ -6,19 +6,21 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 from media.processors import load_processor
 from transformers import ProcessorMixin, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import cached_file, is_torchvision_available
 
 from finetuning.curve import draw
+from finetuning.data import Example, fingerprint
 
 __all__ = [
     "SettingsNote",
-    "check_adapters",
     "check_settings",
     "draw_loss",
     "finish",
+    "kept_settings",
     "newest_checkpoint",
     "other_files",
     "save_processor",
@@ -27,6 +29,14 @@ __all__ = [
 
 _SETTINGS = "resumed_with.json"
 """The file in a checkpoint that holds the settings which a resumed run keeps."""
+_MAY_CHANGE = {
+    *("output_dir", "resume", "max_steps", "num_train_epochs", "report_to", "dataloader_num_workers"),
+    *("logging_steps", "eval_steps", "save_steps", "save_total_limit"),
+    *("attention", "no_patch", "gradient_checkpointing"),  # steps compute the same, up to rounding
+    *("train_file", "eval_file", "eval_fraction", "image_column", "image_root", "split"),  # examples are compared
+    *("per_device_batch_size", "gradient_accumulation_steps"),  # the examples of a step are compared
+}
+"""Options that a resumed run may change. With any other, it would silently train otherwise than it began."""
 
 
 def newest_checkpoint(folder: Path, resume: bool) -> str | None:
@@ -60,30 +70,26 @@ def step_of(checkpoint: str | Path) -> int:
     return int(Path(checkpoint).name.partition("-")[2])
 
 
-def check_adapters(checkpoint: str, rank: int, alpha: float, freeze_tower: bool) -> None:
-    """Compare the options with the adapters of a checkpoint.
+def kept_settings(
+    options: SimpleNamespace, arguments: TrainingArguments, trained: Sequence[Example]
+) -> dict[str, object]:
+    """Return the settings that a resumed run cannot change, by name.
 
     Args:
-        checkpoint: the folder of the checkpoint
-        rank: the rank of the adapters; 0 for none
-        alpha: the scale of the adapters
-        freeze_tower: whether the vision tower has no adapters
-
-    Raises:
-        ValueError: if they differ, since the checkpoint's weights would not fit
+        options: the options of the run by name, with the values that stand for defaults
+        arguments: the arguments of the trainer
+        trained: the examples to train on
     """
-    file = Path(checkpoint, "adapter_config.json")
-    config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"r": 0}
-    options = {"r": ("--lora-rank", rank)}
-    if rank:
-        options["lora_alpha"] = ("--lora-alpha", alpha)
-    for name, (option, value) in options.items():
-        if config[name] != value:
-            raise ValueError(f"{checkpoint} was trained with {option} {config[name]}: go on with it, not with {value}")
-    was_frozen = bool(config.get("exclude_modules"))
-    if rank and was_frozen != freeze_tower:
-        word = "with" if was_frozen else "without"
-        raise ValueError(f"{checkpoint} was trained {word} --freeze-tower: go on {word} it")
+    per_process = arguments.train_batch_size * arguments.gradient_accumulation_steps
+    settings: dict[str, object] = {
+        "set of training examples": fingerprint(trained),
+        "number of examples in a step": per_process * arguments.world_size,
+    }
+    for name, value in vars(options).items():
+        if name not in _MAY_CHANGE:
+            settings[f"--{name.replace('_', '-')}"] = value
+    settings["--model"] = Path(options.model).name  # its folder may have moved
+    return settings
 
 
 class SettingsNote(TrainerCallback):
@@ -109,12 +115,14 @@ def check_settings(checkpoint: str | None, settings: Mapping[str, object]) -> No
         return
     file = Path(checkpoint, _SETTINGS)
     former = json.loads(file.read_text(encoding="utf-8")) if file.exists() else settings
-    for name, value in settings.items():
-        if former.get(name, value) != value:
-            raise ValueError(
-                f"{checkpoint} was trained with another {name}: {former[name]}, now {value}. A resumed run cannot "
-                f"change it: go on with the former, or begin anew with --model {checkpoint} in another --output-dir"
-            )
+    changes = [
+        f"{name} {former[name]} (now {value})" for name, value in settings.items() if former.get(name, value) != value
+    ]
+    if changes:
+        raise ValueError(
+            f"{checkpoint} was trained with {', '.join(changes)}. A resumed run cannot change that: go on with the "
+            f"former, or begin anew with --model {checkpoint} in another --output-dir"
+        )
 
 
 def save_processor(processor: ProcessorMixin, model: str, revision: str | None, folder: Path) -> None:

@@ -60,6 +60,10 @@ def config_of(model: str, revision: str | None) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(model, revision=revision)
     except (OSError, ValueError) as error:
+        if Path(model, "adapter_config.json").is_file():
+            raise ValueError(
+                f"{model} holds LoRA adapters: merge them into their model first, as examples/README.md shows"
+            ) from None
         reason = str(error).strip().splitlines()[0]
         if Path(model).is_dir():
             raise ValueError(f"{model} holds no checkpoint: {reason}") from None

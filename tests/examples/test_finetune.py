@@ -153,6 +153,36 @@ def test_a_resumed_run_equals_an_uninterrupted_one(data: Path, patched: Path, tm
     assert "<polyline" in (tmp_path / "loss.svg").read_text() and load_processor(str(tmp_path)).tokenizer.chat_template
 
 
+@pytest.mark.parametrize(
+    ("family", "flags", "settings", "change"),
+    [
+        ("qwen3_vl", [], {"prompt": "what is this ?"}, f"--prompt {PROMPT} (now what is this ?)"),
+        ("qwen3_vl", [], {"seed": 7}, "(now 7)"),
+        ("qwen3_vl", [], {"per_device_batch_size": 2}, "number of examples in a step 4 (now 2)"),
+        ("qwen3_vl", ["--freeze-tower"], {}, "--freeze-tower False (now True)"),
+        ("qwen3_vl", ["--bf16"], {}, "--bf16 False (now True)"),
+        ("qwen2_5_vl", [], {}, "--model qwen3_vl (now qwen2_5_vl)"),
+        ("qwen3_vl", [], {"max_grad_norm": 3, "seed": 8}, "--max-grad-norm 1.0 (now 3.0), --seed"),
+    ],
+)
+def test_a_resumed_run_keeps_what_decides_its_steps(
+    data: Path, patched: Path, tmp_path: Path, family: str, flags: list[str], settings: Settings, change: str
+) -> None:
+    """Also where the checkpoint would fit: the steps after it would see other inputs than those before."""
+    shutil.copytree(patched / "checkpoint-3", tmp_path / "checkpoint-3")
+    refused = RUNNER.invoke(finetune.app, arguments(data, tmp_path, family, "--resume", *flags, **settings))
+    assert refused.exit_code == 2 and change in words(refused), refused.output
+
+
+def test_a_resumed_run_may_divide_its_steps_otherwise(data: Path, patched: Path, tmp_path: Path) -> None:
+    """Steps of as many examples in smaller batches train on the same examples; another card may need that."""
+    shutil.copytree(patched / "checkpoint-3", tmp_path / "checkpoint-3")
+    batches = dict(per_device_batch_size=2, gradient_accumulation_steps=2)
+    console = run(data, tmp_path, "qwen3_vl", "--resume", "--no-patch", "--gradient-checkpointing", **batches)
+    assert "6 steps, 3 of them since the checkpoint: loss" in console
+    assert losses(tmp_path) == pytest.approx(losses(patched), rel=1e-3)
+
+
 def test_resume_without_a_checkpoint_begins_anew(data: Path, tmp_path: Path) -> None:
     assert "beginning anew: " in run(data, tmp_path, "qwen3_vl", "--resume", max_steps=1)
 
@@ -195,10 +225,14 @@ def test_a_frozen_tower_gets_no_adapters(lora: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "settings", "message"),
     [
-        (["--freeze-tower"], {"lora_rank": 2}, "was trained with --lora-rank 4: go on with it, not with 2"),
-        (["--freeze-tower"], {}, "was trained with --lora-rank 4: go on with it, not with 0"),
-        (["--freeze-tower"], {"lora_rank": 4, "lora_alpha": 2}, "with --lora-alpha 8: go on with it, not with 2"),
-        ([], {"lora_rank": 4}, "was trained with --freeze-tower: go on with it"),
+        (["--freeze-tower"], {"lora_rank": 2}, "--lora-rank 4 (now 2)"),
+        (["--freeze-tower"], {}, "--lora-rank 4 (now 0)"),
+        (
+            ["--freeze-tower"],
+            {"lora_rank": 4, "lora_alpha": 2},
+            "was trained with --lora-alpha 8 (now 2.0). A resumed run",
+        ),
+        ([], {"lora_rank": 4}, "was trained with --freeze-tower True (now False)"),
         (["--freeze-tower"], {"lora_rank": 4}, None),
     ],
 )
@@ -392,12 +426,10 @@ def test_a_run_is_not_resumed_with_other_files(data: Path, tmp_path: Path) -> No
     for max_steps in (1, 2):
         command = arguments(other, tmp_path / "out", "qwen3_vl", "--resume", max_steps=max_steps, eval_fraction=0)
         refused = RUNNER.invoke(finetune.app, command)
-        assert refused.exit_code == 2 and "was trained with another set of training examples" in words(refused), (
-            refused.output
-        )
+        assert refused.exit_code == 2 and "was trained with set of training examples" in words(refused), refused.output
     command = arguments(data, tmp_path / "out", "qwen3_vl", "--resume", max_steps=2, learning_rate=0.1)
     refused = RUNNER.invoke(finetune.app, command)
-    assert refused.exit_code == 2 and "another --learning-rate: 0.001, now 0.1" in words(refused)
+    assert refused.exit_code == 2 and "--learning-rate 0.001 (now 0.1)" in words(refused)
     assert "going on from" in run(data, tmp_path / "out", "qwen3_vl", "--resume", max_steps=2, save_steps=1)
     assert not (tmp_path / "out" / "resumed_with.json").exists()
 

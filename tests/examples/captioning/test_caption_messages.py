@@ -208,6 +208,15 @@ def test_a_launcher_that_starts_too_few_processes_is_reported(
     assert "2 processes were asked for and 1 was started" in printed
 
 
+def test_adapters_are_no_model(photos: Path, output: Path, tmp_path: Path) -> None:
+    adapters = tmp_path / "adapters"
+    adapters.mkdir()
+    (adapters / "adapter_config.json").write_text("{}")
+    (adapters / "adapter_model.safetensors").write_bytes(b"")
+    done = caption(photos, output, model=adapters)
+    assert done.exit_code == 2 and "adapters holds LoRA adapters: merge them into their model first" in words(done)
+
+
 @pytest.mark.parametrize(
     ("model", "why"),
     [
