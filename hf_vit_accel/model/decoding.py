@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -30,6 +31,9 @@ _RESERVE = 128
 _REPLACED_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", ATTENTION)
 """The attention implementations of a text model that the step's own replaces. `ATTENTION` is set while a step of
 another thread runs."""
+
+_ALSO_INPUTS = ("use_cache", "output_attentions", "output_hidden_states")
+"""Options of `generate` that it passes on, since models take them as inputs."""
 
 
 def slots_for(tokens: int) -> int:
@@ -72,7 +76,7 @@ def graphed_decoding(
 
     Raises:
         ValueError: If transformers decodes such a call by code from the Hub, or a streamer meets beams. Also if
-            `max_graphs` or `max_bytes` is no count.
+            `max_graphs` or `max_bytes` is no count, and for an option of `generate` or a misspelt one.
 
     Example:
         ```python
@@ -81,6 +85,7 @@ def graphed_decoding(
         ```
     """
     _check_bounds(max_graphs, max_bytes)
+    _check_names(model_kwargs, generation_config)
     _warn_of_dropped(streamer)
     if streamer is not None:
         streamer.put(input_ids.cpu())
@@ -127,6 +132,16 @@ def _check_bounds(max_graphs: object, max_bytes: object) -> None:
         raise ValueError(f"expected max_graphs to be a whole number of at least 1, got {max_graphs!r}")
     if max_bytes is not None and (type(max_bytes) is not int or max_bytes < 0):
         raise ValueError(f"expected max_bytes to be None or a whole number of bytes, got {max_bytes!r}")
+
+
+def _check_names(model_kwargs: Arguments, generation_config: GenerationConfig) -> None:
+    """Raise ValueError for names that only `functools.partial` can bring: `generate` takes its own options before."""
+    for name in model_kwargs:
+        similar = get_close_matches(name, ("max_graphs", "max_bytes", "synced_gpus"), n=1, cutoff=0.8)
+        if similar:
+            raise ValueError(f"unknown option {name!r} of graphed_decoding; did you mean {similar[0]!r}?")
+        if name not in _ALSO_INPUTS and hasattr(generation_config, name):
+            raise ValueError(f"{name!r} is an option of generate: pass it there, not to graphed_decoding")
 
 
 def _warn_of_dropped(streamer: BaseStreamer | None) -> None:

@@ -160,6 +160,20 @@ def test_wrong_bounds_are_refused(model: Any, bounds: dict[str, Any]) -> None:
     assert counts_of(model).static_calls == 1
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(max_graph=2), "unknown option 'max_graph' of graphed_decoding; did you mean 'max_graphs'"),
+        (dict(max_new_tokens=3), "'max_new_tokens' is an option of generate"),
+        (dict(do_sample=True), "'do_sample' is an option of generate"),
+    ],
+)
+def test_options_that_would_be_dropped_are_refused(model: Any, options: dict[str, Any], message: str) -> None:
+    """transformers' loop takes any keyword, and reads none of these."""
+    with pytest.raises(ValueError, match=message):
+        model.generate(**TEXT, max_new_tokens=12, custom_generate=functools.partial(graphed_decoding, **options))
+
+
 def test_an_error_after_a_call_leaves_no_lock(model: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     both(model, TEXT, max_new_tokens=12)
     with monkeypatch.context() as broken:
