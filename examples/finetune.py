@@ -11,6 +11,7 @@ newest checkpoint, and logs, saves and evaluates as often as before.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 import sys
@@ -48,6 +49,7 @@ from finetuning.data import (
     Example,
     Examples,
     check_prompt,
+    count_workers,
     describe,
     find_examples,
     find_text_column,
@@ -55,9 +57,11 @@ from finetuning.data import (
 )
 from finetuning.folder import (
     SettingsNote,
+    begin,
     check_settings,
     draw_loss,
     finish,
+    is_complete,
     kept_settings,
     newest_checkpoint,
     other_files,
@@ -158,8 +162,7 @@ def run(options: SimpleNamespace) -> None:
         trained, held_out = find_all_examples(options)
         settings = kept_settings(options, arguments, trained)
         check_settings(checkpoint, settings)
-        # The trainer would make one step more after the last one.
-        if checkpoint and 0 < options.max_steps <= step_of(checkpoint):
+        if checkpoint and is_complete(checkpoint, options.max_steps, options.num_train_epochs):
             end_done_run(options, checkpoint, is_first=arguments.process_index == 0)
         column = find_text_column(trained, options.text_column)
         check_prompt(options.prompt, trained)
@@ -181,6 +184,7 @@ def run(options: SimpleNamespace) -> None:
         callbacks=[SettingsNote(settings)],
     )
     if arguments.process_index == 0:
+        begin(options.output_dir)
         count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         of_training = describe(trained, column)
         print(f"{of_training} to train on, {len(held_out)} to evaluate by; {count:,} weights are trained")
@@ -223,6 +227,12 @@ def check_options(options: SimpleNamespace) -> None:
     """Raise ValueError for options that no run can have."""
     if options.max_steps < 1 and options.max_steps != -1:
         raise ValueError(f"expected --max-steps to be at least 1, or -1 for epochs, got {options.max_steps}")
+    if options.output_dir.is_file():
+        raise ValueError(f"{options.output_dir} is a file: name a folder as --output-dir")
+    if options.lora_alpha is not None and not 0 < options.lora_alpha < math.inf:
+        raise ValueError(f"expected --lora-alpha to be a number above 0, got {options.lora_alpha}")
+    if options.learning_rate == math.inf:
+        raise ValueError("expected --learning-rate to be finite, got inf")
     unlisted = ("none", "all", "azure_ml", "flyte")  # transformers takes them, but may leave them out of its list
     if options.report_to not in (*unlisted, *get_available_reporting_integrations()):
         raise ValueError(f"--report-to {options.report_to}: it is not installed, or unknown to transformers")
@@ -267,14 +277,6 @@ def training_arguments(options: SimpleNamespace, cpu: bool) -> TrainingArguments
         remove_unused_columns=False,  # the rows are objects of our own
         **checkpointing,
     )
-
-
-def count_workers(requested: int | None) -> int:
-    """Return how many processes load examples: by default 4, and no more than the cores of this process."""
-    if requested is not None:
-        return requested
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(4, cores)
 
 
 def find_all_examples(options: SimpleNamespace) -> tuple[list[Example], list[Example]]:

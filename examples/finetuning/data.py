@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import os.path
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ __all__ = [
     "Examples",
     "Row",
     "check_prompt",
+    "count_workers",
     "describe",
     "find_examples",
     "find_text_column",
@@ -176,6 +178,14 @@ def hold_out(examples: Sequence[Example], fraction: float) -> tuple[list[Example
             "hold none out: --eval-fraction 0."
         )
     return trained, [example for example in examples if example.picture in held_out]
+
+
+def count_workers(requested: int | None) -> int:
+    """Return how many processes load examples: by default 4, and no more than the cores of this process."""
+    if requested is not None:
+        return requested
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(4, cores)
 
 
 def fingerprint(examples: Sequence[Example]) -> str:

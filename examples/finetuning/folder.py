@@ -17,9 +17,11 @@ from finetuning.data import Example, fingerprint
 
 __all__ = [
     "SettingsNote",
+    "begin",
     "check_settings",
     "draw_loss",
     "finish",
+    "is_complete",
     "kept_settings",
     "newest_checkpoint",
     "other_files",
@@ -57,6 +59,26 @@ def newest_checkpoint(folder: Path, resume: bool) -> str | None:
     if not resume:
         raise ValueError(f"{newest} is of an earlier run: --resume goes on from it, another --output-dir starts anew")
     return str(newest)
+
+
+def is_complete(checkpoint: str, max_steps: int, epochs: float) -> bool:
+    """Return whether a checkpoint is the last one of a run; the trainer would make one step more after it.
+
+    Args:
+        checkpoint: the folder of the checkpoint
+        max_steps: the steps of the run; -1 to train for epochs
+        epochs: the epochs of the run
+    """
+    state = json.loads(Path(checkpoint, "trainer_state.json").read_text(encoding="utf-8"))
+    if max_steps > 0:
+        return bool(state["global_step"] >= max_steps)
+    return bool(state["epoch"] >= epochs - 1e-6)
+
+
+def begin(folder: Path) -> None:
+    """Remove the results of an earlier run, since `finish` takes them for those of the last checkpoint."""
+    for name in ("all_results.json", "loss.svg"):
+        (folder / name).unlink(missing_ok=True)
 
 
 def other_files(folder: Path) -> list[str]:
@@ -121,7 +143,7 @@ def check_settings(checkpoint: str | None, settings: Mapping[str, object]) -> No
     if changes:
         raise ValueError(
             f"{checkpoint} was trained with {', '.join(changes)}. A resumed run cannot change that: go on with the "
-            f"former, or begin anew with --model {checkpoint} in another --output-dir"
+            "former, or begin anew in another --output-dir"
         )
 
 
@@ -159,7 +181,7 @@ def finish(checkpoint: Path, folder: Path, model: str, revision: str | None, tit
         return
     state = checkpoint / "trainer_state.json"
     for file in checkpoint.iterdir():
-        if file.suffix in (".safetensors", ".json", ".md") and file.name not in (state.name, _SETTINGS):
+        if file.suffix in (".safetensors", ".json", ".md") and file.name != _SETTINGS:
             shutil.copy(file, folder / file.name)
     save_processor(load_processor(model, revision), model, revision, folder)
     draw_loss(json.loads(state.read_text(encoding="utf-8"))["log_history"], folder / "loss.svg", title)

@@ -187,6 +187,50 @@ def test_resume_without_a_checkpoint_begins_anew(data: Path, tmp_path: Path) -> 
     assert "beginning anew: " in run(data, tmp_path, "qwen3_vl", "--resume", max_steps=1)
 
 
+@pytest.mark.parametrize("epochs", [0.5, 1.0, 1.5])
+def test_a_run_of_epochs_ends_once(data: Path, tmp_path: Path, epochs: float) -> None:
+    settings = dict(max_steps=-1, num_train_epochs=epochs, per_device_batch_size=8, eval_fraction=0)
+    run(data, tmp_path, "qwen3_vl", **settings)
+    results = (tmp_path / "all_results.json").read_bytes()
+    checkpoints = sorted(tmp_path.glob("checkpoint-*"))
+    assert "the run is done" in run(data, tmp_path, "qwen3_vl", "--resume", **settings)
+    assert (
+        sorted(tmp_path.glob("checkpoint-*")) == checkpoints and (tmp_path / "all_results.json").read_bytes() == results
+    )
+
+
+def test_a_longer_run_that_was_killed_at_its_end_gets_its_own_model(data: Path, tmp_path: Path) -> None:
+    """The files of the shorter run before it still lie in the folder."""
+    run(data, tmp_path, "qwen3_vl", max_steps=1, save_steps=1)
+    shorter = {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()}
+    run(data, tmp_path, "qwen3_vl", "--resume", max_steps=3, save_steps=1)
+    expected = weights(tmp_path)
+    (tmp_path / "loss.svg").unlink()  # written last; `begin` had removed that of the shorter run
+    (tmp_path / "all_results.json").unlink()
+    for name in ("model.safetensors", "trainer_state.json"):
+        (tmp_path / name).write_bytes(shorter[name])
+    assert "the run is done" in run(data, tmp_path, "qwen3_vl", "--resume", max_steps=3, save_steps=1)
+    assert all(torch.equal(value, expected[name]) for name, value in weights(tmp_path).items())
+    assert json.loads((tmp_path / "trainer_state.json").read_text())["global_step"] == 3
+
+
+def test_training_removes_the_results_of_a_shorter_run(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(data, tmp_path, "qwen3_vl", max_steps=1, save_steps=1)
+    assert (tmp_path / "loss.svg").exists()
+    monkeypatch.setattr(finetune.Trainer, "train", lambda *args, **kwargs: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(data, tmp_path, "qwen3_vl", "--resume", max_steps=3, save_steps=1)
+    assert not (tmp_path / "loss.svg").exists() and not (tmp_path / "all_results.json").exists()
+
+
+def test_a_file_as_output_folder_is_refused_first(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    refused = RUNNER.invoke(finetune.app, arguments(data, tmp_path / "file", "none"))
+    assert refused.exit_code == 2 and "is a file: name a folder" in words(refused)
+
+
 def test_a_frozen_tower_does_not_change(data: Path, tmp_path: Path) -> None:
     run(data, tmp_path, "qwen3_vl", "--freeze-tower", "--gradient-checkpointing", max_steps=2)
     before = weights(checkpoint_of("qwen3_vl"))
@@ -480,6 +524,9 @@ def test_the_folder_of_the_model_is_refused_as_output(data: Path, tmp_path: Path
         (None, {"attention": "flashinfer_cudnn"}, "flashinfer_cudnn.* - .*CUDA"),
         (None, {"lr_scheduler_type": "odd"}, "odd"),
         (None, {"min_pixels": 1 << 30}, "is above --max-pixels"),
+        (None, {"lora_alpha": 0}, "expected --lora-alpha to be a number above 0, got 0"),
+        (None, {"lora_alpha": "nan"}, "expected --lora-alpha to be a number above 0, got nan"),
+        (None, {"learning_rate": "inf"}, "expected --learning-rate to be finite"),
         (None, {"max_steps": 0}, "expected --max-steps to be at least 1, or -1 .*, got 0"),
         (None, {"max_steps": -2}, "expected --max-steps to be at least 1, or -1 .*, got -2"),
         (None, {"report_to": "clearml"}, "--report-to clearml: it is not installed, or unknown to transformers"),
