@@ -82,7 +82,7 @@ def page() -> str:
         "",
         "All tests that the version's classes allow passed on the CPU with transformers 4.57.6, 5.0.0, 5.9.0, 5.15.1",
         "and 5.24.0. `tests/support/lacking.py` lists the others with reasons: before 5.3 whole models stay stock",
-        "around the tower (positions, `every_rank`, decoding), and examples/ does not run.",
+        "around the tower (positions, `every_rank`); before 5.4 stock decodes, and examples/ does not run.",
         "",
         f"With transformers {', '.join(versions['tested']['towers'])}, tiny towers of every class ran on the CPU in",
         "these uses, compared with stock (`nox -s versions`, which writes the table). *fast*: all calls were. *stock*:",
