@@ -31,9 +31,8 @@ _RESERVE = 128
 _REPLACED_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", ATTENTION)
 """The attention implementations of a text model that the step's own replaces. `ATTENTION` is set while a step of
 another thread runs."""
-
-_ALSO_INPUTS = ("use_cache", "output_attentions", "output_hidden_states")
-"""Options of `generate` that it passes on, since models take them as inputs."""
+_OPTIONS = ("streamer", "synced_gpus", "max_graphs", "max_bytes")
+"""The options of `graphed_decoding` that users give by `functools.partial`."""
 
 
 def slots_for(tokens: int) -> int:
@@ -85,9 +84,13 @@ def graphed_decoding(
         ```
     """
     _check_bounds(max_graphs, max_bytes)
-    _check_names(model_kwargs, generation_config)
-    _warn_of_dropped(streamer)
+    caller = sys._getframe(1)
+    of_generate = caller.f_locals if caller.f_code.co_name == "generate" else {}
+    _check_names(model_kwargs.keys() - of_generate.get("model_kwargs", model_kwargs).keys(), generation_config)
+    _warn_of_dropped(streamer, of_generate)
     if streamer is not None:
+        if "beam" in generation_config.get_generation_mode(None).value:
+            raise ValueError("transformers cannot stream beams; leave the streamer out, or pass num_beams=1.")
         streamer.put(input_ids.cpu())
     arguments: Arguments = dict(
         logits_processor=logits_processor, stopping_criteria=stopping_criteria, generation_config=generation_config
@@ -134,23 +137,20 @@ def _check_bounds(max_graphs: object, max_bytes: object) -> None:
         raise ValueError(f"expected max_bytes to be None or a whole number of bytes, got {max_bytes!r}")
 
 
-def _check_names(model_kwargs: Arguments, generation_config: GenerationConfig) -> None:
-    """Raise ValueError for names that only `functools.partial` can bring: `generate` takes its own options before."""
-    for name in model_kwargs:
-        similar = get_close_matches(name, ("max_graphs", "max_bytes", "synced_gpus"), n=1, cutoff=0.8)
-        if similar:
-            raise ValueError(f"unknown option {name!r} of graphed_decoding; did you mean {similar[0]!r}?")
-        if name not in _ALSO_INPUTS and hasattr(generation_config, name):
+def _check_names(names: set[str], generation_config: GenerationConfig) -> None:
+    """Raise ValueError for names that `functools.partial` brings and nothing reads."""
+    for name in sorted(names):
+        if hasattr(generation_config, name):
             raise ValueError(f"{name!r} is an option of generate: pass it there, not to graphed_decoding")
+        similar = get_close_matches(name, _OPTIONS, n=1)
+        advice = f"; did you mean {similar[0]!r}?" if similar else f". It has: {', '.join(_OPTIONS)}."
+        raise ValueError(f"unknown option {name!r} of graphed_decoding{advice}")
 
 
-def _warn_of_dropped(streamer: BaseStreamer | None) -> None:
-    """Warn of the arguments that `generate`, which calls `graphed_decoding`, does not pass on to a function."""
-    caller = sys._getframe(2)
-    if caller.f_code.co_name != "generate":
-        return
+def _warn_of_dropped(streamer: BaseStreamer | None, of_generate: Arguments) -> None:
+    """Warn of the arguments of `generate`, among its local variables, that it does not pass on to a function."""
     for name in ("streamer", "assistant_model", "synced_gpus"):
-        if caller.f_locals.get(name) and not (name == "streamer" and streamer is not None):
+        if of_generate.get(name) and not (name == "streamer" and streamer is not None):
             advice = "Leave custom_generate out."
             if name != "assistant_model":
                 advice = f"Pass functools.partial(hf_vit_accel.graphed_decoding, {name}=...), or leave it out."
@@ -171,8 +171,6 @@ def _decode_by_stock(
     method = getattr(type(model), GENERATION_MODES_MAPPING[mode], None)
     if method is None:
         raise ValueError(f"transformers runs {mode.value} by code from the Hub; leave custom_generate out.")
-    if streamer is not None and "beam" in mode.value:
-        raise ValueError("transformers cannot stream beams; leave the streamer out, or pass num_beams=1.")
     if streamer is not None:
         arguments["streamer"] = streamer
     if "assisted" in mode.value:
