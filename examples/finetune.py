@@ -31,7 +31,6 @@ import typer
 from torch import nn
 from transformers import (
     AutoModelForImageTextToText,
-    EvalPrediction,
     PreTrainedModel,
     ProcessorMixin,
     Trainer,
@@ -39,12 +38,9 @@ from transformers import (
     set_seed,
 )
 from transformers.integrations import get_available_reporting_integrations
-from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.modeling_outputs import ModelOutput
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from finetuning.data import (
-    IGNORED,
     Collator,
     Example,
     Examples,
@@ -67,7 +63,10 @@ from finetuning.folder import (
     other_files,
     save_processor,
     step_of,
+    warn_of_new_length,
 )
+from finetuning.metrics import accuracy, most_likely, token_loss
+from media.checkpoints import config_of
 from media.processors import limit_pixels, load_processor
 
 import hf_vit_accel
@@ -106,7 +105,7 @@ def finetune(
     min_pixels: Annotated[int | None, typer.Option(min=1, help="Smaller pictures are enlarged to it.")] = None,
     max_pixels: Annotated[int | None, typer.Option(min=1, help="Larger pictures are reduced to it.")] = None,
     max_steps: Annotated[int, typer.Option(help="Steps of the optimizer; -1 to train for epochs.")] = -1,
-    num_train_epochs: Annotated[float, typer.Option(min=0)] = 1.0,
+    num_train_epochs: float = 1.0,
     per_device_batch_size: Annotated[int, typer.Option(min=1)] = 4,
     gradient_accumulation_steps: Annotated[int, typer.Option(min=1)] = 1,
     learning_rate: Annotated[float | None, typer.Option(min=0, help="By default 1e-5, 1e-4 with LoRA.")] = None,
@@ -178,9 +177,9 @@ def run(options: SimpleNamespace) -> None:
         data_collator=collate,
         train_dataset=datasets[0],
         eval_dataset=datasets[1] if held_out else None,
-        compute_loss_func=_loss,
-        preprocess_logits_for_metrics=_most_likely,
-        compute_metrics=_accuracy,
+        compute_loss_func=token_loss,
+        preprocess_logits_for_metrics=most_likely,
+        compute_metrics=accuracy,
         callbacks=[SettingsNote(settings)],
     )
     if arguments.process_index == 0:
@@ -190,6 +189,7 @@ def run(options: SimpleNamespace) -> None:
         print(f"{of_training} to train on, {len(held_out)} to evaluate by; {count:,} weights are trained")
         why_anew = f": {options.output_dir} has no complete checkpoint" if options.resume else ""
         print(f"going on from {checkpoint}" if checkpoint else f"beginning anew{why_anew}", flush=True)
+        warn_of_new_length(checkpoint, settings)
     with _interruptions(options.output_dir):
         result = trainer.train(resume_from_checkpoint=checkpoint)
         metrics = result.metrics | (trainer.evaluate() if held_out else {})
@@ -227,6 +227,8 @@ def check_options(options: SimpleNamespace) -> None:
     """Raise ValueError for options that no run can have."""
     if options.max_steps < 1 and options.max_steps != -1:
         raise ValueError(f"expected --max-steps to be at least 1, or -1 for epochs, got {options.max_steps}")
+    if not 0 < options.num_train_epochs < math.inf:
+        raise ValueError(f"expected --num-train-epochs to be a number above 0, got {options.num_train_epochs}")
     if options.output_dir.is_file():
         raise ValueError(f"{options.output_dir} is a file: name a folder as --output-dir")
     if options.lora_alpha is not None and not 0 < options.lora_alpha < math.inf:
@@ -252,6 +254,7 @@ def training_arguments(options: SimpleNamespace, cpu: bool) -> TrainingArguments
         f"{word}_checkpointing": options.gradient_checkpointing,
         f"{word}_checkpointing_kwargs": {"use_reentrant": False} if options.gradient_checkpointing else None,
     }
+    workers = count_workers(options.dataloader_num_workers)
     return TrainingArguments(
         output_dir=str(options.output_dir),
         max_steps=options.max_steps,
@@ -271,7 +274,8 @@ def training_arguments(options: SimpleNamespace, cpu: bool) -> TrainingArguments
         eval_steps=options.eval_steps or options.save_steps,
         save_steps=options.save_steps,
         save_total_limit=options.save_total_limit,
-        dataloader_num_workers=count_workers(options.dataloader_num_workers),
+        dataloader_num_workers=workers,
+        dataloader_persistent_workers=workers > 0,  # they remember which examples they reported
         seed=options.seed,
         report_to=options.report_to,
         remove_unused_columns=False,  # the rows are objects of our own
@@ -295,6 +299,7 @@ def find_all_examples(options: SimpleNamespace) -> tuple[list[Example], list[Exa
 
 def load(options: SimpleNamespace) -> tuple[nn.Module, ProcessorMixin]:
     """Load the model and its processor; add adapters, freeze and patch."""
+    config_of(options.model, options.revision)  # refuses a folder that is missing, and one of adapters
     with _mistakes(f"cannot load {options.model}: "):
         processor = load_processor(options.model, options.revision)
         model = AutoModelForImageTextToText.from_pretrained(
@@ -344,27 +349,6 @@ def summary(trainer: Trainer, metrics: dict[str, float], first_step: int, folder
     if first_step:
         steps += f", {trainer.state.global_step - first_step} of them since the checkpoint"
     return f"{steps}: {', '.join(results)}; the model is in {folder}"
-
-
-def _loss(outputs: ModelOutput, labels: torch.Tensor, num_items_in_batch: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the mean loss over all tokens of a step.
-
-    The models' own loss is a mean over a batch, which gives tokens of short answers more weight.
-    """
-    logits = outputs.logits
-    return ForCausalLMLoss(logits, labels, vocab_size=logits.shape[-1], num_items_in_batch=num_items_in_batch)
-
-
-def _most_likely(logits: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.Tensor) -> torch.Tensor:
-    """Return the most likely tokens: the logits of all examples would not fit into the memory."""
-    best: torch.Tensor = (logits[0] if isinstance(logits, tuple) else logits).argmax(-1)
-    return best
-
-
-def _accuracy(prediction: EvalPrediction) -> dict[str, float]:
-    labels = prediction.label_ids[:, 1:]
-    is_right = (prediction.predictions[:, :-1] == labels) & (labels != IGNORED)
-    return {"accuracy": float(is_right.sum() / (labels != IGNORED).sum())}
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import numbers
 import os
 import os.path
 import sys
@@ -86,6 +87,8 @@ def find_examples(
     examples: list[Example] = []
     for name in inputs:
         path = Path(name)
+        if path.is_file() and path.suffix in (".json", ".csv", ".tsv"):
+            raise ValueError(f"{name}: texts are read from .jsonl and .parquet files, .tar shards and folders")
         lines = path / "metadata.jsonl" if path.is_dir() else path
         if lines.suffix == ".jsonl" and lines.is_file():
             of_input = list(_read_lines(lines, column, root or lines.parent))
@@ -211,14 +214,16 @@ def describe(examples: Sequence[Example], column: str) -> str:
             without_text += 1
     if not without_text:
         return f"{len(examples)} examples"
-    among = "" if len(looked_at) == len(examples) else f" of the first {len(looked_at)}"
-    return f"{len(examples)} examples ({without_text}{among} have no text and are passed over)"
+    if len(looked_at) == len(examples):
+        return f"{len(examples) - without_text} of {len(examples)} examples (the others have no text)"
+    return f"{len(examples)} examples ({without_text} of the first {len(looked_at)} have no text and are passed over)"
 
 
 def _text_of(values: Fields, column: str) -> str:
-    """Return the text to learn; empty where there is none."""
+    """Return the text to learn, which may be a number; empty where there is none."""
     text = values.get(column)
-    return text.strip() if isinstance(text, str) else ""
+    is_text = isinstance(text, str | numbers.Real) and not isinstance(text, bool)
+    return str(text).strip() if is_text else ""
 
 
 def _digest(name: str) -> bytes:
@@ -278,7 +283,7 @@ class Examples(Dataset[Row]):
         values = example.fields(self._fields)
         text = _text_of(values, self.text)
         if not text:
-            raise ValueError(f"no text: the column or file {self.text!r} is empty or missing")
+            raise ValueError(f"the column or file {self.text!r} is missing, empty or neither text nor number")
         with open_item(example.item) as file:
             image, _ = read_image(file)
         if not vision_tokens(self.processor, *image.size):

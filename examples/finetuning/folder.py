@@ -27,18 +27,21 @@ __all__ = [
     "other_files",
     "save_processor",
     "step_of",
+    "warn_of_new_length",
 ]
 
 _SETTINGS = "resumed_with.json"
 """The file in a checkpoint that holds the settings which a resumed run keeps."""
 _MAY_CHANGE = {
-    *("output_dir", "resume", "max_steps", "num_train_epochs", "report_to", "dataloader_num_workers"),
+    *("output_dir", "resume", "report_to", "dataloader_num_workers"),
     *("logging_steps", "eval_steps", "save_steps", "save_total_limit"),
     *("attention", "no_patch", "gradient_checkpointing"),  # steps compute the same, up to rounding
     *("train_file", "eval_file", "eval_fraction", "image_column", "image_root", "split"),  # examples are compared
     *("per_device_batch_size", "gradient_accumulation_steps"),  # the examples of a step are compared
 }
 """Options that a resumed run may change. With any other, it would silently train otherwise than it began."""
+_LENGTH = ("--max-steps", "--num-train-epochs")
+"""Settings that a resumed run may change, too. It says so, since the learning rates change."""
 
 
 def newest_checkpoint(folder: Path, resume: bool) -> str | None:
@@ -95,7 +98,7 @@ def step_of(checkpoint: str | Path) -> int:
 def kept_settings(
     options: SimpleNamespace, arguments: TrainingArguments, trained: Sequence[Example]
 ) -> dict[str, object]:
-    """Return the settings that a resumed run cannot change, by name.
+    """Return the settings that a resumed run cannot change in silence, by name.
 
     Args:
         options: the options of the run by name, with the values that stand for defaults
@@ -104,8 +107,8 @@ def kept_settings(
     """
     per_process = arguments.train_batch_size * arguments.gradient_accumulation_steps
     settings: dict[str, object] = {
-        "set of training examples": fingerprint(trained),
-        "number of examples in a step": per_process * arguments.world_size,
+        "examples of --train-file without those held out": fingerprint(trained),
+        "--per-device-batch-size x --gradient-accumulation-steps x processes": per_process * arguments.world_size,
     }
     for name, value in vars(options).items():
         if name not in _MAY_CHANGE:
@@ -115,7 +118,7 @@ def kept_settings(
 
 
 class SettingsNote(TrainerCallback):
-    """Write the settings that a resumed run cannot change into every checkpoint.
+    """Write the settings that a resumed run cannot change in silence into every checkpoint.
 
     Args:
         settings: their values by name
@@ -135,16 +138,34 @@ def check_settings(checkpoint: str | None, settings: Mapping[str, object]) -> No
     """Raise ValueError if a checkpoint was trained with other settings, which its states would keep."""
     if checkpoint is None:
         return
-    file = Path(checkpoint, _SETTINGS)
-    former = json.loads(file.read_text(encoding="utf-8")) if file.exists() else settings
-    changes = [
-        f"{name} {former[name]} (now {value})" for name, value in settings.items() if former.get(name, value) != value
-    ]
+    changes = [text for name, text in _changes(checkpoint, settings).items() if name not in _LENGTH]
     if changes:
         raise ValueError(
             f"{checkpoint} was trained with {', '.join(changes)}. A resumed run cannot change that: go on with the "
             "former, or begin anew in another --output-dir"
         )
+
+
+def warn_of_new_length(checkpoint: str | None, settings: Mapping[str, object]) -> None:
+    """Print that a run is resumed with another length, which changes its learning rates."""
+    if checkpoint is None:
+        return
+    changes = [text for name, text in _changes(checkpoint, settings).items() if name in _LENGTH]
+    if changes:
+        print(
+            f"warning: {checkpoint} was trained with {', '.join(changes)}. The learning rates now follow the new length"
+        )
+
+
+def _changes(checkpoint: str, settings: Mapping[str, object]) -> dict[str, str]:
+    """Return the settings that a checkpoint was not trained with, by name, each with both values."""
+    file = Path(checkpoint, _SETTINGS)
+    former = json.loads(file.read_text(encoding="utf-8")) if file.exists() else settings
+    return {
+        name: f"{name} {former[name]} (now {value})"
+        for name, value in settings.items()
+        if former.get(name, value) != value
+    }
 
 
 def save_processor(processor: ProcessorMixin, model: str, revision: str | None, folder: Path) -> None:

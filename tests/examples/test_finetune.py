@@ -158,7 +158,12 @@ def test_a_resumed_run_equals_an_uninterrupted_one(data: Path, patched: Path, tm
     [
         ("qwen3_vl", [], {"prompt": "what is this ?"}, f"--prompt {PROMPT} (now what is this ?)"),
         ("qwen3_vl", [], {"seed": 7}, "(now 7)"),
-        ("qwen3_vl", [], {"per_device_batch_size": 2}, "number of examples in a step 4 (now 2)"),
+        (
+            "qwen3_vl",
+            [],
+            {"per_device_batch_size": 2},
+            "--per-device-batch-size x --gradient-accumulation-steps x processes 4 (now 2)",
+        ),
         ("qwen3_vl", ["--freeze-tower"], {}, "--freeze-tower False (now True)"),
         ("qwen3_vl", ["--bf16"], {}, "--bf16 False (now True)"),
         ("qwen2_5_vl", [], {}, "--model qwen3_vl (now qwen2_5_vl)"),
@@ -179,7 +184,7 @@ def test_a_resumed_run_may_divide_its_steps_otherwise(data: Path, patched: Path,
     shutil.copytree(patched / "checkpoint-3", tmp_path / "checkpoint-3")
     batches = dict(per_device_batch_size=2, gradient_accumulation_steps=2)
     console = run(data, tmp_path, "qwen3_vl", "--resume", "--no-patch", "--gradient-checkpointing", **batches)
-    assert "6 steps, 3 of them since the checkpoint: loss" in console
+    assert "6 steps, 3 of them since the checkpoint: loss" in console and "was trained with" not in console
     assert losses(tmp_path) == pytest.approx(losses(patched), rel=1e-3)
 
 
@@ -203,7 +208,8 @@ def test_a_longer_run_that_was_killed_at_its_end_gets_its_own_model(data: Path, 
     """The files of the shorter run before it still lie in the folder."""
     run(data, tmp_path, "qwen3_vl", max_steps=1, save_steps=1)
     shorter = {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()}
-    run(data, tmp_path, "qwen3_vl", "--resume", max_steps=3, save_steps=1)
+    console = run(data, tmp_path, "qwen3_vl", "--resume", max_steps=3, save_steps=1)
+    assert "was trained with --max-steps 1 (now 3). The learning rates now follow the new length" in console
     expected = weights(tmp_path)
     (tmp_path / "loss.svg").unlink()  # written last; `begin` had removed that of the shorter run
     (tmp_path / "all_results.json").unlink()
@@ -444,18 +450,28 @@ def test_unreadable_examples_are_passed_over(data: Path, tmp_path: Path, capsys:
     assert [examples[index].text for index in range(6)] == ["a whole picture"] * 6
     errors = capsys.readouterr().err
     assert errors.count("passed over: ") == 5 and "none.png" in errors
-    assert "no text: the column or file 'text' is empty or missing" in errors
+    assert "the column or file 'text' is missing, empty or neither text nor number" in errors
     assert "<|image_pad|> in a text" in errors
 
     del processor.video_token  # PaddleOCR-VL's processor has none, since it takes no videos
     assert examples[5].text == "a whole picture"
 
 
+def test_a_number_is_a_text(data: Path, tmp_path: Path) -> None:
+    """Answers to "how many" are numbers in many data sets."""
+    rows = [{"image": str(data / "00.png"), "answer": answer} for answer in (7, 0, 2.5, "3", True, [1], None)]
+    (tmp_path / "r.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    examples = find_examples([str(tmp_path / "r.jsonl")])
+    read = Examples(examples, load_processor(str(checkpoint_of("qwen3_vl"))), prompt=PROMPT, text="answer")
+    assert [read[index].text for index in range(4)] == ["7", "0", "2.5", "3"]
+    assert read[4].text == "7" and describe(examples, "answer") == "4 of 7 examples (the others have no text)"
+
+
 def test_examples_without_a_text_are_counted_before_the_training(data: Path, tmp_path: Path) -> None:
     rows = [{"image": str(data / "00.png"), "text": text} for text in ("a star", " ", None)]
     (tmp_path / "r.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     examples = find_examples([str(tmp_path / "r.jsonl")])
-    assert describe(examples, "text") == "3 examples (2 have no text and are passed over)"
+    assert describe(examples, "text") == "1 of 3 examples (the others have no text)"
     assert describe(examples[:1], "text") == "1 examples"
     many = describe(examples * 400, "text")
     assert many == "1200 examples (66 of the first 100 have no text and are passed over)"
@@ -470,7 +486,7 @@ def test_a_run_is_not_resumed_with_other_files(data: Path, tmp_path: Path) -> No
     for max_steps in (1, 2):
         command = arguments(other, tmp_path / "out", "qwen3_vl", "--resume", max_steps=max_steps, eval_fraction=0)
         refused = RUNNER.invoke(finetune.app, command)
-        assert refused.exit_code == 2 and "was trained with set of training examples" in words(refused), refused.output
+        assert refused.exit_code == 2 and "was trained with examples of --train-file" in words(refused), refused.output
     command = arguments(data, tmp_path / "out", "qwen3_vl", "--resume", max_steps=2, learning_rate=0.1)
     refused = RUNNER.invoke(finetune.app, command)
     assert refused.exit_code == 2 and "--learning-rate 0.001 (now 0.1)" in words(refused)
@@ -517,7 +533,10 @@ def test_the_folder_of_the_model_is_refused_as_output(data: Path, tmp_path: Path
         ('{"image": "a.png", "text": "b"}', {"eval_fraction": 0}, "none can be read.*No such file.*--image-root"),
         ('{"image": "a.png", "text": "b"}', {}, "No pictures to train on beside those held out: the inputs hold 1"),
         (None, {"prompt": "{question}"}, "the prompt names {question}; there are file_name, kind, text"),
+        (None, {"train_file": str(EXAMPLES / "benchmark" / "ways.json")}, "ways.json: texts are read from .jsonl"),
         (None, {"model": "no-such-model"}, "cannot load no-such-model: "),
+        (None, {"model": "/none"}, "cannot load /none: no folder is there"),
+        (None, {"num_train_epochs": 0}, "expected --num-train-epochs to be a number above 0"),
         (None, {"attention": "fast"}, "expected attention to be one of"),
         (None, {"attention": "fast", "model": "/none"}, "expected attention to be one of"),  # before the model is read
         (None, {"prompt": " "}, "--prompt is empty"),
