@@ -101,6 +101,12 @@ def test_readme_s_first_line_promises_what_the_table_shows() -> None:
         assert (lowest, highest) == (f"{min(speedups):.1f}", f"{max(speedups):.1f}")
 
 
+def test_readme_s_gains_over_flash_attention_are_those_of_the_towers() -> None:
+    over = summary.gains(read("towers.json"), "auto", ("sdpa", "flash_attention_2", "flash_attention_3"))
+    text = f"[{over['qwen2.5-vl-7b']} (Qwen2.5-VL) and {over['qwen3-vl-8b']} (Qwen3-VL)](docs/benchmarks.md)"
+    assert text in README.read_text()
+
+
 def test_the_chart_is_computed_from_the_file_and_agrees_with_the_table() -> None:
     drawn = headline.CHART.read_text()
     assert drawn == headline.chart(read("whole_call.json")), "stale: run make tables"
