@@ -20,8 +20,8 @@ ANSWER = 64
 MOST_ROWS = 5
 WITH = {"patched": "`patch`", "decoding": "`patch` and `graphed_decoding`"}
 """What a row's own time was measured with, by the key of the file."""
-PIXELS = {"34x46": "about 500 x 700"}
-"""Sides in pixels by sides in patches: a patch has 14 a side in Qwen2.5-VL, 16 in Qwen3-VL."""
+PICTURES = {"one 1024²": "one picture, about 950²", "32 x 34x46": "32 pictures, about 500 x 700"}
+"""A size in pixels: between that of Qwen2.5-VL, whose patches have 14 a side, and that of Qwen3-VL, which has 16."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +40,9 @@ class Case:
 
     @property
     def label(self) -> str:
-        """Say what is timed: "answer of 64 tokens, one 1024² picture"."""
+        """Say what is timed: "answer of 64 tokens, one picture, about 950²"."""
         names = {TOWER_ALONE: "vision tower", 1: "one forward (embedding, first token)"}
-        number, _, patches = self.size.partition(" x ")
-        pictures = f"batch of {number} pictures, {PIXELS[patches]}" if patches else f"{self.size} picture"
-        return f"{names.get(self.tokens, f'answer of {self.tokens} tokens')}, {pictures}"
+        return f"{names.get(self.tokens, f'answer of {self.tokens} tokens')}, {PICTURES[self.size]}"
 
 
 @dataclass(frozen=True, kw_only=True)

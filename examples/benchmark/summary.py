@@ -88,7 +88,7 @@ def _trainer_steps() -> list[str]:
         ours = row["patched"]["step"]
         text = f"{title(row['model'])} {stock:.2f} → {ours:.2f} ({stock / ours:.1f}x)"
         by_way.setdefault(row["way"], []).append(text)
-    label = "`Trainer` step in seconds, 16 pictures of 512²"
+    label = "`Trainer` step in seconds, 16 pictures, about 480²"
     return [_line(f"{label}, {way}", texts, document, file) for way, texts in by_way.items()]
 
 

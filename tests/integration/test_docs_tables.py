@@ -69,9 +69,7 @@ def expected_text(case: str, way: str, model: str) -> str:
     for row in read("whole_call.json")["rows"]:
         names = {0: "vision tower", 1: "one forward (embedding, first token)"}
         timed = names.get(row["tokens"], f"answer of {row['tokens']} tokens")
-        pictures = {"one 1024²": "one 1024² picture", "32 x 34x46": "batch of 32 pictures, about 500 x 700"}[
-            row["size"]
-        ]
+        pictures = {"one 1024²": "one picture, about 950²", "32 x 34x46": "32 pictures, about 500 x 700"}[row["size"]]
         if row["model"].lower() == model.lower() and case == f"{timed}, {pictures}":
             stock = row["stock"]
             ours = row[way]
@@ -145,14 +143,14 @@ def complete() -> Document:
 def test_the_headline_takes_the_tower_and_an_answer(complete: Document) -> None:
     bars = [(case.label, case.way) for case in headline.charted(complete)]
     assert bars == [
-        ("answer of 64 tokens, one 1024² picture", "decoding"),
-        ("vision tower, one 1024² picture", "patched"),
+        ("answer of 64 tokens, one picture, about 950²", "decoding"),
+        ("vision tower, one picture, about 950²", "patched"),
     ]
     assert [(case.label, case.way) for case in headline.tabled(complete)] == [
-        ("vision tower, one 1024² picture", "patched"),
-        ("answer of 64 tokens, one 1024² picture", "decoding"),
-        ("one forward (embedding, first token), batch of 32 pictures, about 500 x 700", "patched"),
-        ("answer of 64 tokens, batch of 32 pictures, about 500 x 700", "decoding"),
+        ("vision tower, one picture, about 950²", "patched"),
+        ("answer of 64 tokens, one picture, about 950²", "decoding"),
+        ("one forward (embedding, first token), 32 pictures, about 500 x 700", "patched"),
+        ("answer of 64 tokens, 32 pictures, about 500 x 700", "decoding"),
     ]
     assert "6500 → 1300 ms (5.0x)" in headline.table(complete) and "6500 → 1300 ms (5.0x)" in headline.chart(complete)
     assert "tower alone" in tables.whole_call(complete)
