@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -145,6 +146,8 @@ def _prepare(path: str, tower: Tower, family: Family, settings: Settings) -> tup
 def unpatch(model: Model) -> Model:
     """Restore the stock state of every tower: forward, attention name, memory. Returns the same object.
 
+    The memory of `graphed_decoding` is freed, too. A later call of it captures anew.
+
     Args:
         model: A model, patched or not.
 
@@ -158,6 +161,9 @@ def unpatch(model: Model) -> Model:
         around.uninstall(holder)
     for module in model.modules():  # the configs of a composite loaded with one of our names hold it, too
         restore_name(module, None)
+    steps = sys.modules.get("hf_vit_accel.model.decode_steps")  # imported by the first call of `graphed_decoding`
+    if steps is not None:
+        steps.free_steps(model)
     return model
 
 

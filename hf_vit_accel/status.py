@@ -195,7 +195,7 @@ class Status:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain dicts, lists, strings and numbers."""
+        """Return plain dicts, tuples, strings and numbers."""
         return asdict(self)
 
 

@@ -166,12 +166,13 @@ class DecodeSteps:
                 self._recorder.settle()
             self._steps.popitem(last=False)
 
-    def free(self) -> bool:
-        """Free all steps, and return whether there were any. Counts stay."""
-        with self._lock:
-            has_steps = bool(self._steps)
-            self._trim(0, 0)
-        return has_steps
+    def free(self) -> None:
+        """Free all steps, unless a call decodes: it may be the caller's own. Counts stay."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._trim(0, 0)
+            finally:
+                self._lock.release()
 
     @property
     def _nbytes(self) -> int:
@@ -213,9 +214,11 @@ def steps_of(model: nn.Module) -> DecodeSteps:
     return _STEPS.setdefault(model, DecodeSteps())
 
 
-def free_steps(model: nn.Module) -> bool:
-    """Free the memory of a model's steps, and return whether there were any. The next call captures anew."""
-    return model in _STEPS and _STEPS[model].free()
+def free_steps(model: nn.Module) -> None:
+    """Free the memory of the steps of a model and its parts. The next call captures anew."""
+    for module in model.modules():
+        if module in _STEPS:
+            _STEPS[module].free()
 
 
 def decoding_status(model: nn.Module) -> str | None:

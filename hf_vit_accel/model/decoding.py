@@ -89,6 +89,8 @@ def graphed_decoding(
     _check_names(model_kwargs.keys() - of_generate.get("model_kwargs", model_kwargs).keys(), generation_config)
     _warn_of_dropped(streamer, of_generate)
     if streamer is not None:
+        if isinstance(streamer, type) or not hasattr(streamer, "put"):
+            raise ValueError(f"expected streamer to be a BaseStreamer, got {streamer!r}")
         if "beam" in generation_config.get_generation_mode(None).value:
             raise ValueError("transformers cannot stream beams; leave the streamer out, or pass num_beams=1.")
         streamer.put(input_ids.cpu())

@@ -21,10 +21,13 @@ from support.decoding import both, counts_of
 from support.recorded_ops import OperationRecorder
 from tiny import TINY
 from torch import nn
+from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
 
+import hf_vit_accel
 from hf_vit_accel import graphed_decoding
 from hf_vit_accel.model import decode_step as step_module
-from hf_vit_accel.model.decode_steps import free_steps, read_model, steps_of
+from hf_vit_accel.model.decode_steps import read_model, steps_of
 from hf_vit_accel.model.norms import as_one_kernel, norms_of
 
 Recorder = type[OperationRecorder]
@@ -168,6 +171,8 @@ def test_wrong_bounds_are_refused(model: Any, bounds: dict[str, Any]) -> None:
         (dict(do_sample=True), "'do_sample' is an option of generate"),
         (dict(output_attentions=True), "'output_attentions' is an option of generate"),
         (dict(stremer=None), "unknown option 'stremer' of graphed_decoding; did you mean 'streamer'"),
+        (dict(streamer=print), "expected streamer to be a BaseStreamer"),
+        (dict(streamer=BaseStreamer), "expected streamer to be a BaseStreamer"),
         (dict(strict=True), "unknown option 'strict' of graphed_decoding. It has: streamer, synced_gpus, max_graphs"),
         (dict(assistant_model=None), "unknown option 'assistant_model' of graphed_decoding"),
     ],
@@ -186,19 +191,31 @@ def test_an_error_after_a_call_leaves_no_lock(model: Any, recorder: Recorder, mo
             model.generate(**TEXT, max_new_tokens=12, custom_generate=graphed_decoding)
     both(model, TEXT, max_new_tokens=12)
     assert counts_of(model).static_calls == 3 and not counts_of(model).reasons
-    assert free_steps(model)
+    assert len(steps_of(model)._steps) == 1
 
 
 def test_freed_steps_are_captured_anew(model: Any, recorder: Recorder) -> None:
-    assert not free_steps(model)
     both(model, TEXT, max_new_tokens=12)
     both(model, TEXT, max_new_tokens=200)
     steps = [weakref.ref(step) for step in steps_of(model)._steps.values()]
-    assert len(steps) == 2 and free_steps(model)
+    assert len(steps) == 2
+    hf_vit_accel.unpatch(model)
     gc.collect()
-    assert [step() for step in steps] == [None, None] and not free_steps(model)
+    assert [step() for step in steps] == [None, None]
     both(model, TEXT, max_new_tokens=12)
     assert recorder.captures == 3 and counts_of(model).static_calls == 3
+
+
+def test_unpatching_within_a_call_leaves_its_steps(model: Any, recorder: Recorder) -> None:
+    """A criterion of the user may do so, in the thread that decodes."""
+
+    class Stop(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            hf_vit_accel.unpatch(model)
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    both(model, TEXT, max_new_tokens=12, make_stopping_criteria=lambda: StoppingCriteriaList([Stop()]))
+    assert counts_of(model).static_calls == 1 and recorder.captures == 1
 
 
 @pytest.mark.usefixtures("way")
