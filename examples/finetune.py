@@ -33,7 +33,6 @@ from transformers import (
     AutoModelForImageTextToText,
     PreTrainedModel,
     ProcessorMixin,
-    Trainer,
     TrainingArguments,
     set_seed,
 )
@@ -54,18 +53,20 @@ from finetuning.data import (
 from finetuning.folder import (
     SettingsNote,
     begin,
+    check_kind,
     check_settings,
     draw_loss,
     finish,
     is_complete,
     kept_settings,
     newest_checkpoint,
-    other_files,
     save_processor,
     step_of,
     warn_of_new_length,
+    warn_of_other_files,
 )
 from finetuning.metrics import accuracy, most_likely, token_loss
+from finetuning.trainer import ResumedTrainer, holds_model
 from media.checkpoints import config_of
 from media.processors import limit_pixels, load_processor
 
@@ -155,23 +156,25 @@ def run(options: SimpleNamespace) -> None:
         set_defaults(options, cpu)
         checkpoint = newest_checkpoint(options.output_dir, options.resume)
         arguments = training_arguments(options, cpu)
-        others = [] if checkpoint or arguments.process_index else other_files(options.output_dir)
-        if others:
-            print(f"warning: {options.output_dir} holds other files, as {others[0]}; the run may replace them")
+        if not checkpoint and arguments.process_index == 0:
+            warn_of_other_files(options.output_dir)
         trained, held_out = find_all_examples(options)
         settings = kept_settings(options, arguments, trained)
         check_settings(checkpoint, settings)
+        check_kind(options.output_dir, with_adapters=options.lora_rank > 0)
         if checkpoint and is_complete(checkpoint, options.max_steps, options.num_train_epochs):
             end_done_run(options, checkpoint, is_first=arguments.process_index == 0)
         column = find_text_column(trained, options.text_column)
-        check_prompt(options.prompt, trained)
-        model, processor = load(options)
+        for examples in (trained, held_out) if held_out else (trained,):
+            check_prompt(options.prompt, examples)
+        model, processor = load(options, checkpoint)
         datasets = [
             Examples(examples, processor, prompt=options.prompt, text=column) for examples in (trained, held_out)
         ]
         collate = Collator(processor)
-        collate([datasets[0][0]])  # a wrong prompt or template fails here, before the training
-    trainer = Trainer(
+        for dataset in datasets[: 2 if held_out else 1]:
+            collate([dataset[0]])  # a wrong prompt, text column or template fails here, before the training
+    trainer = ResumedTrainer(
         model=model,
         args=arguments,
         data_collator=collate,
@@ -184,11 +187,8 @@ def run(options: SimpleNamespace) -> None:
     )
     if arguments.process_index == 0:
         begin(options.output_dir)
-        count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        of_training = describe(trained, column)
-        print(f"{of_training} to train on, {len(held_out)} to evaluate by; {count:,} weights are trained")
-        why_anew = f": {options.output_dir} has no complete checkpoint" if options.resume else ""
-        print(f"going on from {checkpoint}" if checkpoint else f"beginning anew{why_anew}", flush=True)
+        print(f"{describe(trained, column)} to train on, {len(held_out)} to evaluate by")
+        announce(options, checkpoint, model)
         warn_of_new_length(checkpoint, settings)
     with _interruptions(options.output_dir):
         result = trainer.train(resume_from_checkpoint=checkpoint)
@@ -212,6 +212,14 @@ def set_defaults(options: SimpleNamespace, cpu: bool) -> None:
         options.learning_rate = 1e-4 if options.lora_rank else 1e-5
     options.bf16 = not cpu if options.bf16 is None else options.bf16
     options.dtype = options.dtype or ("bfloat16" if options.lora_rank and not cpu else "float32")
+
+
+def announce(options: SimpleNamespace, checkpoint: str | None, model: nn.Module) -> None:
+    """Print how many weights are trained, and from which checkpoint the run goes on."""
+    count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    print(f"{count:,} weights are trained")
+    why_anew = f": {options.output_dir} has no complete checkpoint" if options.resume else ""
+    print(f"going on from {checkpoint}" if checkpoint else f"beginning anew{why_anew}", flush=True)
 
 
 def end_done_run(options: SimpleNamespace, checkpoint: str, *, is_first: bool) -> NoReturn:
@@ -297,14 +305,16 @@ def find_all_examples(options: SimpleNamespace) -> tuple[list[Example], list[Exa
     return examples, []
 
 
-def load(options: SimpleNamespace) -> tuple[nn.Module, ProcessorMixin]:
-    """Load the model and its processor; add adapters, freeze and patch."""
+def load(options: SimpleNamespace, checkpoint: str | None) -> tuple[nn.Module, ProcessorMixin]:
+    """Load the processor and the model, add adapters, freeze and patch. A checkpoint gives whole weights."""
     config_of(options.model, options.revision)  # refuses a folder that is missing, and one of adapters
     with _mistakes(f"cannot load {options.model}: "):
         processor = load_processor(options.model, options.revision)
-        model = AutoModelForImageTextToText.from_pretrained(
-            options.model, revision=options.revision, dtype=getattr(torch, options.dtype)
-        )
+        dtype = getattr(torch, options.dtype)
+        if checkpoint and holds_model(checkpoint):
+            model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=dtype)
+        else:
+            model = AutoModelForImageTextToText.from_pretrained(options.model, revision=options.revision, dtype=dtype)
     limit_pixels(processor, options.min_pixels, options.max_pixels)
     set_seed(options.seed)  # adapters are random
     model = trainable(model, options.lora_rank, options.lora_alpha, options.lora_dropout, options.freeze_tower)
@@ -338,7 +348,7 @@ def trainable(model: PreTrainedModel, rank: int, alpha: float, dropout: float, f
     return get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, **linears))
 
 
-def summary(trainer: Trainer, metrics: dict[str, float], first_step: int, folder: Path) -> str:
+def summary(trainer: ResumedTrainer, metrics: dict[str, float], first_step: int, folder: Path) -> str:
     """Return a line with the results of a run. A resumed run reports the loss of its own steps."""
     titles = {"train_loss": "loss", "eval_loss": "held-out loss", "eval_accuracy": "accuracy of held-out tokens"}
     results = [f"{title} {metrics[name]:.4g}" for name, title in titles.items() if name in metrics]

@@ -18,16 +18,17 @@ from finetuning.data import Example, fingerprint
 __all__ = [
     "SettingsNote",
     "begin",
+    "check_kind",
     "check_settings",
     "draw_loss",
     "finish",
     "is_complete",
     "kept_settings",
     "newest_checkpoint",
-    "other_files",
     "save_processor",
     "step_of",
     "warn_of_new_length",
+    "warn_of_other_files",
 ]
 
 _SETTINGS = "resumed_with.json"
@@ -84,10 +85,24 @@ def begin(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def other_files(folder: Path) -> list[str]:
-    """List the files of a folder that are no part of a run which was stopped before its end."""
+def check_kind(folder: Path, *, with_adapters: bool) -> None:
+    """Raise ValueError if a folder holds the other kind of result: adapters would be applied to a model beside them.
+
+    Args:
+        folder: the output folder of the run
+        with_adapters: whether the run trains adapters
+    """
+    file, kind = ("config.json", "a whole model") if with_adapters else ("adapter_config.json", "LoRA adapters")
+    if (folder / file).exists():
+        raise ValueError(f"{folder} holds {kind}, and this run makes the other kind: name another --output-dir")
+
+
+def warn_of_other_files(folder: Path) -> None:
+    """Print that a folder holds files that are no part of a run which was stopped before its end."""
     paths = folder.iterdir() if folder.is_dir() else ()
-    return sorted(path.name for path in paths if path.name != "runs" and not path.name.startswith("checkpoint-"))
+    others = sorted(path.name for path in paths if path.name != "runs" and not path.name.startswith("checkpoint-"))
+    if others:
+        print(f"warning: {folder} holds other files, as {others[0]}; the run may replace them")
 
 
 def step_of(checkpoint: str | Path) -> int:

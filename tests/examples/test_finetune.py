@@ -134,6 +134,16 @@ def test_the_result_is_a_checkpoint(patched: Path) -> None:
     assert json.loads((patched / "all_results.json").read_text())["eval_accuracy"] > 0
 
 
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+def test_a_resumed_run_has_the_weights_of_its_checkpoint(data: Path, tmp_path: Path, family: str) -> None:
+    """The names of weights in a checkpoint are those on the Hub, which differ from the modules' in these families."""
+    steps = dict(max_steps=5, save_steps=3, eval_fraction=0)
+    run(data, tmp_path / "whole", family, **steps)
+    shutil.copytree(tmp_path / "whole" / "checkpoint-3", tmp_path / "resumed" / "checkpoint-3")
+    assert "5 steps, 2 of them since the checkpoint" in run(data, tmp_path / "resumed", family, "--resume", **steps)
+    assert_same_weights(tmp_path / "resumed", tmp_path / "whole")
+
+
 def test_a_resumed_run_equals_an_uninterrupted_one(data: Path, patched: Path, tmp_path: Path) -> None:
     shutil.copytree(patched / "checkpoint-3", tmp_path / "checkpoint-3")
     shutil.copytree(patched / "checkpoint-3", tmp_path / "checkpoint-5")  # a kill while it was written
@@ -225,7 +235,7 @@ def test_training_removes_the_results_of_a_shorter_run(
 ) -> None:
     run(data, tmp_path, "qwen3_vl", max_steps=1, save_steps=1)
     assert (tmp_path / "loss.svg").exists()
-    monkeypatch.setattr(finetune.Trainer, "train", lambda *args, **kwargs: 1 / 0)
+    monkeypatch.setattr(finetune.ResumedTrainer, "train", lambda *args, **kwargs: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(data, tmp_path, "qwen3_vl", "--resume", max_steps=3, save_steps=1)
     assert not (tmp_path / "loss.svg").exists() and not (tmp_path / "all_results.json").exists()
@@ -303,6 +313,38 @@ def lora(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("lora")
     run(data, output, "qwen3_vl", "--freeze-tower", lora_rank=4, max_steps=1, save_steps=1)
     return output
+
+
+def test_a_folder_with_the_other_kind_of_result_is_refused(
+    data: Path, lora: Path, patched: Path, tmp_path: Path
+) -> None:
+    """A model is loaded with the adapters that lie beside it."""
+    for folder, rank, kind in ((lora, 0, "LoRA adapters"), (patched, 4, "a whole model")):
+        output = tmp_path / str(rank)
+        shutil.copytree(folder, output, ignore=shutil.ignore_patterns("checkpoint-*"))
+        refused = RUNNER.invoke(finetune.app, arguments(data, output, "qwen3_vl", lora_rank=rank))
+        assert refused.exit_code == 2 and f"holds {kind}" in words(refused)
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "message"),
+    [
+        ({"caption": "a star"}, PROMPT, "the column or file 'text' is missing"),
+        ({"text": "a star", "image": "none.png"}, PROMPT, "No such file"),
+        ({"text": "a star"}, "{question}", "the prompt names {question}"),
+    ],
+)
+def test_unusable_files_to_evaluate_by_are_refused_before_the_training(
+    data: Path, tmp_path: Path, row: dict[str, str], prompt: str, message: str
+) -> None:
+    rows = [json.loads(line) | {"question": "what ?"} for line in (data / "metadata.jsonl").read_text().splitlines()]
+    for name, lines in (("train", rows), ("eval", [{"image": str(data / "00.png")} | row])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    command = [f"--eval-file={tmp_path / 'eval.jsonl'}", f"--image-root={data}", "--max-steps=1"]
+    command = arguments(tmp_path / "train.jsonl", tmp_path / "out", "qwen3_vl", *command, prompt=prompt)
+    refused = RUNNER.invoke(finetune.app, command)
+    assert refused.exit_code == 2 and message in words(refused), refused.output
+    assert not list((tmp_path / "out").glob("*"))
 
 
 def test_lora_without_peft_is_refused(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
