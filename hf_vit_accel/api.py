@@ -65,7 +65,7 @@ def patch(
             captures nothing.
         fp8: Attention in FP8 where that is faster: True or a `Fp8Config`. Not exact, for inference only.
         max_rows: Patch rows in one pass. Larger calls are split between frames and images, to bound their memory.
-            "auto" uses the limit that costs no time on CUDA; None uses one pass.
+            "auto" is a limit that costs at most 3% of the time, on CUDA alone; None uses one pass.
         data_parallel: Share every call among ranks that hold the same tower and make the same calls: True, a process
             group or a one-dimensional device mesh. Gradients of the tower are summed over the ranks, not averaged.
         reuse: Encode images and videos that are equal bit for bit once in a call: True. A `ReuseConfig` can keep
