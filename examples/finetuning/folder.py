@@ -55,14 +55,23 @@ def newest_checkpoint(folder: Path, resume: bool) -> str | None:
     Raises:
         ValueError: if there is a checkpoint and `resume` is False
     """
-    # The trainer writes its state last, so a checkpoint without a state is incomplete.
-    checkpoints = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
+    # The trainer writes its state last, so a checkpoint without a whole state is incomplete.
+    checkpoints = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json") if _is_json(path)]
     if not checkpoints:
         return None
     newest = max(checkpoints, key=step_of)
     if not resume:
         raise ValueError(f"{newest} is of an earlier run: --resume goes on from it, another --output-dir starts anew")
     return str(newest)
+
+
+def _is_json(path: Path) -> bool:
+    """Return whether a file was written to its end."""
+    try:
+        json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return False
+    return True
 
 
 def is_complete(checkpoint: str, max_steps: int, epochs: float) -> bool:

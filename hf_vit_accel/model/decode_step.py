@@ -95,9 +95,12 @@ class SlotLayer(StaticLayer):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write one token's keys and values; return those of all slots."""
-        self.keys.index_copy_(2, self._slot_1, key_states)
-        self.values.index_copy_(2, self._slot_1, value_states)
+        """Write one token's keys and values; return those of all slots.
+
+        Under autocast values may have a narrower dtype than keys. A dynamic cache has that of its first keys.
+        """
+        self.keys.index_copy_(2, self._slot_1, key_states.to(self.keys.dtype))
+        self.values.index_copy_(2, self._slot_1, value_states.to(self.values.dtype))
         return self.keys, self.values
 
     def get_seq_length(self) -> Any:

@@ -148,6 +148,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(data: Path, patched: Path, tm
     shutil.copytree(patched / "checkpoint-3", tmp_path / "checkpoint-3")
     shutil.copytree(patched / "checkpoint-3", tmp_path / "checkpoint-5")  # a kill while it was written
     (tmp_path / "checkpoint-5" / "trainer_state.json").unlink()
+    shutil.copytree(patched / "checkpoint-3", tmp_path / "checkpoint-4")
+    (tmp_path / "checkpoint-4" / "trainer_state.json").write_text('{"epoch": 1.0, "global')
     refused = RUNNER.invoke(finetune.app, arguments(data, tmp_path, "qwen3_vl"))
     assert refused.exit_code == 2 and "--resume goes on from it" in refused.output
     assert f"going on from {tmp_path / 'checkpoint-3'}" in run(data, tmp_path, "qwen3_vl", "--resume")

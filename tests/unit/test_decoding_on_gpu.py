@@ -10,6 +10,7 @@ import torch
 from support.decoding import both, counts_of
 from tiny import TINY
 
+from hf_vit_accel import graphed_decoding
 from hf_vit_accel.model.decode_steps import steps_of
 
 pytestmark = pytest.mark.gpu
@@ -52,3 +53,19 @@ def test_streams_follow_each_other() -> None:
         with torch.cuda.stream(torch.cuda.Stream()):
             both(model, inputs, max_new_tokens=40)
     assert counts_of(model).static_calls == 3
+
+
+def test_autocast_casts_weights_anew_in_every_replay() -> None:
+    """torch keeps cast weights until autocast ends. A replay that read them would read freed memory."""
+    model = TINY["qwen2_5_vl"].build().cuda()
+    inputs = on_gpu(tiny.left_padded(model))
+    outputs = dict(return_dict_in_generate=True, output_logits=True, max_new_tokens=12, min_new_tokens=12)
+    for _ in range(3):
+        with torch.autocast("cuda", torch.bfloat16):
+            stock = model.generate(**inputs, **outputs)
+            ours = model.generate(**inputs, **outputs, custom_generate=graphed_decoding)
+        torch.testing.assert_close(ours.logits[1], stock.logits[1], atol=0.05, rtol=0.05)
+        torch.cuda.empty_cache()
+        torch.full((1 << 24,), torch.nan, device="cuda")  # where freed weights would lie
+    both(model, inputs, max_new_tokens=40)
+    assert counts_of(model).static_calls == 4 and not counts_of(model).reasons
