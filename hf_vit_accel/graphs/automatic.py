@@ -190,6 +190,9 @@ class DroppedWhenMemoryRunsOut(Protocol):
     def give_up(self, why: str) -> None:
         """Drop all graphs and capture no other."""
 
+    def captures_in_this_thread(self) -> bool:
+        """Return whether this thread is inside a capture of the store."""
+
 
 _stores: weakref.WeakSet[DroppedWhenMemoryRunsOut] = weakref.WeakSet()
 _is_observing = False
@@ -210,6 +213,13 @@ def drop_when_memory_runs_out(store: DroppedWhenMemoryRunsOut) -> None:
 
 
 def _give_up_graphs(device: int, requested: int, allocated: int, free: int) -> None:
-    """Drop the graphs of all stores; torch calls this with the failed allocation."""
-    for store in list(_stores):
+    """Drop the graphs of all stores; torch calls this with the failed allocation.
+
+    An allocation within a capture of ours may fail because of cached memory, which a capture cannot free. The recorder
+    then frees it and tries again, and a store counts a capture that fails for good.
+    """
+    stores = list(_stores)
+    if any(store.captures_in_this_thread() for store in stores):
+        return
+    for store in stores:
         store.give_up("device memory ran out after graphs were captured")

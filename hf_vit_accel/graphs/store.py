@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from threading import RLock
+from threading import RLock, get_ident
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -180,7 +180,7 @@ class GraphStore(ABC, Generic[G]):
         self._calls = 0
         self._last_way: str | None = None
         self._given_up: str | None = None
-        self._is_capturing = False
+        self._capturing_thread: int | None = None
         self._changes = 0
         self._eager: Counter[str] = Counter()
         self._stale: Counter[str] = Counter()
@@ -285,10 +285,13 @@ class GraphStore(ABC, Generic[G]):
         self._given_up = why
         if self._lock.acquire(blocking=False):
             try:
-                if not self._is_capturing:
-                    self.drop_graphs()
+                self.drop_graphs()
             finally:
                 self._lock.release()
+
+    def captures_in_this_thread(self) -> bool:
+        """Return whether this thread is inside a capture of this store."""
+        return self._capturing_thread == get_ident()
 
     def _begin(self, identity: Identity, device: torch.device) -> Eager | None:
         """Count a call, and drop stale graphs. Return why the call runs eagerly, or None if it may be replayed."""
@@ -353,7 +356,7 @@ class GraphStore(ABC, Generic[G]):
         recorder = self._recorder
         if self.auto is not None:
             drop_when_memory_runs_out(self)
-        self._is_capturing = True
+        self._capturing_thread = get_ident()
         try:
             recorder.wait()
             with torch.inference_mode(False):  # buffers made in inference mode cannot be written outside of it
@@ -366,7 +369,7 @@ class GraphStore(ABC, Generic[G]):
                 self._off = f"{len(self._refused)} captures failed, the last: {why}"
             raise CaptureError(why) from error
         finally:
-            self._is_capturing = False
+            self._capturing_thread = None
             recorder.done()
 
     def _retire_least_used(self) -> None:

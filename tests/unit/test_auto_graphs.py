@@ -8,7 +8,9 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import threading
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -275,16 +277,39 @@ def test_a_call_whose_memory_runs_out_is_run_again_without_graphs(
     assert not runner._graphs
 
 
-def test_memory_that_runs_out_in_a_capture_keeps_other_graphs(on_cpu: type[Recorder], model: nn.Module) -> None:
+def test_memory_that_runs_out_in_a_capture_drops_nothing(
+    on_cpu: type[Recorder], model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A capture cannot free cached memory. The recorder frees it and tries again, and the graph is used."""
+    runner = patch(model, "auto")
+    record = on_cpu.record
+
+    def record_at_the_second_try(self: Recorder, *runs: Any, **kwargs: Any) -> Any:
+        automatic._give_up_graphs(0, 1 << 40, 0, 0)
+        return record(self, *runs, **kwargs)
+
+    monkeypatch.setattr(on_cpu, "record", record_at_the_second_try)
+    expected = run_tower(tower_of(model), IMAGE)
+    for _ in range(4):
+        assert_close(run_tower(tower_of(model), IMAGE), expected)
+    assert runner._graphs and "replayed" in last_call(model)
+
+
+def test_memory_that_runs_out_beside_a_capture_of_another_thread_drops_graphs_at_the_next_call(
+    on_cpu: type[Recorder], model: nn.Module
+) -> None:
     runner = patch(model, "auto")
     for _ in range(3):
         run_tower(tower_of(model), IMAGE)
-    runner._is_capturing = True  # as in the thread that captures
-    automatic._give_up_graphs(0, 1 << 40, 0, 0)
-    runner._is_capturing = False
+    runner._capturing_thread = threading.get_ident()
+    with runner._lock:
+        other = threading.Thread(target=automatic._give_up_graphs, args=(0, 1 << 40, 0, 0))
+        other.start()
+        other.join()
+    runner._capturing_thread = None
     assert runner._graphs
     run_tower(tower_of(model), IMAGE)
-    assert not runner._graphs, "the next call drops them"
+    assert not runner._graphs
 
 
 def test_warmup_captures_at_once(on_cpu: type[Recorder], model: nn.Module) -> None:
