@@ -166,13 +166,19 @@ class DecodeSteps:
                 self._recorder.settle()
             self._steps.popitem(last=False)
 
-    def free(self) -> None:
-        """Free all steps, unless a call decodes: it may be the caller's own. Counts stay."""
-        if self._lock.acquire(blocking=False):
-            try:
-                self._trim(0, 0)
-            finally:
-                self._lock.release()
+    def free(self) -> bool:
+        """Free all steps, and return whether there were any. Counts stay.
+
+        A call that decodes keeps its steps: it may be the caller's own.
+        """
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            has_steps = bool(self._steps)
+            self._trim(0, 0)
+            return has_steps
+        finally:
+            self._lock.release()
 
     @property
     def _nbytes(self) -> int:
@@ -214,11 +220,12 @@ def steps_of(model: nn.Module) -> DecodeSteps:
     return _STEPS.setdefault(model, DecodeSteps())
 
 
-def free_steps(model: nn.Module) -> None:
-    """Free the memory of the steps of a model and its parts. The next call captures anew."""
-    for module in model.modules():
-        if module in _STEPS:
-            _STEPS[module].free()
+def free_steps(model: nn.Module) -> bool:
+    """Free the memory of the steps of a model and its parts, and return whether there were any.
+
+    The next call captures anew.
+    """
+    return any([_STEPS[module].free() for module in model.modules() if module in _STEPS])
 
 
 def decoding_status(model: nn.Module) -> str | None:
