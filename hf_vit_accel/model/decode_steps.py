@@ -225,7 +225,8 @@ def free_steps(model: nn.Module) -> bool:
 
     The next call captures anew.
     """
-    return any([_STEPS[module].free() for module in model.modules() if module in _STEPS])
+    had_steps = [_STEPS[module].free() for module in model.modules() if module in _STEPS]
+    return any(had_steps)
 
 
 def decoding_status(model: nn.Module) -> str | None:
