@@ -178,7 +178,7 @@ class GraphStore(ABC, Generic[G]):
         self._max_bytes = max_bytes
         self._lock = RLock()
         self._calls = 0
-        self._last_way: str | None = None
+        self.last_way: str | None = None
         self._given_up: str | None = None
         self._capturing_thread: int | None = None
         self._changes = 0
@@ -245,14 +245,14 @@ class GraphStore(ABC, Generic[G]):
                 stale=dict(self._stale),
                 nbytes=self.nbytes,
                 off=self._given_up or self._off,
-                last=self._last_way,
+                last=self.last_way,
             )
 
     def eager(self, why: str, *, allowed_under_strict: bool = False) -> Eager:
         """Count why a pass runs without graphs, and return it. `strict` accepts that where graphs are automatic."""
         with self._lock:
             self._eager[why] += 1
-            self._last_way = f"eager: {why}"
+            self.last_way = f"eager: {why}"
         return Eager(why, allowed_under_strict or self.auto is not None)
 
     def count_eager(self, why: str) -> Eager:
@@ -275,7 +275,7 @@ class GraphStore(ABC, Generic[G]):
         """Count the launch of a graph for a call."""
         self.replays += 1
         graph.replays += 1
-        self._last_way = f"replayed (captured at the {_ordinal(graph.captured_at)} call)"
+        self.last_way = f"replayed (captured at the {_ordinal(graph.captured_at)} call)"
 
     def give_up(self, why: str) -> None:
         """Drop all graphs and capture no other: a program needs their memory.

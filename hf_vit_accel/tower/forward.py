@@ -381,7 +381,7 @@ def _count(state: TowerState, outcome: Outcome) -> object:
     if plan.way is Way.FAST or (plan.way is Way.ATTENTION and not outcome.reasons):
         state.fast_calls += 1
     else:
-        state.stock_calls += 1
+        state.count_stock_call()
     if isinstance(plan, StockPlan):
         state.last_route = plan.route or state.last_route  # an untouched call has no route
         return outcome.output

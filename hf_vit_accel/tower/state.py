@@ -128,6 +128,13 @@ class TowerState:
         self.keeps_attention = state["keeps_attention"]
         self._attention_function = None  # another process may have registered another
 
+    def count_stock_call(self) -> None:
+        """Count a call of the original forward. It is the last call for the reports of graphs, too."""
+        self.stock_calls += 1
+        for runner in (self.inference_runner, self.training_runner):
+            if runner is not None and runner.last_way is not None:
+                runner.last_way = "the original forward ran"
+
     def copy(self) -> TowerState:
         """Return a state with the same configuration, for another tower."""
         state = TowerState(self.family, self.settings, former_name=self.former_name)

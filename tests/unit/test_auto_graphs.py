@@ -277,6 +277,19 @@ def test_a_call_whose_memory_runs_out_is_run_again_without_graphs(
     assert not runner._graphs
 
 
+def test_a_stock_call_after_replays_is_the_last_call(on_cpu: type[Recorder], model: nn.Module) -> None:
+    patch(model, "auto")
+    for _ in range(3):
+        run_tower(tower_of(model), IMAGE)
+    assert "replayed" in last_call(model)
+    hook = tower_of(model).blocks[0].register_forward_hook(lambda *_: None)
+    run_tower(tower_of(model), IMAGE)
+    assert last_call(model) == "the original forward ran"
+    hook.remove()
+    run_tower(tower_of(model), IMAGE)
+    assert "replayed" in last_call(model)
+
+
 def test_memory_that_runs_out_in_a_capture_drops_nothing(
     on_cpu: type[Recorder], model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
