@@ -6,9 +6,11 @@ the free memory of the device counts beside them.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -190,12 +192,23 @@ class DroppedWhenMemoryRunsOut(Protocol):
     def give_up(self, why: str) -> None:
         """Drop all graphs and capture no other."""
 
-    def captures_in_this_thread(self) -> bool:
-        """Return whether this thread is inside a capture of the store."""
-
 
 _stores: weakref.WeakSet[DroppedWhenMemoryRunsOut] = weakref.WeakSet()
 _is_observing = False
+_captures = threading.local()
+
+
+@contextmanager
+def capture_of_ours() -> Iterator[None]:
+    """Keep all graphs if memory runs out within a capture of ours, in this thread.
+
+    A capture cannot free cached memory. The recorder frees it and tries again, and whoever captures counts a failure.
+    """
+    _captures.is_under_way = True
+    try:
+        yield
+    finally:
+        _captures.is_under_way = False
 
 
 def drop_when_memory_runs_out(store: DroppedWhenMemoryRunsOut) -> None:
@@ -213,13 +226,8 @@ def drop_when_memory_runs_out(store: DroppedWhenMemoryRunsOut) -> None:
 
 
 def _give_up_graphs(device: int, requested: int, allocated: int, free: int) -> None:
-    """Drop the graphs of all stores; torch calls this with the failed allocation.
-
-    An allocation within a capture of ours may fail because of cached memory, which a capture cannot free. The recorder
-    then frees it and tries again, and a store counts a capture that fails for good.
-    """
-    stores = list(_stores)
-    if any(store.captures_in_this_thread() for store in stores):
+    """Drop the graphs of all stores; torch calls this with the failed allocation, in its thread."""
+    if getattr(_captures, "is_under_way", False):
         return
-    for store in stores:
+    for store in list(_stores):
         store.give_up("device memory ran out after graphs were captured")

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from threading import RLock, get_ident
+from threading import RLock
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_vit_accel.config import GraphConfig
 from hf_vit_accel.engine.route import Spec
-from hf_vit_accel.graphs.automatic import AutoGraphs, drop_when_memory_runs_out
+from hf_vit_accel.graphs.automatic import AutoGraphs, capture_of_ours, drop_when_memory_runs_out
 from hf_vit_accel.graphs.recorder import CudaRecorder
 
 _FAILURES = 3
@@ -180,7 +180,6 @@ class GraphStore(ABC, Generic[G]):
         self._calls = 0
         self.last_way: str | None = None
         self._given_up: str | None = None
-        self._capturing_thread: int | None = None
         self._changes = 0
         self._eager: Counter[str] = Counter()
         self._stale: Counter[str] = Counter()
@@ -289,10 +288,6 @@ class GraphStore(ABC, Generic[G]):
             finally:
                 self._lock.release()
 
-    def captures_in_this_thread(self) -> bool:
-        """Return whether this thread is inside a capture of this store."""
-        return self._capturing_thread == get_ident()
-
     def _begin(self, identity: Identity, device: torch.device) -> Eager | None:
         """Count a call, and drop stale graphs. Return why the call runs eagerly, or None if it may be replayed."""
         self._calls += 1
@@ -356,10 +351,12 @@ class GraphStore(ABC, Generic[G]):
         recorder = self._recorder
         if self.auto is not None:
             drop_when_memory_runs_out(self)
-        self._capturing_thread = get_ident()
         try:
             recorder.wait()
-            with torch.inference_mode(False):  # buffers made in inference mode cannot be written outside of it
+            with (
+                capture_of_ours(),
+                torch.inference_mode(False),
+            ):  # buffers of inference mode cannot be written outside of it
                 return capture(recorder)
         except Exception as error:
             why = f"capture failed: {type(error).__name__}: {error}".split("\n")[0]
@@ -369,7 +366,6 @@ class GraphStore(ABC, Generic[G]):
                 self._off = f"{len(self._refused)} captures failed, the last: {why}"
             raise CaptureError(why) from error
         finally:
-            self._capturing_thread = None
             recorder.done()
 
     def _retire_least_used(self) -> None:

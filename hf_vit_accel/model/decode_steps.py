@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hf_vit_accel import machine
 from hf_vit_accel.families import family_of
+from hf_vit_accel.graphs.automatic import capture_of_ours
 from hf_vit_accel.graphs.recorder import CudaRecorder
 from hf_vit_accel.model.around import is_own_hook
 from hf_vit_accel.model.decode_step import DecodeStep, UnservedError
@@ -196,7 +197,8 @@ class DecodeSteps:
             why = self._recorder.against()
             if why is not None:
                 raise UnservedError(why)
-            [step.replay], nbytes = self._recorder.record(lambda: step.run(model))
+            with capture_of_ours():
+                [step.replay], nbytes = self._recorder.record(lambda: step.run(model))
             step.nbytes += nbytes
 
     def keep(self, key: Hashable, step: DecodeStep) -> None:

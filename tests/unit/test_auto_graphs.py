@@ -9,8 +9,8 @@ import copy
 import gc
 import os
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -297,7 +297,7 @@ def test_memory_that_runs_out_in_a_capture_drops_nothing(
     runner = patch(model, "auto")
     record = on_cpu.record
 
-    def record_at_the_second_try(self: Recorder, *runs: Any, **kwargs: Any) -> Any:
+    def record_at_the_second_try(self: Recorder, *runs: Callable[[], None], **kwargs: Callable[[], None]) -> object:
         automatic._give_up_graphs(0, 1 << 40, 0, 0)
         return record(self, *runs, **kwargs)
 
@@ -314,12 +314,10 @@ def test_memory_that_runs_out_beside_a_capture_of_another_thread_drops_graphs_at
     runner = patch(model, "auto")
     for _ in range(3):
         run_tower(tower_of(model), IMAGE)
-    runner._capturing_thread = threading.get_ident()
-    with runner._lock:
+    with runner._lock, automatic.capture_of_ours():
         other = threading.Thread(target=automatic._give_up_graphs, args=(0, 1 << 40, 0, 0))
         other.start()
         other.join()
-    runner._capturing_thread = None
     assert runner._graphs
     run_tower(tower_of(model), IMAGE)
     assert not runner._graphs

@@ -26,6 +26,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_vit_accel
 from hf_vit_accel import graphed_decoding
+from hf_vit_accel.graphs import automatic
 from hf_vit_accel.model import decode_step as step_module
 from hf_vit_accel.model.decode_steps import read_model, steps_of
 from hf_vit_accel.model.norms import as_one_kernel, norms_of
@@ -177,7 +178,7 @@ def test_wrong_bounds_are_refused(model: Any, bounds: dict[str, Any]) -> None:
         (dict(assistant_model=None), "unknown option 'assistant_model' of graphed_decoding"),
     ],
 )
-def test_options_that_would_be_dropped_are_refused(model: Any, options: dict[str, Any], message: str) -> None:
+def test_options_that_would_be_dropped_are_refused(model: Any, options: dict[str, object], message: str) -> None:
     """transformers' loop takes any keyword, and reads none of these."""
     with pytest.raises(ValueError, match=message):
         model.generate(**TEXT, max_new_tokens=12, custom_generate=functools.partial(graphed_decoding, **options))
@@ -210,7 +211,7 @@ def test_unpatching_within_a_call_leaves_its_steps(model: Any, recorder: Recorde
     """A criterion of the user may do so, in the thread that decodes."""
 
     class Stop(StoppingCriteria):
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object) -> torch.Tensor:
             hf_vit_accel.unpatch(model)
             return torch.zeros(len(input_ids), dtype=torch.bool)
 
@@ -432,3 +433,29 @@ def test_replaced_values_of_any_class_are_noticed(model: nn.Module, values: tupl
     former = read_model(model)
     layer.extra = values[1]
     assert read_model(model) != former
+
+
+def test_memory_that_runs_out_in_a_capture_leaves_other_graphs(
+    model: nn.Module, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recorder frees cached memory and tries again; graphs of towers stay."""
+
+    class Graphs:
+        given_up: str | None = None
+
+        def give_up(self, why: str) -> None:
+            self.given_up = why
+
+    graphs = Graphs()
+    automatic._stores.add(graphs)
+    record = recorder.record
+
+    def record_at_the_second_try(self: Recorder, *runs: Callable[[], None]) -> object:
+        automatic._give_up_graphs(0, 1 << 40, 0, 0)
+        return record(self, *runs)
+
+    monkeypatch.setattr(recorder, "record", record_at_the_second_try)
+    both(model, TEXT, max_new_tokens=12)
+    assert counts_of(model).static_calls == 1 and graphs.given_up is None
+    automatic._give_up_graphs(0, 1 << 40, 0, 0)
+    assert graphs.given_up

@@ -312,7 +312,7 @@ def test_a_cache_under_autocast_has_the_dtypes_of_stock(family: str) -> None:
     forward = model.forward
 
     @functools.wraps(forward)  # as accelerate prepares a model
-    def in_autocast(*args: Any, **kwargs: Any) -> Any:
+    def in_autocast(*args: object, **kwargs: object) -> object:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return forward(*args, **kwargs)
 
