@@ -1,10 +1,12 @@
-"""Time the checks of a steady call on this host: all that runs before a route is chosen.
+"""Time what a steady call takes of the host: its checks, and one layer of a call without CUDA graphs.
 
 python examples/benchmark/checks.py [--json FILE] [--models qwen3-vl-8b,qwen2.5-vl-7b]
 
-Is the tower unchanged, which attention does its config name, have parameters moved, do the inputs fit, are there hooks?
+The checks run before a route is chosen. Is the tower unchanged, which attention does its config name, have parameters
+moved, do the inputs fit, are there hooks?
 Towers are frozen and have real shapes. The grid is on the host, so nothing waits for the GPU. Times are medians of
-1,000 calls in microseconds, without gradients and with gradients enabled; `least` is the fastest tenth.
+1,000 calls in microseconds, without gradients and with gradients enabled; `least` is the fastest tenth. The last
+row of a model is the time of a whole call until it returns, without CUDA graphs, for each layer: Python and launches.
 """
 
 import argparse
@@ -19,13 +21,14 @@ from torch import nn
 import hf_vit_accel
 from hf_vit_accel import machine
 from hf_vit_accel.engine import inputs
+from hf_vit_accel.layout import rows_of
 from hf_vit_accel.tools import bench
 from hf_vit_accel.tools.bench.towers import build_tower, weight_of
 from hf_vit_accel.tower import checks
 from hf_vit_accel.tower.state import state_of
 
 CALLS = 1000
-GRID = [(1, 28, 28)]
+GRID = ((1, 28, 28),)
 
 
 def checked(tower: nn.Module, pixels_TP: torch.Tensor, grid: torch.Tensor) -> list[str]:
@@ -50,8 +53,7 @@ def measure(tower: nn.Module, *, grad: bool, calls: int = CALLS) -> dict[str, fl
         The `median` and the fastest tenth (`least`), in microseconds.
     """
     weight = weight_of(tower)
-    rows = sum(t * h * w for t, h, w in GRID)
-    pixels_TP = torch.zeros(rows, weight[0].numel(), device=weight.device, dtype=weight.dtype)
+    pixels_TP = torch.zeros(rows_of(GRID), weight[0].numel(), device=weight.device, dtype=weight.dtype)
     grid = torch.tensor(GRID)
     times = []
     with torch.set_grad_enabled(grad):
@@ -65,8 +67,30 @@ def measure(tower: nn.Module, *, grad: bool, calls: int = CALLS) -> dict[str, fl
     return {"median": sorted(times)[calls // 2], "least": sorted(times)[calls // 10]}
 
 
+def measure_layer(tower: nn.Module, *, calls: int = CALLS // 10) -> dict[str, float]:
+    """Time a call of a tower without CUDA graphs until it returns.
+
+    Returns:
+        The `median` and the fastest tenth (`least`), in microseconds for each layer.
+    """
+    weight = weight_of(tower)
+    hf_vit_accel.patch(tower, cuda_graphs=False)
+    pixels_TP = torch.zeros(rows_of(GRID), weight[0].numel(), device=weight.device, dtype=weight.dtype)
+    grid = torch.tensor(GRID)
+    times = []
+    with torch.no_grad():
+        for _ in range(calls + 5):
+            if weight.is_cuda:
+                torch.cuda.synchronize()
+            begin = time.perf_counter()
+            tower(pixels_TP, grid_thw=grid)
+            times.append(1e6 * (time.perf_counter() - begin) / len(tower.blocks))
+    times = sorted(times[5:])
+    return {"median": times[calls // 2], "least": times[calls // 10]}
+
+
 def main() -> None:
-    """Time the checks of every model, print the times and write them to a file."""
+    """Time checks and a layer of every model, print the times and write them to a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="qwen2.5-vl-7b,qwen3-vl-8b,qwen2-vl-7b")
     parser.add_argument("--json", type=Path)
@@ -79,6 +103,8 @@ def main() -> None:
         for grad in (False, True):
             rows.append({"model": model, "grad": grad, **measure(tower, grad=grad)})
             print(rows[-1], flush=True)
+        rows.append({"model": model, "what": "a layer", **measure_layer(tower)})
+        print(rows[-1], flush=True)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     document = {
         "device": name,

@@ -146,7 +146,8 @@ JOBS = {
         QWEN[:2],
         seconds=40,
     ),
-    "checks": _script("checks.json", "checks.py", seconds=15),
+    "checks": _script("checks.json", "checks.py", seconds=25),
+    "random_calls": _script("random_calls.json", "random_calls.py", QWEN[:2], seconds=60),
     "flex": _bench(
         "flex.json",
         '--sizes "one 448²,16 x 512²" --backends flex,flex+graph,flashinfer_cudnn,flashinfer_cudnn+graph,auto',
@@ -155,7 +156,7 @@ JOBS = {
     ),
     "fp8": _bench(
         "fp8.json",
-        '--rounds 3 --sizes "one page,1x72x72" --backends flashinfer_cudnn,auto,auto+fp8',
+        '--rounds 3 --sizes "one page,1x72x72,one 448²" --backends flashinfer_cudnn,auto,auto+fp8',
         QWEN[1:],
         seconds=35,
     ),

@@ -123,12 +123,25 @@ def ways(document: Document) -> str:
 
 
 def checks(document: Document) -> str:
-    """Write the time that a host needs for all checks of a steady call."""
+    """Write the time that a host needs for all checks of a steady call, and for one layer without CUDA graphs."""
     cells: dict[str, list[str]] = {}
     for row in document["rows"]:
         cells.setdefault(row["model"], []).append(f"{digits(row['median'])} ({digits(row['least'])})")
-    head = ["us, median (fastest tenth)", "without gradients", "frozen, gradients enabled"]
+    head = ["us, median (fastest tenth)", "checks, without gradients", "checks, frozen, gradients enabled", "a layer"]
     return grid(head, ([title(model), *of_model] for model, of_model in cells.items()))
+
+
+def random_calls(document: Document) -> str:
+    """Write the mean time of calls of random sizes, and the memory that torch holds after a quarter and after all."""
+    rows = []
+    for row in document["rows"]:
+        without = row["ms"]["without"]
+        default = row["ms"]["default"]
+        cells = [title(row["model"]), f"{row['calls']:,}", row["stream"], digits(without)]
+        cells += [f"{digits(default)} ({default / without:.2f})", str(row["captures"]), f"{row['replays']:,}"]
+        rows.append([*cells, f"{row['held_gb'][0]:.2f}, {row['held_gb'][-1]:.2f}"])
+    head = ["ms, mean", "calls", "sizes", "`cuda_graphs=False`", "`patch(model)` (of that)", "captures", "replays"]
+    return grid([*head, "GB held after a quarter, after all"], rows)
 
 
 def training_step(document: Document) -> str:
@@ -242,6 +255,7 @@ SCRIPTS: Mapping[str, Callable[[Document], str]] = {
     "data_parallel": data_parallel,
     "long_video": long_video,
     "max_rows": max_rows,
+    "random_calls": random_calls,
     "reuse": reuse,
     "training_step": training_step,
     "ways": ways,

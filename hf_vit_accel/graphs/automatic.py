@@ -82,11 +82,16 @@ class AutoGraphs:
     def __init__(self) -> None:
         self._calls = 0
         self._counts: OrderedDict[Hashable, int] = OrderedDict()
-        self._chosen: set[Hashable] = set()
+        self._chosen: OrderedDict[Hashable, None] = OrderedDict()  # the latest last
 
     def forget_choices(self) -> None:
-        """Choose anew, since graphs were dropped. The counts of calls stay."""
+        """Choose anew, since all graphs were dropped. The counts of calls stay."""
         self._chosen.clear()
+
+    def forget_oldest_choice(self) -> None:
+        """Choose the kind of call anew that was not made for longest, since the oldest graph was dropped."""
+        if self._chosen:
+            self._chosen.popitem(last=False)
 
     def choose(
         self,
@@ -130,7 +135,8 @@ class AutoGraphs:
                 return GraphUse(exactly=False)
             if reason is not None:
                 return GraphUse(reason)
-            self._chosen.add(key)
+            self._chosen[key] = None
+        self._chosen.move_to_end(key)
         return GraphUse(exactly=is_exact)
 
     def choose_for_step(
@@ -157,7 +163,8 @@ class AutoGraphs:
             reason = self._reason_against_capture(store, most_bytes, needed_bytes)
             if reason is not None:
                 return GraphUse(reason)
-            self._chosen.add(grid)
+            self._chosen[grid] = None
+        self._chosen.move_to_end(grid)
         return GraphUse(exactly=True)
 
     def _reason_against_capture(self, store: Store, most_bytes: int, needed_bytes: int = 0) -> str | None:
@@ -187,7 +194,10 @@ class AutoGraphs:
 
 
 class DroppedWhenMemoryRunsOut(Protocol):
-    """A store whose graphs go when any allocation on the GPU fails, also one of the user's program."""
+    """A store whose graphs go when any allocation on their GPU fails, also one of the user's program."""
+
+    device: torch.device | None
+    """The device of the graphs; None before the first call."""
 
     def give_up(self, why: str) -> None:
         """Drop all graphs and capture no other."""
@@ -212,7 +222,7 @@ def capture_of_ours() -> Iterator[None]:
 
 
 def drop_when_memory_runs_out(store: DroppedWhenMemoryRunsOut) -> None:
-    """Register a store whose graphs go as soon as an allocation on a GPU fails. Trying again then finds their memory.
+    """Register a store whose graphs go as soon as an allocation on their GPU fails. Trying again finds their memory.
 
     torch calls observers of failed allocations before it raises. Without such observers (their function is not
     public) the graphs stay. A CUDA build of torch without a GPU, where tests stand in for one, cannot attach any.
@@ -226,8 +236,11 @@ def drop_when_memory_runs_out(store: DroppedWhenMemoryRunsOut) -> None:
 
 
 def _give_up_graphs(device: int, requested: int, allocated: int, free: int) -> None:
-    """Drop the graphs of all stores; torch calls this with the failed allocation, in its thread."""
+    """Drop the graphs of a device; torch calls this with the failed allocation, in its thread."""
     if getattr(_captures, "is_under_way", False):
         return
     for store in list(_stores):
+        is_elsewhere = store.device is not None and store.device.index not in (None, device)
+        if is_elsewhere:
+            continue
         store.give_up("device memory ran out after graphs were captured")

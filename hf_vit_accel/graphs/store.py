@@ -173,6 +173,7 @@ class GraphStore(ABC, Generic[G]):
     def __init__(self, config: GraphConfig, max_bytes: int, auto: AutoGraphs | None = None) -> None:
         self.config = config
         self.auto = auto
+        self.device: torch.device | None = None  # that of the last call
         self.replays = 0
         self.captures = 0
         self._max_bytes = max_bytes
@@ -291,11 +292,12 @@ class GraphStore(ABC, Generic[G]):
     def _begin(self, identity: Identity, device: torch.device) -> Eager | None:
         """Count a call, and drop stale graphs. Return why the call runs eagerly, or None if it may be replayed."""
         self._calls += 1
+        self.device = device
         why_stale = None if self._identity is None else stale_reason(self._identity, identity)
-        if self._identity is None or why_stale is not None:
-            if why_stale is not None:
-                self._stale[why_stale] += 1
-            self.drop_graphs()
+        if why_stale is not None:
+            self._stale[why_stale] += 1
+            self.drop_graphs()  # it also forgets the identity
+        if self._identity is None:
             self._identity = identity
             self._count_change(1)
         else:
@@ -376,7 +378,7 @@ class GraphStore(ABC, Generic[G]):
         _, oldest = self._graphs.popitem(last=False)
         self._retired.append(oldest)
         if self.auto is not None:
-            self.auto.forget_choices()
+            self.auto.forget_oldest_choice()
 
     def _make_room(self, device: torch.device) -> None:
         """Drop all graphs, if they hold too much memory and many calls found no room.

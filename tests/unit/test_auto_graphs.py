@@ -10,6 +10,7 @@ import gc
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -258,6 +259,35 @@ def test_graphs_go_when_memory_runs_out(on_cpu: type[Recorder], model: nn.Module
     run_tower(tower_of(model), IMAGE)
     run_tower(tower_of(model), IMAGE)
     assert status_of(model).replays == 1, "patching again allows graphs again"
+
+
+def test_memory_that_runs_out_on_another_device_drops_nothing(on_cpu: type[Recorder], model: nn.Module) -> None:
+    runner = patch(model, "auto")
+    for _ in range(3):
+        run_tower(tower_of(model), IMAGE)
+    runner.device = torch.device("cuda", 1)
+    automatic._give_up_graphs(0, 1 << 40, 0, 0)
+    assert runner._graphs
+    automatic._give_up_graphs(1, 1 << 40, 0, 0)
+    assert not runner._graphs
+
+
+def test_a_dropped_graph_does_not_stop_the_others(
+    on_cpu: type[Recorder], model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs that stay are replayed, even if no other may be captured."""
+    runner = patch(model, "auto")
+    runner.config = replace(runner.config, max_graphs=1)
+    small, large = [(1, 4, 4)], [(1, 12, 16)]
+    for grid in (small, large):
+        for _ in range(3):
+            run_tower(tower_of(model), grid)
+    assert len(runner._graphs) == 1 and status_of(model).captures > 1
+    monkeypatch.setattr(AutoGraphs, "_reason_against_capture", lambda *_: "no other")
+    run_tower(tower_of(model), large)
+    assert last_call(model).startswith("replayed")
+    run_tower(tower_of(model), small)
+    assert last_call(model) == "eager: no other"
 
 
 def test_a_call_whose_memory_runs_out_is_run_again_without_graphs(

@@ -441,6 +441,7 @@ def test_memory_that_runs_out_in_a_capture_leaves_other_graphs(
     """The recorder frees cached memory and tries again; graphs of towers stay."""
 
     class Graphs:
+        device: torch.device | None = None
         given_up: str | None = None
 
         def give_up(self, why: str) -> None:
