@@ -246,11 +246,16 @@ def test_missing_parts_are_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_proof_is_made_once_per_class_and_short(tower: nn.Module) -> None:
     other = "qwen3_vl" if "qwen2_vl" in type(tower).__module__ else "qwen2_vl"
     prove(tower_of(TINY[other].build()))  # torch's own first time
+    run_tower(tower, GRID)
+    start = time.process_time()
+    for _ in range(5):
+        run_tower(tower, GRID)
+    seconds_of_a_call = (time.process_time() - start) / 5
     was_cuda_initialized = torch.cuda.is_initialized()
     random_state = torch.random.get_rng_state()
     start = time.process_time()
     first = prove(tower)
-    assert time.process_time() - start <= 0.3, "150 ms, and as much for a busy machine"
+    assert time.process_time() - start <= 40 * seconds_of_a_call, "some 20 calls, and as much for a busy machine"
     assert first.why_not_fast is None and first.why_not_metadata is None
     assert torch.equal(torch.random.get_rng_state(), random_state)
     assert torch.cuda.is_initialized() == was_cuda_initialized
