@@ -343,7 +343,8 @@ def merge(
         print(f"{selection.runs} records of other runs are here, too: --run NAME, of {folder / 'manifest.json'}")
     _print_unwritten(export, result)
     expected = len(selection.records) + selection.missing
-    exit_by(selection.records, expected, max_failures, bool(export.refused) or not export.written)
+    has_failed = bool(export.refused) or not export.written
+    exit_by(selection.records, expected, max_failures, has_failed, journal.can_go_on(entry))
 
 
 def _print_unwritten(export: Export, result: Path) -> None:

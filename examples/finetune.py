@@ -16,7 +16,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Literal, NoReturn
@@ -52,6 +52,7 @@ from finetuning.data import (
 )
 from finetuning.folder import (
     SettingsNote,
+    alone_in,
     begin,
     check_kind,
     check_settings,
@@ -140,7 +141,12 @@ def finetune(
     report_to: Annotated[str, typer.Option(help="As tensorboard or wandb.")] = "none",
 ) -> None:
     """Fine-tune a model on pictures and texts."""
-    run(SimpleNamespace(**locals()))
+    options = SimpleNamespace(**locals())
+    with ExitStack() as stack:
+        with _mistakes():
+            check_options(options)
+            stack.enter_context(alone_in(options.output_dir))
+        run(options)
 
 
 def run(options: SimpleNamespace) -> None:
@@ -152,7 +158,6 @@ def run(options: SimpleNamespace) -> None:
     # The trainer ignores the processes of a launcher without a GPU, unless it is told to use the CPU.
     cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     with _mistakes():
-        check_options(options)
         set_defaults(options, cpu)
         checkpoint = newest_checkpoint(options.output_dir, options.resume)
         arguments = training_arguments(options, cpu)

@@ -249,6 +249,11 @@ class Journal:
                 remaining -= entry_prompts
         return missing
 
+    def can_go_on(self, entry: Entry) -> bool:
+        """Tell whether a command can go on with a run. After a later `--overwrite` every command begins from that."""
+        last_entry = self.newest()
+        return bool(_times_anew(entry) >= _times_anew(last_entry))
+
     def merged(self, run: str | None = None) -> list[Record]:
         """Return the records of `select`."""
         return self.select(run).records
@@ -288,6 +293,11 @@ class Journal:
             manifest["runs"].pop()
         manifest["runs"].append(entry)
         replace_file(self.folder / "manifest.json", json.dumps(manifest, indent=2) + "\n")
+
+
+def _times_anew(entry: Entry) -> int:
+    """Return how often `--overwrite` had begun another run in the folder when a run began."""
+    return int(entry.get("settings", {}).get("again", 0))
 
 
 def _more_than(keys: set[str], others: Mapping[str, set[str]]) -> dict[str, int]:

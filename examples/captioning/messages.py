@@ -103,7 +103,13 @@ def stop(reason: str, code: int, *, drop_overwrite: bool, prints: bool) -> NoRet
     raise typer.Exit(code)
 
 
-def exit_by(records: Sequence[Record], expected: int, max_failures: float, has_failed: bool = False) -> None:
+def exit_by(
+    records: Sequence[Record],
+    expected: int,
+    max_failures: float,
+    has_failed: bool = False,
+    can_go_on: bool = True,
+) -> None:
     """Count the records, and exit with 1 if some are missing or too many are errors.
 
     Args:
@@ -111,6 +117,7 @@ def exit_by(records: Sequence[Record], expected: int, max_failures: float, has_f
         expected: How many there should be.
         max_failures: Share of the records that may be errors.
         has_failed: Exit with 1 in any case.
+        can_go_on: Whether a command can write the missing records.
     """
     failures = Counter(_first_line(record.error or "") for record in records if record.status == "error")
     errors = failures.total()
@@ -119,13 +126,16 @@ def exit_by(records: Sequence[Record], expected: int, max_failures: float, has_f
     if len(failures) > _SHOWN_ERRORS:
         print(f"  and {len(failures) - _SHOWN_ERRORS} other errors")
     if errors:
-        print("  the records of status error name the files")
+        print("  the records of status error in the output folder name the files")
     empty = sum(record.status == "ok" and not record.has_text for record in records)
     if empty:
         print(f"  {empty} captions are empty: the model ended at once; another prompt may help")
     print(f"{len(records) - errors - empty} of {len(records)} records have captions")
     if len(records) < expected:
-        print(f"{expected - len(records)} records are missing: wait for the run, or start it once more")
+        advice = "wait for the run, or start it once more"
+        if not can_go_on:
+            advice = "they stay so, since --overwrite began another run later"
+        print(f"{expected - len(records)} records are missing: {advice}")
     if has_failed or len(records) < expected or errors > max_failures * len(records):
         raise typer.Exit(1)
 

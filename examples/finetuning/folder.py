@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+from media.files import lock
 from media.processors import load_processor
 from transformers import ProcessorMixin, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import cached_file, is_torchvision_available
@@ -17,6 +20,7 @@ from finetuning.data import Example, fingerprint
 
 __all__ = [
     "SettingsNote",
+    "alone_in",
     "begin",
     "check_kind",
     "check_settings",
@@ -43,6 +47,27 @@ _MAY_CHANGE = {
 """Options that a resumed run may change. With any other, it would silently train otherwise than it began."""
 _LENGTH = ("--max-steps", "--num-train-epochs")
 """Settings that a resumed run may change, too. It says so, since the learning rates change."""
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Keep other runs out of an output folder within the with block. The first process of a run does so for all.
+
+    A folder that was new, and into which nothing was written, is removed.
+
+    Raises:
+        ValueError: if another run has the folder, or it cannot be written to
+    """
+    if int(os.environ.get("RANK", "0")):
+        yield
+        return
+    is_new = not folder.exists()
+    with lock(folder, alone=True):
+        try:
+            yield
+        finally:
+            if is_new and [path.name for path in folder.iterdir()] == [".lock"]:
+                shutil.rmtree(folder)
 
 
 def newest_checkpoint(folder: Path, resume: bool) -> str | None:
@@ -109,7 +134,7 @@ def check_kind(folder: Path, *, with_adapters: bool) -> None:
 def warn_of_other_files(folder: Path) -> None:
     """Print that a folder holds files that are no part of a run which was stopped before its end."""
     paths = folder.iterdir() if folder.is_dir() else ()
-    others = sorted(path.name for path in paths if path.name != "runs" and not path.name.startswith("checkpoint-"))
+    others = sorted(path.name for path in paths if not path.name.startswith(("checkpoint-", "runs", ".lock")))
     if others:
         print(f"warning: {folder} holds other files, as {others[0]}; the run may replace them")
 

@@ -93,6 +93,8 @@ def _find(name: str, column: str | None, split: str, result: Found) -> Iterator[
             yield from _in_file(match, column, result, is_named=False)
     elif path.is_file():
         yield from _in_file(path, column, result, is_named=True)
+    elif path.is_symlink():
+        raise ValueError(f"{name} is a link to {path.readlink()}, which is not there")
     else:
         raise ValueError(f"there is no file, folder or match for {name}")
 

@@ -37,6 +37,7 @@ from finetuning.data import (  # noqa: E402
     fingerprint,
     hold_out,
 )
+from media.files import lock  # noqa: E402
 from media.items import Item  # noqa: E402
 from media.processors import limit_pixels, load_processor  # noqa: E402
 
@@ -346,7 +347,7 @@ def test_unusable_files_to_evaluate_by_are_refused_before_the_training(
     command = arguments(tmp_path / "train.jsonl", tmp_path / "out", "qwen3_vl", *command, prompt=prompt)
     refused = RUNNER.invoke(finetune.app, command)
     assert refused.exit_code == 2 and message in words(refused), refused.output
-    assert not list((tmp_path / "out").glob("*"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_lora_without_peft_is_refused(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -618,6 +619,15 @@ def test_an_unknown_field_of_a_prompt_is_refused_before_the_model_is_loaded(
     result = RUNNER.invoke(finetune.app, arguments(data, tmp_path / "out", "qwen3_vl", prompt="{kind}: {foo}"))
     assert result.exit_code == 2 and "the prompt names {foo}; there are file_name, kind, text" in words(result)
     assert "passed over" not in result.output
+
+
+def test_two_runs_do_not_share_an_output_folder(data: Path, tmp_path: Path) -> None:
+    """A launcher may be killed while its run goes on. `--resume` beside that run would mix their results."""
+    output = tmp_path / "out"
+    with lock(output, alone=True):
+        refused = RUNNER.invoke(finetune.app, arguments(data, output, "qwen2_vl"))
+    assert refused.exit_code == 2 and "another run is writing to" in words(refused)
+    assert [path.name for path in output.iterdir()] == [".lock"]
 
 
 def test_other_files_in_the_output_folder_are_reported(data: Path, tmp_path: Path) -> None:

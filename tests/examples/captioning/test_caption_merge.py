@@ -118,3 +118,16 @@ def test_a_named_prompt_of_fewer_pictures_than_in_another_run(photos: Path, outp
     for run, count in ((first, 3), (second, 1)):
         assert call("merge", output, result, f"--prompt={PROMPT}", f"--run={run}").exit_code == 0
         assert len(lines(result)) == count
+
+
+def test_a_run_before_an_overwrite_is_not_gone_on_with(photos: Path, output: Path, result: Path) -> None:
+    """Starting its command again would go on with the later run, so `merge` gives no such advice."""
+    first = Journal(output).newest()["run"]
+    (shard,) = Journal(output).shards()
+    shard.write_text("".join(line for line in shard.read_text().splitlines(keepends=True) if "a.png" not in line))
+    missing = call("merge", output, result, f"--run={first}", f"--prompt={PROMPT}")
+    assert missing.exit_code == 1 and "wait for the run, or start it once more" in words(missing)
+    caption(photos, output, "--overwrite", "--limit=1")
+    printed = words(call("merge", output, result, f"--run={first}", f"--prompt={PROMPT}"))
+    assert "they stay so, since --overwrite began another run later" in printed
+    assert "start it once more" not in printed

@@ -376,7 +376,10 @@ def test_pictures_are_prepared_on_the_gpu_where_it_can(
 def test_errors_are_reported_with_their_reasons(photos: Path, output: Path) -> None:
     (photos / "empty.png").touch()
     done = caption(photos, output)
-    assert "error, 1 x ValueError: the file is empty the records of status error name the files" in words(done)
+    assert (
+        "error, 1 x ValueError: the file is empty the records of status error in the output folder name the files"
+        in words(done)
+    )
     assert "2 of 3 records have captions" in words(done)
 
 

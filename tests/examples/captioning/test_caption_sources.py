@@ -87,6 +87,13 @@ def test_inputs_that_hold_nothing(tree: Path, tmp_path: Path) -> None:
             find_items([str(tree), str(tmp_path / name)])
 
 
+def test_a_named_link_to_nowhere_says_so(tmp_path: Path) -> None:
+    link = tmp_path / "link.jpg"
+    link.symlink_to(tmp_path / "gone.jpg")
+    with pytest.raises(ValueError, match="which is not there"):
+        find_items([str(link)])
+
+
 def test_two_folders_with_equal_names(tree: Path, tmp_path: Path) -> None:
     (tmp_path / "other" / "sub").mkdir(parents=True)
     (tmp_path / "other" / "a.jpg").touch()
