@@ -114,14 +114,15 @@ class GraphStatus:
     last: str | None = None
 
     def __str__(self) -> str:
-        name = "graphs" if self.budgets else "training"  # training graphs have no budgets
+        is_training = not self.budgets
+        name = "training" if is_training else "graphs"
         counts = f"{len(self.graphs)} held ({self.nbytes / 2**20:.0f} MiB), {self.captures} captured"
         counts += f", {self.replays} replays"
-        if self.budgets:
+        if not is_training:
             counts += f", {self.padding:.2f} rows replayed per row, budgets up to {self.budgets[-1]} tokens"
         lines = [f"  {name:<11}{counts}"]
         if self.last:
-            lines.append(f"  last call  {self.last}")
+            lines.append(f"  {'last step ' if is_training else 'last call '} {self.last}")
         if self.off:
             lines.append(f"  {name} off {self.off}")
         lines += [f"  stale      {count} x {why}" for why, count in self.stale.items()]

@@ -25,6 +25,7 @@ import hf_vit_accel
 from hf_vit_accel import FlexConfig
 from hf_vit_accel.graphs import automatic
 from hf_vit_accel.graphs.automatic import AutoGraphs
+from hf_vit_accel.graphs.store import GraphStatus
 from hf_vit_accel.machine import keep_in_children
 from hf_vit_accel.tower.state import state_of
 
@@ -65,6 +66,12 @@ def test_a_size_is_captured_when_it_comes_again(on_cpu: type[Recorder], model: n
     assert ways == [f"eager: {COMES_AGAIN}", padded, exact, exact, exact]
     assert status_of(model).captures == 2 and status_of(model).eager == {COMES_AGAIN: 1}
     assert "last call  replayed (captured at the 3rd call)" in str(hf_vit_accel.status(model))
+
+
+def test_the_last_step_of_training_is_named_apart() -> None:
+    """Both kinds of graphs report, and the lines of one `status` say of which kind each is."""
+    assert "  last step  replayed" in str(GraphStatus(last="replayed"))
+    assert "  last call  replayed" in str(GraphStatus(budgets=(4,), last="replayed"))
 
 
 def test_layouts_of_one_size_share_a_graph(on_cpu: type[Recorder], model: nn.Module) -> None:
