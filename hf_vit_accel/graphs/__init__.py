@@ -12,7 +12,7 @@ In training it is the call's grid, and which outputs receive gradients.
 
 **What drops graphs.**
 
-- A call whose `store.Identity` differs makes all graphs stale; `store.stale_reason` decides, and names the reason.
+- A call whose `identity.Identity` differs makes all graphs stale; `stale_reason` decides, and names the reason.
 - `TowerState.drop_caches()`: after `unpatch`, another `patch`, or the failure of a backend or a kernel. Also if a
   module, an attribute or a config field of the tower changed: then the tower is read again, and `status` counts it as
   `rebuilt`.

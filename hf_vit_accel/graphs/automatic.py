@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 
 from hf_vit_accel.config import GraphConfig
+from hf_vit_accel.graphs.recorder import free_bytes
 from hf_vit_accel.layout import Grid, rows_of
 
 CONFIG = GraphConfig(max_graphs=64, max_bytes=1 << 30)
@@ -35,12 +36,12 @@ _COMMON_CALLS = 32
 _FREE_CAPTURES = 4
 _REPLAYS_PER_CAPTURE = 8
 """Replays that pay for a capture. A capture takes 25 to 75 ms, a replay saves 4 to 9 ms (H100, docs/cuda-graphs.md)."""
+_FREE_STALE_TIMES = 4
+"""Times that all graphs may go stale, as when weights are replaced, before replays have to pay for capturing anew."""
 _CALLS_PER_CAPTURE = 256
 """Calls of any kind that allow one more. Without them a tower whose graphs were dropped unpaid would stay eager."""
 _SHARE = 8
 """The graphs of one kind may hold an eighth of the memory that is free."""
-_BYTES_PER_VALUE = 33
-"""Bytes of the activations of a training step for each row, layer and column of the residual stream (H100)."""
 _REMEMBERED = 4096
 
 
@@ -75,30 +76,40 @@ class Store(Protocol):
     def nbytes(self) -> int:
         """Device memory of the graphs."""
 
+    @property
+    def max_bytes(self) -> int:
+        """Device memory above which no graph is captured."""
+
+    @property
+    def needed_bytes(self) -> int:
+        """Device memory that a graph of the last call needs at least. All graphs share it, since one runs at a time."""
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device of the last call; None before the first."""
+
 
 class AutoGraphs:
-    """Chooses the calls that are replayed, for the graphs of one kind of one tower."""
+    """Chooses the calls that are replayed, for the graphs of one kind of one tower.
+
+    A call is chosen before it is planned, by its size. Whether it finds its graphs is known only after that. So a
+    capture is allowed or refused twice: for a size that was never replayed before the call is planned, and for every
+    graph when it is missing.
+    """
 
     def __init__(self) -> None:
         self._calls = 0
         self._counts: OrderedDict[Hashable, int] = OrderedDict()
-        self._chosen: OrderedDict[Hashable, None] = OrderedDict()  # the latest last
-
-    def forget_choices(self) -> None:
-        """Choose anew, since all graphs were dropped. The counts of calls stay."""
-        self._chosen.clear()
-
-    def forget_oldest_choice(self) -> None:
-        """Choose the kind of call anew that was not made for longest, since the oldest graph was dropped."""
-        if self._chosen:
-            self._chosen.popitem(last=False)
+        self._known: OrderedDict[Hashable, None] = OrderedDict()
+        """Exact grids and budgets that were captured, or were about to be."""
+        self._free_captures = _FREE_CAPTURES
+        self._stale_times = 0
 
     def choose(
         self,
         grid: Grid,
-        budgets_of_call: Hashable,
+        budgets_of_call: tuple[int, ...] | None,
         store: Store,
-        free_bytes: Callable[[], int],
         is_padding_slower: Callable[[], bool],
     ) -> GraphUse:
         """Count an inference call, and decide how it uses graphs.
@@ -108,81 +119,103 @@ class AutoGraphs:
             budgets_of_call: The budgets that its images are packed into; None if they fit none, or padding costs more
                 than a replay saves.
             store: The graphs so far.
-            free_bytes: Returns the free memory of the device.
             is_padding_slower: Whether graphs of budgets need a slower backend than an eager call would use.
         """
-        rows = rows_of(grid)
         self._calls += 1
+        exact_calls = self._count(("exact", grid))
+        if grid in self._known:
+            return GraphUse(exactly=True)
+        rows = rows_of(grid)
         if rows > MOST_ROWS:
             return GraphUse(f"calls of more than {MOST_ROWS} patches keep the GPU busy without a graph")
-        exact_key: Hashable = ("exact", grid)
-        exact_calls = self._count(exact_key)
-        padded_key: Hashable = ("budgets", budgets_of_call)
-        padded_calls = 0 if budgets_of_call is None else self._count(padded_key)
-        if padded_key not in self._chosen and padded_calls >= _PADDED_CALLS and rows > _PADDED_ROWS:
-            padded_calls = 0 if is_padding_slower() else padded_calls
-        is_exact = exact_key in self._chosen
-        if not is_exact and exact_calls >= _EXACT_CALLS:
-            is_common = exact_calls >= _COMMON_CALLS or exact_calls * _COMMON_SHARE >= self._calls
-            is_exact = is_common or padded_calls < _PADDED_CALLS
-        if not is_exact and padded_calls < _PADDED_CALLS:
+        padded_calls = 0 if budgets_of_call is None else self._count(("budgets", budgets_of_call))
+        is_padding_known = budgets_of_call is not None and self._known.keys() >= set(budgets_of_call)
+        can_pad = is_padding_known or padded_calls >= _PADDED_CALLS
+        if can_pad and not is_padding_known and rows > _PADDED_ROWS:
+            can_pad = not is_padding_slower()
+        is_common = exact_calls >= _COMMON_CALLS or exact_calls * _COMMON_SHARE >= self._calls
+        is_exact = exact_calls >= _EXACT_CALLS and (is_common or not can_pad)
+        if not is_exact and not can_pad:
             return GraphUse("a size is captured when it comes again")
-        key = exact_key if is_exact else padded_key
-        if key not in self._chosen:
-            most_bytes = min(free_bytes() // _SHARE, CONFIG.max_bytes)
-            reason = self._reason_against_capture(store, most_bytes)
-            if reason is not None and is_exact and padded_key in self._chosen:
-                return GraphUse(exactly=False)
-            if reason is not None:
-                return GraphUse(reason)
-            self._chosen[key] = None
-        self._chosen.move_to_end(key)
+        if not is_exact and is_padding_known:
+            return GraphUse(exactly=False)
+        reason = self.reason_against_capture(store)
+        if reason is not None:
+            return GraphUse(exactly=False) if is_padding_known else GraphUse(reason)
+        self._know((grid,) if is_exact else budgets_of_call or ())
         return GraphUse(exactly=is_exact)
 
-    def choose_for_step(
-        self, grid: Grid, values_per_row: int, gradient_bytes: int, store: Store, free_bytes: Callable[[], int]
-    ) -> GraphUse:
+    def expect(
+        self, grid: Grid, budgets_of_call: tuple[int, ...] | None, is_padding_slower: Callable[[], bool]
+    ) -> None:
+        """Note a call of `warmup`: calls of its size are replayed from then on.
+
+        Args:
+            grid: The grid of the call.
+            budgets_of_call: Its budgets; None if its exact shape is captured.
+            is_padding_slower: See `choose`.
+        """
+        if budgets_of_call is None:
+            self._know((grid,))
+        elif rows_of(grid) <= _PADDED_ROWS or not is_padding_slower():
+            self._know(budgets_of_call)
+
+    def add_free_captures(self, count: int) -> None:
+        """Count captures that the user asked for: replays need not pay for them."""
+        self._free_captures += count
+
+    def forget(self, grid: Grid | None) -> None:
+        """Choose anew for an exact grid whose graph was dropped; None for a graph of a budget."""
+        self._known.pop(grid, None)
+
+    def choose_for_step(self, grid: Grid, store: Store) -> GraphUse:
         """Count a training call, and decide whether its step is replayed.
 
         Args:
             grid: The grid of the call.
-            values_per_row: Layers times width of the residual stream.
-            gradient_bytes: Memory of all gradients.
             store: The graphs so far.
-            free_bytes: Returns the free memory of the device.
         """
         self._calls += 1
         if rows_of(grid) > 4 * CONFIG.max_tokens:
             return GraphUse(f"steps of more than {4 * CONFIG.max_tokens} patches keep the GPU busy without a graph")
         if self._count(grid) < _EXACT_CALLS:
             return GraphUse("with gradients, a layout is captured when it comes often")
-        if grid not in self._chosen:
-            activation_bytes = rows_of(grid) * values_per_row * _BYTES_PER_VALUE
-            needed_bytes = activation_bytes + gradient_bytes // 4
-            most_bytes = min(free_bytes() // _SHARE, CONFIG.max_training_bytes)
-            reason = self._reason_against_capture(store, most_bytes, needed_bytes)
+        if grid not in self._known:
+            reason = self.reason_against_capture(store)
             if reason is not None:
                 return GraphUse(reason)
-            self._chosen[grid] = None
-        self._chosen.move_to_end(grid)
+            self._know((grid,))
         return GraphUse(exactly=True)
 
-    def _reason_against_capture(self, store: Store, most_bytes: int, needed_bytes: int = 0) -> str | None:
-        """Return why no other graph is captured now, or None.
-
-        Args:
-            store: The graphs so far.
-            most_bytes: Memory that all graphs may hold.
-            needed_bytes: Memory that the new graph needs at least. All graphs share it: one of them runs at a time.
-        """
+    def reason_against_capture(self, store: Store) -> str | None:
+        """Return why no other graph is captured for the last call, or None."""
         paid = store.replays // _REPLAYS_PER_CAPTURE + self._calls // _CALLS_PER_CAPTURE
-        if store.captures > _FREE_CAPTURES + paid:
+        if store.captures > self._free_captures + paid:
             return "another graph is captured when replays have paid for those before"
-        if max(store.nbytes, needed_bytes) >= most_bytes:
-            return "too little memory of the device is free for another graph"
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
             return "no graph is captured under a profiler"
+        assert store.device is not None
+        most_bytes = min(free_bytes(store.device) // _SHARE, store.max_bytes)
+        if max(store.nbytes, store.needed_bytes) >= most_bytes:
+            return "too little memory of the device is free for another graph"
         return None
+
+    def count_stale(self, captures: int) -> None:
+        """Count that all graphs went stale. The first few times, replays need not pay for the graphs that went.
+
+        Args:
+            captures: Graphs that were captured so far.
+        """
+        self._stale_times += 1
+        if self._stale_times <= _FREE_STALE_TIMES:
+            self._free_captures = captures + _FREE_CAPTURES
+
+    def _know(self, keys: Sequence[Hashable]) -> None:
+        """Note grids or budgets whose calls are planned for a replay."""
+        for key in keys:
+            self._known[key] = None
+        while len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
 
     def _count(self, key: Hashable) -> int:
         """Count and return the calls of a key, this one included."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,8 +23,9 @@ from hf_vit_accel.engine.route import Route, Routes, Spec
 from hf_vit_accel.graphs import budgets
 from hf_vit_accel.graphs.automatic import AutoGraphs, GraphUse
 from hf_vit_accel.graphs.buffers import Shape, pad
-from hf_vit_accel.graphs.recorder import CudaRecorder, free_bytes
-from hf_vit_accel.graphs.store import CaptureError, Eager, GraphStatus, GraphStore, Identity
+from hf_vit_accel.graphs.identity import Identity
+from hf_vit_accel.graphs.recorder import CudaRecorder
+from hf_vit_accel.graphs.store import CaptureError, Eager, GraphStatus, GraphStore
 from hf_vit_accel.layout import Grid, pack, send
 
 
@@ -61,6 +61,7 @@ class _Graph:
 
     Attributes:
         label: What the graph replays, as `status` prints it.
+        grid: The one grid that it replays; None for the graph of a budget.
         route: The route that was captured, bound to `packed`.
         packed: The route's arrays in one buffer of bytes.
         pixels_TP: Static pixels; longer than a call's, whose tail is zeros.
@@ -73,6 +74,7 @@ class _Graph:
     """
 
     label: str
+    grid: Grid | None
     route: Route
     packed: Tensor
     pixels_TP: Tensor
@@ -141,26 +143,36 @@ class Runner(GraphStore[_Graph]):
             can_pad: Whether the backend that was asked for can replay other layouts than the captured one.
         """
         assert self.auto is not None, "graphs that the user asked for are not chosen call by call"
-        if self._exactly is not None:  # `warmup` asks for a capture
-            return GraphUse(exactly=self._exactly)
+        self.device = device
+        if self._exactly:
+            self.auto.expect(grid, None, is_padding_slower)
+            return GraphUse(exactly=True)
         why = self._why_never()
         if why is not None:
             return GraphUse(why)
         bins = budgets.pack(grid, merge, self.budgets_of(merge))
         budgets_of_call = None
         if can_pad and not isinstance(bins, str) and budgets.pays(bins, merge):
-            budgets_of_call = tuple(bin_.budget for bin_ in bins)
-        return self.auto.choose(grid, budgets_of_call, self, partial(free_bytes, device), is_padding_slower)
+            budgets_of_call = tuple(bin_.budget for bin_ in bins if bin_.budget is not None)
+        if self._exactly is None:
+            return self.auto.choose(grid, budgets_of_call, self, is_padding_slower)
+        self.auto.expect(grid, budgets_of_call or (), is_padding_slower)
+        return GraphUse(exactly=False)
 
     @contextmanager
     def capturing(self, *, exactly: bool) -> Iterator[None]:
-        """Use only exact shapes, or only budgets, within the with block."""
+        """Use only exact shapes, or only budgets, within the with block: a call of `warmup`."""
         with self._lock:
+            captures_before = self.captures
             self._exactly = exactly
+            self.is_warming_up = True
             try:
                 yield
             finally:
                 self._exactly = None
+                self.is_warming_up = False
+                if self.auto is not None:
+                    self.auto.add_free_captures(self.captures - captures_before)
 
     def run(
         self, route: Route, pixels_TP: Tensor, memory: list[object], identity_spec: Spec, exactly: bool | None = None
@@ -224,7 +236,7 @@ class Runner(GraphStore[_Graph]):
     def _may_capture_exactly(self, signature: Signature) -> bool:
         """Count a call of a signature. Return whether it came often enough, and a capture may succeed."""
         came_often = 0 < self.config.exact_after <= self._count_calls(signature)
-        has_room = self.nbytes <= self._max_bytes
+        has_room = self.nbytes <= self.max_bytes
         return came_often and has_room and self._off is None and signature not in self._refused
 
     def _padded(self, route: Route, bin_: budgets.Bin) -> Route:
@@ -284,6 +296,7 @@ class Runner(GraphStore[_Graph]):
         rows = f"{metadata.rows} patches exactly" if bin_.budget is None else f"up to {metadata.rows} patches"
         return _Graph(
             label=f"{rows} in {metadata.full.count} segments",
+            grid=metadata.grid if bin_.budget is None else None,
             route=bound,
             packed=packed,
             pixels_TP=pixels_TP,

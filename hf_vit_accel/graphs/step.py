@@ -19,6 +19,7 @@ from hf_vit_accel.engine.encoder import Residual, encode
 from hf_vit_accel.engine.recorded import Slot, slots_of
 from hf_vit_accel.engine.route import Route
 from hf_vit_accel.graphs.recorder import CudaRecorder
+from hf_vit_accel.layout import Grid
 from hf_vit_accel.ops.base import Slots, replaced
 
 Tensors = list[Tensor]
@@ -61,6 +62,7 @@ class CapturedStep:
 
     Attributes:
         label: What the graphs replay, as `status` prints it.
+        grid: The one grid that they replay.
         route: The route that was captured; it keeps the tensors alive that the graphs read.
         pixels_TP: Static pixels, read by the forward.
         outputs: Static outputs, written by the forward.
@@ -81,6 +83,7 @@ class CapturedStep:
     """
 
     label: str
+    grid: Grid | None
     route: Route
     pixels_TP: Tensor
     outputs: Tensors
@@ -234,6 +237,7 @@ class StepCapture:
         metadata = self.route.metadata
         return CapturedStep(
             label=f"{metadata.rows} patches in {metadata.full.count} segments",
+            grid=metadata.grid,
             route=self.route,
             pixels_TP=self.pixels_TP,
             outputs=self.outputs,

@@ -7,15 +7,16 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from threading import RLock
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from hf_vit_accel.config import GraphConfig
-from hf_vit_accel.engine.route import Spec
 from hf_vit_accel.graphs.automatic import AutoGraphs, capture_of_ours, drop_when_memory_runs_out
+from hf_vit_accel.graphs.identity import Identity, stale_reason
 from hf_vit_accel.graphs.recorder import CudaRecorder
+from hf_vit_accel.layout import Grid
 
 _FAILURES = 3
 """Captures that fail in a row before no other is tried."""
@@ -29,47 +30,6 @@ _PATIENCE = 16
 """Calls that find no room for a graph before all graphs are dropped; doubled each time."""
 
 _CHANGED = "weights, modules or what gradients are given for changed at call after call"
-
-
-class Identity(NamedTuple):
-    """The state that all graphs of a store share; another identity makes them stale.
-
-    Attributes:
-        spec: Stands for modules, settings, device and dtypes: one object while these stay. Where graphs are automatic
-            it is that of padded calls, and an exact graph runs on the spec of its own call.
-        memory: Equal while weights and buffers stay at their addresses.
-        pixel_width: Values per patch (P).
-        numerics: torch's settings of precision and determinism.
-        requires_grad: Whether the pixels and every parameter require gradients; empty in inference.
-    """
-
-    spec: Spec
-    memory: list[object]
-    pixel_width: int
-    numerics: tuple[object, ...]
-    requires_grad: tuple[bool, ...] = ()
-
-
-STALE_REASONS: Mapping[str, str] = {
-    "spec": "the device or dtypes changed, or passes were halved after memory ran out",
-    "memory": "weights or buffers moved, or were replaced",
-    "pixel_width": "patches have another width",
-    "numerics": "torch computes in another precision",
-    "requires_grad": "other tensors require gradients",
-}
-"""Field of `Identity` -> why graphs captured under another value are stale."""
-
-
-def stale_reason(captured: Identity, current: Identity) -> str | None:
-    """Return why graphs are stale, or None if they may be replayed.
-
-    Args:
-        captured: The identity under which the graphs were captured.
-        current: The identity of the call at hand.
-    """
-    if captured == current:
-        return None
-    return next(why for name, why in STALE_REASONS.items() if getattr(captured, name) != getattr(current, name))
 
 
 @dataclass(frozen=True)
@@ -141,12 +101,14 @@ class StoredGraph(Protocol):
 
     Attributes:
         label: What the graph replays.
+        grid: The one grid that it replays; None for the graph of a budget.
         nbytes: Device memory that it took.
         replays: How often it was launched.
         captured_at: The number of calls when it was captured, that call included.
     """
 
     label: str
+    grid: Grid | None
     nbytes: int
     replays: int
     captured_at: int
@@ -175,9 +137,11 @@ class GraphStore(ABC, Generic[G]):
         self.config = config
         self.auto = auto
         self.device: torch.device | None = None  # that of the last call
+        self.max_bytes = max_bytes
+        self.needed_bytes = 0
+        self.is_warming_up = False
         self.replays = 0
         self.captures = 0
-        self._max_bytes = max_bytes
         self._lock = RLock()
         self._calls = 0
         self.last_way: str | None = None
@@ -216,8 +180,6 @@ class GraphStore(ABC, Generic[G]):
         self._graphs = OrderedDict()
         self._seen = OrderedDict()
         self._retired = []
-        if self.auto is not None:
-            self.auto.forget_choices()
 
     def drop_graphs(self) -> None:
         """Give back every graph and buffer, once no replay runs, and forget failed captures."""
@@ -297,6 +259,8 @@ class GraphStore(ABC, Generic[G]):
         why_stale = None if self._identity is None else stale_reason(self._identity, identity)
         if why_stale is not None:
             self._stale[why_stale] += 1
+            if self.auto is not None:
+                self.auto.count_stale(self.captures)
             self.drop_graphs()  # it also forgets the identity
         if self._identity is None:
             self._identity = identity
@@ -343,11 +307,15 @@ class GraphStore(ABC, Generic[G]):
         why = self._off or self._refused.get(signature)
         if why:
             raise CaptureError(why)
-        if self.nbytes > self._max_bytes:
+        if self.nbytes > self.max_bytes:
             self._calls_without_room += 1
             error = CaptureError("graphs hold as much memory as they may")
             error.allowed_under_strict = True
             raise error
+        if self.auto is not None and not self.is_warming_up:
+            why = self.auto.reason_against_capture(self)
+            if why is not None:
+                raise CaptureError(why)
 
     def _capture_once(self, signature: Hashable, capture: Callable[[CudaRecorder], G]) -> G:
         """Capture a graph. Remember a failure, and raise it as `CaptureError`."""
@@ -379,7 +347,7 @@ class GraphStore(ABC, Generic[G]):
         _, oldest = self._graphs.popitem(last=False)
         self._retired.append(oldest)
         if self.auto is not None:
-            self.auto.forget_oldest_choice()
+            self.auto.forget(oldest.grid)
 
     def _make_room(self, device: torch.device) -> None:
         """Drop all graphs, if they hold too much memory and many calls found no room.

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,7 +22,8 @@ from hf_vit_accel.config import GraphConfig
 from hf_vit_accel.engine.recorded import RecordedTensors
 from hf_vit_accel.engine.route import Route
 from hf_vit_accel.graphs.automatic import AutoGraphs, GraphUse
-from hf_vit_accel.graphs.recorder import CudaRecorder, free_bytes
+from hf_vit_accel.graphs.identity import Identity
+from hf_vit_accel.graphs.recorder import CudaRecorder
 from hf_vit_accel.graphs.step import (
     CapturedStep,
     Gradients,
@@ -33,10 +33,13 @@ from hf_vit_accel.graphs.step import (
     present,
     run_eagerly,
 )
-from hf_vit_accel.graphs.store import CaptureError, Eager, GraphStore, Identity
-from hf_vit_accel.layout import Grid
+from hf_vit_accel.graphs.store import CaptureError, Eager, GraphStore
+from hf_vit_accel.layout import Grid, rows_of
 from hf_vit_accel.ops.base import Attributes
 from hf_vit_accel.ops.training.context import FunctionContext
+
+_BYTES_PER_VALUE = 33
+"""Bytes of the activations of a training step for each row, layer and column of the residual stream (H100)."""
 
 
 class _Call:
@@ -109,8 +112,11 @@ class TrainingRunner(GraphStore[CapturedStep]):
         why = self._why_never()
         if why is not None:
             return GraphUse(why)
+        self.device = device
+        activation_bytes = rows_of(grid) * values_per_row * _BYTES_PER_VALUE
         gradient_bytes = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
-        return self.auto.choose_for_step(grid, values_per_row, gradient_bytes, self, partial(free_bytes, device))
+        self.needed_bytes = activation_bytes + gradient_bytes // 4
+        return self.auto.choose_for_step(grid, self)
 
     def run(
         self,

@@ -13,7 +13,7 @@ import hf_vit_accel
 from hf_vit_accel import GraphConfig, backends
 from hf_vit_accel.backends import BACKENDS, Plan, Request
 from hf_vit_accel.backends.sdpa import Sdpa
-from hf_vit_accel.graphs import runner, store, training
+from hf_vit_accel.graphs import automatic, store
 from hf_vit_accel.layout import Segments
 from hf_vit_accel.tower import decide as decide_module
 
@@ -119,8 +119,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
 
     masked = Masked()
     monkeypatch.setattr(store, "CudaRecorder", RecorderOfTest)
-    for module in (runner, training):
-        monkeypatch.setattr(module, "free_bytes", lambda device: RecorderOfTest.free_bytes)
+    monkeypatch.setattr(automatic, "free_bytes", lambda device: RecorderOfTest.free_bytes)
     monkeypatch.setattr(decide_module, "why_not_graphs", lambda device: None)
     monkeypatch.setattr(decide_module, "AUTOMATIC_ON", ("cpu",))
     all_backends = tuple(masked if backend.name == "sdpa" else backend for backend in BACKENDS)

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from tiny import TINY, assert_close, outputs_of, pixels_for, run_tower, tower_of
 from torch import nn
 
 import hf_vit_accel
-from hf_vit_accel import FlexConfig
+from hf_vit_accel import FlexConfig, api
 from hf_vit_accel.graphs import automatic
 from hf_vit_accel.graphs.automatic import AutoGraphs
 from hf_vit_accel.graphs.store import GraphStatus
@@ -36,6 +37,12 @@ COMES_AGAIN = "a size is captured when it comes again"
 @pytest.fixture
 def model() -> nn.Module:
     return TINY["qwen3_vl"].build()
+
+
+def store_of(captures: int = 0) -> Any:
+    """Return the counts of a store, as the choice of calls reads them."""
+    device = torch.device("cpu")
+    return SimpleNamespace(captures=captures, replays=0, nbytes=0, max_bytes=1 << 30, needed_bytes=0, device=device)
 
 
 def last_call(model: nn.Module) -> str:
@@ -98,15 +105,15 @@ def test_random_calls_are_exact_and_captures_bounded(on_cpu: type[Recorder], mod
     assert status.captures <= 2 + automatic._FREE_CAPTURES + status.replays // automatic._REPLAYS_PER_CAPTURE
 
 
-def test_ever_new_sizes_are_hardly_captured() -> None:
+def test_ever_new_sizes_are_hardly_captured(on_cpu: type[Recorder]) -> None:
     """Every shape comes three times, far apart, and is never replayed before."""
     auto = AutoGraphs()
-    store = SimpleNamespace(captures=0, replays=0, nbytes=0)
+    store = store_of()
     captured = set()
     for _ in range(4):
         for width in range(500):
             grid = ((1, 2, 2 * width + 2),)
-            use = auto.choose(grid, None, store, lambda: 64 << 30, lambda: False)
+            use = auto.choose(grid, None, store, lambda: False)
             if use.eager_reason is None:
                 store.captures += grid not in captured
                 captured.add(grid)
@@ -115,36 +122,36 @@ def test_ever_new_sizes_are_hardly_captured() -> None:
     assert 0 < store.captures < 20 and store.captures <= automatic._FREE_CAPTURES + 1 + earned
 
 
-def test_graphs_that_were_dropped_unpaid_are_captured_again_later() -> None:
+def test_graphs_that_were_dropped_unpaid_are_captured_again_later(on_cpu: type[Recorder]) -> None:
     """Without replays nothing earns a capture, so calls must, or a tower would stay eager for ever."""
     auto = AutoGraphs()
-    store = SimpleNamespace(captures=10, replays=0, nbytes=0)
+    store = store_of(captures=10)
     grid = ((1, 28, 28),)
     reasons = []
     for _ in range(10 * automatic._CALLS_PER_CAPTURE):
-        reasons.append(auto.choose(grid, (224,), store, lambda: 64 << 30, lambda: False).eager_reason)
+        reasons.append(auto.choose(grid, (224,), store, lambda: False).eager_reason)
     assert "paid" in str(reasons[5]) and reasons[-1] is None
     steps = AutoGraphs()
     for _ in range(10 * automatic._CALLS_PER_CAPTURE):
-        use = steps.choose_for_step(grid, 1024, 1 << 30, store, lambda: 64 << 30)
+        use = steps.choose_for_step(grid, store)
     assert use.eager_reason is None
 
 
-def test_large_calls_stay_eager() -> None:
+def test_large_calls_stay_eager(on_cpu: type[Recorder]) -> None:
     auto = AutoGraphs()
-    store = SimpleNamespace(captures=0, replays=0, nbytes=0)
+    store = store_of()
     for _ in range(5):
-        use = auto.choose(((1, 92, 92),), (2116,), store, lambda: 64 << 30, lambda: False)
+        use = auto.choose(((1, 92, 92),), (2116,), store, lambda: False)
     assert "keep the GPU busy" in str(use.eager_reason)
 
 
-def test_padding_waits_where_it_needs_a_slower_backend() -> None:
+def test_padding_waits_where_it_needs_a_slower_backend(on_cpu: type[Recorder]) -> None:
     """Above some rows the exact shape is awaited, which any backend can replay."""
-    store = SimpleNamespace(captures=0, replays=0, nbytes=0)
+    store = store_of()
     grid = ((1, 64, 64),)
     for is_slower, second in ((True, COMES_AGAIN), (False, None)):
         auto = AutoGraphs()
-        uses = [auto.choose(grid, (1024,), store, lambda: 64 << 30, lambda: is_slower) for _ in range(3)]  # noqa: B023
+        uses = [auto.choose(grid, (1024,), store, lambda: is_slower) for _ in range(3)]  # noqa: B023
         assert [use.eager_reason for use in uses] == [COMES_AGAIN, second, None]
         assert uses[2].exactly
 
@@ -290,7 +297,7 @@ def test_a_dropped_graph_does_not_stop_the_others(
         for _ in range(3):
             run_tower(tower_of(model), grid)
     assert len(runner._graphs) == 1 and status_of(model).captures > 1
-    monkeypatch.setattr(AutoGraphs, "_reason_against_capture", lambda *_: "no other")
+    monkeypatch.setattr(AutoGraphs, "reason_against_capture", lambda *_: "no other")
     run_tower(tower_of(model), large)
     assert last_call(model).startswith("replayed")
     run_tower(tower_of(model), small)
@@ -358,6 +365,93 @@ def test_memory_that_runs_out_beside_a_capture_of_another_thread_drops_graphs_at
     assert runner._graphs
     run_tower(tower_of(model), IMAGE)
     assert not runner._graphs
+
+
+def ways_of(model: nn.Module, grids: list[Grid]) -> list[str]:
+    """Call a tower with each grid; return how each call ran, up to its first word."""
+    ways = []
+    for grid in grids:
+        run_tower(tower_of(model), grid)
+        ways.append(last_call(model).split()[0].rstrip(":"))
+    return ways
+
+
+SIZES: list[Grid] = [[(1, 4, 4 * width)] for width in range(1, 25)]
+
+
+def test_sizes_that_were_warmed_up_are_replayed_from_the_first_call(on_cpu: type[Recorder], model: nn.Module) -> None:
+    """Replays need not pay for captures that the user asked for, and other sizes are captured as without them."""
+    patch(model, "auto")
+    hf_vit_accel.warmup(model, SIZES, progress=False)
+    assert status_of(model).captures == len(SIZES)
+    assert ways_of(model, SIZES) == ["replayed"] * len(SIZES)
+    assert ways_of(model, [[(1, 8, 28)]] * 3) == ["eager", "replayed", "replayed"]
+
+
+def test_budgets_that_were_warmed_up_are_replayed_from_the_first_call(
+    on_cpu: type[Recorder], model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by calls that are packed into several budgets."""
+    monkeypatch.setattr(api, "_captures_budgets", lambda *_: True)
+    patch(model, "auto")
+    hf_vit_accel.warmup(model, progress=False)
+    captures = status_of(model).captures
+    assert captures > 10
+    largest = status_of(model).budgets[-1]
+    several: Grid = [(1, 2, 2 * (largest - 8))] + [(1, 4, 8)] * 4
+    assert ways_of(model, [*SIZES[:6], several]) == ["replayed"] * 7
+    assert status_of(model).captures <= captures + 2
+
+
+def test_graphs_are_captured_anew_after_weights_were_replaced(on_cpu: type[Recorder], model: nn.Module) -> None:
+    patch(model, "auto")
+    grids: list[Grid] = [[(1, 4, 4 * width**2)] for width in range(1, 6)]
+    ways_of(model, grids * 3)
+    for parameter in tower_of(model).parameters():
+        parameter.data = parameter.data * 0.5
+    for grid in grids:
+        ways = ways_of(model, [grid] * 3)
+        assert ways[1:] == ["replayed"] * 2, (grid, ways)
+
+
+def test_weights_that_are_replaced_again_and_again_capture_little(on_cpu: type[Recorder], model: nn.Module) -> None:
+    patch(model, "auto")
+    for _ in range(30):
+        for parameter in tower_of(model).parameters():
+            parameter.data = parameter.data * 1.0
+        ways_of(model, [[(1, 4, 4)], [(1, 4, 8)], [(1, 4, 16)]] * 3)
+    status = status_of(model)
+    earned = status.replays // automatic._REPLAYS_PER_CAPTURE + 1
+    assert status.captures <= (1 + automatic._FREE_STALE_TIMES) * (automatic._FREE_CAPTURES + 1) + earned
+
+
+def test_every_missing_graph_of_a_known_budget_is_refused_alike(on_cpu: type[Recorder], model: nn.Module) -> None:
+    """A budget has graphs for several numbers of images."""
+    one_picture: Grid = [(1, 8, 32)]
+    patch(model, "auto")
+    assert ways_of(model, [one_picture] * 2) == ["eager", "replayed"]
+    captures = status_of(model).captures
+    many_pictures: Grid = [(1, 4, 4)] * 16
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        run_tower(tower_of(model), many_pictures)
+    assert last_call(model) == "eager: no graph is captured under a profiler"
+    on_cpu.free_bytes = 0
+    run_tower(tower_of(model), many_pictures)
+    assert "too little memory" in last_call(model) and status_of(model).captures == captures
+    on_cpu.free_bytes = 64 << 30
+    assert ways_of(model, [many_pictures]) == ["replayed"]
+
+
+def test_more_kinds_of_calls_than_graphs_are_replayed_in_part(on_cpu: type[Recorder], model: nn.Module) -> None:
+    """Dropped graphs are captured again as replays pay for it, and graphs that stay are replayed."""
+    runner = patch(model, "auto")
+    runner.config = replace(runner.config, max_graphs=4)
+    grids: list[Grid] = [[(1, 2, 2 * (64 // count))] * count for count in (1, 4, 8, 16, 32, 64)]
+    ways = ways_of(model, grids * 30)
+    status = status_of(model)
+    earned = status.replays // automatic._REPLAYS_PER_CAPTURE + len(ways) // automatic._CALLS_PER_CAPTURE
+    assert ways[60:].count("replayed") > len(ways[60:]) // 2
+    assert status.captures <= automatic._FREE_CAPTURES + 1 + earned
 
 
 def test_warmup_captures_at_once(on_cpu: type[Recorder], model: nn.Module) -> None:

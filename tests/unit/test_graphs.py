@@ -26,6 +26,7 @@ import hf_vit_accel
 from hf_vit_accel import FallbackError, GraphConfig, backends
 from hf_vit_accel.backends import BACKENDS
 from hf_vit_accel.graphs import runner, store
+from hf_vit_accel.graphs.identity import STALE_REASONS
 from hf_vit_accel.graphs.recorder import others_wait
 from hf_vit_accel.tower import decide as decide_module
 from hf_vit_accel.tower.state import state_of
@@ -158,8 +159,8 @@ def _other_layers(model: nn.Module) -> None:
         del tower.blocks[-1]
 
 
-MOVED = store.STALE_REASONS["memory"]
-OTHER_SPEC = store.STALE_REASONS["spec"]
+MOVED = STALE_REASONS["memory"]
+OTHER_SPEC = STALE_REASONS["spec"]
 CHANGES = {
     "assign": (_assign, {MOVED: 1}),
     "move": (_move_data, {MOVED: 1}),

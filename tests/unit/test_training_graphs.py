@@ -27,7 +27,7 @@ import hf_vit_accel
 from hf_vit_accel import FallbackError, GraphConfig
 from hf_vit_accel.engine import recorded
 from hf_vit_accel.graphs import step as step_module
-from hf_vit_accel.graphs import store
+from hf_vit_accel.graphs.identity import STALE_REASONS
 from hf_vit_accel.graphs.recorder import CudaRecorder
 from hf_vit_accel.graphs.training import TrainingRunner
 from hf_vit_accel.tower.state import state_of
@@ -981,7 +981,7 @@ def test_another_precision_makes_graphs_stale(one_pair: Pair) -> None:
             assert runner.status().captures == captures + 1, name
         finally:
             setattr(matmul, name, before)
-    assert runner.status().stale == {store.STALE_REASONS["numerics"]: 5}, "set, and set back"
+    assert runner.status().stale == {STALE_REASONS["numerics"]: 5}, "set, and set back"
 
 
 def test_other_trained_parameters_make_graphs_stale(one_pair: Pair) -> None:
@@ -989,7 +989,7 @@ def test_other_trained_parameters_make_graphs_stale(one_pair: Pair) -> None:
     for is_trained in (True, False, True):
         one_pair.tower.merger.requires_grad_(is_trained)
         train(one_pair.tower, SMALL)
-    assert runner.status().stale == {store.STALE_REASONS["requires_grad"]: 2}
+    assert runner.status().stale == {STALE_REASONS["requires_grad"]: 2}
 
 
 def test_a_capture_that_fails(one_pair: Pair, on_cpu: type[Recorder]) -> None:
