@@ -129,7 +129,7 @@ def test_the_chart_is_computed_from_the_file_and_agrees_with_the_table() -> None
     assert len(speedups) == len(lengths)
     unit = max(lengths) / max(speedups)
     assert lengths == pytest.approx([speedup * unit for speedup in speedups], abs=0.1 * unit)
-    assert any("df6e576" in text or read("whole_call.json")["commit"] in text for text in texts)
+    assert any(read("whole_call.json")["commit"] in text for text in texts)
 
 
 @pytest.fixture
