@@ -137,9 +137,13 @@ def find_text_column(examples: Sequence[Example], column: str | None) -> str:
         for name in names:
             if name in existing:
                 return name
-    first = f"{examples[0].item.key} has {', '.join(sorted(examples[0].fields(set())))}"
+    first = examples[0]
+    existing = first.fields(set(names))  # with a name to look for, the columns of a row are among them
+    advice = "name it with --text-column"
+    if first.item.row is None:
+        advice += ", or put NAME.txt beside NAME.jpg"
     raise ValueError(
-        f"expected a text in {' or '.join(names)}, {first}; name it with --text-column, or put NAME.txt beside NAME.jpg"
+        f"expected a text in {' or '.join(names)}, {first.item.key} has {', '.join(sorted(existing))}; {advice}"
     )
 
 

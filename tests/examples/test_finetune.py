@@ -502,6 +502,16 @@ def test_unreadable_examples_are_passed_over(data: Path, tmp_path: Path, capsys:
     assert examples[5].text == "a whole picture"
 
 
+def test_a_missing_text_column_names_the_columns_of_a_table(data: Path, tmp_path: Path) -> None:
+    pictures = [{"bytes": (data / "00.png").read_bytes(), "path": "00.png"}] * 3
+    table = pa.table({"image": pictures, "question": ["what ?"] * 3, "label": ["a star"] * 3})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    refused = RUNNER.invoke(finetune.app, arguments(tmp_path / "rows.parquet", tmp_path / "out", "qwen3_vl"))
+    assert refused.exit_code == 2, refused.output
+    assert "label, name, question" in words(refused) and "--text-column" in words(refused)
+    assert "beside" not in words(refused)
+
+
 def test_a_number_is_a_text(data: Path, tmp_path: Path) -> None:
     """Answers to "how many" are numbers in many data sets."""
     rows = [{"image": str(data / "00.png"), "answer": answer} for answer in (7, 0, 2.5, "3", True, [1], None)]
