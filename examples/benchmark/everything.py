@@ -5,9 +5,9 @@
     python examples/benchmark/everything.py --commands                 what would run
 
 A job has one GPU and its share of the CPU's cores to itself. Jobs that need several GPUs run alone, after all others.
-Every model of a job is timed by a process of its own, on any of the GPUs. With one GPU, one process times all models
-of a `bench`: a process takes ten seconds to start. The folder `parts` holds the file and the output of every process. A
-job's file is written when its last process ends, so a run that is stopped keeps the finished jobs. If a process of a
+Every model of a script is timed by a process of its own, on any of the GPUs. One process times all models of a
+`bench`, since a process takes ten seconds to start. The folder `parts` holds the file and the output of every process.
+A job's file is written when its last process ends, so a run that is stopped keeps the finished jobs. If a process of a
 job fails, the job's earlier file stays as it is.
 """
 
@@ -54,11 +54,11 @@ class Job:
     Args:
         file: the name of the JSON file
         command: the command as the pages show it, without `--json`
-        models: the models, each timed by a process of its own
+        models: the models
         option: the option that names a model
-        seconds: the estimated time of a process; long processes begin first
+        seconds: the estimated time of a model; long processes begin first
         gpus: the number of GPUs that a process needs; 0 for all
-        can_share: whether one process may time all models
+        is_shared: whether one process times all models, or each has its own
     """
 
     file: str
@@ -67,17 +67,17 @@ class Job:
     option: str = "--model"
     seconds: int = 100
     gpus: int = 1
-    can_share: bool = False
+    is_shared: bool = False
 
     def command_line(self) -> str:
         """Return the command that makes the complete file, as the pages show it."""
         models = f" {self.option} {','.join(self.models)}" if self.models else ""
         return f"{self.command}{models} --json examples/benchmark/{self.file}"
 
-    def parts(self, gpus: int) -> list[Job]:
-        """Split the job into one job per model, if several GPUs can run them or no process may time all models."""
-        if self.can_share and gpus == 1:
-            return [self]
+    def parts(self) -> list[Job]:
+        """Split the job into the jobs of its processes."""
+        if self.is_shared:
+            return [replace(self, seconds=self.seconds * len(self.models))]
         return [replace(self, models=(model,)) for model in self.models] or [self]
 
     def arguments(self, path: Path) -> list[str]:
@@ -92,7 +92,7 @@ class Job:
 
 
 def _bench(file: str, options: str, models: tuple[str, ...] = QWEN, seconds: int = 100) -> Job:
-    return Job(file=file, command=f"hf-vit-accel bench {options}", models=models, seconds=seconds, can_share=True)
+    return Job(file=file, command=f"hf-vit-accel bench {options}", models=models, seconds=seconds, is_shared=True)
 
 
 def _script(file: str, script: str, models: tuple[str, ...] = (), seconds: int = 100) -> Job:
@@ -113,7 +113,7 @@ JOBS = {
         "bench --rounds 2 --baselines sdpa --backends auto,auto+graph",
         models=QWEN,
         seconds=50,
-        can_share=True,
+        is_shared=True,
     ),
     "held_out": _bench(  # sizes of no other file: odd images, thumbnails, a video
         "held_out.json",
@@ -127,7 +127,7 @@ JOBS = {
         "--backends auto,auto+graph,auto+eager --baselines sdpa",
         models=QWEN,
         seconds=60,
-        can_share=True,
+        is_shared=True,
     ),
     "training": _bench(
         "training.json",
@@ -166,11 +166,11 @@ JOBS = {
         file="long_video.json", command="python examples/long_video.py --random qwen3-vl-8b --tokens 16", seconds=25
     ),
     "reuse": _script("reuse.json", "reuse.py --seconds 0.6 --calls 200", ("qwen3-vl-8b",), seconds=65),
-    "whole_call": _script("whole_call.json", "whole_call.py --tokens 0,1,64,256 --rounds 2", QWEN[:2], seconds=310),
+    "whole_call": _script("whole_call.json", "whole_call.py --tokens 0,1,64 --rounds 2", QWEN[:2], seconds=220),
     "training_step": _script("training_step.json", "training_step.py", QWEN[:2], seconds=95),
     "captioning": Job(
         file="captioning.json",
-        command="python examples/benchmark/captioning_benchmark.py build/captioning --pictures 160 --rounds 1",
+        command="python examples/benchmark/captioning_benchmark.py build/captioning --pictures 128 --rounds 1",
         models=QWEN[:2],
         seconds=240,
     ),
@@ -331,7 +331,7 @@ def main(
     build.mkdir(parents=True, exist_ok=True)
     parts = []
     for name, job in jobs.items():
-        for part in job.parts(gpus):
+        for part in job.parts():
             models = part.models if len(part.models) == 1 else ()
             parts.append(Part(name, part, build / f"{'_'.join([name, *models])}.json"))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -183,14 +183,9 @@ def test_a_run_that_is_stopped_keeps_the_finished_files(
         everything.main(only="two", output=tmp_path, gpus=2, limit=9, commit="abc", commands=False)
 
 
-@pytest.mark.parametrize(("gpus", "can_share", "processes"), [(1, True, 1), (1, False, 2), (2, True, 2)])
-def test_one_process_times_all_models_on_one_gpu(
-    everything: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    gpus: int,
-    can_share: bool,
-    processes: int,
+@pytest.mark.parametrize(("is_shared", "processes"), [(True, 1), (False, 2)])
+def test_a_shared_process_times_all_models(
+    everything: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_shared: bool, processes: int
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(
@@ -199,9 +194,9 @@ def test_one_process_times_all_models_on_one_gpu(
         "json.dump(dict(device='d', rows=rows), open(sys.argv[-1], 'w'))\n"
     )
     job = everything.Job(
-        file="two.json", command=f"python {script}", models=("a", "b"), option="--models", can_share=can_share
+        file="two.json", command=f"python {script}", models=("a", "b"), option="--models", is_shared=is_shared
     )
     monkeypatch.setattr(everything, "JOBS", {"two": job})
-    everything.main(only="two", output=tmp_path, gpus=gpus, limit=9, commit="abc", commands=False)
+    everything.main(only="two", output=tmp_path, gpus=2, limit=9, commit="abc", commands=False)
     assert len(list((tmp_path / "parts").glob("*.json"))) == processes
     assert [row["model"] for row in json.loads((tmp_path / "two.json").read_text())["rows"]] == ["a", "b"]
