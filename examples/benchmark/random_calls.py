@@ -83,7 +83,7 @@ def measure_stream(model: str, towers: dict[str, nn.Module], stream: Stream, see
     """
     weight = weight_of(towers["default"])
     totals = dict.fromkeys(towers, 0.0)
-    held = []
+    reserved_gb = []
     largest = 0.0
     for index, grid in enumerate(stream.grids(seed)):
         rows = sum(t * h * w for t, h, w in grid)
@@ -100,7 +100,7 @@ def measure_stream(model: str, towers: dict[str, nn.Module], stream: Stream, see
         assert error < LARGEST_ERROR, (index, grid, error)
         largest = max(largest, error)
         if weight.is_cuda and (index + 1) % (stream.calls // 4) == 0:
-            held.append(torch.cuda.memory_reserved() / 1e9)
+            reserved_gb.append(torch.cuda.memory_reserved() / 1e9)
     graphs = status(towers["default"]).towers[0].graphs
     return {
         "model": model,
@@ -110,7 +110,7 @@ def measure_stream(model: str, towers: dict[str, nn.Module], stream: Stream, see
         "captures": graphs.captures if graphs else 0,
         "replays": graphs.replays if graphs else 0,
         "error": largest,
-        "held_gb": held,
+        "held_gb": reserved_gb,
     }
 
 

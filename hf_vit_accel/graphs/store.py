@@ -76,13 +76,14 @@ class GraphStatus:
     def __str__(self) -> str:
         is_training = not self.budgets
         name = "training" if is_training else "graphs"
+        last_call = "last step" if is_training else "last call"
         counts = f"{len(self.graphs)} held ({self.nbytes / 2**20:.0f} MiB), {self.captures} captured"
         counts += f", {self.replays} replays"
         if not is_training:
             counts += f", {self.padding:.2f} rows replayed per row, budgets up to {self.budgets[-1]} tokens"
         lines = [f"  {name:<11}{counts}"]
         if self.last:
-            lines.append(f"  {'last step ' if is_training else 'last call '} {self.last}")
+            lines.append(f"  {last_call}  {self.last}")
         if self.off:
             lines.append(f"  {name} off {self.off}")
         lines += [f"  stale      {count} x {why}" for why, count in self.stale.items()]

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -39,7 +38,7 @@ def model() -> nn.Module:
     return TINY["qwen3_vl"].build()
 
 
-def store_of(captures: int = 0) -> Any:
+def store_of(captures: int = 0) -> SimpleNamespace:
     """Return the counts of a store, as the choice of calls reads them."""
     device = torch.device("cpu")
     return SimpleNamespace(captures=captures, replays=0, nbytes=0, max_bytes=1 << 30, needed_bytes=0, device=device)
@@ -292,7 +291,8 @@ def test_a_dropped_graph_does_not_stop_the_others(
     """Graphs that stay are replayed, even if no other may be captured."""
     runner = patch(model, "auto")
     runner.config = replace(runner.config, max_graphs=1)
-    small, large = [(1, 4, 4)], [(1, 12, 16)]
+    small: Grid = [(1, 4, 4)]
+    large: Grid = [(1, 12, 16)]
     for grid in (small, large):
         for _ in range(3):
             run_tower(tower_of(model), grid)

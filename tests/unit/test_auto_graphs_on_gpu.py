@@ -71,7 +71,7 @@ def test_random_calls_with_poisoned_buffers(tower: nn.Module) -> None:
 
 
 def test_sizes_that_were_warmed_up_are_replayed_from_the_first_call(tower: nn.Module) -> None:
-    """By budgets, and afterwards by exact sizes that no budget was captured for."""
+    """Replay budgets, also after weights were replaced, and then exact sizes."""
     expected = run_tower(hf_vit_accel.patch(copy.deepcopy(tower), cuda_graphs=False), IMAGE)
     hf_vit_accel.warmup(tower, progress=False)
     assert is_close(run_tower(tower, IMAGE), expected)
@@ -225,11 +225,11 @@ def test_memory_that_a_program_needs_is_given_back(tower: nn.Module, limit_memor
     before = reserved_bytes()
     expected = replay_once(tower)
     runner = state_of(tower).inference_runner
-    held = reserved_bytes() - before
-    assert runner in automatic._stores and held >= 4 << 20
+    graph_bytes = reserved_bytes() - before
+    assert runner in automatic._stores and graph_bytes >= 4 << 20
     free = 64 << 20
     limit_memory(free)
-    needed = free + held // 2
+    needed = free + graph_bytes // 2
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(needed, dtype=torch.uint8, device="cuda")
     assert not runner._graphs and not runner._arena

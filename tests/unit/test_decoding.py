@@ -412,11 +412,10 @@ def test_status_reports_the_calls(model: Any, recorder: type[OperationRecorder])
 @both_ways
 def test_half_precision_is_as_exact_as_stock(dtype: torch.dtype, autocast: torch.dtype | None) -> None:
     """Logits of every step, with the tokens forced, are as near to fp32 as stock's."""
-    ratios: dict[str, float] = {}
     for family in TINY:
         exact = TINY[family].build()
         errors: dict[str, list[float]] = {"ours": [], "stock": []}
-        for seed in range(3):
+        for seed in range(12 if "moe" in family else 3):  # another expert at a rounding is an error of its own size
             inputs = tiny.chat_inputs(exact, [(1, 4, 6)], seed)
             forced = exact.generate(**inputs, max_new_tokens=24, min_new_tokens=24, **NO_PICTURES)
 
@@ -442,6 +441,4 @@ def test_half_precision_is_as_exact_as_stock(dtype: torch.dtype, autocast: torch
             for way in errors:
                 pairs = zip(outputs[way][1:], outputs["exact"][1:], strict=True)
                 errors[way] += [tiny.relative_error(logits, truth) for logits, truth in pairs]
-        # the median, since an expert that is chosen otherwise at a rounding makes an error of its own size
-        ratios[family] = median(errors["ours"]) / median(errors["stock"])
-    assert max(ratios.values()) <= 1.3 and median(ratios.values()) <= 1.1, ratios  # single families scatter
+        assert median(errors["ours"]) <= 1.1 * median(errors["stock"]), family

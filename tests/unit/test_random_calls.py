@@ -27,9 +27,9 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_streams_of_new_sizes_never_repeat_one(benchmark: ModuleType) -> None:
     new = list(benchmark.Stream(40, 40).grids(1))
     assert len(new) == len(set(new)) == 40
-    some = list(benchmark.Stream(200, 6).grids(1))
-    assert len(some) == 200 and len(set(some)) <= 6
-    assert some == list(benchmark.Stream(200, 6).grids(1)) != list(benchmark.Stream(200, 6).grids(2))
+    repeated = list(benchmark.Stream(200, 6).grids(1))
+    assert len(repeated) == 200 and len(set(repeated)) <= 6
+    assert repeated == list(benchmark.Stream(200, 6).grids(1)) != list(benchmark.Stream(200, 6).grids(2))
 
 
 def test_random_calls_are_counted(on_cpu: type[Recorder], benchmark: ModuleType) -> None:
