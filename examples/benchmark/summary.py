@@ -86,9 +86,9 @@ def _trainer_steps() -> list[str]:
     for row in document["rows"]:
         stock = row["stock"]["step"]
         ours = row["patched"]["step"]
-        text = f"{title(row['model'])} {stock:.2f} → {ours:.2f} ({stock / ours:.1f}x)"
+        text = f"{title(row['model'])} {stock:.2f} → {ours:.2f} s ({stock / ours:.1f}x)"
         by_way.setdefault(row["way"], []).append(text)
-    label = "`Trainer` step in seconds, 16 pictures, about 480²"
+    label = "`Trainer` step, 16 pictures (~480x480)"
     return [_line(f"{label}, {way}", texts, document, file) for way, texts in by_way.items()]
 
 
@@ -103,9 +103,7 @@ def _captioning() -> list[str]:
     lines = []
     for number, texts in by_tokens.items():
         tokens = f"{number} new token{'s' * (number > 1)}"
-        lines.append(
-            _line(f"Captioning JPEG files of mixed sizes, pictures per second, {tokens}", texts, document, file)
-        )
+        lines.append(_line(f"Captioning JPEG files of up to 1700x2200, {tokens}, pictures per second", texts, document, file))
     return lines
 
 
@@ -115,12 +113,12 @@ def _line(label: str, ranges: Sequence[str], document: Document, file: str) -> s
 
 
 def beside_the_headline() -> str:
-    """Write the lines of README below its table: training and captioning.
+    """Write the lines of README below its table: captioning and training.
 
     Raises:
         ValueError: if a file mixes measurements of two commits
     """
-    return "".join([*_trainer_steps(), *_captioning()[1:2]])
+    return "".join([*_captioning()[1:2], *_trainer_steps()])
 
 
 def text() -> str:
@@ -130,4 +128,4 @@ def text() -> str:
         KeyError: if a file lacks a contender for a size
         ValueError: if a file mixes measurements of two commits
     """
-    return "".join([*_trainer_steps(), *_captioning(), *(line.text() for line in LINES)])
+    return "".join([*_captioning(), *_trainer_steps(), *(line.text() for line in LINES)])
