@@ -103,7 +103,14 @@ def _captioning() -> list[str]:
     lines = []
     for number, texts in by_tokens.items():
         tokens = f"{number} new token{'s' * (number > 1)}"
-        lines.append(_line(f"Captioning JPEG files of up to 1700x2200, {tokens}, pictures per second", texts, document, file))
+        lines.append(
+            _line(
+                f"Captioning JPEG files of up to 1700x2200 with both, {tokens}, pictures per second",
+                texts,
+                document,
+                file,
+            )
+        )
     return lines
 
 
