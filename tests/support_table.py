@@ -104,6 +104,8 @@ def page() -> str:
         ),
         "",
         f"`{backends.FP8.name}` is what `patch(fp8=True)` adds, and is not exact; it cannot be named.",
+        "Orders were chosen from times that were measured by hand at earlier commits, without CUDA graphs unless they",
+        "say so.",
         *(
             f"`auto` prefers, in {rule.kind} layers{' with gradients' if rule.grad else ''}"
             f"{f' from {rule.longest_from} rows a segment on' if rule.longest_from else ''}"

@@ -24,7 +24,10 @@ CONFIG = GraphConfig(max_graphs=64, max_bytes=1 << 30)
 """The bounds of graphs that nobody asked for."""
 
 MOST_ROWS = 8192
-"""Patch rows of the largest call that is replayed. From there on a replay saves 3% at most (docs/cuda-graphs.md)."""
+"""Patch rows of the largest call that is replayed.
+
+From there on the fastest call of a replay saves 3% at most (docs/benchmarks.md).
+"""
 _PADDED_ROWS = 2400
 """Patch rows up to which a padded replay pays, even with a slower backend than an eager call would use."""
 _PADDED_CALLS = 2

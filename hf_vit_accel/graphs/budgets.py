@@ -18,7 +18,7 @@ _FINE = 64
 """Most tokens between two budgets."""
 
 _EAGER_LEAST = 2400
-"""Rows that a GPU computes while the host launches an eager forward (7 ms on an H200, docs/cuda-graphs.md)."""
+"""Rows that a GPU computes while the host launches an eager forward (7 ms on an H200, docs/benchmarks.md#hosts)."""
 _EAGER_GAP_ROWS = 350
 """Rows that a GPU computes in the gaps of a longer forward, which hides most launches (1.2 ms)."""
 _REPLAY_COPY_ROWS = 60

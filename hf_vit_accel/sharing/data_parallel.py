@@ -35,7 +35,7 @@ from hf_vit_accel.sharing.split import Assignment, loads, split
 LEAST = {"eager": 4096, "graphs": 1024}
 """Rows that sharing must save to pay: an exchange costs some hundred rows, an eager forward at least its launches.
 
-Two H200, one 448² image more per rank (3136 rows): 18.7 ms alone, 20.6 shared. Table "Two GPUs" of docs/benchmarks.md.
+On two H200s a call that saved 3136 rows took 18.7 ms alone and 20.6 shared (measured by hand).
 """
 
 _COLUMN_WEIGHT = 0x9E3779B1  # odd, so that a column of the checksum never weighs what a row does
