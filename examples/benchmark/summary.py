@@ -105,7 +105,7 @@ def _captioning() -> list[str]:
         tokens = f"{number} new token{'s' * (number > 1)}"
         lines.append(
             _line(
-                f"Captioning JPEG files of up to 1700x2200 with both, {tokens}, pictures per second",
+                f"Captioning JPEGs of up to 1700x2200 with both, {tokens}, pictures per second",
                 texts,
                 document,
                 file,
