@@ -47,6 +47,9 @@ _SHARE = 8
 """The graphs of one kind may hold an eighth of the memory that is free."""
 _REMEMBERED = 4096
 
+NO_ROOM = "graphs hold as much memory as they may"
+"""Why a call is not captured until the graphs of other calls are dropped."""
+
 
 @dataclass(frozen=True)
 class GraphUse:
@@ -86,6 +89,10 @@ class Store(Protocol):
     @property
     def needed_bytes(self) -> int:
         """Device memory that a graph of the last call needs at least. All graphs share it, since one runs at a time."""
+
+    @property
+    def will_make_room(self) -> bool:
+        """Whether all graphs are dropped before the call is replayed."""
 
     @property
     def device(self) -> torch.device | None:
@@ -148,20 +155,24 @@ class AutoGraphs:
         self._know((grid,) if is_exact else budgets_of_call or ())
         return GraphUse(exactly=is_exact)
 
-    def expect(
-        self, grid: Grid, budgets_of_call: tuple[int, ...] | None, is_padding_slower: Callable[[], bool]
-    ) -> None:
-        """Note a call of `warmup`: calls of its size are replayed from then on.
+    def expect(self, grid: Grid) -> None:
+        """Note a call of `warmup` whose exact shape is captured: calls of its grid are replayed from then on."""
+        self._know((grid,))
+
+    def expect_budgets(
+        self, grid: Grid, budgets_of_call: tuple[int, ...], is_padding_slower: Callable[[], bool]
+    ) -> GraphUse:
+        """Note a call of `warmup` whose budgets are captured, unless calls of its size run faster eagerly.
 
         Args:
             grid: The grid of the call.
-            budgets_of_call: Its budgets; None if its exact shape is captured.
+            budgets_of_call: Its budgets.
             is_padding_slower: See `choose`.
         """
-        if budgets_of_call is None:
-            self._know((grid,))
-        elif rows_of(grid) <= _PADDED_ROWS or not is_padding_slower():
-            self._know(budgets_of_call)
+        if rows_of(grid) > _PADDED_ROWS and is_padding_slower():
+            return GraphUse("an eager call of this size uses a faster backend than a graph for many layouts")
+        self._know(budgets_of_call)
+        return GraphUse(exactly=False)
 
     def add_free_captures(self, count: int) -> None:
         """Count captures that the user asked for: replays need not pay for them."""
@@ -199,9 +210,10 @@ class AutoGraphs:
             return "no graph is captured under a profiler"
         assert store.device is not None
         most_bytes = min(free_bytes(store.device) // _SHARE, store.max_bytes)
-        if max(store.nbytes, store.needed_bytes) >= most_bytes:
+        if store.needed_bytes >= most_bytes:
             return "too little memory of the device is free for another graph"
-        return None
+        is_full = store.nbytes >= most_bytes and not store.will_make_room
+        return NO_ROOM if is_full else None
 
     def count_stale(self, captures: int) -> None:
         """Count that all graphs went stale. The first few times, replays need not pay for the graphs that went.

@@ -144,20 +144,21 @@ class Runner(GraphStore[_Graph]):
         """
         assert self.auto is not None, "graphs that the user asked for are not chosen call by call"
         self.device = device
-        if self._exactly:
-            self.auto.expect(grid, None, is_padding_slower)
-            return GraphUse(exactly=True)
         why = self._why_never()
         if why is not None:
             return GraphUse(why)
+        if self._exactly:
+            self.auto.expect(grid)
+            return GraphUse(exactly=True)
         bins = budgets.pack(grid, merge, self.budgets_of(merge))
         budgets_of_call = None
         if can_pad and not isinstance(bins, str) and budgets.pays(bins, merge):
             budgets_of_call = tuple(bin_.budget for bin_ in bins if bin_.budget is not None)
         if self._exactly is None:
-            return self.auto.choose(grid, budgets_of_call, self, is_padding_slower)
-        self.auto.expect(grid, budgets_of_call or (), is_padding_slower)
-        return GraphUse(exactly=False)
+            use = self.auto.choose(grid, budgets_of_call, self, is_padding_slower)
+            self._count_refusal(use.eager_reason)
+            return use
+        return self.auto.expect_budgets(grid, budgets_of_call or (), is_padding_slower)
 
     @contextmanager
     def capturing(self, *, exactly: bool) -> Iterator[None]:
@@ -326,8 +327,8 @@ class Runner(GraphStore[_Graph]):
         if rows > largest:
             return [torch.empty_like(output) for output in encoded]
         if len(self._arena) == 1:
-            for output in encoded:
-                self._arena.append(output.new_empty(len(output) * largest // rows, *output.shape[1:]))
+            # All or none: if memory runs out at the second buffer, a later capture begins anew.
+            self._arena += [output.new_empty(len(output) * largest // rows, *output.shape[1:]) for output in encoded]
         return [buffer[: len(output)] for buffer, output in zip(self._arena[1:], encoded, strict=True)]
 
     def _replay(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_vit_accel.config import GraphConfig
-from hf_vit_accel.graphs.automatic import AutoGraphs, capture_of_ours, drop_when_memory_runs_out
+from hf_vit_accel.graphs.automatic import NO_ROOM, AutoGraphs, capture_of_ours, drop_when_memory_runs_out
 from hf_vit_accel.graphs.identity import Identity, stale_reason
 from hf_vit_accel.graphs.recorder import CudaRecorder
 from hf_vit_accel.layout import Grid
@@ -309,14 +309,24 @@ class GraphStore(ABC, Generic[G]):
         if why:
             raise CaptureError(why)
         if self.nbytes > self.max_bytes:
-            self._calls_without_room += 1
-            error = CaptureError("graphs hold as much memory as they may")
-            error.allowed_under_strict = True
-            raise error
-        if self.auto is not None and not self.is_warming_up:
+            why = NO_ROOM
+        elif self.auto is not None and not self.is_warming_up:
             why = self.auto.reason_against_capture(self)
-            if why is not None:
-                raise CaptureError(why)
+        if why is not None:
+            self._count_refusal(why)
+            error = CaptureError(why)
+            error.allowed_under_strict = why == NO_ROOM
+            raise error
+
+    @property
+    def will_make_room(self) -> bool:
+        """Whether so many calls found no room that the next call of `run` drops all graphs."""
+        return self._calls_without_room >= self._patience
+
+    def _count_refusal(self, why: str | None) -> None:
+        """Count a call that runs eagerly since graphs of other calls hold the memory (see `_make_room`)."""
+        if why == NO_ROOM:
+            self._calls_without_room += 1
 
     def _capture_once(self, signature: Hashable, capture: Callable[[CudaRecorder], G]) -> G:
         """Capture a graph. Remember a failure, and raise it as `CaptureError`."""
@@ -357,7 +367,7 @@ class GraphStore(ABC, Generic[G]):
         It must run before a call chooses its graphs, so that no dropped graph is replayed.
         The patience doubles each time, so that captures never outweigh replays.
         """
-        if self._calls_without_room < self._patience:
+        if not self.will_make_room:
             return
         self._calls_without_room = 0
         self._patience *= 2

@@ -116,7 +116,9 @@ class TrainingRunner(GraphStore[CapturedStep]):
         activation_bytes = rows_of(grid) * values_per_row * _BYTES_PER_VALUE
         gradient_bytes = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
         self.needed_bytes = activation_bytes + gradient_bytes // 4
-        return self.auto.choose_for_step(grid, self)
+        use = self.auto.choose_for_step(grid, self)
+        self._count_refusal(use.eager_reason)
+        return use
 
     def run(
         self,

@@ -131,7 +131,8 @@ class TowerState:
     def count_stock_call(self) -> None:
         """Count a call of the original forward. It is the last call for the reports of graphs, too."""
         self.stock_calls += 1
-        for runner in (self.inference_runner, self.training_runner):
+        is_inference = not torch.is_grad_enabled()
+        for runner in (self.inference_runner, None if is_inference else self.training_runner):
             if runner is not None and runner.last_way is not None:
                 runner.last_way = "the original forward ran"
 
