@@ -307,9 +307,9 @@ class Snapshot:
             comparable = _SAME_POINTERS is not None and pointers and len(parameters) == weights.count
             if not comparable or not _SAME_POINTERS(parameters, pointers, weights.indices):
                 pointers = list(map(_POINTER, parameters))
-            if pointers == weights.pointers and parameters[0].dtype == weights.dtype:
-                if all(map(Tensor.is_contiguous, map(parameters.__getitem__, weights.squares))):
-                    return parameters, weights
+            is_same = pointers == weights.pointers and parameters[0].dtype == weights.dtype
+            if is_same and all(map(Tensor.is_contiguous, map(parameters.__getitem__, weights.squares))):
+                return parameters, weights
         except (RuntimeError, TypeError):  # a tensor class without memory; a parameter that became None
             parameters = [parameter for parameter in parameters if parameter is not None]
             pointers = None
