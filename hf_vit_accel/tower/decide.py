@@ -103,9 +103,10 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
     graphs = NO_GRAPHS
     # Automatic graphs replay calls of one pass. A score_mod may capture tensors that a graph would never read again.
     may_be_automatic = device.type in AUTOMATIC_ON and state.settings.score_mod is None
-    if grid and runner is not None and not graphs_requested and may_be_automatic and not is_whole:
+    is_replayable = graphs_requested or (may_be_automatic and is_whole)
+    if grid and runner is not None and may_be_automatic and not is_replayable:
         graphs = GraphChoice(runner=runner, use=GraphUse(eager_reason="long calls of several passes"))
-    elif grid and runner is not None and (graphs_requested or may_be_automatic):
+    elif grid and runner is not None and is_replayable:
         graphs = _choose_graphs(state, snapshot, weights, call.parameters, device, grid, checkpoints, grad=grad)
         if graphs.needs_graph_backend and not graphs_requested:
             spec = spec_of(state, snapshot, weights, device, fast=True, grad=grad, for_graphs=True)

@@ -129,10 +129,10 @@ class TowerState:
         self._attention_function = None  # another process may have registered another
 
     def count_stock_call(self) -> None:
-        """Count a call of the original forward. It is the last call for the reports of graphs, too."""
+        """Count a call of the original forward. It is the last call, or step, for the reports of graphs, too."""
         self.stock_calls += 1
-        is_inference = not torch.is_grad_enabled()
-        for runner in (self.inference_runner, None if is_inference else self.training_runner):
+        training_runner = self.training_runner if torch.is_grad_enabled() else None
+        for runner in (self.inference_runner, training_runner):
             if runner is not None and runner.last_way is not None:
                 runner.last_way = "the original forward ran"
 
