@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_vit_accel.ops.launch import jit, tl
+from hf_vit_accel.ops.launch import device_function, kernel, tl
 
 _BLOCK = 1024
 _COPY = 2048
@@ -44,7 +44,7 @@ ACTIVATIONS: Mapping[str, Callable[[Any], Tensor]] = {
 """Activations by name; silu is the gate's in a SwiGLU."""
 
 
-@jit
+@kernel
 def _quick_gelu_kernel(x, out, total, BLOCK: tl.constexpr):
     cell = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = cell < total
@@ -79,13 +79,13 @@ def swiglu_reference(gate_TF: Tensor, up_TF: Tensor, *, limit: float | None = No
     return F.silu(gate_TF) * up_TF
 
 
-@jit
+@device_function
 def cut_off(gate, up, limit):
     """Cut off gate and up of a SwiGLU at its limit; NaN stays NaN."""
     return tl.where(gate > limit, limit, gate), tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
 
 
-@jit
+@kernel
 def _swiglu_kernel(
     gate, up, out, gate_stride, up_stride, limit, LIMITED: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -136,7 +136,7 @@ def pad_swiglu_reference(
     return weight, bias, F.pad(down_EF, (0, padding))
 
 
-@jit
+@kernel
 def _pad_swiglu_kernel(
     gate,
     up,
@@ -178,7 +178,7 @@ def _pad_swiglu_kernel(
         tl.store(out_down + cell, x, mask=row < OUTER)
 
 
-@jit
+@device_function
 def _origin(row, PADDED: tl.constexpr):
     """Return which row of gate or up a row of the joined weight is, and whether it is gate's."""
     is_gate = row < PADDED

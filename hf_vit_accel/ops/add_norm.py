@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
+from hf_vit_accel.ops.launch import kernel, next_power_of_2, tl
 
 
 def add_norm_reference(
@@ -51,7 +51,7 @@ def add_norm_reference_(x_TE: Tensor, delta_TE: Tensor | None, *settings: Any) -
     return add_norm_reference(x_TE, None, *settings)
 
 
-@jit
+@kernel
 def _add_norm_kernel(
     x,
     delta,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_vit_accel import machine
-from hf_vit_accel.ops.launch import jit, next_power_of_2, tl, why_not_triton
+from hf_vit_accel.ops.launch import kernel, next_power_of_2, tl, why_not_triton
 
 _BLOCK = 64
 """Keys that a program loads at a time. Chunks are multiples of it."""
@@ -45,7 +45,7 @@ def attend_reference(
     return (scores_BKGS.softmax(-1) @ value_BKSD.float()).to(query_BKGD.dtype)
 
 
-@jit
+@kernel
 def _attend_to_chunk_kernel(
     query,
     key,
@@ -92,7 +92,7 @@ def _attend_to_chunk_kernel(
     tl.store(totals + part, total, mask=inside)
 
 
-@jit
+@kernel
 def _add_chunks_kernel(
     sums, maxima, totals, out, chunks, GROUP: tl.constexpr, DIM: tl.constexpr, MOST_CHUNKS: tl.constexpr
 ):

@@ -16,7 +16,7 @@ from hf_vit_accel.families.base import Block
 from hf_vit_accel.ops import norm as norms
 from hf_vit_accel.ops.add_norm import add_norm_reference
 from hf_vit_accel.ops.base import Apply, Context, Operation
-from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
+from hf_vit_accel.ops.launch import kernel, next_power_of_2, tl
 from hf_vit_accel.ops.training.context import FunctionContext, Gradients
 
 
@@ -43,7 +43,7 @@ def _shaped(qkv_TF: Tensor, heads: int, key_heads: int, head_norms: Sequence[App
     return torch.cat([part.repeat_interleave(heads // part.shape[1], dim=1) for part in parts], dim=1).flatten(1)
 
 
-@jit
+@kernel
 def _shape_heads_kernel(
     qkv,
     q_weight,
@@ -116,7 +116,7 @@ def _launch(
     return out
 
 
-@jit
+@kernel
 def _shape_heads_backward_kernel(
     qkv,
     q_weight,

@@ -1,4 +1,4 @@
-"""The decorator of Triton kernels, and the devices on which they can run.
+"""The decorators of Triton kernels and of functions that they call, and the devices on which kernels can run.
 
 Without Triton (CPU builds of torch have none) the kernels' modules still import; then only their references run.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -21,59 +22,79 @@ try:
 except ImportError:  # pragma: no cover
     triton = tl = TensorDescriptor = None
 
-__all__ = ["TensorDescriptor", "tl"]
+__all__ = ["tl"]
 
 DTYPES = (torch.bfloat16, torch.float16)
 
-
-def jit(function: Callable[..., object], **options: object) -> Any:
-    """Compile a kernel like `triton.jit`, with faster launches; without Triton, return the function itself."""
-    if triton is None:
-        return function
-    compiled = triton.jit(function, **options)
-    is_interpreted = type(compiled) is not triton.JITFunction
-    return compiled if is_interpreted else Kernel(function, **options)
+Launch = Callable[..., None]
+"""Launches a kernel on the current stream."""
 
 
-class Kernel(object if triton is None else triton.JITFunction):  # type: ignore[misc]
-    """A JITFunction with a minimal cache key.
+def device_function(function: Callable[..., object]) -> Any:
+    """Let kernels call a function, like `triton.jit`; without Triton, return the function itself."""
+    return function if triton is None else triton.jit(function)
 
-    Arguments come by position, then constants by name.
+
+def kernel(function: Callable[..., object], **options: object) -> Kernel:
+    """Make a kernel of a function; `options` are those of `triton.jit`."""
+    return Kernel(function, options)
+
+
+class Kernel:
+    """A kernel that is launched by `kernel[grid](*arguments, **constants)`, as Triton's are, in less time.
+
+    Triton reads the source at the first launch: for all kernels this takes as long as the rest of the import.
     """
 
-    def __init__(self, function: Callable[..., object], **options: object) -> None:
-        super().__init__(function, **options)
-        self._specializes = not all(parameter.do_not_specialize for parameter in self.params)
-        self._compiled: dict[tuple[object, ...], tuple[Any, Launch, tuple[object, ...]]] = {}
+    def __init__(self, function: Callable[..., object], options: dict[str, object]) -> None:
+        self.function = function
+        self.options = options
+        self._launches: dict[tuple[object, ...], tuple[Launch, tuple[object, ...]]] = {}
 
-    def run(self, *arguments: object, grid: tuple[int, ...], warmup: bool, **constants: object) -> Any:
+    @cached_property
+    def jit_function(self) -> Any:
+        """Triton's own function of this kernel."""
+        return triton.jit(self.function, **self.options)
+
+    @cached_property
+    def _is_compiled(self) -> bool:
+        """Whether Triton compiles the kernel, and does not interpret it."""
+        return type(self.jit_function) is triton.JITFunction
+
+    @cached_property
+    def _specializes(self) -> bool:
+        return not all(parameter.do_not_specialize for parameter in self.jit_function.params)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Launch:
+        """Return the launch on a grid of one to three dimensions.
+
+        It takes arguments by position, then constants by name.
+        """
+        return partial(self._launch, grid) if self._is_compiled else self.jit_function[grid]
+
+    def _launch(self, grid: tuple[int, ...], *arguments: object, **constants: object) -> None:
         """Launch on the current device; Triton compiles for new kinds of arguments."""
         kinds = [kind_of(argument) for argument in arguments] if self._specializes else ()
         device = torch.cuda.current_device()
-        key = device, *constants.items(), *kinds
-        cached = None if warmup else self._compiled.get(key)
-        if cached is None:
-            compiled = super().run(*arguments, grid=grid, warmup=warmup, **constants)
-            parameters = self.params[len(arguments) :]
+        key = device, *constants, *constants.values(), *kinds
+        known = self._launches.get(key)
+        if known is None:
+            compiled = self.jit_function[grid](*arguments, **constants)
+            parameters = self.jit_function.params[len(arguments) :]
             assert all(parameter.is_constexpr for parameter in parameters)
-            if not warmup:
-                constant_values = tuple(constants[parameter.name] for parameter in parameters)
-                self._compiled[key] = compiled, launch_of(compiled), constant_values
-            return compiled
-        compiled, launch, constant_values = cached
+            constant_values = tuple(constants[parameter.name] for parameter in parameters)
+            self._launches[key] = launch_of(compiled), constant_values
+            return
+        launch, constant_values = known
         launch((*grid, 1, 1)[:3], device, *arguments, *constant_values)
-        return compiled
 
-
-Launch = Callable[..., None]
-"""(grid of three, index of the device, *arguments): launches on the current stream."""
 
 _DIRECT = ("3.6", "3.7")
 """The releases of Triton whose compiled kernels are launched without Triton's Python code in between."""
 
 
 def launch_of(compiled: Any) -> Launch:
-    """Return the launch of a compiled kernel.
+    """Return the launch of a compiled kernel; it takes a grid of three, the index of the device, and arguments.
 
     Triton's own takes some 5 us more: it asks for the stream, and builds metadata for hooks that profilers set. While
     a hook is set, Triton's own runs.
@@ -143,6 +164,16 @@ def why_not_descriptors(device: torch.device) -> str | None:
     return None
 
 
-def for_descriptor(x: Tensor) -> Tensor:
-    """Return x, or a copy where x is not contiguous or not aligned to 16 bytes, as descriptors need it."""
-    return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+def descriptor_of(x: Tensor, block: list[int]) -> Any:
+    """Return the descriptor of a matrix for tiles of a block; it is of a copy, if x is not contiguous or not aligned.
+
+    Rows must be multiples of 16 bytes. `TensorDescriptor.from_tensor` makes the same, and checks it in some 4 us.
+    """
+    if not x.is_contiguous() or x.data_ptr() % 16:
+        x = x.clone(memory_format=torch.contiguous_format)
+    descriptor = TensorDescriptor.__new__(TensorDescriptor)
+    descriptor.base = x
+    descriptor.shape = x.shape
+    descriptor.strides = x.stride()
+    descriptor.block_shape = block
+    return descriptor

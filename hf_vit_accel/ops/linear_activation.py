@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_vit_accel import machine
 from hf_vit_accel.ops.activation import cut_off, swiglu_reference
-from hf_vit_accel.ops.launch import TensorDescriptor, for_descriptor, jit, next_power_of_2, tl
+from hf_vit_accel.ops.launch import descriptor_of, device_function, kernel, next_power_of_2, tl
 
 
 def linear_quick_gelu_reference(x_TE: Tensor, weight_FE: Tensor, bias_F: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def linear_swiglu_reference(
     return F.pad(h_TF, (0, padding)), F.pad(down_EF, (0, padding))
 
 
-@jit
+@kernel
 def _linear_activation_kernel(
     x,
     weight,
@@ -118,7 +118,7 @@ def _linear_activation_kernel(
         tl.store(out_down + row[:, None] * PADDED + column[None, :], values, mask=inside)
 
 
-@jit
+@device_function
 def _sigmoid(x):
     # The squared reciprocal root takes half as many instructions as a division; both agree to 2^-21.
     root = tl.rsqrt(1.0 + tl.exp(-x))
@@ -199,12 +199,12 @@ def _launch(
     tiles = -(-rows // block_t) * -(-padded // block_f)
     copies = 0 if out_down_EG is down_EF else -(-down_EF.shape[0] // copy_rows)
     _linear_activation_kernel[(tiles + copies,)](
-        TensorDescriptor.from_tensor(for_descriptor(x_TE), [block_t, block_e]),
-        TensorDescriptor.from_tensor(for_descriptor(weights[0]), [block_f, block_e]),
-        TensorDescriptor.from_tensor(for_descriptor(weights[-1]), [block_f, block_e]),
+        descriptor_of(x_TE, [block_t, block_e]),
+        descriptor_of(weights[0], [block_f, block_e]),
+        descriptor_of(weights[-1], [block_f, block_e]),
         weights[0] if biases[0] is None else biases[0].contiguous(),
         weights[0] if biases[-1] is None else biases[-1].contiguous(),
-        TensorDescriptor.from_tensor(out_TG, [block_t, block_f]),
+        descriptor_of(out_TG, [block_t, block_f]),
         down_EF,
         out_down_EG,
         rows,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hf_vit_accel import machine, versions
 from hf_vit_accel.ops.base import Context, Operation
-from hf_vit_accel.ops.launch import jit, tl
+from hf_vit_accel.ops.launch import kernel, tl
 from hf_vit_accel.ops.training.context import FunctionContext, Gradients
 
 _BLOCK = 256
@@ -23,7 +23,7 @@ def add_positions_reference(x_TE: Tensor, table_NE: Tensor, indices_T4: Tensor, 
     return x_TE + (table_NE[indices_T4] * weights_T4[:, :, None]).sum(1).to(x_TE.dtype)
 
 
-@jit
+@kernel
 def _add_positions_kernel(
     x, table, indices, weights, out, WIDTH: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -64,7 +64,7 @@ def _add(x_TE: Tensor, table_NE: Tensor, indices_T4: Tensor, weights_T4: Tensor,
     return out_TE
 
 
-@jit
+@kernel
 def _add_to_table_kernel(dout, indices, weights, dtable, WIDTH: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_vit_accel import machine, versions
 from hf_vit_accel.families.base import Part, Parts
 from hf_vit_accel.ops.base import Context, Operation
-from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
+from hf_vit_accel.ops.launch import kernel, next_power_of_2, tl
 from hf_vit_accel.ops.lora.modules import reasons_against as lora_reasons
 from hf_vit_accel.ops.training.column_sum import MANY_ROWS, attach_column_sum, runs, store_sum
 from hf_vit_accel.ops.training.context import FunctionContext, Gradients
@@ -35,7 +35,7 @@ def rope_reference(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     return torch.cat(((qk * cos + turned * sin).to(qkv_T3HD.dtype), qkv_T3HD[:, 2:]), dim=1)
 
 
-@jit
+@kernel
 def _rope_kernel(
     qkv,
     cos,
@@ -87,7 +87,7 @@ def rope_(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     return qkv_T3HD
 
 
-@jit
+@kernel
 def _rope_back_kernel(
     dqkv,
     cos,
@@ -189,7 +189,7 @@ def rope_back_(dqkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     return dqkv_T3HD
 
 
-@jit
+@kernel
 def _rope_gather_kernel(
     dq,
     dk,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_vit_accel import machine
 from hf_vit_accel.ops.base import Context, Operation
-from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
+from hf_vit_accel.ops.launch import device_function, kernel, next_power_of_2, tl
 from hf_vit_accel.ops.rope import reasons_against_rotation, rope_reference
 from hf_vit_accel.ops.training.column_sum import MANY_ROWS, attach_column_sum
 from hf_vit_accel.ops.training.context import FunctionContext, Gradients
@@ -41,7 +41,7 @@ def window_attention_reference(
     return attention_reference(wide_T3HD, cu_seqlens_S1.diff().tolist(), scale).to(qkv_T3HD.dtype)
 
 
-@jit
+@kernel
 def _window_attention_kernel(
     qkv,
     cos,
@@ -142,7 +142,7 @@ def window_attention(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor, cu_seqlen
     return out_THD
 
 
-@jit
+@kernel
 def _window_attention_backward_kernel(
     qkv,
     cos,
@@ -219,7 +219,7 @@ def _window_attention_backward_kernel(
     _store(dk, y1 * c + y2 * s, y2 * c - y1 * s, sums + HEADS * DIM, inside, d, half, NEED_COLUMN_SUM)
 
 
-@jit
+@device_function
 def _store(to, y1, y2, sums, inside, d, half: tl.constexpr, NEED_COLUMN_SUM: tl.constexpr):
     """Store both halves of a gradient, and its sums over the window's rows; rows past the window's end are zeros."""
     tl.store(to, y1.to(to.dtype.element_ty), mask=inside)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_vit_accel.layout import to_device
-from hf_vit_accel.ops.launch import jit, tl
+from hf_vit_accel.ops.launch import device_function, kernel, tl
 
 CHUNK = 16384
 """Words of one chunk of weights, which one program adds up. Every weight starts with a chunk of its own."""
@@ -83,7 +83,7 @@ def equal_pairs_reference(pairs: list[tuple[Tensor, Tensor]]) -> list[bool]:
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
-@jit
+@device_function
 def _sum_words(words, count, position, start, step):
     """Return the sum of mixed words: blocks of 1024, from `start` on, every `step` words."""
     BLOCK: tl.constexpr = 1024
@@ -99,7 +99,7 @@ def _sum_words(words, count, position, start, step):
     return tl.sum(sums, 0)
 
 
-@partial(jit, do_not_specialize=range(5))
+@partial(kernel, do_not_specialize=range(5))
 def _images_kernel(words, grid, out, rows, width):
     """Add up the words of one image. Programs along the second axis of the launch take blocks in turns.
 
@@ -129,7 +129,7 @@ def _images_kernel(words, grid, out, rows, width):
         tl.store(out + 4 * image + 3, columns)
 
 
-@partial(jit, do_not_specialize=range(3))
+@partial(kernel, do_not_specialize=range(3))
 def _weights_kernel(table, out, chunks):
     """Add up one chunk of 16384 words, by its address and count."""
     chunk = tl.program_id(0)
@@ -138,7 +138,7 @@ def _weights_kernel(table, out, chunks):
     tl.atomic_add(out, sums, sem="relaxed")
 
 
-@partial(jit, do_not_specialize=range(2))
+@partial(kernel, do_not_specialize=range(2))
 def _compare_kernel(table, out):
     """Store 1 for a pair of runs of words that differ; the programs of its second axis take turns."""
     pair = tl.program_id(0)

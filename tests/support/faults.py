@@ -8,7 +8,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -146,8 +145,7 @@ def break_kernel(references: list[str], monkeypatch: pytest.MonkeyPatch) -> Call
         put(monkeypatch, vars(sys.modules[kernel.function.__module__])[kernel.name], kernel.function)
         for module, launched in kernel.launched:
             monkeypatch.setattr(module, launched, launches)
-        descriptor = SimpleNamespace(from_tensor=lambda tensor, block: tensor)
-        monkeypatch.setattr(linear_activation, "TensorDescriptor", descriptor, raising=False)
+        monkeypatch.setattr(linear_activation, "descriptor_of", lambda tensor, block: tensor)
         if not name.startswith("linear"):  # the product's kernel would apply the activation, too
             monkeypatch.setattr(mlp, "why_not_descriptors", lambda device: "not this GPU")
         return launches

@@ -47,7 +47,7 @@ def compile_for_hopper(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    function = getattr(importlib.import_module(f"hf_vit_accel.{module}"), kernel)
+    function = getattr(importlib.import_module(f"hf_vit_accel.{module}"), kernel).jit_function
     types = dict(argument.split(":") for argument in arguments.split()) | dict.fromkeys(constants, "constexpr")
     assert list(types) == list(function.arg_names)
     values = {(list(types).index(constant),): value for constant, value in constants.items()}

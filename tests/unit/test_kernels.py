@@ -6,6 +6,8 @@ The interpreter truncates to bf16 where hardware rounds, and cannot multiply it:
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -610,9 +612,9 @@ def test_launches_tell_apart_the_arguments_that_triton_does() -> None:
     if not hasattr(jit, "native_specialize_impl"):
         pytest.skip("this Triton tells arguments apart in Python")
     backend = importlib.import_module("triton.backends.nvidia.compiler").CUDABackend
-    blocks = ((8, 8), (8, 16), (16, 8))
+    blocks = ([8, 8], [8, 16], [16, 8])
     wide = [
-        launch.TensorDescriptor.from_tensor(MEMORY.to(dtype).view(8, 8), block)
+        launch.descriptor_of(MEMORY.to(dtype).view(8, 8), block)
         for dtype, block in zip((torch.float16, torch.bfloat16, torch.float16), blocks, strict=True)
     ]
     by_kind: dict[Any, Any] = {}
@@ -620,6 +622,30 @@ def test_launches_tell_apart_the_arguments_that_triton_does() -> None:
         specialisation = jit.native_specialize_impl(backend, argument, False, True, True)
         assert by_kind.setdefault(launch.kind_of(argument), specialisation) == specialisation, argument
     assert len(by_kind) > 15
+
+
+@pytest.mark.skipif(triton is None, reason="needs Triton's descriptors")
+def test_descriptors_are_those_that_triton_checks() -> None:
+    """Make what Triton's constructor accepts; a matrix that it refuses is copied."""
+    matrix = torch.rand(16, 16).half()
+    for x in (matrix, matrix[1:]):
+        assert launch.descriptor_of(x, [8, 8]) == launch.TensorDescriptor.from_tensor(x, [8, 8])
+    for x in (matrix.flatten()[1:129].view(8, 16), matrix.t()):
+        descriptor = launch.descriptor_of(x, [8, 8])
+        assert descriptor == launch.TensorDescriptor.from_tensor(descriptor.base, [8, 8])
+        assert torch.equal(descriptor.base, x) and descriptor.base is not x
+
+
+@pytest.mark.skipif(triton is None, reason="needs Triton")
+def test_importing_reads_no_source_of_a_kernel() -> None:
+    """Read sources at the first launch: for all kernels it takes as long as the rest of the import."""
+    code = (
+        "import hf_vit_accel.api, hf_vit_accel.ops.launch as launch, gc\n"
+        "kernels = [item for item in gc.get_objects() if isinstance(item, launch.Kernel)]\n"
+        "assert len(kernels) > 15, kernels\n"
+        "assert not any('jit_function' in vars(kernel) for kernel in kernels)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.skipif(triton is None or INTERPRETED, reason="needs Triton's compiler")
@@ -640,6 +666,7 @@ def test_triton_is_asked_again_for_another_kernel(monkeypatch: pytest.MonkeyPatc
             return lambda *args: events.append((grid, args))
 
     def compile_(self: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> Any:
+        assert not warmup
         events.append("compiled")
         return Compiled()
 
@@ -649,7 +676,7 @@ def test_triton_is_asked_again_for_another_kernel(monkeypatch: pytest.MonkeyPatc
     device = 0
     x = torch.zeros(64)
     y = torch.zeros(64)
-    kernel = launch.jit(a_kernel)
+    kernel = launch.kernel(a_kernel)
 
     def again(*args: Any, grid: tuple[int, ...] = (3,), **constants: Any) -> bool:
         """Return whether the first launch asks Triton; the second launch never does."""

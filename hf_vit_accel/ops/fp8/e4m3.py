@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_vit_accel.ops.launch import jit, tl
+from hf_vit_accel.ops.launch import device_function, tl
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -44,7 +44,7 @@ def fit(amax_3H: Tensor) -> Tensor:
     return torch.stack((product / k_H, k_H, v_H), -2)
 
 
-@jit
+@device_function
 def device_power(amax):
     """Compute `powers` within a kernel."""
     bits = amax.to(tl.int32, bitcast=True)
@@ -53,13 +53,13 @@ def device_power(amax):
     return ((power + 127) << 23).to(tl.float32, bitcast=True)
 
 
-@jit
+@device_function
 def rounded(x, scale):
     """Round scaled numbers to e4m3 within a kernel; the hardware cuts too large numbers off at the largest one."""
     return (x * scale + (x - x)).to(tl.float8e4nv)  # x - x is NaN for infinite x, 0 otherwise
 
 
-@jit
+@device_function
 def device_fit(amax, head, HEADS: tl.constexpr):
     """Compute `fit` within a kernel, from a pointer to amax (3, H): scales of q, k and v, and q's times k's."""
     inside = head < HEADS

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_vit_accel.ops.fp8.e4m3 import E4M3, LARGEST, device_fit, fit, rounded
-from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
+from hf_vit_accel.ops.launch import kernel, next_power_of_2, tl
 from hf_vit_accel.ops.rope import rope_reference
 
 _SAMPLES = 256
@@ -86,7 +86,7 @@ def quantize_reference(
     return F.pad(scaled, (0, padded - qkv.shape[-1])).to(E4M3), scales_3H, true_amax_3H
 
 
-@jit
+@kernel
 def _sample_kernel(
     qkv,
     used_rows,
@@ -130,7 +130,7 @@ def _sample_kernel(
         tl.store(true_amax, 0.0)  # _quantize_kernel raises it by atomic_max
 
 
-@jit
+@kernel
 def _quantize_kernel(
     qkv,
     cos,
@@ -284,7 +284,7 @@ def dequantize_reference(out_THP: Tensor, scales_H: Tensor, center_HD: Tensor, d
     return (out_THP[..., : center_HD.shape[1]].float() / scales_H[:, None] + center_HD).to(dtype)
 
 
-@jit
+@kernel
 def _dequantize_kernel(
     x,
     scales,

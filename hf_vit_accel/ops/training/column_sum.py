@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_vit_accel import machine
-from hf_vit_accel.ops.launch import jit, tl
+from hf_vit_accel.ops.launch import device_function, kernel, tl
 
 BLOCK_T = 32
 """Rows of a tile in kernels that walk over rows and add up columns."""
@@ -49,7 +49,7 @@ def runs(
     return length, -(-rows // length)
 
 
-@jit
+@kernel
 def _column_sum_kernel(
     x, partial, rows, length, row_stride, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr
 ):
@@ -63,14 +63,14 @@ def _column_sum_kernel(
     store_sum(partial, total, f, tl.program_id(1), WIDTH)
 
 
-@jit
+@device_function
 def store_sum(partial, total_TF, f, run, WIDTH: tl.constexpr):
     """Add up the rows of total_TF (BLOCK_T, BLOCK_F), fp32, into row `run` of partial (P, WIDTH)."""
     sums = tl.sum(total_TF, 0)[None, :]
     tl.store(partial + run * WIDTH + f, sums, mask=f < WIDTH)
 
 
-@jit
+@kernel
 def _add_up_kernel(partial, out, count, width, STRIDE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_F: tl.constexpr):
     f = (tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F))[None, :]
     total = tl.zeros((BLOCK_P, BLOCK_F), tl.float32)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_vit_accel import machine
 from hf_vit_accel.ops.activation import ACTIVATIONS, quick_gelu_to
-from hf_vit_accel.ops.launch import jit, tl
+from hf_vit_accel.ops.launch import kernel, tl
 from hf_vit_accel.ops.training.column_sum import BLOCK_F, BLOCK_T, add_up, column_sum, runs, store_sum
 from hf_vit_accel.ops.training.context import FunctionContext, Gradients
 from hf_vit_accel.ops.training.norm_recipe import NormRecipe, load_input, save_input
@@ -43,7 +43,7 @@ def gelu(z_TF: Tensor, kind: str) -> Tensor:
     return quick_gelu_to(z_TF, torch.empty_like(z_TF)) if kind == "quick_gelu" else ACTIVATIONS[kind](z_TF)
 
 
-@jit
+@kernel
 def _gelu_backward_kernel(
     z,
     dh,

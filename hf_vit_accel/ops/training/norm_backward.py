@@ -11,14 +11,14 @@ from torch import Tensor
 from hf_vit_accel import machine
 from hf_vit_accel.ops.add_norm import add_norm_reference as add_norm_reference
 from hf_vit_accel.ops.add_norm import add_norm_rows, pieces
-from hf_vit_accel.ops.launch import jit, tl
+from hf_vit_accel.ops.launch import device_function, kernel, tl
 from hf_vit_accel.ops.training.column_sum import add_up, attach_column_sum, runs
 from hf_vit_accel.ops.training.context import FunctionContext, Gradients
 
 _PROGRAMS_PER_SM = 4  # each prefetches its next rows
 
 
-@jit
+@kernel
 def _add_norm_backward_kernel(
     dsum,
     dout,
@@ -101,13 +101,13 @@ def _add_norm_backward_kernel(
         _store_row(partial + run, dx1, dx2, e1, e2, WIDTH)
 
 
-@jit
+@device_function
 def _zeros(MAIN: tl.constexpr, TAIL: tl.constexpr):
     """Return the two pieces of a row of zeros."""
     return tl.zeros((1, MAIN), tl.float32), tl.zeros((1, TAIL), tl.float32)
 
 
-@jit
+@device_function
 def _input_gradient(x1, x2, y1, y2, scale, WIDTH: tl.constexpr, RMS: tl.constexpr):
     """Return the gradient of the norm's input: from normalised rows x and gradients y of the weighted ones."""
     along = ((tl.sum(y1 * x1, 1) + tl.sum(y2 * x2, 1)) / WIDTH)[:, None]
@@ -121,7 +121,7 @@ def _input_gradient(x1, x2, y1, y2, scale, WIDTH: tl.constexpr, RMS: tl.constexp
     return y1 * scale, y2 * scale
 
 
-@jit
+@device_function
 def _store_row(row, first, second, e1, e2, WIDTH: tl.constexpr):
     """Store the two pieces of a row."""
     tl.store(row + e1, first)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_vit_accel import machine
 from hf_vit_accel.ops.activation import cut_off, pad_swiglu, swiglu, swiglu_reference
-from hf_vit_accel.ops.launch import jit, tl
+from hf_vit_accel.ops.launch import kernel, tl
 from hf_vit_accel.ops.training.column_sum import BLOCK_F, BLOCK_T, add_up, column_sum, runs, store_sum
 from hf_vit_accel.ops.training.context import FunctionContext, Gradients
 from hf_vit_accel.ops.training.gelu_backward import PROGRAMS_PER_SM, STAGES
@@ -38,7 +38,7 @@ def swiglu_mlp_reference(
     return F.linear(h_TF, down_EF, down_E)
 
 
-@jit
+@kernel
 def _swiglu_backward_kernel(
     both,
     dh,
