@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
@@ -148,19 +149,22 @@ STYLE = """
   text { font: 14px system-ui, sans-serif; fill: #1f2328 }
   .model { font-weight: 600; font-size: 16px }
   .small { font-size: 12px; fill: #59636e }
-  .call { fill: #2563eb } .tower { fill: #7c9cf0 } .line { stroke: #59636e; stroke-dasharray: 4 3 }
+  .call { fill: #2563eb } .tower { fill: #7c9cf0 } .line { stroke: #1f2328; stroke-dasharray: 4 3 }
   @media (prefers-color-scheme: dark) {
-    text { fill: #f0f6fc } .small { fill: #9198a1 } .line { stroke: #9198a1 }
+    text { fill: #f0f6fc } .small { fill: #9198a1 } .line { stroke: #f0f6fc }
   }
 """
-LEFT = 335
+LEFT = 12
 """Where bars begin."""
-WIDTH = 850
-LONGEST = 310
+WIDTH = 560
+"""Narrow enough that its text can be read on a phone."""
+LONGEST = 350
 """The length of the longest bar; its text stands right of it."""
-BAR = 22
-STEP = 30
-"""From the top of a bar to that of the next."""
+BAR = 20
+STEP = 46
+"""From the label of a bar to that of the next."""
+LINE = 80
+"""Most characters of a line of small text."""
 
 
 def chart(document: Document) -> str:
@@ -168,28 +172,32 @@ def chart(document: Document) -> str:
     by_case = comparisons(document)
     cases = charted(document)
     unit = LONGEST / max(by_case[case][model].speedup for case in cases for model in models(document))
-    y = 30
-    top = y
-    scale = "transformers = 1x, longer is faster"
-    shapes = [f'<text class="small" x="{LEFT + unit:.1f}" y="{y - 12}" text-anchor="middle">{scale}</text>']
+    y = 0
+    shapes = []
     for model in models(document):
-        y += 22
-        shapes.append(f'<text class="model" x="12" y="{y}">{escape(title(model))}</text>')
-        y += 10
+        y += 28
+        shapes.append(f'<text class="model" x="{LEFT}" y="{y}">{escape(title(model))}</text>')
+        y += 6
         for case, name in zip(cases, ("call", "tower"), strict=True):
             comparison = by_case[case][model]
             length = comparison.speedup * unit
+            bar = y + 22
+            one = LEFT + unit
             shapes += [
-                f'<text x="12" y="{y + 16}">{escape(case.label)}</text>',
-                f'<rect class="{name}" x="{LEFT}" y="{y}" width="{length:.1f}" height="{BAR}" rx="3"/>',
-                f'<text x="{LEFT + length + 8:.1f}" y="{y + 16}">{escape(comparison.text())}</text>',
+                f'<text x="{LEFT}" y="{y + 16}">{escape(case.label)}</text>',
+                f'<rect class="{name}" x="{LEFT}" y="{bar}" width="{length:.1f}" height="{BAR}" rx="3"/>',
+                f'<line class="line" x1="{one:.1f}" x2="{one:.1f}" y1="{bar - 2}" y2="{bar + BAR + 2}"/>',
+                f'<text x="{LEFT + length + 8:.1f}" y="{bar + 15}">{escape(comparison.text())}</text>',
             ]
             y += STEP
-    shapes.append(f'<line class="line" x1="{LEFT + unit:.1f}" x2="{LEFT + unit:.1f}" y1="{top - 6}" y2="{y}"/>')
-    calls = f"{cases[0].label}: with {WITH[cases[0].way]}. transformers runs sdpa. Weights are random."
-    for line in (calls.replace("`", ""), measured_at(document)):
-        y += 20
-        shapes.append(f'<text class="small" x="12" y="{y}">{escape(line)}</text>')
+    notes = [
+        "Dashed: transformers with sdpa, 1x. Longer is faster. Weights are random.",
+        f"{cases[0].label}: with {WITH[cases[0].way]}.".replace("`", ""),
+        measured_at(document),
+    ]
+    for line in [line for note in notes for line in textwrap.wrap(note, LINE)]:
+        y += 18
+        shapes.append(f'<text class="small" x="{LEFT}" y="{y}">{escape(line)}</text>')
     described = "; ".join(
         f"{title(model)}, {case.label}: {by_case[case][model].text()}" for model in models(document) for case in cases
     )

@@ -59,7 +59,7 @@ WAYS = ("stock", "patched", "decoding")
 TOWER_ALONE = 0
 """The number of new tokens that stands for the tower without the language model."""
 SHORT_CALLS = 10
-"""Calls in a row about one picture with at most one new token. The host limits them, and they differ by a quarter."""
+"""Calls in a row about one picture with at most one new token. The host limits them, so their times spread."""
 BATCHES: dict[str, tuple[int, tuple[int, int, int]]] = {"one 1024²": (1, (1, 64, 64)), "32 x 34x46": (32, (1, 34, 46))}
 """Name -> rows, and the grid of the picture in every row."""
 
