@@ -5,9 +5,11 @@ Without Triton (CPU builds of torch have none) the kernels' modules still import
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,28 +51,38 @@ class Kernel:
     def __init__(self, function: Callable[..., object], options: dict[str, object]) -> None:
         self.function = function
         self.options = options
+        self._digest_when_imported = _digest_of_file(function)
+        self._jit_function: Any = None
+        self._is_compiled = False  # by Triton; else it interprets the kernel
+        self._specializes = True
         self._launches: dict[tuple[object, ...], tuple[Launch, tuple[object, ...]]] = {}
 
-    @cached_property
+    @property
     def jit_function(self) -> Any:
-        """Triton's own function of this kernel."""
-        return triton.jit(self.function, **self.options)
+        """Triton's own function of this kernel.
 
-    @cached_property
-    def _is_compiled(self) -> bool:
-        """Whether Triton compiles the kernel, and does not interpret it."""
-        return type(self.jit_function) is triton.JITFunction
-
-    @cached_property
-    def _specializes(self) -> bool:
-        return not all(parameter.do_not_specialize for parameter in self.jit_function.params)
+        Raises:
+            RuntimeError: The file with the source has changed since it was imported. Lines of another version would be
+                compiled.
+        """
+        if self._jit_function is None:
+            if _digest_of_file(self.function) != self._digest_when_imported:
+                path = self.function.__code__.co_filename
+                raise RuntimeError(f"{path} has changed since it was imported: start Python again")
+            jit_function = triton.jit(self.function, **self.options)
+            self._is_compiled = type(jit_function) is triton.JITFunction
+            if self._is_compiled:
+                self._specializes = not all(parameter.do_not_specialize for parameter in jit_function.params)
+            self._jit_function = jit_function
+        return self._jit_function
 
     def __getitem__(self, grid: tuple[int, ...]) -> Launch:
         """Return the launch on a grid of one to three dimensions.
 
         It takes arguments by position, then constants by name.
         """
-        return partial(self._launch, grid) if self._is_compiled else self.jit_function[grid]
+        jit_function = self.jit_function
+        return partial(self._launch, grid) if self._is_compiled else jit_function[grid]
 
     def _launch(self, grid: tuple[int, ...], *arguments: object, **constants: object) -> None:
         """Launch on the current device; Triton compiles for new kinds of arguments."""
@@ -87,6 +99,15 @@ class Kernel:
             return
         launch, constant_values = known
         launch((*grid, 1, 1)[:3], device, *arguments, *constant_values)
+
+
+def _digest_of_file(function: Callable[..., object]) -> str | None:
+    """Return a digest of the file that holds a function; None if it cannot be read."""
+    try:
+        text = Path(function.__code__.co_filename).read_bytes()
+    except OSError:
+        return None
+    return hashlib.sha256(text).hexdigest()
 
 
 _DIRECT = ("3.6", "3.7")
@@ -165,15 +186,19 @@ def why_not_descriptors(device: torch.device) -> str | None:
 
 
 def descriptor_of(x: Tensor, block: list[int]) -> Any:
-    """Return the descriptor of a matrix for tiles of a block; it is of a copy, if x is not contiguous or not aligned.
+    """Return the descriptor of a contiguous matrix for tiles of a block; its rows are multiples of 16 bytes.
 
-    Rows must be multiples of 16 bytes. `TensorDescriptor.from_tensor` makes the same, and checks it in some 4 us.
+    `TensorDescriptor.from_tensor` makes the same, and checks more in some 4 us.
     """
-    if not x.is_contiguous() or x.data_ptr() % 16:
-        x = x.clone(memory_format=torch.contiguous_format)
+    assert x.is_contiguous() and x.data_ptr() % 16 == 0
     descriptor = TensorDescriptor.__new__(TensorDescriptor)
     descriptor.base = x
     descriptor.shape = x.shape
     descriptor.strides = x.stride()
     descriptor.block_shape = block
     return descriptor
+
+
+def for_descriptor(x: Tensor) -> Tensor:
+    """Return x, or a copy where x is not contiguous or not aligned to 16 bytes, as descriptors need it."""
+    return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -626,14 +627,17 @@ def test_launches_tell_apart_the_arguments_that_triton_does() -> None:
 
 @pytest.mark.skipif(triton is None, reason="needs Triton's descriptors")
 def test_descriptors_are_those_that_triton_checks() -> None:
-    """Make what Triton's constructor accepts; a matrix that it refuses is copied."""
+    """Make what Triton's constructor accepts; a matrix that it refuses is copied or refused."""
     matrix = torch.rand(16, 16).half()
     for x in (matrix, matrix[1:]):
+        assert launch.for_descriptor(x) is x
         assert launch.descriptor_of(x, [8, 8]) == launch.TensorDescriptor.from_tensor(x, [8, 8])
     for x in (matrix.flatten()[1:129].view(8, 16), matrix.t()):
-        descriptor = launch.descriptor_of(x, [8, 8])
-        assert descriptor == launch.TensorDescriptor.from_tensor(descriptor.base, [8, 8])
-        assert torch.equal(descriptor.base, x) and descriptor.base is not x
+        with pytest.raises(AssertionError):
+            launch.descriptor_of(x, [8, 8])
+        copied = launch.for_descriptor(x)
+        assert torch.equal(copied, x) and copied is not x
+        assert launch.descriptor_of(copied, [8, 8]) == launch.TensorDescriptor.from_tensor(copied, [8, 8])
 
 
 @pytest.mark.skipif(triton is None, reason="needs Triton")
@@ -643,9 +647,25 @@ def test_importing_reads_no_source_of_a_kernel() -> None:
         "import hf_vit_accel.api, hf_vit_accel.ops.launch as launch, gc\n"
         "kernels = [item for item in gc.get_objects() if isinstance(item, launch.Kernel)]\n"
         "assert len(kernels) > 15, kernels\n"
-        "assert not any('jit_function' in vars(kernel) for kernel in kernels)"
+        "assert not any(kernel._jit_function for kernel in kernels)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.skipif(triton is None, reason="needs Triton")
+def test_a_kernel_whose_file_changed_is_never_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuse it: Triton would read the lines of another kernel."""
+    path = tmp_path / "changing.py"
+    kernels = ["def first(x):\n    pass\n", "def second(x):\n    return x\n"]
+    path.write_text("\n".join(kernels))
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("changing")
+    first, second = launch.kernel(module.first), launch.kernel(module.second)
+    assert first.jit_function.fn is module.first
+    path.write_text("\n\n\n" + "\n".join(kernels))
+    with pytest.raises(RuntimeError, match=r"changing\.py has changed"):
+        second[(1,)](MEMORY)
+    assert first.jit_function.fn is module.first, "it was read before"
 
 
 @pytest.mark.skipif(triton is None or INTERPRETED, reason="needs Triton's compiler")
