@@ -186,19 +186,15 @@ def why_not_descriptors(device: torch.device) -> str | None:
 
 
 def descriptor_of(x: Tensor, block: list[int]) -> Any:
-    """Return the descriptor of a contiguous matrix for tiles of a block; its rows are multiples of 16 bytes.
+    """Return the descriptor of a matrix for tiles of a block; it is of a copy, if x is not contiguous or not aligned.
 
-    `TensorDescriptor.from_tensor` makes the same, and checks more in some 4 us.
+    Rows must be multiples of 16 bytes. `TensorDescriptor.from_tensor` makes the same, and checks more in some 4 us.
     """
-    assert x.is_contiguous() and x.data_ptr() % 16 == 0
+    if not x.is_contiguous() or x.data_ptr() % 16:
+        x = x.clone(memory_format=torch.contiguous_format)
     descriptor = TensorDescriptor.__new__(TensorDescriptor)
     descriptor.base = x
     descriptor.shape = x.shape
     descriptor.strides = x.stride()
     descriptor.block_shape = block
     return descriptor
-
-
-def for_descriptor(x: Tensor) -> Tensor:
-    """Return x, or a copy where x is not contiguous or not aligned to 16 bytes, as descriptors need it."""
-    return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_vit_accel import machine
 from hf_vit_accel.ops.activation import cut_off, swiglu_reference
-from hf_vit_accel.ops.launch import descriptor_of, device_function, for_descriptor, kernel, next_power_of_2, tl
+from hf_vit_accel.ops.launch import descriptor_of, device_function, kernel, next_power_of_2, tl
 
 
 def linear_quick_gelu_reference(x_TE: Tensor, weight_FE: Tensor, bias_F: Tensor) -> Tensor:
@@ -192,6 +192,7 @@ def _launch(
     gated = len(weights) == 2
     padded = -(-width // 8) * 8
     out_TG = x_TE.new_empty(rows, padded)
+    assert out_TG.data_ptr() % 16 == 0  # its descriptor must not be of a copy
     block_f = 64 if gated else 128
     block_e = 64
     copy_rows = 4
@@ -199,9 +200,9 @@ def _launch(
     tiles = -(-rows // block_t) * -(-padded // block_f)
     copies = 0 if out_down_EG is down_EF else -(-down_EF.shape[0] // copy_rows)
     _linear_activation_kernel[(tiles + copies,)](
-        descriptor_of(for_descriptor(x_TE), [block_t, block_e]),
-        descriptor_of(for_descriptor(weights[0]), [block_f, block_e]),
-        descriptor_of(for_descriptor(weights[-1]), [block_f, block_e]),
+        descriptor_of(x_TE, [block_t, block_e]),
+        descriptor_of(weights[0], [block_f, block_e]),
+        descriptor_of(weights[-1], [block_f, block_e]),
         weights[0] if biases[0] is None else biases[0].contiguous(),
         weights[0] if biases[-1] is None else biases[-1].contiguous(),
         descriptor_of(out_TG, [block_t, block_f]),
