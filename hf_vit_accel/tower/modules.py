@@ -28,7 +28,8 @@ class WeightMemory:
         pointers: The addresses of all parameters; None if a tensor class has none.
         dtype: Of the first parameter.
         contiguous: Whether every parameter is contiguous.
-        squares: The indices of contiguous square matrices. A transposed one keeps its address and its shape.
+        transposable: The indices of contiguous parameters with two equal sizes. Transposed, such a parameter keeps its
+            address and its shape.
         count: The number of parameters.
         nbytes: Their bytes in all.
         key: Their part of the key of a spec: the number of parameters, and the dtype of every adapter's.
@@ -43,10 +44,10 @@ class WeightMemory:
         self.pointers = pointers
         self.dtype = parameters[0].dtype if parameters else torch.float32
         self.contiguous = all(map(Tensor.is_contiguous, parameters))
-        self.squares = [
+        self.transposable = [
             index
             for index, parameter in enumerate(parameters)
-            if parameter.dim() == 2 and parameter.shape[0] == parameter.shape[1] and parameter.is_contiguous()
+            if len(set(parameter.shape)) < parameter.dim() and parameter.is_contiguous()
         ]
         self.count = len(parameters)
         self.nbytes = sum(parameter.nbytes for parameter in parameters)

@@ -308,7 +308,7 @@ class Snapshot:
             if not comparable or not _SAME_POINTERS(parameters, pointers, weights.indices):
                 pointers = list(map(_POINTER, parameters))
             is_same = pointers == weights.pointers and parameters[0].dtype == weights.dtype
-            if is_same and not [index for index in weights.squares if not parameters[index].is_contiguous()]:
+            if is_same and not [index for index in weights.transposable if not parameters[index].is_contiguous()]:
                 return parameters, weights
         except (RuntimeError, TypeError):  # a tensor class without memory; a parameter that became None
             parameters = [parameter for parameter in parameters if parameter is not None]
