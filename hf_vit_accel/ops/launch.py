@@ -37,9 +37,14 @@ def device_function(function: Callable[..., object]) -> Any:
     return function if triton is None else triton.jit(function)
 
 
-def kernel(function: Callable[..., object], **options: object) -> Kernel:
-    """Make a kernel of a function; `options` are those of `triton.jit`."""
-    return Kernel(function, options)
+def kernel(function: Callable[..., object]) -> Kernel:
+    """Make a kernel of a function. Triton compiles it for every kind of arguments."""
+    return Kernel(function, specializes=True)
+
+
+def kernel_without_specialization(function: Callable[..., object]) -> Kernel:
+    """Make a kernel of a function without constants. Triton compiles it once, for all integers and addresses."""
+    return Kernel(function, specializes=False)
 
 
 class Kernel:
@@ -48,13 +53,11 @@ class Kernel:
     Triton reads the source at the first launch: for all kernels this takes as long as the rest of the import.
     """
 
-    def __init__(self, function: Callable[..., object], options: dict[str, object]) -> None:
+    def __init__(self, function: Callable[..., object], *, specializes: bool) -> None:
         self.function = function
-        self.options = options
+        self.specializes = specializes
         self._digest_when_imported = _digest_of_file(function)
         self._jit_function: Any = None
-        self._is_compiled = False  # by Triton; else it interprets the kernel
-        self._specializes = True
         self._launches: dict[tuple[object, ...], tuple[Launch, tuple[object, ...]]] = {}
 
     @property
@@ -69,11 +72,8 @@ class Kernel:
             if _digest_of_file(self.function) != self._digest_when_imported:
                 path = self.function.__code__.co_filename
                 raise RuntimeError(f"{path} has changed since it was imported: start Python again")
-            jit_function = triton.jit(self.function, **self.options)
-            self._is_compiled = type(jit_function) is triton.JITFunction
-            if self._is_compiled:
-                self._specializes = not all(parameter.do_not_specialize for parameter in jit_function.params)
-            self._jit_function = jit_function
+            alike = [] if self.specializes else range(self.function.__code__.co_argcount)
+            self._jit_function = triton.jit(self.function, do_not_specialize=alike)
         return self._jit_function
 
     def __getitem__(self, grid: tuple[int, ...]) -> Launch:
@@ -82,22 +82,23 @@ class Kernel:
         It takes arguments by position, then constants by name.
         """
         jit_function = self.jit_function
-        return partial(self._launch, grid) if self._is_compiled else jit_function[grid]
+        is_compiled = type(jit_function) is triton.JITFunction
+        return partial(self._launch, grid) if is_compiled else jit_function[grid]
 
     def _launch(self, grid: tuple[int, ...], *arguments: object, **constants: object) -> None:
         """Launch on the current device; Triton compiles for new kinds of arguments."""
-        kinds = [kind_of(argument) for argument in arguments] if self._specializes else ()
+        kinds = [kind_of(argument) for argument in arguments] if self.specializes else ()
         device = torch.cuda.current_device()
         key = device, *constants, *constants.values(), *kinds
-        known = self._launches.get(key)
-        if known is None:
+        former = self._launches.get(key)
+        if former is None:
             compiled = self.jit_function[grid](*arguments, **constants)
             parameters = self.jit_function.params[len(arguments) :]
             assert all(parameter.is_constexpr for parameter in parameters)
             constant_values = tuple(constants[parameter.name] for parameter in parameters)
             self._launches[key] = launch_of(compiled), constant_values
             return
-        launch, constant_values = known
+        launch, constant_values = former
         launch((*grid, 1, 1)[:3], device, *arguments, *constant_values)
 
 
@@ -185,7 +186,7 @@ def why_not_descriptors(device: torch.device) -> str | None:
     return None
 
 
-def descriptor_of(x: Tensor, block: list[int]) -> Any:
+def descriptor_of(x: Tensor, block: list[int]) -> object:
     """Return the descriptor of a matrix for tiles of a block; it is of a copy, if x is not contiguous or not aligned.
 
     Rows must be multiples of 16 bytes. `TensorDescriptor.from_tensor` makes the same, and checks more in some 4 us.

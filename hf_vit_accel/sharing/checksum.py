@@ -8,15 +8,13 @@ undone. So one changed word always changes the checksum, and other changes go un
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hf_vit_accel.layout import to_device
-from hf_vit_accel.ops.launch import device_function, kernel, tl
+from hf_vit_accel.ops.launch import device_function, kernel_without_specialization, tl
 
 CHUNK = 16384
 """Words of one chunk of weights, which one program adds up. Every weight starts with a chunk of its own."""
@@ -99,7 +97,7 @@ def _sum_words(words, count, position, start, step):
     return tl.sum(sums, 0)
 
 
-@partial(kernel, do_not_specialize=range(5))
+@kernel_without_specialization
 def _images_kernel(words, grid, out, rows, width):
     """Add up the words of one image. Programs along the second axis of the launch take blocks in turns.
 
@@ -129,7 +127,7 @@ def _images_kernel(words, grid, out, rows, width):
         tl.store(out + 4 * image + 3, columns)
 
 
-@partial(kernel, do_not_specialize=range(3))
+@kernel_without_specialization
 def _weights_kernel(table, out, chunks):
     """Add up one chunk of 16384 words, by its address and count."""
     chunk = tl.program_id(0)
@@ -138,7 +136,7 @@ def _weights_kernel(table, out, chunks):
     tl.atomic_add(out, sums, sem="relaxed")
 
 
-@partial(kernel, do_not_specialize=range(2))
+@kernel_without_specialization
 def _compare_kernel(table, out):
     """Store 1 for a pair of runs of words that differ; the programs of its second axis take turns."""
     pair = tl.program_id(0)

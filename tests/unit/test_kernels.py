@@ -657,7 +657,8 @@ def test_a_kernel_whose_file_changed_is_never_read(tmp_path: Path, monkeypatch: 
     path.write_text("\n".join(kernels))
     monkeypatch.syspath_prepend(tmp_path)
     module = importlib.import_module("changing")
-    first, second = launch.kernel(module.first), launch.kernel(module.second)
+    first = launch.kernel(module.first)
+    second = launch.kernel(module.second)
     assert first.jit_function.fn is module.first
     path.write_text("\n\n\n" + "\n".join(kernels))
     with pytest.raises(RuntimeError, match=r"changing\.py has changed"):
