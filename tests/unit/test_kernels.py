@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from support.interpreter import INTERPRETED
 from support.kernels import Target, compile_for_hopper, draw, tables
 from tiny import relative_error
 
-from hf_vit_accel.ops import launch
+from hf_vit_accel import machine
+from hf_vit_accel.ops import launch, linear_activation
 from hf_vit_accel.ops.activation import (
     linear_gelu_tanh,
     pad_swiglu,
@@ -43,7 +45,6 @@ from hf_vit_accel.ops.linear_activation import (
     linear_quick_gelu_reference,
     linear_swiglu,
     linear_swiglu_reference,
-    tile,
 )
 from hf_vit_accel.ops.positions import add_positions_, add_positions_reference
 from hf_vit_accel.ops.rope import rope_, rope_reference
@@ -213,13 +214,19 @@ def test_linear_quick_gelu(target: Target, width: int, inner: int, rows: int | N
     assert torch.isfinite(linear_quick_gelu(extreme, weight, bias)).all()
 
 
-@pytest.mark.parametrize(
-    ("rows", "columns", "expected"),
-    [(784, 40, (64, 2)), (784, 54, (128, 2)), (4096, 54, (128, 3)), (16384, 54, (128, 3)), (16384, 40, (128, 3))],
-)
-def test_tiles_of_products(rows: int, columns: int, expected: tuple[int, int]) -> None:
-    """Plan tiles for 132 multiprocessors."""
-    assert tile(rows, columns, 132) == expected
+@pytest.mark.parametrize(("rows", "stages"), [(1, 3), (512, 3), (513, 2), (896, 2), (897, 3), (16384, 3)])
+def test_two_stages_only_where_all_tiles_then_run_at_once(
+    monkeypatch: pytest.MonkeyPatch, rows: int, stages: int
+) -> None:
+    """Launch tiles of 128 rows, 54 side by side, on 132 multiprocessors that take three of two stages each."""
+    kernel = MagicMock()
+    monkeypatch.setattr(machine, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(linear_activation, "descriptor_of", lambda tensor, block: tensor)
+    monkeypatch.setattr(linear_activation, "_linear_activation_kernel", kernel)
+    weight = torch.zeros(3424, 8)
+    linear_swiglu(torch.zeros(rows, 8), weight, weight, None, None, weight.t().contiguous())
+    kernel.__getitem__.assert_called_once_with((-(-rows // 128) * 54,))
+    assert kernel[()].call_args.kwargs["STAGES"] == stages
 
 
 SWIGLUS = pytest.mark.parametrize(("width", "inner"), [(3420, 1280), (3424, 1280), (212, 160), (7, 9)])
@@ -490,13 +497,13 @@ COMPILED = {
         dict(LIMITED=False, BIASED=True, GATED=False, INNER=1280, WIDTH=5120, PADDED=5120, OUTER=5120)
         | dict(BLOCK_T=128, BLOCK_F=128, BLOCK_E=64, STAGES=3, GROUP=4, COPY_ROWS=4, COPY_BLOCK=8192),
     ),
-    "linear_swiglu, small": (
+    "linear_swiglu, two stages": (
         "ops.linear_activation",
         "_linear_activation_kernel",
-        "x:tensordesc<bf16[64,64]> weight:tensordesc<bf16[64,64]> up:tensordesc<bf16[64,64]> bias:*bf16 "
-        "up_bias:*bf16 out:tensordesc<bf16[64,64]> down:*bf16 out_down:*bf16 rows:i32 limit:fp32",
+        "x:tensordesc<bf16[128,64]> weight:tensordesc<bf16[64,64]> up:tensordesc<bf16[64,64]> bias:*bf16 "
+        "up_bias:*bf16 out:tensordesc<bf16[128,64]> down:*bf16 out_down:*bf16 rows:i32 limit:fp32",
         dict(LIMITED=True, BIASED=False, GATED=True, INNER=1280, WIDTH=3420, PADDED=3424, OUTER=1280)
-        | dict(BLOCK_T=64, BLOCK_F=64, BLOCK_E=64, STAGES=2, GROUP=16, COPY_ROWS=4, COPY_BLOCK=4096),
+        | dict(BLOCK_T=128, BLOCK_F=64, BLOCK_E=64, STAGES=2, GROUP=16, COPY_ROWS=4, COPY_BLOCK=4096),
     ),
     "linear_swiglu": (
         "ops.linear_activation",
