@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_vit_accel.backends import BACKENDS, BackendUnavailableError, Choice, LayerKind, resolve
+from hf_vit_accel.backends import BACKENDS, BackendUnavailableError, Choice, LayerKind, Replay, resolve
 from hf_vit_accel.config import GraphConfig, Settings
 from hf_vit_accel.engine.route import Route, Spec
 from hf_vit_accel.families import FAMILIES, FAMILIES_OF_COPIES, Family, Tower
@@ -358,8 +358,8 @@ def reasons_now(
     reasons += checks.reasons_of_copy(tower, state.family, snapshot, weights, {})
     reasons += checks.reasons_slow(tower, snapshot, weights, {}, grad=False)
     weight = snapshot.parts.projection.weight
-    graphs_requested = isinstance(state.settings.graphs, GraphConfig)
-    spec = spec_of(state, snapshot, weights, weight.device, fast=not reasons, grad=False, for_graphs=graphs_requested)
+    replay: Replay = "padded" if isinstance(state.settings.graphs, GraphConfig) else "never"
+    spec = spec_of(state, snapshot, weights, weight.device, fast=not reasons, grad=False, replay=replay)
     return reasons, spec
 
 

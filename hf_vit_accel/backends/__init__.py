@@ -18,6 +18,7 @@ from hf_vit_accel.backends.base import (
     LayerKind,
     Needs,
     Plan,
+    Replay,
     Request,
     ScoreMod,
     plan_alone,
@@ -39,6 +40,7 @@ __all__ = [
     "LayerKind",
     "Needs",
     "Plan",
+    "Replay",
     "Request",
     "ScoreMod",
     "plan_alone",
@@ -72,8 +74,8 @@ class Rule:
         grad: Whether the rule is only for requests with gradients.
         longest_from: The fewest rows of the longest segment.
         rows_from: The fewest rows of the request.
-        in_training_graph: Whether the rule is only for training steps that a CUDA graph replays: the host's work does
-            not count there.
+        in_exact_graph: Whether the rule is only for calls that a CUDA graph may replay with their own layout: the
+            host's work does not count there.
     """
 
     kind: LayerKind
@@ -82,7 +84,7 @@ class Rule:
     grad: bool = False
     longest_from: int = 0
     rows_from: int = 0
-    in_training_graph: bool = False
+    in_exact_graph: bool = False
 
     def matches(self, request: Request) -> bool:
         """Return whether the rule is for a request."""
@@ -90,7 +92,7 @@ class Rule:
             request.kind == self.kind
             and request.max_seqlen >= self.longest_from
             and request.rows >= self.rows_from
-            and (request.in_training_graph or not self.in_training_graph)
+            and (request.replay == "exactly" or not self.in_exact_graph)
             and (request.grad or not self.grad)
         )
 
@@ -114,7 +116,7 @@ AUTO: tuple[Rule, ...] = (
         kind="full",
         grad=True,
         longest_from=1024,
-        in_training_graph=True,
+        in_exact_graph=True,
         order=("flash_attention_4", "torch_cudnn", "torch_varlen", "sdpa"),
         measured="H200, bf16, a tower of 4096 rows forward and backward from CUDA graphs, ms, Qwen3-VL-8B / "
         "Qwen2.5-VL-7B / Qwen2-VL-7B: FA4 44.2 / 38.9 / 57.1, torch's cuDNN 49.0 / 39.1 / 60.6",
@@ -147,6 +149,13 @@ AUTO: tuple[Rule, ...] = (
         order=("torch_cudnn", "flash_attention_3", "flash_attention_4", "flashinfer_cudnn", "torch_varlen", "sdpa"),
         measured="H200, bf16, us, D 72 / 80: torch's cuDNN 228 / 221 (16 x 1024), 132 / 127 (32 x 512); FA3 246 / 246, "
         "156 / 152; FA4 257 / 235, 194 / 152; FlashInfer's cuDNN 261 / 256 (16 x 1024)",
+    ),
+    Rule(
+        kind="full",
+        in_exact_graph=True,
+        order=("torch_cudnn", "flash_attention_3", "flashinfer_cudnn", "torch_varlen", "sdpa"),
+        measured="H100, bf16, us from CUDA graphs, D 80: torch's cuDNN 9 (256), 19 (784), 19 (1024), 10 (3 x 256), 32 "
+        "(2 x 1024); FA3 12, 21, 24, 13, 43; FlashInfer's cuDNN 13, 23, 25, 14, 41; FA2 12, 27, 32, 12, 48",
     ),
     Rule(
         kind="full",

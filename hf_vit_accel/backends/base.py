@@ -22,6 +22,8 @@ from hf_vit_accel.ops.fp8.scales import Scales
 from hf_vit_accel.ops.window_attention import attention_reference
 
 LayerKind = Literal["full", "window"]
+Replay = Literal["never", "exactly", "padded"]
+"""Whether a CUDA graph may replay a call: with its own layout only, or also with others, padded to the same shape."""
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention of one layer: (packed projection (T, 3, H, D), cos (T, D), sin (T, D)) to attended rows (T, H, D)."""
 ScoreMod = Callable[..., Tensor]
@@ -52,9 +54,7 @@ class Request:
         fp8: The scales of the tower's layers, if attention in FP8 is requested.
         max_seqlen: Rows of the longest segment; 0 if unknown.
         rows: Rows T; 0 if unknown.
-        must_replay_other_layouts: Whether a CUDA graph of this request will replay other layouts, too.
-        in_training_graph: Whether a training step of this exact layout may be replayed from a CUDA graph. The host's
-            work does not count then.
+        replay: Whether a CUDA graph may replay it. The host's work does not count then.
     """
 
     device: torch.device
@@ -69,8 +69,7 @@ class Request:
     fp8: Scales | None = None
     max_seqlen: int = 0
     rows: int = 0
-    must_replay_other_layouts: bool = False
-    in_training_graph: bool = False
+    replay: Replay = "never"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,7 +49,7 @@ class TorchCudnn(Backend):
 
     def reasons_against(self, request: Request) -> list[str]:
         reasons = super().reasons_against(request)
-        if request.must_replay_other_layouts:
+        if request.replay == "padded":
             reasons.append("its launches depend on the layout, and a CUDA graph must replay others, too")
         if not reasons and request.grad:
             reasons = list(_reasons_from_gradients(request.device, request.dtype, request.head_dim))

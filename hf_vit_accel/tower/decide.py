@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from hf_vit_accel.backends import backend_named
+from hf_vit_accel.backends import Replay, backend_named
 from hf_vit_accel.engine.encoder import Checkpoint, checkpoints_of
 from hf_vit_accel.engine.inputs import Inputs
 from hf_vit_accel.engine.passes import cut, reasons_not_cut
@@ -86,8 +86,11 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
         reasons_slow.append("this family takes the frames of a video one by one")
     runner = state.training_runner if grad else state.inference_runner
     graphs_requested = runner is not None and state.settings.graphs != "auto"
+    replay: Replay = "never"
+    if graphs_requested:
+        replay = "exactly" if grad else "padded"
     runs_stock_blocks = bool(reasons_slow)
-    spec = spec_of(state, snapshot, weights, device, fast=not runs_stock_blocks, grad=grad, for_graphs=graphs_requested)
+    spec = spec_of(state, snapshot, weights, device, fast=not runs_stock_blocks, grad=grad, replay=replay)
     if runs_stock_blocks:
         return _decide_metadata(tower, state, call, spec, reasons_slow, shared)
     reasons = list(shared.reasons)
@@ -108,8 +111,8 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
         graphs = GraphChoice(runner=runner, use=GraphUse(eager_reason="long calls of several passes"))
     elif grid and runner is not None and is_replayable:
         graphs = _choose_graphs(state, snapshot, weights, call.parameters, device, grid, checkpoints, grad=grad)
-        if graphs.needs_graph_backend and not graphs_requested:
-            spec = spec_of(state, snapshot, weights, device, fast=True, grad=grad, for_graphs=True)
+        if graphs.replay != replay:
+            spec = spec_of(state, snapshot, weights, device, fast=True, grad=grad, replay=graphs.replay)
     if grid is inputs.grid and is_whole:
         passes = [Pass(grid=grid, rows=slice(0, len(inputs.pixels)), route=state.routes.get(grid, spec))]
     else:
@@ -158,7 +161,7 @@ def spec_of(
     *,
     fast: bool,
     grad: bool,
-    for_graphs: bool = False,
+    replay: Replay = "never",
 ) -> Spec:
     """Return the spec of calls like this one; the same object while nothing of it changes.
 
@@ -169,12 +172,12 @@ def spec_of(
         device: The device of the call.
         fast: Whether our operations run.
         grad: Whether gradients are required.
-        for_graphs: Whether backends are chosen that a CUDA graph can replay: for other layouts, or with gradients.
+        replay: Whether a CUDA graph may replay them.
     """
     autocast = checks.autocast_dtype(device, weights.dtype)
     scales = None if state.settings.fp8 is None else state.scales(snapshot, device)
     halvings = len(state.pass_limit.rows_after_oom)
-    key = SpecKey(device, autocast, fast, grad, weights.dtype, weights.key, scales, halvings, for_graphs)
+    key = SpecKey(device, autocast, fast, grad, weights.dtype, weights.key, scales, halvings, replay)
     spec = snapshot.specs.get(key)
     return state.make_spec(snapshot, weights, key) if spec is None else spec
 
@@ -308,13 +311,14 @@ def _choose_graphs(
         return NO_GRAPHS
     reason = _reason_against_graphs(snapshot, weights, device, checkpoints)
     if not is_auto:
-        return GraphChoice(runner=runner, use=GraphUse(eager_reason=reason), needs_graph_backend=True)
+        replay: Replay = "exactly" if grad else "padded"
+        return GraphChoice(runner=runner, use=GraphUse(eager_reason=reason), replay=replay)
     if reason is not None:
         return GraphChoice(runner=runner, use=GraphUse(eager_reason=reason))
     if isinstance(runner, TrainingRunner):
         values_per_row = len(snapshot.parts.blocks) * snapshot.heads * snapshot.head_dim
         use = runner.choose(grid, values_per_row, parameters, device)
-        return GraphChoice(runner=runner, use=use, needs_graph_backend=use.eager_reason is None)
+        return GraphChoice(runner=runner, use=use, replay="exactly" if use.eager_reason is None else "never")
 
     def is_padding_slower() -> bool:
         eager_spec = spec_of(state, snapshot, weights, device, fast=True, grad=False)
@@ -326,8 +330,8 @@ def _choose_graphs(
     use = runner.choose(grid, snapshot.geometry.merge, device, is_padding_slower, can_pad=can_pad)
     if use.eager_reason is not None:
         return GraphChoice(runner=runner, use=use)
-    spec = spec_of(state, snapshot, weights, device, fast=True, grad=False, for_graphs=True)
-    return GraphChoice(runner=runner, use=use, identity_spec=spec, needs_graph_backend=not use.exactly)
+    spec = spec_of(state, snapshot, weights, device, fast=True, grad=False, replay="padded")
+    return GraphChoice(runner=runner, use=use, identity_spec=spec, replay="exactly" if use.exactly else "padded")
 
 
 def _reason_against_graphs(

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from torch import nn
 
+from hf_vit_accel.backends import Replay
 from hf_vit_accel.engine.encoder import Checkpoint
 from hf_vit_accel.engine.inputs import Inputs
 from hf_vit_accel.engine.route import Route, Spec
@@ -119,13 +120,13 @@ class GraphChoice:
         identity_spec: The spec that identifies all graphs of the runner; None for the call's own spec. Exact and padded
             calls share it. So neither makes the graphs of the other stale. A graph of an exact shape is captured with
             the call's own spec in any case.
-        needs_graph_backend: Whether the call needs backends that a graph can replay.
+        replay: Whether the graphs replay this layout only; it decides which backends are chosen.
     """
 
     runner: Runner | TrainingRunner | None = None
     use: GraphUse = CHOSEN_BY_RUNNER
     identity_spec: Spec | None = None
-    needs_graph_backend: bool = False
+    replay: Replay = "never"
 
 
 NO_GRAPHS = GraphChoice()

@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import nn
 
-from hf_vit_accel.backends import Request
+from hf_vit_accel.backends import Replay, Request
 from hf_vit_accel.config import GraphConfig, Settings
 from hf_vit_accel.engine.passes import PassLimit
 from hf_vit_accel.engine.route import Route, Routes, Spec
@@ -35,7 +35,7 @@ class SpecKey(NamedTuple):
     """The key of a kind of calls: decides their spec, with the snapshot and the settings of the tower.
 
     `fast` is false for calls that go `plan.Way.METADATA`. `halvings` counts `PassLimit.rows_after_oom`: 0, 1 or 2.
-    `for_graphs`: backends are chosen that a CUDA graph can replay.
+    `replay` decides which backends are chosen: a CUDA graph that replays other layouts takes fewer.
     """
 
     device: torch.device
@@ -46,7 +46,7 @@ class SpecKey(NamedTuple):
     weights_key: tuple[object, ...]
     scales: Scales | None
     halvings: int
-    for_graphs: bool
+    replay: Replay
 
 
 class TowerState:
@@ -225,8 +225,7 @@ class TowerState:
             packed=key.fast,
             fp8=key.scales,
             grad=grad,
-            must_replay_other_layouts=key.for_graphs and not grad,
-            in_training_graph=key.for_graphs and grad,
+            replay=key.replay,
             score_mod=settings.score_mod,
         )
         never_cut = bool(snapshot.sharded_layers or snapshot.mixing)

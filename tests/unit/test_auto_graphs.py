@@ -23,9 +23,11 @@ from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel import FlexConfig, api
+from hf_vit_accel.backends import Plan, Request
 from hf_vit_accel.graphs import automatic, budgets
 from hf_vit_accel.graphs.automatic import NO_ROOM, AutoGraphs
 from hf_vit_accel.graphs.store import GraphStatus
+from hf_vit_accel.layout import Segments
 from hf_vit_accel.machine import keep_in_children
 from hf_vit_accel.tower.state import state_of
 
@@ -73,6 +75,27 @@ def test_a_size_is_captured_when_it_comes_again(on_cpu: type[Recorder], model: n
     assert ways == [f"eager: {COMES_AGAIN}", padded, exact, exact, exact]
     assert status_of(model).captures == 2 and status_of(model).eager == {COMES_AGAIN: 1}
     assert "last call  replayed (captured at the 3rd call)" in str(hf_vit_accel.status(model))
+
+
+def test_backends_are_chosen_for_the_replay(
+    on_cpu: type[Recorder], monkeypatch: pytest.MonkeyPatch, model: nn.Module
+) -> None:
+    """An eager call, a padded one and an exact one may have different fastest backends."""
+    requests = []
+    plan = Masked.plan
+
+    def noted(self: Masked, segments: Segments, request: Request) -> Plan:
+        requests.append(request.replay)
+        return plan(self, segments, request)
+
+    monkeypatch.setattr(Masked, "plan", noted)
+    patch(model, "auto")
+    asked = []
+    for _ in range(4):
+        run_tower(tower_of(model), IMAGE)
+        asked.append(set(requests))
+        requests.clear()
+    assert asked == [{"never"}, {"padded"}, {"exactly"}, set()]
 
 
 def test_the_last_step_of_training_is_named_apart() -> None:

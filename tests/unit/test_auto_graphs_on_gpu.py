@@ -53,6 +53,12 @@ def replay_once(tower: nn.Module) -> list[torch.Tensor]:
     return outputs
 
 
+def test_a_picture_that_comes_again_is_replayed_with_the_backend_that_is_fastest_there(tower: nn.Module) -> None:
+    eager = hf_vit_accel.patch(copy.deepcopy(tower), cuda_graphs=False)
+    assert is_close(replay_once(tower), run_tower(eager, IMAGE))
+    assert hf_vit_accel.status(tower).towers[0].backends == {"full": "torch_cudnn"}
+
+
 @pytest.mark.usefixtures("kept_recorder")
 def test_random_calls_with_poisoned_buffers(tower: nn.Module) -> None:
     """No call is wrong, and memory stays flat once the common sizes are captured."""

@@ -338,19 +338,25 @@ VARLEN = "torch_varlen"
     ("lengths", "options", "best", "best_without_fa3"),
     [
         ([784], {}, FA3, CUDNN),
+        ([784], dict(replay="exactly"), CUDNN, CUDNN),
+        ([784], dict(replay="padded"), FA3, "flashinfer_cudnn"),
+        ([1024, 512], dict(replay="exactly"), FA3, "flashinfer_cudnn"),
+        ([4096], dict(replay="exactly"), FA3, CUDNN),
         ([1024] * 16, {}, CUDNN, CUDNN),
-        ([1024] * 16, dict(must_replay_other_layouts=True), FA3, FA4),
+        ([1024] * 16, dict(replay="padded"), FA3, FA4),
         ([576] * 28, {}, FA3, FA4),
         ([576] * 2, {}, FA3, CUDNN),
         ([1024, 512] * 8, {}, FA3, FA4),
         ([1024, 512], {}, FA3, "flashinfer_cudnn"),
         ([4096], {}, FA3, CUDNN),
         ([14416], {}, FA4, FA4),
-        ([14416], dict(must_replay_other_layouts=True), FA4, FA4),
+        ([14416], dict(replay="padded"), FA4, FA4),
         ([784, 4096, 3772, 600, 5184], {}, FA4, FA4),
         ([784], dict(grad=True), CUDNN, CUDNN),
         ([4096], dict(grad=True), CUDNN, CUDNN),
         ([1024] * 16, dict(grad=True), FA4, FA4),
+        ([1024] * 4, dict(grad=True), CUDNN, CUDNN),
+        ([1024] * 4, dict(grad=True, replay="exactly"), FA4, FA4),
         ([64 + 8 * i for i in range(40)], dict(grad=True), FA4, FA4),
     ],
     ids=str,
@@ -366,7 +372,7 @@ def test_auto_takes_the_backend_that_measured_fastest(
     def reasons(self: Backend, request: Request) -> list[str]:
         if self.name in missing or (request.grad and not self.needs.differentiable):
             return ["not here"]
-        return ["no graph"] if request.must_replay_other_layouts and self.name == CUDNN else []
+        return ["no graph"] if request.replay == "padded" and self.name == CUDNN else []
 
     for backend in BACKENDS:
         monkeypatch.setattr(type(backend), "reasons_against", reasons)
@@ -374,12 +380,12 @@ def test_auto_takes_the_backend_that_measured_fastest(
     missing.add(FA3)
     assert resolve("auto", call, segments_of(lengths)).backend.name == best_without_fa3
     assert resolve(VARLEN, call, segments_of(lengths)).backend.name == VARLEN
-    if "must_replay_other_layouts" not in options and len(set(lengths)) < 17:
+    if options.get("replay") != "padded" and len(set(lengths)) < 17:
         assert resolve(CUDNN, call, segments_of(lengths)).backend.name == CUDNN, "a named backend runs if it can"
 
 
 def test_cudnn_refuses_a_graph_for_many_layouts() -> None:
-    call = request("cuda", torch.bfloat16, 72, must_replay_other_layouts=True)
+    call = request("cuda", torch.bfloat16, 72, replay="padded")
     assert any("CUDA graph" in why for why in backends.backend_named(CUDNN).reasons_against(call))
 
 
