@@ -23,7 +23,7 @@ from hf_vit_accel.ops.window_attention import attention_reference
 
 LayerKind = Literal["full", "window"]
 Replay = Literal["never", "exactly", "padded"]
-"""Whether a CUDA graph may replay a call: with its own layout only, or also with others, padded to the same shape."""
+"""How a CUDA graph may replay a call: not at all, with its own layout only, or also with others, padded to a shape."""
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention of one layer: (packed projection (T, 3, H, D), cos (T, D), sin (T, D)) to attended rows (T, H, D)."""
 ScoreMod = Callable[..., Tensor]
@@ -54,7 +54,7 @@ class Request:
         fp8: The scales of the tower's layers, if attention in FP8 is requested.
         max_seqlen: Rows of the longest segment; 0 if unknown.
         rows: Rows T; 0 if unknown.
-        replay: Whether a CUDA graph may replay it. The host's work does not count then.
+        replay: How a CUDA graph may replay it. Where it may exactly, the host's work does not count.
     """
 
     device: torch.device

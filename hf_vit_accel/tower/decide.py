@@ -104,6 +104,7 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
         reasons += [] if inputs.repeats is None else inputs.repeats.unmet
     is_whole = most_rows is None or len(inputs.pixels) <= most_rows
     graphs = NO_GRAPHS
+    eager_spec = spec
     # Automatic graphs replay calls of one pass. A score_mod may capture tensors that a graph would never read again.
     may_be_automatic = device.type in AUTOMATIC_ON and state.settings.score_mod is None
     is_replayable = graphs_requested or (may_be_automatic and is_whole)
@@ -130,6 +131,7 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
         parameters=call.parameters,
         weights=weights,
         spec=spec,
+        eager_spec=eager_spec,
         passes=passes,
         most_rows=most_rows,
         checkpoints=checkpoints,
@@ -172,7 +174,7 @@ def spec_of(
         device: The device of the call.
         fast: Whether our operations run.
         grad: Whether gradients are required.
-        replay: Whether a CUDA graph may replay them.
+        replay: How a CUDA graph may replay them.
     """
     autocast = checks.autocast_dtype(device, weights.dtype)
     scales = None if state.settings.fp8 is None else state.scales(snapshot, device)

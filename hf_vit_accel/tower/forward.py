@@ -349,16 +349,27 @@ def _encode_pass(
 ) -> list[Tensor]:
     """Return the outputs of one pass, replayed from a CUDA graph or encoded. See `encode` for the arguments."""
     runner = plan.graphs.runner
+    route = one_pass.route
     if runner is not None and not is_embedded:
         reason = plan.graphs.use.eager_reason
         result = runner.count_eager(reason) if reason else _replay(plan, runner, one_pass, pixels_or_rows)
         if not isinstance(result, Eager):
+            state.last_route = route
             return result
         if state.settings.strict and not result.allowed_under_strict:
             raise_if_any([f"not replayed from a CUDA graph: {result.why}"])
-    route = one_pass.route.ready()
+        if plan.eager_spec is not plan.spec:
+            route = state.routes.get(one_pass.grid, plan.eager_spec)
+    state.last_route = route
     blocks = plan.snapshot.sharded_layers
-    return encode(route, pixels_or_rows, plan.checkpoints, blocks, output_slices=output_slices, is_embedded=is_embedded)
+    return encode(
+        route.ready(),
+        pixels_or_rows,
+        plan.checkpoints,
+        blocks,
+        output_slices=output_slices,
+        is_embedded=is_embedded,
+    )
 
 
 def _replay(plan: FastPlan, runner: Runner | TrainingRunner, one_pass: Pass, pixels_TP: Tensor) -> list[Tensor] | Eager:
@@ -385,8 +396,6 @@ def _count(state: TowerState, outcome: Outcome) -> object:
     if isinstance(plan, StockPlan):
         state.last_route = plan.route or state.last_route  # an untouched call has no route
         return outcome.output
-    if plan.passes:
-        state.last_route = plan.passes[-1].route
     if len(plan.passes) > 1:
         state.pass_limit.calls += 1
         state.pass_limit.passes += len(plan.passes)

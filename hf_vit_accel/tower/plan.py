@@ -120,7 +120,7 @@ class GraphChoice:
         identity_spec: The spec that identifies all graphs of the runner; None for the call's own spec. Exact and padded
             calls share it. So neither makes the graphs of the other stale. A graph of an exact shape is captured with
             the call's own spec in any case.
-        replay: Whether the graphs replay this layout only; it decides which backends are chosen.
+        replay: How they replay the call; it decides which backends are chosen.
     """
 
     runner: Runner | TrainingRunner | None = None
@@ -143,6 +143,7 @@ class FastPlan:
         parameters: Of the tower, as they are now.
         weights: Their addresses, dtypes and sizes.
         spec: Of every route.
+        eager_spec: Of the routes of passes that are not replayed after all. Another backend may be faster there.
         passes: In order. More than one for a long call, none if there is nothing to encode.
         most_rows: Rows of a pass at most; None for a call that may not be cut.
         checkpoints: By layer, None for a layer that keeps what its gradient needs.
@@ -158,6 +159,7 @@ class FastPlan:
     parameters: list[nn.Parameter]
     weights: WeightMemory
     spec: Spec
+    eager_spec: Spec
     passes: Sequence[Pass]
     most_rows: int | None
     checkpoints: Sequence[Checkpoint | None]

@@ -96,6 +96,27 @@ def test_backends_are_chosen_for_the_replay(
         asked.append(set(requests))
         requests.clear()
     assert asked == [{"never"}, {"padded"}, {"exactly"}, set()]
+    assert state_of(tower_of(model)).last_route.spec.request.replay == "exactly"
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["the capture fails", "weights move at every call"])
+def test_what_is_not_replayed_after_all_has_the_backends_of_eager_calls(
+    on_cpu: type[Recorder], model: nn.Module, fails: bool
+) -> None:
+    tower = tower_of(model)
+    patch(model, "auto")
+    if fails:
+        on_cpu.fail = RuntimeError("no capture today")
+    replayed = "last call  replayed"
+    for call in range(12):
+        if not fails:
+            for parameter in tower.parameters():
+                parameter.data = parameter.data.clone()
+        run_tower(tower, IMAGE)
+        is_replayed = replayed in str(hf_vit_accel.status(model))
+        replay = state_of(tower).last_route.spec.request.replay
+        assert (replay == "never") == (not is_replayed), (call, last_call(model))
+    assert not is_replayed, "else this tests nothing"
 
 
 def test_the_last_step_of_training_is_named_apart() -> None:
@@ -179,7 +200,7 @@ def test_padding_waits_where_it_needs_a_slower_backend(on_cpu: type[Recorder]) -
         assert uses[2].exactly
 
 
-def test_an_exact_shape_is_replayed_by_the_backend_of_eager_calls(
+def test_an_exact_shape_is_replayed_by_a_backend_that_serves_one_layout(
     on_cpu: type[Recorder], model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A backend whose launches depend on the layout can replay that layout."""

@@ -25,8 +25,8 @@ ROUNDING: Mapping[torch.dtype, float] = {
     torch.float32: 1e-5,  # the reference is itself rounded to fp32, layer after layer
 }
 """Dtype -> an error that passes in any case."""
-FORWARD_BATCHES = 2
-"""Batches of a forward: the second call meets what the first one cached."""
+FORWARD_BATCHES = 3
+"""Batches of a forward: by default the second is replayed with other layouts' graph, and the third with its own."""
 TRAINING_BATCHES = 5
 """Batches of a training in half precision, where errors of gradients scatter."""
 _NEAR = 1.25
