@@ -154,9 +154,9 @@ AUTO: tuple[Rule, ...] = (
         kind="full",
         in_exact_graph=True,
         order=("torch_cudnn", "flash_attention_3", "flashinfer_cudnn", "torch_varlen", "sdpa"),
-        measured="H100, bf16, us from CUDA graphs, D 72 / 80: torch's cuDNN 9 / 9 (256), 19 / 18 (784), 20 / 19 (1024), "
-        "34 / 31 (2 x 1024), 46 / 44 (6 x 576); FA3 13 / 12, 21 / 20, 27 / 24, 44 / 42, 42 / 41; FA2 13 / 12, 28 / 26, "
-        "33 / 31, 51 / 47, 59 / 57",
+        measured="H100, bf16, us from CUDA graphs, D 72 / 80: torch's cuDNN 9 / 9 (256), 19 / 18 (784), 20 / 19 "
+        "(1024), 34 / 31 (2 x 1024), 46 / 44 (6 x 576); FA3 13 / 12, 21 / 20, 27 / 24, 44 / 42, 42 / 41; FA2 13 / 12, "
+        "28 / 26, 33 / 31, 51 / 47, 59 / 57",
     ),
     Rule(
         kind="full",
