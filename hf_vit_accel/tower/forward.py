@@ -363,12 +363,7 @@ def _encode_pass(
     state.last_route = route
     blocks = plan.snapshot.sharded_layers
     return encode(
-        route.ready(),
-        pixels_or_rows,
-        plan.checkpoints,
-        blocks,
-        output_slices=output_slices,
-        is_embedded=is_embedded,
+        route.ready(), pixels_or_rows, plan.checkpoints, blocks, output_slices=output_slices, is_embedded=is_embedded
     )
 
 
