@@ -74,7 +74,7 @@ class Rule:
         grad: Whether the rule is only for requests with gradients.
         longest_from: The fewest rows of the longest segment.
         rows_from: The fewest rows of the request.
-        in_exact_graph: Whether the rule is only for calls that a CUDA graph may replay with their own layout: the
+        in_exact_graph: Whether the rule is only for calls that a CUDA graph may replay with their own layout. The
             host's work does not count there.
     """
 

@@ -90,12 +90,12 @@ def test_backends_are_chosen_for_the_replay(
 
     monkeypatch.setattr(Masked, "plan", noted)
     patch(model, "auto")
-    asked = []
+    replays_of_calls = []
     for _ in range(4):
         run_tower(tower_of(model), IMAGE)
-        asked.append(set(requests))
+        replays_of_calls.append(set(requests))
         requests.clear()
-    assert asked == [{"never"}, {"padded"}, {"exactly"}, set()]
+    assert replays_of_calls == [{"never"}, {"padded"}, {"exactly"}, set()]
     assert state_of(tower_of(model)).last_route.spec.request.replay == "exactly"
 
 
