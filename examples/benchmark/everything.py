@@ -104,12 +104,20 @@ JOBS = {
     "towers": _bench(
         "towers.json",
         "--rounds 2 --baselines sdpa,flash_attention_2,flash_attention_3 --backends "
-        "auto,auto+graph,flash_attention_3,flashinfer_cudnn,torch_varlen",
-        seconds=90,
+        "auto,auto+graph,flash_attention_3,flash_attention_4,flashinfer_cudnn,torch_cudnn,torch_varlen",
+        seconds=110,
+    ),
+    "cuda_extra": Job(  # what `pip install hf-vit-accel[cuda]` brings
+        file="cuda_extra.json",
+        command="python examples/benchmark/without.py flash_attn_interface hf_vit_accel bench --rounds 2 "
+        "--baselines sdpa --backends auto,auto+graph",
+        models=QWEN,
+        seconds=50,
+        is_shared=True,
     ),
     "plain": Job(  # a plain install: torch's own attention
         file="plain.json",
-        command="python examples/benchmark/without.py flash_attn,flash_attn_interface,flashinfer,quack hf_vit_accel "
+        command="python examples/benchmark/without.py flash_attn,flash_attn_interface,flashinfer hf_vit_accel "
         "bench --rounds 2 --baselines sdpa --backends auto,auto+graph",
         models=QWEN,
         seconds=50,
@@ -118,8 +126,8 @@ JOBS = {
     "held_out": _bench(  # sizes of no other file: odd images, thumbnails, a video
         "held_out.json",
         '--rounds 2 --sizes "1x38x62+1x6x94+1x50x18,1x8x8*256,6x30x52" '
-        "--backends auto,auto+graph,flash_attention_3,flashinfer_cudnn --baselines sdpa",
-        seconds=35,
+        "--backends auto,auto+graph,flash_attention_3,flash_attention_4,flashinfer_cudnn --baselines sdpa",
+        seconds=40,
     ),
     "slow_host": Job(
         file="slow_host.json",
@@ -131,7 +139,7 @@ JOBS = {
     ),
     "training": _bench(
         "training.json",
-        '--train --rounds 2 --sizes "one 448²,16 x 512²" --backends auto,auto+graph '
+        '--train --rounds 2 --sizes "one 448²,16 x 512²" --backends auto,auto+graph,flash_attention_4 '
         "--baselines sdpa,flash_attention_2,compile_blocks",
         QWEN[:2],
         seconds=130,
