@@ -417,28 +417,26 @@ def test_half_precision_is_as_exact_as_stock(dtype: torch.dtype, autocast: torch
         errors: dict[str, list[float]] = {"ours": [], "stock": []}
         for seed in range(12 if "moe" in family else 3):  # another expert at a rounding is an error of its own size
             inputs = tiny.chat_inputs(exact, [(1, 4, 6)], seed)
-            forced = exact.generate(**inputs, max_new_tokens=24, min_new_tokens=24, **NO_PICTURES)
+            length = dict(max_new_tokens=24, min_new_tokens=24)
+            truth = exact.generate(**inputs, **length, **NO_PICTURES, **ALL_OUTPUTS)
 
-            def force(batch: int, ids: torch.Tensor, forced: torch.Tensor = forced) -> list[int]:
+            def force(batch: int, ids: torch.Tensor, forced: torch.Tensor = truth.sequences) -> list[int]:
                 return [int(forced[batch, len(ids)])]
 
             half = copy.deepcopy(exact).to(dtype)
+            inputs |= {name: value.to(dtype) for name, value in inputs.items() if name.startswith("pixel")}
             outputs = {}
-            for way, twin in {"exact": exact, "stock": half, "ours": half}.items():
-                with torch.autocast("cpu", autocast, enabled=autocast is not None and twin is half):
-                    outputs[way] = twin.generate(
-                        **{
-                            name: value.to(dtype) if name.startswith("pixel") and twin is half else value
-                            for name, value in inputs.items()
-                        },
-                        max_new_tokens=24,
-                        min_new_tokens=24,
+            for way in errors:
+                with torch.autocast("cpu", autocast, enabled=autocast is not None):
+                    outputs[way] = half.generate(
+                        **inputs,
+                        **length,
                         prefix_allowed_tokens_fn=force,
                         custom_generate=graphed_decoding if way == "ours" else None,
                         **ALL_OUTPUTS,
                     ).logits
             assert counts_of(half).static_calls == 1
             for way in errors:
-                pairs = zip(outputs[way][1:], outputs["exact"][1:], strict=True)
-                errors[way] += [tiny.relative_error(logits, truth) for logits, truth in pairs]
+                pairs = zip(outputs[way][1:], truth.logits[1:], strict=True)
+                errors[way] += [tiny.relative_error(logits, exact_logits) for logits, exact_logits in pairs]
         assert median(errors["ours"]) <= 1.1 * median(errors["stock"]), family
