@@ -111,7 +111,9 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
     if grid and runner is not None and may_be_automatic and not is_replayable:
         graphs = GraphChoice(runner=runner, use=GraphUse(eager_reason="long calls of several passes"))
     elif grid and runner is not None and is_replayable:
-        graphs = _choose_graphs(state, snapshot, weights, call.parameters, device, grid, checkpoints, grad=grad)
+        graphs = _choose_graphs(
+            state, snapshot, weights, call.parameters, device, grid, checkpoints, grad=grad, requested=replay
+        )
         if graphs.replay != replay:
             spec = spec_of(state, snapshot, weights, device, fast=True, grad=grad, replay=graphs.replay)
     if grid is inputs.grid and is_whole:
@@ -294,6 +296,7 @@ def _choose_graphs(
     checkpoints: Sequence[Checkpoint | None],
     *,
     grad: bool,
+    requested: Replay,
 ) -> GraphChoice:
     """Return the CUDA graphs of a call.
 
@@ -306,15 +309,14 @@ def _choose_graphs(
         grid: The images that this rank encodes.
         checkpoints: By layer, None for a layer that keeps what its gradient needs.
         grad: Whether gradients are required.
+        requested: How graphs that the user asked for replay the call; "never" where they are automatic.
     """
     runner = state.training_runner if grad else state.inference_runner
-    is_auto = state.settings.graphs == "auto"
     if runner is None:
         return NO_GRAPHS
     reason = _reason_against_graphs(snapshot, weights, device, checkpoints)
-    if not is_auto:
-        replay: Replay = "exactly" if grad else "padded"
-        return GraphChoice(runner=runner, use=GraphUse(eager_reason=reason), replay=replay)
+    if requested != "never":
+        return GraphChoice(runner=runner, use=GraphUse(eager_reason=reason), replay=requested)
     if reason is not None:
         return GraphChoice(runner=runner, use=GraphUse(eager_reason=reason))
     if isinstance(runner, TrainingRunner):

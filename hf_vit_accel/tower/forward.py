@@ -360,11 +360,12 @@ def _encode_pass(
             raise_if_any([f"not replayed from a CUDA graph: {result.why}"])
         if plan.eager_spec is not plan.spec:
             route = state.routes.get(one_pass.grid, plan.eager_spec)
-    state.last_route = route
     blocks = plan.snapshot.sharded_layers
-    return encode(
+    outputs = encode(
         route.ready(), pixels_or_rows, plan.checkpoints, blocks, output_slices=output_slices, is_embedded=is_embedded
     )
+    state.last_route = route
+    return outputs
 
 
 def _replay(plan: FastPlan, runner: Runner | TrainingRunner, one_pass: Pass, pixels_TP: Tensor) -> list[Tensor] | Eager:
