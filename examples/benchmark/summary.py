@@ -46,6 +46,7 @@ LINES = (
         ours="auto",
         stock=("sdpa", "flash_attention_2", "flash_attention_3"),
     ),
+    Line(label="Tower, with `.[cuda]`, against stock sdpa", file="cuda_extra.json", ours="auto", stock=("sdpa",)),
     Line(label="Tower, plain install, against stock sdpa", file="plain.json", ours="auto", stock=("sdpa",)),
     Line(
         label="One small picture, against stock compiled and in a CUDA graph",

@@ -53,8 +53,9 @@ class Timings:
 
 def _is_replayed(row: Row) -> bool:
     """Say whether a training step may be a replay. Its peak leaves out the memory that the capture allocated."""
-    is_automatic = row["contender"] == "auto" and row["patches"] <= REPLAYED_PATCHES
-    return is_automatic or row["contender"].endswith("+graph")
+    contender = row["contender"]
+    is_automatic = row["patches"] <= REPLAYED_PATCHES and not contender.startswith("stock ")
+    return is_automatic or contender.endswith("+graph")
 
 
 STOCK = {"stock sdpa": "stock sdpa"}
@@ -63,12 +64,15 @@ BOTH = {**DEFAULT, "auto+graph": "`cuda_graphs=True`"}
 """Headings of the contenders that most tables have."""
 
 TIMINGS: Mapping[str, Timings] = {
+    "cuda_extra": Timings(file="cuda_extra.json", columns={**STOCK, **BOTH}),
     "plain": Timings(file="plain.json", columns={**STOCK, **BOTH}),
     "backends": Timings(
         file="towers.json",
         columns={
             "torch_varlen": "`torch_varlen`",
+            "torch_cudnn": "`torch_cudnn`",
             "flashinfer_cudnn": "`flashinfer_cudnn`",
+            "flash_attention_4": "`flash_attention_4`",
             "flash_attention_3": "`flash_attention_3` (not from pip)",
             **DEFAULT,
         },
@@ -83,6 +87,7 @@ TIMINGS: Mapping[str, Timings] = {
             **BOTH,
             "flashinfer_cudnn": "`flashinfer_cudnn`",
             "flash_attention_3": "`flash_attention_3`",
+            "flash_attention_4": "`flash_attention_4`",
         },
     ),
     "held_out": Timings(
@@ -92,6 +97,7 @@ TIMINGS: Mapping[str, Timings] = {
             **BOTH,
             "flashinfer_cudnn": "`flashinfer_cudnn`",
             "flash_attention_3": "`flash_attention_3`",
+            "flash_attention_4": "`flash_attention_4`",
         },
     ),
     "slow_host": Timings(file="slow_host.json", columns={**STOCK, "auto+eager": "`cuda_graphs=False`", **BOTH}),
@@ -113,6 +119,7 @@ TIMINGS: Mapping[str, Timings] = {
             "stock flash_attention_2": "stock FlashAttention-2",
             "stock compile_blocks": "stock, compiled blocks",
             **BOTH,
+            "flash_attention_4": "`flash_attention_4`",
         },
         memory=True,
     ),
