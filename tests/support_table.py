@@ -98,7 +98,7 @@ def page() -> str:
             (
                 *("backend", "runs on", "packages", "dtypes", "head dim", "gradients"),
                 "score_mod",
-                "CUDA graphs (inference)",
+                "one CUDA graph serves many layouts",
             ),
             map(_backend, (*backends.BACKENDS, backends.FP8)),
         ),
@@ -110,7 +110,7 @@ def page() -> str:
             f"`auto` prefers, in {rule.kind} layers{' with gradients' if rule.grad else ''}"
             f"{f' from {rule.longest_from} rows a segment on' if rule.longest_from else ''}"
             f"{f' and {rule.rows_from} rows in all' if rule.rows_from else ''}"
-            f"{', where CUDA graphs may replay the call' if rule.in_exact_graph else ''}: "
+            f"{', where a CUDA graph of its own layout may replay the call' if rule.in_exact_graph else ''}: "
             f"{', '.join(rule.order)} ({rule.measured})."
             for rule in backends.AUTO
         ),

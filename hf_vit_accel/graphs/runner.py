@@ -150,6 +150,8 @@ class Runner(GraphStore[_Graph]):
         if self._exactly:
             self.auto.expect(grid)
             return GraphUse(exactly=True)
+        if self._exactly is False and not can_pad:
+            return GraphUse("the backend replays exact shapes only: give warmup sizes")
         bins = budgets.pack(grid, merge, self.budgets_of(merge))
         budgets_of_call = None
         if can_pad and not isinstance(bins, str) and budgets.pays(bins, merge):
@@ -205,7 +207,7 @@ class Runner(GraphStore[_Graph]):
             try:
                 graphs = [self._graph(route, bin_) for bin_ in bins]
             except CaptureError as error:
-                return self.eager(str(error), allowed_under_strict=error.allowed_under_strict)
+                return self.eager_after(error)
             return self._replay(pixels_TP, route.spec.geometry.merge**2, bins, graphs)
 
     def _bins(self, route: Route, exactly: bool | None) -> list[budgets.Bin] | Eager:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import RLock
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -17,6 +17,7 @@ from hf_vit_accel.graphs.automatic import NO_ROOM, AutoGraphs, capture_of_ours, 
 from hf_vit_accel.graphs.identity import Identity, stale_reason
 from hf_vit_accel.graphs.recorder import CudaRecorder
 from hf_vit_accel.layout import Grid
+from hf_vit_accel.machine import Fault
 
 _FAILURES = 3
 """Captures that fail in a row before no other is tried."""
@@ -39,10 +40,12 @@ class Eager:
     Attributes:
         why: The reason, as `status` prints it.
         allowed_under_strict: Whether `strict` accepts it: an eager call is as fast, or graphs were not asked for.
+        part_failed: Whether a backend or a kernel failed in the capture. If it fails eagerly, too, it is disabled.
     """
 
     why: str
     allowed_under_strict: bool = False
+    part_failed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,6 +221,11 @@ class GraphStore(ABC, Generic[G]):
             self._eager[why] += 1
             self.last_way = f"eager: {why}"
         return Eager(why, allowed_under_strict or self.auto is not None)
+
+    def eager_after(self, error: CaptureError) -> Eager:
+        """Count a call whose graph was not captured; return why."""
+        eager = self.eager(str(error), allowed_under_strict=error.allowed_under_strict)
+        return replace(eager, part_failed=isinstance(error.__cause__, Fault))
 
     def count_eager(self, why: str) -> Eager:
         """Count a call that does not come to `run`; return why it runs eagerly."""

@@ -165,7 +165,7 @@ class TrainingRunner(GraphStore[CapturedStep]):
             try:
                 step = self._find_or_capture((route.metadata.grid, self._outputs_of_last_loss), capture)
             except CaptureError as error:
-                return self.eager(str(error), allowed_under_strict=error.allowed_under_strict)
+                return self.eager_after(error)
             call = self._forward(step, pixels_TP, parameters)
         leaves = distinct_trained(parameters, requires_grad[1:])  # collected while the GPU works
         return list(_Replay.apply(self, call, route, pixels_TP, *leaves))

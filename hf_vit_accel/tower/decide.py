@@ -84,13 +84,9 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
     reasons_slow = list(call.reasons_slow)
     if not state.family.videos and any(frames > 1 for frames, _, _ in inputs.grid):
         reasons_slow.append("this family takes the frames of a video one by one")
-    runner = state.training_runner if grad else state.inference_runner
-    graphs_requested = runner is not None and state.settings.graphs != "auto"
-    replay: Replay = "never"
-    if graphs_requested:
-        replay = "exactly" if grad else "padded"
     runs_stock_blocks = bool(reasons_slow)
-    spec = spec_of(state, snapshot, weights, device, fast=not runs_stock_blocks, grad=grad, replay=replay)
+    eager_spec = spec_of(state, snapshot, weights, device, fast=not runs_stock_blocks, grad=grad)
+    spec = eager_spec
     if runs_stock_blocks:
         return _decide_metadata(tower, state, call, spec, reasons_slow, shared)
     reasons = list(shared.reasons)
@@ -104,28 +100,28 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
         reasons += [] if inputs.repeats is None else inputs.repeats.unmet
     is_whole = most_rows is None or len(inputs.pixels) <= most_rows
     graphs = NO_GRAPHS
-    eager_spec = spec
+    runner = state.training_runner if grad else state.inference_runner
     # Automatic graphs replay calls of one pass. A score_mod may capture tensors that a graph would never read again.
     may_be_automatic = device.type in AUTOMATIC_ON and state.settings.score_mod is None
-    is_replayable = graphs_requested or (may_be_automatic and is_whole)
+    is_replayable = state.settings.graphs != "auto" or (may_be_automatic and is_whole)
     if grid and runner is not None and may_be_automatic and not is_replayable:
         graphs = GraphChoice(runner=runner, use=GraphUse(eager_reason="long calls of several passes"))
     elif grid and runner is not None and is_replayable:
-        graphs = _choose_graphs(
-            state, snapshot, weights, call.parameters, device, grid, checkpoints, grad=grad, requested=replay
-        )
-        if graphs.replay != replay:
+        graphs = _choose_graphs(state, snapshot, weights, call.parameters, device, grid, checkpoints, grad=grad)
+        if graphs.replay != "never":
             spec = spec_of(state, snapshot, weights, device, fast=True, grad=grad, replay=graphs.replay)
     if grid is inputs.grid and is_whole:
         passes = [Pass(grid=grid, rows=slice(0, len(inputs.pixels)), route=state.routes.get(grid, spec))]
     else:
         passes = _passes(state, spec, grid, most_rows)
+    if grad and len(passes) > 1 and graphs.runner is not None:  # such passes run again in the backward pass
+        graphs = GraphChoice(use=GraphUse(eager_reason="steps of several passes"))
+        spec = eager_spec
+        passes = _passes(state, spec, grid, most_rows)
     for one_pass in passes:
         reasons += [reason for reason in one_pass.route.unmet if reason not in reasons]
     if state.settings.strict:
         raise_if_any(reasons)
-    if grad and len(passes) > 1:
-        graphs = NO_GRAPHS  # such passes run again in the backward pass
     return FastPlan(
         reasons=tuple(reasons),
         inputs=inputs,
@@ -296,7 +292,6 @@ def _choose_graphs(
     checkpoints: Sequence[Checkpoint | None],
     *,
     grad: bool,
-    requested: Replay,
 ) -> GraphChoice:
     """Return the CUDA graphs of a call.
 
@@ -309,16 +304,15 @@ def _choose_graphs(
         grid: The images that this rank encodes.
         checkpoints: By layer, None for a layer that keeps what its gradient needs.
         grad: Whether gradients are required.
-        requested: How graphs that the user asked for replay the call; "never" where they are automatic.
     """
     runner = state.training_runner if grad else state.inference_runner
     if runner is None:
         return NO_GRAPHS
     reason = _reason_against_graphs(snapshot, weights, device, checkpoints)
-    if requested != "never":
-        return GraphChoice(runner=runner, use=GraphUse(eager_reason=reason), replay=requested)
     if reason is not None:
         return GraphChoice(runner=runner, use=GraphUse(eager_reason=reason))
+    if state.settings.graphs != "auto":
+        return GraphChoice(runner=runner, replay="exactly" if grad else "padded")
     if isinstance(runner, TrainingRunner):
         values_per_row = len(snapshot.parts.blocks) * snapshot.heads * snapshot.head_dim
         use = runner.choose(grid, values_per_row, parameters, device)

@@ -358,7 +358,7 @@ def _encode_pass(
             return result
         if state.settings.strict and not result.allowed_under_strict:
             raise_if_any([f"not replayed from a CUDA graph: {result.why}"])
-        if plan.eager_spec is not plan.spec:
+        if plan.eager_spec is not plan.spec and not result.part_failed:
             route = state.routes.get(one_pass.grid, plan.eager_spec)
     blocks = plan.snapshot.sharded_layers
     outputs = encode(
@@ -392,6 +392,8 @@ def _count(state: TowerState, outcome: Outcome) -> object:
     if isinstance(plan, StockPlan):
         state.last_route = plan.route or state.last_route  # an untouched call has no route
         return outcome.output
+    if plan.graphs.runner is None:
+        state.note_eager(str(plan.graphs.use.eager_reason), grad=plan.spec.request.grad)
     if len(plan.passes) > 1:
         state.pass_limit.calls += 1
         state.pass_limit.passes += len(plan.passes)

@@ -115,8 +115,8 @@ class GraphChoice:
     """The CUDA graphs of a call.
 
     Attributes:
-        runner: Their runner; None for a call that is eager without a reason to count.
-        use: How the runner serves the call.
+        runner: Their runner; None for a call that no runner counts.
+        use: How the runner serves the call, or why there is none.
         identity_spec: The spec that identifies all graphs of the runner; None for the call's own spec. Exact and padded
             calls share it. So neither makes the graphs of the other stale. A graph of an exact shape is captured with
             the call's own spec in any case.
@@ -129,7 +129,7 @@ class GraphChoice:
     replay: Replay = "never"
 
 
-NO_GRAPHS = GraphChoice()
+NO_GRAPHS = GraphChoice(use=GraphUse(eager_reason="such calls are never replayed"))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -143,7 +143,7 @@ class FastPlan:
         parameters: Of the tower, as they are now.
         weights: Their addresses, dtypes and sizes.
         spec: Of every route.
-        eager_spec: Of the routes of passes that are not replayed after all. Another backend may be faster there.
+        eager_spec: Of the routes of passes that are not replayed. Another backend may be faster there.
         passes: In order. More than one for a long call, none if there is nothing to encode.
         most_rows: Rows of a pass at most; None for a call that may not be cut.
         checkpoints: By layer, None for a layer that keeps what its gradient needs.

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,13 +23,14 @@ from tiny import TINY, assert_close, outputs_of, pixels_for, run_tower, tower_of
 from torch import nn
 
 import hf_vit_accel
-from hf_vit_accel import FlexConfig, api
-from hf_vit_accel.backends import Plan, Request
+from hf_vit_accel import FlexConfig, GraphConfig, api, backends
+from hf_vit_accel.backends import Plan, Request, Rule
 from hf_vit_accel.graphs import automatic, budgets
 from hf_vit_accel.graphs.automatic import NO_ROOM, AutoGraphs
 from hf_vit_accel.graphs.store import GraphStatus
 from hf_vit_accel.layout import Segments
 from hf_vit_accel.machine import keep_in_children
+from hf_vit_accel.tower import decide as decide_module
 from hf_vit_accel.tower.state import state_of
 
 IMAGE: Grid = [(1, 6, 8)]
@@ -101,22 +103,114 @@ def test_backends_are_chosen_for_the_replay(
 
 @pytest.mark.parametrize("fails", [True, False], ids=["the capture fails", "weights move at every call"])
 def test_what_is_not_replayed_after_all_has_the_backends_of_eager_calls(
-    on_cpu: type[Recorder], model: nn.Module, fails: bool
+    on_cpu: type[Recorder], monkeypatch: pytest.MonkeyPatch, model: nn.Module, fails: bool
 ) -> None:
     tower = tower_of(model)
     patch(model, "auto")
     if fails:
         on_cpu.fail = RuntimeError("no capture today")
-    replayed = "last call  replayed"
+    attended = []
+    attend = Masked.attend
+
+    def noted(self: Masked, *tensors: Any) -> torch.Tensor:
+        attended.append(tensors[-1].request.replay)
+        return attend(self, *tensors)
+
+    monkeypatch.setattr(Masked, "attend", noted)
     for call in range(12):
         if not fails:
             for parameter in tower.parameters():
                 parameter.data = parameter.data.clone()
         run_tower(tower, IMAGE)
-        is_replayed = replayed in str(hf_vit_accel.status(model))
-        replay = state_of(tower).last_route.spec.request.replay
-        assert (replay == "never") == (not is_replayed), (call, last_call(model))
+        is_replayed = last_call(model).startswith("replayed")
+        assert (attended[-1] == "never") == (not is_replayed), (call, last_call(model))
+        assert state_of(tower).last_route.spec.request.replay == attended[-1], call
     assert not is_replayed, "else this tests nothing"
+
+
+def test_requested_graphs_leave_other_calls_the_backends_of_eager_calls(
+    on_cpu: type[Recorder], model: nn.Module
+) -> None:
+    tower = tower_of(model)
+    patch(model, GraphConfig(max_tokens=16, exact_after=0))
+    for grid, replay in ((IMAGE, "padded"), ([(1, 8, 12)], "never"), (IMAGE, "padded")):
+        run_tower(tower, grid)
+        assert state_of(tower).last_route.spec.request.replay == replay, grid
+    assert len(status_of(model).graphs) == 1 and not status_of(model).stale
+
+
+class OnlyInGraphs(Masked):
+    """The backend that exact replays take, and eager calls do not. It raises, always or in captures only."""
+
+    name = "torch_cudnn"
+    raises = True
+
+    def reasons_against(self, request: Request) -> list[str]:
+        """Refuse replays of other layouts where they are not served."""
+        is_refused = request.replay == "padded" and not self.replays_other_layouts
+        return [*super().reasons_against(request), *(["its launches depend on the layout"] if is_refused else [])]
+
+    def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """Attend, or raise."""
+        if self.raises:
+            raise RuntimeError("no engine found")
+        return super().attend(q_THD, k_THD, v_THD, plan)
+
+
+@pytest.fixture
+def only_in_graphs(on_cpu: type[Recorder], monkeypatch: pytest.MonkeyPatch) -> OnlyInGraphs:
+    """Let graphs of exact shapes attend by a backend of their own."""
+    backend = OnlyInGraphs()
+    exact = Rule(kind="full", in_exact_graph=True, order=("torch_cudnn", "sdpa"), measured="")
+    other = Rule(kind="full", order=("sdpa",), measured="")
+    monkeypatch.setattr(backends, "AUTO", (exact, other))
+    all_backends = tuple(backend if each.name == backend.name else each for each in backends.BACKENDS)
+    monkeypatch.setattr(backends, "BACKENDS", all_backends)
+    return backend
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+def test_a_backend_that_fails_in_a_capture_is_disabled_and_another_is_captured(
+    only_in_graphs: OnlyInGraphs, model: nn.Module, grad: bool
+) -> None:
+    tower = tower_of(model)
+    expected = run_tower(copy.deepcopy(tower), IMAGE)
+    patch(model, "auto")
+    for grid in ([(1, 4, 4)], [(1, 8, 8)], [(1, 4, 8)], IMAGE):
+        for _ in range(12):
+            if grad:
+                train(tower, grid)
+            else:
+                outputs = run_tower(tower, grid)
+    status = hf_vit_accel.status(model).towers[0]
+    graphs = status.training if grad else status.graphs
+    assert "no engine found" in state_of(tower).faults["torch_cudnn"] and status.backends == {"full": "sdpa"}
+    assert str(graphs.last).startswith("replayed") and graphs.off is None and len(graphs.graphs) >= 4
+    if not grad:
+        assert_close(outputs, expected)
+
+
+def test_a_backend_that_fails_in_captures_only_stays_enabled(
+    only_in_graphs: OnlyInGraphs, on_cpu: type[Recorder], monkeypatch: pytest.MonkeyPatch, model: nn.Module
+) -> None:
+    """Whatever fails in a capture may be the capture's fault. So the backend runs eagerly, which decides."""
+    record = Recorder.record
+
+    def failing(self: Recorder, *runs: Callable[[], None], **options: Any) -> Any:
+        only_in_graphs.raises = True
+        try:
+            return record(self, *runs, **options)
+        finally:
+            only_in_graphs.raises = False
+
+    monkeypatch.setattr(on_cpu, "record", failing)
+    only_in_graphs.raises = False
+    tower = tower_of(model)
+    expected = run_tower(copy.deepcopy(tower), IMAGE)
+    patch(model, "auto")
+    for _ in range(5):
+        assert_close(run_tower(tower, IMAGE), expected)
+    assert not state_of(tower).faults and "capture failed: Fault: torch_cudnn" in last_call(model)
 
 
 def test_the_last_step_of_training_is_named_apart() -> None:
@@ -225,6 +319,25 @@ def test_a_named_backend_that_serves_one_layout_is_never_padded(
     assert status_of(model).replays == 2 and status_of(model).captures == 1
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_warmup_of_a_named_backend_that_serves_one_layout_captures_no_budget(
+    only_in_graphs: OnlyInGraphs, model: nn.Module, monkeypatch: pytest.MonkeyPatch, strict: bool
+) -> None:
+    """No call would use such a graph, which only another backend could be captured for."""
+    few = budgets.ladder(64)
+    monkeypatch.setattr(budgets, "ladder", lambda largest: few)
+    monkeypatch.setattr(api, "_captures_budgets", lambda *_: True)
+    only_in_graphs.raises = False
+    only_in_graphs.replays_other_layouts = False
+    hf_vit_accel.patch(model, attention="torch_cudnn", strict=strict)
+    hf_vit_accel.warmup(model, progress=False)
+    status = status_of(model)
+    assert status.captures == 0 and set(status.eager) == {"the backend replays exact shapes only: give warmup sizes"}
+    hf_vit_accel.warmup(model, sizes=[IMAGE], progress=False)
+    run_tower(tower_of(model), IMAGE)
+    assert status_of(model).captures == 1 and last_call(model).startswith("replayed")
+
+
 def test_warmup_captures_no_budget_that_calls_would_not_use(
     on_cpu: type[Recorder], model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,6 +365,32 @@ def test_a_call_of_several_passes_after_replays_is_the_last_call(on_cpu: type[Re
     assert status_of(model).last is not None and status_of(model).last.startswith("replayed")
     run_tower(tower_of(model), [(2, 6, 8)])
     assert status_of(model).last == "eager: long calls of several passes"
+
+
+@pytest.mark.parametrize("config", ["auto", GraphConfig(max_tokens=128, exact_after=2)], ids=["auto", "config"])
+def test_a_step_of_several_passes_after_replays_is_the_last_step(
+    on_cpu: type[Recorder], model: nn.Module, config: GraphConfig | str
+) -> None:
+    runner = patch_training(tower_of(model), config, max_rows=48)
+    for _ in range(5):
+        train(tower_of(model), IMAGE)
+    assert str(runner.status().last).startswith("replayed")
+    train(tower_of(model), [(2, 6, 8)])
+    assert runner.status().last == "eager: steps of several passes"
+    assert state_of(tower_of(model)).last_route.spec.request.replay == "never"
+    train(tower_of(model), IMAGE)
+    assert str(runner.status().last).startswith("replayed")
+
+
+def test_after_replays_a_call_on_another_device_is_the_last_call(
+    on_cpu: type[Recorder], monkeypatch: pytest.MonkeyPatch, model: nn.Module
+) -> None:
+    patch(model, "auto")
+    for _ in range(4):
+        run_tower(tower_of(model), IMAGE)
+    monkeypatch.setattr(decide_module, "AUTOMATIC_ON", ())  # as after `model.cpu()`
+    run_tower(tower_of(model), IMAGE)
+    assert last_call(model) == "eager: such calls are never replayed"
 
 
 def test_little_free_memory_prevents_captures(on_cpu: type[Recorder], model: nn.Module) -> None:

@@ -26,7 +26,7 @@ ROUNDING: Mapping[torch.dtype, float] = {
 }
 """Dtype -> an error that passes in any case."""
 FORWARD_BATCHES = 3
-"""Batches of a forward: by default the second is replayed with other layouts' graph, and the third with its own."""
+"""Batches of a forward. By default the second of a small input is replayed padded, the third as it is."""
 TRAINING_BATCHES = 5
 """Batches of a training in half precision, where errors of gradients scatter."""
 _NEAR = 1.25
