@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -57,14 +57,11 @@ class GraphUse:
 
     Attributes:
         eager_reason: Why the call runs eagerly; None for a call that may be replayed.
-        exactly: Whether its exact shape is replayed, or shapes padded to budgets. None leaves it to the runner.
+        exactly: Whether its exact shape is replayed, or shapes padded to budgets.
     """
 
     eager_reason: str | None = None
-    exactly: bool | None = None
-
-
-CHOSEN_BY_RUNNER = GraphUse()
+    exactly: bool = False
 
 
 class Store(Protocol):
@@ -97,6 +94,10 @@ class Store(Protocol):
     @property
     def device(self) -> torch.device | None:
         """The device of the last call; None before the first."""
+
+    @property
+    def not_exact(self) -> Mapping[Grid, str]:
+        """Why graphs of exact grids could not be captured."""
 
 
 class AutoGraphs:
@@ -133,7 +134,8 @@ class AutoGraphs:
         """
         self._calls += 1
         exact_calls = self._count(("exact", grid))
-        if grid in self._known:
+        why_not_exact = store.not_exact.get(grid)
+        if grid in self._known and why_not_exact is None:
             return GraphUse(exactly=True)
         rows = rows_of(grid)
         if rows > MOST_ROWS:
@@ -144,9 +146,9 @@ class AutoGraphs:
         if can_pad and not is_padding_known and rows > _PADDED_ROWS:
             can_pad = not is_padding_slower()
         is_common = exact_calls >= _COMMON_CALLS or exact_calls * _COMMON_SHARE >= self._calls
-        is_exact = exact_calls >= _EXACT_CALLS and (is_common or not can_pad)
+        is_exact = exact_calls >= _EXACT_CALLS and (is_common or not can_pad) and why_not_exact is None
         if not is_exact and not can_pad:
-            return GraphUse("a size is captured when it comes again")
+            return GraphUse(why_not_exact or "a size is captured when it comes again")
         if not is_exact and is_padding_known:
             return GraphUse(exactly=False)
         reason = self.reason_against_capture(store)

@@ -28,6 +28,8 @@ from hf_vit_accel.graphs.recorder import CudaRecorder
 from hf_vit_accel.graphs.store import CaptureError, Eager, GraphStatus, GraphStore
 from hf_vit_accel.layout import Grid, pack, send
 
+_EXACT_ONLY = "the backend replays exact shapes only"
+
 
 class Signature:
     """Key of a graph: rows, array shapes and dtypes, and the host decisions of all plans.
@@ -133,7 +135,7 @@ class Runner(GraphStore[_Graph]):
         *,
         can_pad: bool = True,
     ) -> GraphUse:
-        """Decide how a call uses automatic graphs, before it is planned.
+        """Decide how a call uses graphs, before it is planned.
 
         Args:
             grid: The grid of the call.
@@ -142,8 +144,9 @@ class Runner(GraphStore[_Graph]):
             is_padding_slower: Whether graphs of budgets need a slower backend than an eager call would use.
             can_pad: Whether the backend that was asked for can replay other layouts than the captured one.
         """
-        assert self.auto is not None, "graphs that the user asked for are not chosen call by call"
         self.device = device
+        if self.auto is None:
+            return self._choose_as_asked(grid, can_pad=can_pad)
         why = self._why_never()
         if why is not None:
             return GraphUse(why)
@@ -151,7 +154,7 @@ class Runner(GraphStore[_Graph]):
             self.auto.expect(grid)
             return GraphUse(exactly=True)
         if self._exactly is False and not can_pad:
-            return GraphUse("the backend replays exact shapes only: give warmup sizes")
+            return GraphUse(_EXACT_ONLY)
         bins = budgets.pack(grid, merge, self.budgets_of(merge))
         budgets_of_call = None
         if can_pad and not isinstance(bins, str) and budgets.pays(bins, merge):
@@ -161,6 +164,21 @@ class Runner(GraphStore[_Graph]):
             self._count_refusal(use.eager_reason)
             return use
         return self.auto.expect_budgets(grid, budgets_of_call or (), is_padding_slower)
+
+    def _choose_as_asked(self, grid: Grid, *, can_pad: bool) -> GraphUse:
+        """Count a call where the user asked for graphs. Choose its exact shape if that came often, else budgets."""
+        came_often = 0 < self.config.exact_after <= self._count_calls(grid)
+        exactly = came_often and grid not in self.not_exact and self._finds_or_may_capture(grid)
+        if self._exactly is not None:
+            exactly = self._exactly
+        if not exactly and not can_pad:
+            return GraphUse(_EXACT_ONLY)
+        return GraphUse(exactly=exactly)
+
+    def _finds_or_may_capture(self, grid: Grid) -> bool:
+        """Return whether a graph of an exact grid is stored, or may be captured."""
+        may_capture = self._off is None and self.nbytes <= self.max_bytes
+        return may_capture or any(graph.grid == grid for graph in self._graphs.values())
 
     @contextmanager
     def capturing(self, *, exactly: bool) -> Iterator[None]:
@@ -178,7 +196,7 @@ class Runner(GraphStore[_Graph]):
                     self.auto.add_free_captures(self.captures - captures_before)
 
     def run(
-        self, route: Route, pixels_TP: Tensor, memory: list[object], identity_spec: Spec, exactly: bool | None = None
+        self, route: Route, pixels_TP: Tensor, memory: list[object], identity_spec: Spec, *, exactly: bool
     ) -> list[Tensor] | Eager:
         """Replay a call.
 
@@ -201,33 +219,26 @@ class Runner(GraphStore[_Graph]):
             self._make_room(device)
             self._width = pixels_TP.shape[1]
             self._tower_budgets = self.budgets_of(route.spec.geometry.merge)
-            bins = self._bins(route, exactly)
+            bins = self._bins(route, exactly=exactly)
             if isinstance(bins, Eager):
                 return bins
             try:
                 graphs = [self._graph(route, bin_) for bin_ in bins]
             except CaptureError as error:
+                if exactly and error.__cause__ is not None:
+                    self.not_exact[route.metadata.grid] = str(error)
                 return self.eager_after(error)
             return self._replay(pixels_TP, route.spec.geometry.merge**2, bins, graphs)
 
-    def _bins(self, route: Route, exactly: bool | None) -> list[budgets.Bin] | Eager:
-        """Return one exact bin if the shape came often, else bins of budgets; or why the call runs eagerly."""
+    def _bins(self, route: Route, *, exactly: bool) -> list[budgets.Bin] | Eager:
+        """Return one exact bin, or bins of budgets; or why the call runs eagerly."""
         grid = route.metadata.grid
-        frames = sum(t for t, _, _ in grid)
-        exact = budgets.Bin(first=0, last=len(grid), tokens=route.metadata.merged, frames=frames, budget=None)
-        if exactly is None:
-            exactly = self._exactly
-        if exactly and self.auto is not None:  # the launches of any backend fit the layout that they were captured for
-            return [exact]
+        if exactly:  # the launches of any backend fit the layout that they were captured for
+            frames = sum(t for t, _, _ in grid)
+            return [budgets.Bin(first=0, last=len(grid), tokens=route.metadata.merged, frames=frames, budget=None)]
         for choice in route.choices.values():
             if not choice.backend.replays_other_layouts:
                 return self.eager(f"{choice.backend.name} cannot be captured for other layouts")
-        if exactly:
-            return [exact]
-        signature = signature_of(route)
-        may_capture = self._may_capture_exactly(signature)
-        if exactly is None and (may_capture or signature in self._graphs):
-            return [exact]
         merge = route.spec.geometry.merge
         bins = budgets.pack(grid, merge, self._tower_budgets)
         if isinstance(bins, str):
@@ -235,12 +246,6 @@ class Runner(GraphStore[_Graph]):
         if not budgets.pays(bins, merge):
             return self.eager("padding would cost more than the replay saves", allowed_under_strict=True)
         return bins
-
-    def _may_capture_exactly(self, signature: Signature) -> bool:
-        """Count a call of a signature. Return whether it came often enough, and a capture may succeed."""
-        came_often = 0 < self.config.exact_after <= self._count_calls(signature)
-        has_room = self.nbytes <= self.max_bytes
-        return came_often and has_room and self._off is None and signature not in self._refused
 
     def _padded(self, route: Route, bin_: budgets.Bin) -> Route:
         """Return the route of a bin's images, padded to the shape of its graph."""

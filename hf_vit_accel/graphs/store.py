@@ -26,7 +26,7 @@ _REFUSED = 32
 _CHANGES = 4
 """Times that graphs go stale at call after call before calls run eagerly."""
 REMEMBERED = 4096
-"""Signatures whose calls are counted."""
+"""Grids whose calls are counted."""
 _PATIENCE = 16
 """Calls that find no room for a graph before all graphs are dropped; doubled each time."""
 
@@ -160,11 +160,12 @@ class GraphStore(ABC, Generic[G]):
         self._calls_without_room = 0
         self._patience = _PATIENCE
         self._refused: dict[Hashable, str] = {}
+        self.not_exact: dict[Grid, str] = {}  # grids whose exact capture failed, and why
 
         self.nbytes = 0
         self._recorder: Any = None  # a CudaRecorder from the first call on
         self._graphs: OrderedDict[Hashable, G] = OrderedDict()
-        self._seen: OrderedDict[Hashable, int] = OrderedDict()
+        self._seen: OrderedDict[Grid, int] = OrderedDict()
         self._retired: list[G] = []  # dropped graphs whose last replay may still run
 
     def _reset(self) -> None:
@@ -175,6 +176,7 @@ class GraphStore(ABC, Generic[G]):
         self._calls_without_room = 0
         self._patience = _PATIENCE
         self._refused = {}
+        self.not_exact = {}
         self._drop()
 
     def _drop(self) -> None:
@@ -287,10 +289,10 @@ class GraphStore(ABC, Generic[G]):
         """Count a change. Every call without a change takes one off again."""
         self._changes = min(self._changes + weight, 2 * _CHANGES)
 
-    def _count_calls(self, signature: Hashable) -> int:
-        """Count and return the calls of a signature, this one included."""
-        count = self._seen.pop(signature, 0) + 1
-        self._seen[signature] = count
+    def _count_calls(self, grid: Grid) -> int:
+        """Count and return the calls of a grid, this one included."""
+        count = self._seen.pop(grid, 0) + 1
+        self._seen[grid] = count
         if len(self._seen) > REMEMBERED:
             self._seen.popitem(last=False)
         return count

@@ -311,12 +311,12 @@ def _choose_graphs(
     reason = _reason_against_graphs(snapshot, weights, device, checkpoints)
     if reason is not None:
         return GraphChoice(runner=runner, use=GraphUse(eager_reason=reason))
-    if state.settings.graphs != "auto":
-        return GraphChoice(runner=runner, replay="exactly" if grad else "padded")
     if isinstance(runner, TrainingRunner):
+        if runner.auto is None:
+            return GraphChoice(runner=runner, use=GraphUse(exactly=True))
         values_per_row = len(snapshot.parts.blocks) * snapshot.heads * snapshot.head_dim
         use = runner.choose(grid, values_per_row, parameters, device)
-        return GraphChoice(runner=runner, use=use, replay="exactly" if use.eager_reason is None else "never")
+        return GraphChoice(runner=runner, use=use)
 
     def is_padding_slower() -> bool:
         eager_spec = spec_of(state, snapshot, weights, device, fast=True, grad=False)
@@ -329,7 +329,7 @@ def _choose_graphs(
     if use.eager_reason is not None:
         return GraphChoice(runner=runner, use=use)
     spec = spec_of(state, snapshot, weights, device, fast=True, grad=False, replay="padded")
-    return GraphChoice(runner=runner, use=use, identity_spec=spec, replay="exactly" if use.exactly else "padded")
+    return GraphChoice(runner=runner, use=use, identity_spec=spec)
 
 
 def _reason_against_graphs(

@@ -373,9 +373,8 @@ def _replay(plan: FastPlan, runner: Runner | TrainingRunner, one_pass: Pass, pix
     memory: list[object] = [plan.weights]
     memory += [buffer.data_ptr() for buffer in plan.snapshot.buffers()]
     if isinstance(runner, Runner):
-        return runner.run(
-            one_pass.route, pixels_TP, memory, plan.graphs.identity_spec or plan.spec, plan.graphs.use.exactly
-        )
+        identity_spec = plan.graphs.identity_spec or plan.spec
+        return runner.run(one_pass.route, pixels_TP, memory, identity_spec, exactly=plan.graphs.use.exactly)
     return runner.run(one_pass.route, pixels_TP, plan.parameters, plan.snapshot.parameter_dicts, memory)
 
 

@@ -13,7 +13,7 @@ from hf_vit_accel.backends import Replay
 from hf_vit_accel.engine.encoder import Checkpoint
 from hf_vit_accel.engine.inputs import Inputs
 from hf_vit_accel.engine.route import Route, Spec
-from hf_vit_accel.graphs.automatic import CHOSEN_BY_RUNNER, GraphUse
+from hf_vit_accel.graphs.automatic import GraphUse
 from hf_vit_accel.graphs.runner import Runner
 from hf_vit_accel.graphs.training import TrainingRunner
 from hf_vit_accel.layout import Grid
@@ -120,13 +120,18 @@ class GraphChoice:
         identity_spec: The spec that identifies all graphs of the runner; None for the call's own spec. Exact and padded
             calls share it. So neither makes the graphs of the other stale. A graph of an exact shape is captured with
             the call's own spec in any case.
-        replay: How they replay the call; it decides which backends are chosen.
     """
 
     runner: Runner | TrainingRunner | None = None
-    use: GraphUse = CHOSEN_BY_RUNNER
+    use: GraphUse
     identity_spec: Spec | None = None
-    replay: Replay = "never"
+
+    @property
+    def replay(self) -> Replay:
+        """How the call is replayed. It decides which backends are chosen."""
+        if self.runner is None or self.use.eager_reason is not None:
+            return "never"
+        return "exactly" if self.use.exactly else "padded"
 
 
 NO_GRAPHS = GraphChoice(use=GraphUse(eager_reason="such calls are never replayed"))
