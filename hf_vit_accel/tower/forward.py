@@ -354,7 +354,7 @@ def _encode_pass(
         reason = plan.graphs.use.eager_reason
         result = runner.count_eager(reason) if reason else _replay(plan, runner, one_pass, pixels_or_rows)
         if not isinstance(result, Eager):
-            state.last_route = route
+            plan.routes_run.append(route)
             return result
         if state.settings.strict and not result.allowed_under_strict:
             raise_if_any([f"not replayed from a CUDA graph: {result.why}"])
@@ -364,7 +364,7 @@ def _encode_pass(
     outputs = encode(
         route.ready(), pixels_or_rows, plan.checkpoints, blocks, output_slices=output_slices, is_embedded=is_embedded
     )
-    state.last_route = route
+    plan.routes_run.append(route)
     return outputs
 
 
@@ -391,6 +391,7 @@ def _count(state: TowerState, outcome: Outcome) -> object:
     if isinstance(plan, StockPlan):
         state.last_route = plan.route or state.last_route  # an untouched call has no route
         return outcome.output
+    state.last_route = plan.routes_run[-1] if plan.routes_run else state.last_route
     if plan.graphs.runner is None:
         state.note_eager(str(plan.graphs.use.eager_reason), grad=plan.spec.request.grad)
     if len(plan.passes) > 1:

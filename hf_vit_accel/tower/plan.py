@@ -155,6 +155,7 @@ class FastPlan:
         shared: Which rank encodes what, if ranks share the call.
         graphs: The CUDA graphs of the call.
         outputs_require_grad: Whether the outputs of a frozen tower must require gradients.
+        routes_run: The routes that were replayed or encoded so far.
         way: Always `Way.FAST`.
     """
 
@@ -171,6 +172,7 @@ class FastPlan:
     shared: SharedCall
     graphs: GraphChoice
     outputs_require_grad: bool
+    routes_run: list[Route] = field(default_factory=list)
     way: ClassVar[Way] = Way.FAST
 
     def lost_graphs(self) -> bool:

@@ -398,6 +398,29 @@ def test_a_step_of_several_passes_after_replays_is_the_last_step(
     assert str(runner.status().last).startswith("replayed")
 
 
+def test_a_call_whose_second_pass_fails_is_not_the_last_call(
+    on_cpu: type[Recorder], monkeypatch: pytest.MonkeyPatch, model: nn.Module
+) -> None:
+    tower = tower_of(model)
+    hf_vit_accel.patch(model, max_rows=48)
+    run_tower(tower, [(1, 4, 4)])
+    of_the_last_call = state_of(tower).last_route
+    attend = Masked.attend
+    passes = []
+
+    def failing(self: Masked, *tensors: Any) -> torch.Tensor:
+        if len(tensors[0]) == 48:
+            passes.append(1)
+        if len(passes) > len(tower.blocks):
+            raise MemoryError("in the second pass")
+        return attend(self, *tensors)
+
+    monkeypatch.setattr(Masked, "attend", failing)
+    with pytest.raises(MemoryError):
+        run_tower(tower, [(2, 6, 8)])
+    assert state_of(tower).last_route is of_the_last_call
+
+
 def test_after_replays_a_call_on_another_device_is_the_last_call(
     on_cpu: type[Recorder], monkeypatch: pytest.MonkeyPatch, model: nn.Module
 ) -> None:
