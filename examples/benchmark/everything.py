@@ -165,7 +165,6 @@ JOBS = {
     "fp8": _bench(
         "fp8.json",
         '--rounds 3 --sizes "one page,1x72x72,one 448²" --backends flashinfer_cudnn,auto,auto+fp8',
-        QWEN[1:],
         seconds=35,
     ),
     "lora": _script("lora.json", "lora.py", QWEN[:2], seconds=60),
@@ -173,7 +172,7 @@ JOBS = {
     "long_video": Job(
         file="long_video.json", command="python examples/long_video.py --random qwen3-vl-8b --tokens 16", seconds=25
     ),
-    "reuse": _script("reuse.json", "reuse.py --seconds 0.6 --calls 200", ("qwen3-vl-8b",), seconds=65),
+    "reuse": _script("reuse.json", "reuse.py --seconds 0.6 --calls 200", QWEN[:2], seconds=65),
     "whole_call": _script("whole_call.json", "whole_call.py --tokens 0,1,64 --rounds 2", QWEN[:2], seconds=220),
     "training_step": _script("training_step.json", "training_step.py", QWEN[:2], seconds=95),
     "captioning": Job(
@@ -183,6 +182,7 @@ JOBS = {
         seconds=240,
     ),
     "ways": _script("ways.json", "ways.py", QWEN[:2], seconds=240),
+    "captions": Job(file="captions.json", command="python examples/tiny_captioner/parity.py --scenes 500", seconds=200),
     "data_parallel": Job(
         file="data_parallel.json",
         command="torchrun --nproc-per-node {gpus} examples/benchmark/data_parallel.py --rounds 3 --calls 50 --no-pays "

@@ -224,11 +224,8 @@ class Comparison:
         steps: dict[str, Step] = {"without": without_reuse, "reuse": with_reuse}
         self.add("policy, old policy and reference, same pictures again", self.time(steps))
 
-    def conversations(self, graphs: bool) -> None:
-        """Compare chats, and questions about a picture one after the other, with and without CUDA graphs."""
-        patch(self.plain, cuda_graphs=graphs)
-        patch(self.kept, reuse=ACROSS, cuda_graphs=graphs)
-        suffix = ", graphs" if graphs else ""
+    def conversations(self) -> None:
+        """Compare chats, and questions about a picture one after the other."""
         for side in (SIDE, LARGE):
             for tower in (self.plain, self.kept):
                 chat(tower, 5, self.cuda, seed=1, side=side)
@@ -239,14 +236,14 @@ class Comparison:
                 times["reuse"] += reused[1:]  # all pictures of the first call are new
             medians = {name: statistics.median(of_way) for name, of_way in times.items()}
             hits = str(status(self.kept).towers[0].reuse).split(maxsplit=1)[1]
-            what = f"chat, 1 new picture and {OLD} old, {side * side} patches each{suffix}"
+            what = f"chat, 1 new picture and {OLD} old, {side * side} patches each"
             self.add(what, medians, 0.15, calls=len(times["reuse"]), reuse=hits)
         times = {"without": [], "reuse": []}
         for seed in range(20, 23):
             times["without"] += ask(self.plain, max(self.calls // 100, 1), self.cuda, seed=seed)
             times["reuse"] += ask(self.kept, max(self.calls // 100, 1), self.cuda, seed=seed)
         medians = {name: statistics.median(of_way) for name, of_way in times.items()}
-        self.add(f"{QUESTIONS} questions about a picture, one after the other{suffix}", medians)
+        self.add(f"{QUESTIONS} questions about a picture, one after the other", medians)
 
     def questions(self) -> None:
         """Compare a call in which one picture occurs once per question."""
@@ -278,9 +275,7 @@ def measure(model: str, device: torch.device, seconds: float, calls: int, build:
     """Return all rows of one model."""
     comparison = Comparison(model, device, seconds, calls, build)
     comparison.copies()
-    for graphs in (False, True) if device.type == "cuda" else (False,):
-        comparison.conversations(graphs)
-    comparison.patch()
+    comparison.conversations()
     comparison.questions()
     comparison.no_copies()
     return comparison.rows

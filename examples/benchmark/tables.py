@@ -239,6 +239,28 @@ def _memory_and_time(step: Document | str | None) -> str:
     return step or ""
 
 
+def captions(document: Document) -> str:
+    """Write the share of right captions of trained models by the way to patch them, and how many differ from stock's.
+
+    Raises:
+        ValueError: if a way did not run with every model and dtype
+    """
+    by_way: dict[str, list[Row]] = {}
+    for row in document["rows"]:
+        by_way.setdefault(row["way"], []).append(row)
+    models = [f"{row['family']}, {row['dtype']}" for row in by_way["stock"]]
+    rows = []
+    for way, of_way in by_way.items():
+        if len(of_way) != len(models):
+            raise ValueError(f"{way} did not run with every model and dtype")
+        shares = [f"{row['right'] / row['scenes']:.1%}" for row in of_way]
+        changed = sum(row["changed"] for row in of_way)
+        replays = f"{sum(row['replays'] for row in of_way)} of {sum(row['calls'] for row in of_way)}"
+        rows.append([way, *shares, *(("", "") if way == "stock" else (str(changed), replays))])
+    scenes = document["rows"][0]["scenes"]
+    return grid([f"right of {scenes:,}", *models, "captions that differ from stock's", "calls replayed"], rows)
+
+
 def fp8_errors(document: Document) -> str:
     """Write the error of FP8 attention beside that of bf16."""
     columns = {"stock sdpa": "stock sdpa", "auto": "`patch(model)`", "auto+fp8": "`fp8=True`"}
@@ -251,6 +273,7 @@ def fp8_errors(document: Document) -> str:
 
 SCRIPTS: Mapping[str, Callable[[Document], str]] = {
     "captioning": captioning,
+    "captions": captions,
     "checks": checks,
     "data_parallel": data_parallel,
     "long_video": long_video,
@@ -263,16 +286,24 @@ SCRIPTS: Mapping[str, Callable[[Document], str]] = {
 }
 """What writes the table of a file, by the file's name without ".json"; the table has the same name."""
 
+
+def _is_measured(file: str) -> bool:
+    """Say whether a file is there. A new one is missing until everything.py has measured it."""
+    return (HERE / file).is_file()
+
+
 TABLES: Mapping[str, Table] = {
     "headline": Table(file=headline.FILE, write=headline.table),
     "further_tokens": Table(file=headline.FILE, write=further_tokens),
     "fp8_errors": Table(file="fp8.json", write=fp8_errors),
     "memory_of_graphs": Table(file="training_step.json", write=memory_of_graphs),
-    **{name: Table(file=f"{name}.json", write=write) for name, write in SCRIPTS.items()},
+    **{
+        name: Table(file=f"{name}.json", write=write) for name, write in SCRIPTS.items() if _is_measured(f"{name}.json")
+    },
     **{
         name: Table(file=timings.file, write=timings.table)
         for name, timings in TIMINGS.items()
-        if (HERE / timings.file).is_file()  # others are measured for the first time by everything.py
+        if _is_measured(timings.file)
     },
 }
 """The tables by the name that a page gives them."""

@@ -161,7 +161,7 @@ def ways(device: torch.device | str, dtype: torch.dtype) -> dict[str, Options]:
     usable = [b for b in BACKENDS if (on_cuda or not b.needs.cuda) and not b.reasons_against_machine()]
     found: dict[str, Options] = {"auto": {}, "auto, nothing fused": {"fuse": False}}
     if on_cuda and any(backend.replays_other_layouts for backend in usable):
-        found["auto, graphs by default"] = {"cuda_graphs": True}
+        found["auto, cuda_graphs=True"] = {"cuda_graphs": True}
     for backend in usable:
         found[backend.name] = {"attention": backend.name}
         if on_cuda and backend.replays_other_layouts:
@@ -276,8 +276,9 @@ def main(
         print(f"- {row.family}, {row.dtype}, {row.way}: {'; '.join(problems)}")
     if json_path is not None:
         json_path.parent.mkdir(parents=True, exist_ok=True)
-        report = {"device": name, "versions": versions, "rows": [asdict(row) for row in rows]}
-        json_path.write_text(json.dumps(report, indent=2) + "\n")
+        names = [str(dtype).removeprefix("torch.") for dtype in chosen_dtypes]
+        report = {"device": name, "dtype": ", ".join(names), "rows": [asdict(row) for row in rows]}
+        json_path.write_text(json.dumps(report, indent=1) + "\n")
     if failed:
         raise typer.Exit(1)
 

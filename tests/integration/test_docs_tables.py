@@ -311,3 +311,17 @@ def test_tables_take_what_bench_writes(monkeypatch: pytest.MonkeyPatch) -> None:
         summary.gains(copy.deepcopy(written), "auto", ("sdpa",))
     written["rows"] = [row for row in written["rows"] if row["size"] == "small"]
     assert summary.gains(copy.deepcopy(written), "auto", ("sdpa",)) == {"qwen3-vl-8b": "1.2x"}
+
+
+def test_captions_count_those_that_stock_gives_not() -> None:
+    rows = [
+        dict(family=family, dtype=dtype, way=way, scenes=200, right=right, changed=changed, calls=2, replays=replays)
+        for way, right, changed, replays in (("stock", 199, 0, 0), ("auto", 198, 1, 2))
+        for family in ("qwen2_vl", "qwen3_vl")
+        for dtype in ("bfloat16", "float16")
+    ]
+    table = tables.captions({"rows": rows}).splitlines()
+    assert table[0].startswith("| right of 200 | qwen2_vl, bfloat16 | qwen2_vl, float16 | qwen3_vl, bfloat16 |")
+    assert table[3] == "| auto | 99.0% | 99.0% | 99.0% | 99.0% | 4 | 8 of 8 |"
+    with pytest.raises(ValueError, match="auto did not run with every model"):
+        tables.captions({"rows": rows[:-1]})
