@@ -370,8 +370,7 @@ def _encode_pass(
 
 def _replay(plan: FastPlan, runner: Runner | TrainingRunner, one_pass: Pass, pixels_TP: Tensor) -> list[Tensor] | Eager:
     """Return the outputs of one pass from CUDA graphs, or why it runs eagerly."""
-    memory: list[object] = [plan.weights]
-    memory += [buffer.data_ptr() for buffer in plan.snapshot.buffers()]
+    memory = [plan.weights, *[buffer.data_ptr() for buffer in plan.snapshot.buffers()]]
     if isinstance(runner, Runner):
         identity_spec = plan.graphs.identity_spec or plan.spec
         return runner.run(one_pass.route, pixels_TP, memory, identity_spec, exactly=plan.graphs.use.exactly)
@@ -392,8 +391,9 @@ def _count(state: TowerState, outcome: Outcome) -> object:
         state.last_route = plan.route or state.last_route  # an untouched call has no route
         return outcome.output
     state.last_route = plan.routes_run[-1] if plan.routes_run else state.last_route
-    if plan.graphs.runner is None:
-        state.note_eager(str(plan.graphs.use.eager_reason), grad=plan.spec.request.grad)
+    runner = state.training_runner if plan.spec.request.grad else state.inference_runner
+    if plan.graphs.runner is None and runner is not None and runner.last_way is not None:
+        runner.last_way = f"eager: {plan.graphs.use.eager_reason}"  # it counted calls before
     if len(plan.passes) > 1:
         state.pass_limit.calls += 1
         state.pass_limit.passes += len(plan.passes)

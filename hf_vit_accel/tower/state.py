@@ -136,12 +136,6 @@ class TowerState:
             if runner is not None and runner.last_way is not None:
                 runner.last_way = "the original forward ran"
 
-    def note_eager(self, why: str, *, grad: bool) -> None:
-        """Note for the reports of graphs why the last call, or step, was none of theirs."""
-        runner = self.training_runner if grad else self.inference_runner
-        if runner is not None and runner.last_way is not None:
-            runner.last_way = f"eager: {why}"
-
     def copy(self) -> TowerState:
         """Return a state with the same configuration, for another tower."""
         state = TowerState(self.family, self.settings, former_name=self.former_name)
