@@ -57,11 +57,11 @@ class GraphUse:
 
     Attributes:
         eager_reason: Why the call runs eagerly; None for a call that may be replayed.
-        exactly: Whether its exact shape is replayed, or shapes padded to budgets.
+        exact: The grid of the call, whose exact shape is replayed; None for shapes padded to budgets.
     """
 
     eager_reason: str | None = None
-    exactly: bool = False
+    exact: Grid | None = None
 
 
 class Store(Protocol):
@@ -136,7 +136,7 @@ class AutoGraphs:
         exact_calls = self._count(("exact", grid))
         why_not_exact = store.not_exact.get(grid)
         if grid in self._known and why_not_exact is None:
-            return GraphUse(exactly=True)
+            return GraphUse(exact=grid)
         rows = rows_of(grid)
         if rows > MOST_ROWS:
             return GraphUse(f"calls of more than {MOST_ROWS} patches keep the GPU busy without a graph")
@@ -150,12 +150,12 @@ class AutoGraphs:
         if not is_exact and not can_pad:
             return GraphUse(why_not_exact or "a size is captured when it comes again")
         if not is_exact and is_padding_known:
-            return GraphUse(exactly=False)
+            return GraphUse()
         reason = self.reason_against_capture(store)
         if reason is not None:
-            return GraphUse(exactly=False) if is_padding_known else GraphUse(reason)
+            return GraphUse() if is_padding_known else GraphUse(reason)
         self._know((grid,) if is_exact else budgets_of_call or ())
-        return GraphUse(exactly=is_exact)
+        return GraphUse(exact=grid if is_exact else None)
 
     def expect(self, grid: Grid) -> None:
         """Note a call of `warmup` whose exact shape is captured: calls of its grid are replayed from then on."""
@@ -174,7 +174,7 @@ class AutoGraphs:
         if rows_of(grid) > _PADDED_ROWS and is_padding_slower():
             return GraphUse("an eager call of this size uses a faster backend than a graph for many layouts")
         self._know(budgets_of_call)
-        return GraphUse(exactly=False)
+        return GraphUse()
 
     def add_free_captures(self, count: int) -> None:
         """Count captures that the user asked for: replays need not pay for them."""
@@ -201,7 +201,7 @@ class AutoGraphs:
             if reason is not None:
                 return GraphUse(reason)
             self._know((grid,))
-        return GraphUse(exactly=True)
+        return GraphUse(exact=grid)
 
     def reason_against_capture(self, store: Store) -> str | None:
         """Return why no other graph is captured for the last call, or None."""

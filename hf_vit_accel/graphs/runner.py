@@ -21,14 +21,12 @@ from hf_vit_accel.config import GraphConfig
 from hf_vit_accel.engine.encoder import encode
 from hf_vit_accel.engine.route import Route, Routes, Spec
 from hf_vit_accel.graphs import budgets
-from hf_vit_accel.graphs.automatic import AutoGraphs, GraphUse
+from hf_vit_accel.graphs.automatic import NO_ROOM, AutoGraphs, GraphUse
 from hf_vit_accel.graphs.buffers import Shape, pad
 from hf_vit_accel.graphs.identity import Identity
 from hf_vit_accel.graphs.recorder import CudaRecorder
-from hf_vit_accel.graphs.store import CaptureError, Eager, GraphStatus, GraphStore
+from hf_vit_accel.graphs.store import EXACT_ONLY, REMEMBERED, CaptureError, Eager, GraphStatus, GraphStore
 from hf_vit_accel.layout import Grid, pack, send
-
-_EXACT_ONLY = "the backend replays exact shapes only"
 
 
 class Signature:
@@ -98,6 +96,7 @@ class Runner(GraphStore[_Graph]):
         self._rows_called = 0
         self._rows_replayed = 0
         self._exactly: bool | None = None
+        self._replayed_exactly: set[Grid] = set()  # grids of calls
         self._arena: list[Tensor] = []  # buffers that all budgets share: pixels, then every output
         self._width = 0  # values per patch of the last call
         self._tower_budgets: tuple[int, ...] = ()  # in the tokens of the last call's tower
@@ -106,6 +105,7 @@ class Runner(GraphStore[_Graph]):
     def _drop(self) -> None:
         super()._drop()
         self._arena = []
+        self._replayed_exactly = set()
 
     def static_buffers(self) -> list[Tensor]:
         """List the tensors that the next call writes before a graph reads them."""
@@ -152,9 +152,9 @@ class Runner(GraphStore[_Graph]):
             return GraphUse(why)
         if self._exactly:
             self.auto.expect(grid)
-            return GraphUse(exactly=True)
+            return GraphUse(exact=grid)
         if self._exactly is False and not can_pad:
-            return GraphUse(_EXACT_ONLY)
+            return GraphUse(EXACT_ONLY)
         bins = budgets.pack(grid, merge, self.budgets_of(merge))
         budgets_of_call = None
         if can_pad and not isinstance(bins, str) and budgets.pays(bins, merge):
@@ -168,17 +168,18 @@ class Runner(GraphStore[_Graph]):
     def _choose_as_asked(self, grid: Grid, *, can_pad: bool) -> GraphUse:
         """Count a call where the user asked for graphs. Choose its exact shape if that came often, else budgets."""
         came_often = 0 < self.config.exact_after <= self._count_calls(grid)
-        exactly = came_often and grid not in self.not_exact and self._finds_or_may_capture(grid)
+        has_room = self.nbytes <= self.max_bytes or self.will_make_room
+        why_not_captured = self.not_exact.get(grid) or self._off or (None if has_room else NO_ROOM)
+        exactly = grid in self._replayed_exactly or (came_often and why_not_captured is None)
         if self._exactly is not None:
             exactly = self._exactly
-        if not exactly and not can_pad:
-            return GraphUse(_EXACT_ONLY)
-        return GraphUse(exactly=exactly)
-
-    def _finds_or_may_capture(self, grid: Grid) -> bool:
-        """Return whether a graph of an exact grid is stored, or may be captured."""
-        may_capture = self._off is None and self.nbytes <= self.max_bytes
-        return may_capture or any(graph.grid == grid for graph in self._graphs.values())
+        if exactly:
+            return GraphUse(exact=grid)
+        if can_pad:
+            return GraphUse()
+        reason = (came_often and why_not_captured) or EXACT_ONLY
+        self._count_refusal(reason)
+        return GraphUse(reason)
 
     @contextmanager
     def capturing(self, *, exactly: bool) -> Iterator[None]:
@@ -196,7 +197,7 @@ class Runner(GraphStore[_Graph]):
                     self.auto.add_free_captures(self.captures - captures_before)
 
     def run(
-        self, route: Route, pixels_TP: Tensor, memory: list[object], identity_spec: Spec, *, exactly: bool
+        self, route: Route, pixels_TP: Tensor, memory: list[object], identity_spec: Spec, *, exact: Grid | None
     ) -> list[Tensor] | Eager:
         """Replay a call.
 
@@ -205,7 +206,7 @@ class Runner(GraphStore[_Graph]):
             pixels_TP: The call's pixels.
             memory: Equal while weights and buffers stay at their addresses (see `Identity`).
             identity_spec: The spec that identifies all graphs of this runner; the route's own may differ.
-            exactly: See `GraphUse`.
+            exact: See `GraphUse`.
 
         Returns:
             Fresh output tensors, or why the call runs eagerly (counted).
@@ -219,16 +220,30 @@ class Runner(GraphStore[_Graph]):
             self._make_room(device)
             self._width = pixels_TP.shape[1]
             self._tower_budgets = self.budgets_of(route.spec.geometry.merge)
-            bins = self._bins(route, exactly=exactly)
+            bins = self._bins(route, exactly=exact is not None)
             if isinstance(bins, Eager):
                 return bins
             try:
                 graphs = [self._graph(route, bin_) for bin_ in bins]
             except CaptureError as error:
-                if exactly and error.__cause__ is not None:
-                    self.not_exact[route.metadata.grid] = str(error)
+                if exact is not None and error.has_failed:
+                    self._note_not_exact(exact, str(error))
                 return self.eager_after(error)
+            if exact is not None:
+                self._note_replayed_exactly(exact)
             return self._replay(pixels_TP, route.spec.geometry.merge**2, bins, graphs)
+
+    def _note_not_exact(self, grid: Grid, why: str) -> None:
+        """Note that the exact shape of a call cannot be captured. From now on it is padded."""
+        self._replayed_exactly.discard(grid)
+        if len(self.not_exact) < REMEMBERED:
+            self.not_exact[grid] = why
+
+    def _note_replayed_exactly(self, grid: Grid) -> None:
+        """Note a call that is replayed in its exact shape; it stays so, also where no room is left for others."""
+        if len(self._replayed_exactly) >= REMEMBERED:
+            self._replayed_exactly = set()
+        self._replayed_exactly.add(grid)
 
     def _bins(self, route: Route, *, exactly: bool) -> list[budgets.Bin] | Eager:
         """Return one exact bin, or bins of budgets; or why the call runs eagerly."""

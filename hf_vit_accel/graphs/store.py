@@ -94,10 +94,23 @@ class GraphStatus:
         return "\n".join(lines)
 
 
-class CaptureError(RuntimeError):
-    """A graph could not be captured. `allowed_under_strict`: the capture was not tried, for lack of room."""
+EXACT_ONLY = "the backend replays exact shapes only, from the time that they came often"
+"""Why a call is neither padded nor captured, if a backend was named whose graphs serve one layout."""
 
-    allowed_under_strict = False
+
+class CaptureError(RuntimeError):
+    """A graph could not be captured.
+
+    Args:
+        why: The reason.
+        allowed_under_strict: Whether the capture was not tried, for lack of room.
+        has_failed: Whether the capture failed, now or before.
+    """
+
+    def __init__(self, why: str, *, allowed_under_strict: bool = False, has_failed: bool = False) -> None:
+        super().__init__(why)
+        self.allowed_under_strict = allowed_under_strict
+        self.has_failed = has_failed
 
 
 class StoredGraph(Protocol):
@@ -160,7 +173,7 @@ class GraphStore(ABC, Generic[G]):
         self._calls_without_room = 0
         self._patience = _PATIENCE
         self._refused: dict[Hashable, str] = {}
-        self.not_exact: dict[Grid, str] = {}  # grids whose exact capture failed, and why
+        self.not_exact: dict[Grid, str] = {}  # grids of calls whose exact capture failed, and why
 
         self.nbytes = 0
         self._recorder: Any = None  # a CudaRecorder from the first call on
@@ -232,7 +245,7 @@ class GraphStore(ABC, Generic[G]):
     def count_eager(self, why: str) -> Eager:
         """Count a call that does not come to `run`; return why it runs eagerly."""
         self._calls += 1
-        return self.eager(why)
+        return self.eager(why, allowed_under_strict=why in (EXACT_ONLY, NO_ROOM))
 
     @property
     def has_given_up(self) -> bool:
@@ -317,16 +330,14 @@ class GraphStore(ABC, Generic[G]):
         """Raise `CaptureError` where a capture failed before, or has no room."""
         why = self._off or self._refused.get(signature)
         if why:
-            raise CaptureError(why)
+            raise CaptureError(why, has_failed=signature in self._refused)
         if self.nbytes > self.max_bytes:
             why = NO_ROOM
         elif self.auto is not None and not self.is_warming_up:
             why = self.auto.reason_against_capture(self)
         if why is not None:
             self._count_refusal(why)
-            error = CaptureError(why)
-            error.allowed_under_strict = why == NO_ROOM
-            raise error
+            raise CaptureError(why, allowed_under_strict=why == NO_ROOM)
 
     @property
     def will_make_room(self) -> bool:
@@ -356,7 +367,7 @@ class GraphStore(ABC, Generic[G]):
             self._refused[signature] = why
             if self._failures >= _FAILURES or len(self._refused) >= _REFUSED:
                 self._off = f"{len(self._refused)} captures failed, the last: {why}"
-            raise CaptureError(why) from error
+            raise CaptureError(why, has_failed=True) from error
         finally:
             recorder.done()
 

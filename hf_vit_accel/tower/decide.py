@@ -313,7 +313,7 @@ def _choose_graphs(
         return GraphChoice(runner=runner, use=GraphUse(eager_reason=reason))
     if isinstance(runner, TrainingRunner):
         if runner.auto is None:
-            return GraphChoice(runner=runner, use=GraphUse(exactly=True))
+            return GraphChoice(runner=runner, use=GraphUse(exact=grid))
         values_per_row = len(snapshot.parts.blocks) * snapshot.heads * snapshot.head_dim
         use = runner.choose(grid, values_per_row, parameters, device)
         return GraphChoice(runner=runner, use=use)
@@ -324,7 +324,8 @@ def _choose_graphs(
         return not all(choice.backend.replays_other_layouts for choice in choices)
 
     attention = state.settings.attention
-    can_pad = attention == "auto" or backend_named(attention).replays_other_layouts
+    is_named = attention != "auto" and attention not in state.faults
+    can_pad = not is_named or backend_named(attention).replays_other_layouts
     use = runner.choose(grid, snapshot.geometry.merge, device, is_padding_slower, can_pad=can_pad)
     if use.eager_reason is not None:
         return GraphChoice(runner=runner, use=use)

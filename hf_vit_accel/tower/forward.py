@@ -373,7 +373,7 @@ def _replay(plan: FastPlan, runner: Runner | TrainingRunner, one_pass: Pass, pix
     memory = [plan.weights, *[buffer.data_ptr() for buffer in plan.snapshot.buffers()]]
     if isinstance(runner, Runner):
         identity_spec = plan.graphs.identity_spec or plan.spec
-        return runner.run(one_pass.route, pixels_TP, memory, identity_spec, exactly=plan.graphs.use.exactly)
+        return runner.run(one_pass.route, pixels_TP, memory, identity_spec, exact=plan.graphs.use.exact)
     return runner.run(one_pass.route, pixels_TP, plan.parameters, plan.snapshot.parameter_dicts, memory)
 
 
@@ -392,7 +392,7 @@ def _count(state: TowerState, outcome: Outcome) -> object:
         return outcome.output
     state.last_route = plan.routes_run[-1] if plan.routes_run else state.last_route
     runner = state.training_runner if plan.spec.request.grad else state.inference_runner
-    if plan.graphs.runner is None and runner is not None and runner.last_way is not None:
+    if plan.passes and plan.graphs.runner is None and runner is not None and runner.last_way is not None:
         runner.last_way = f"eager: {plan.graphs.use.eager_reason}"  # it counted calls before
     if len(plan.passes) > 1:
         state.pass_limit.calls += 1

@@ -131,7 +131,7 @@ class GraphChoice:
         """How the call is replayed. It decides which backends are chosen."""
         if self.runner is None or self.use.eager_reason is not None:
             return "never"
-        return "exactly" if self.use.exactly else "padded"
+        return "padded" if self.use.exact is None else "exactly"
 
 
 NO_GRAPHS = GraphChoice(use=GraphUse(eager_reason="such calls are never replayed"))

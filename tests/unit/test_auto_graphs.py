@@ -25,8 +25,11 @@ from torch import nn
 import hf_vit_accel
 from hf_vit_accel import FlexConfig, GraphConfig, api, backends
 from hf_vit_accel.backends import Plan, Request, Rule
-from hf_vit_accel.graphs import automatic, budgets
+from hf_vit_accel.engine.route import Route
+from hf_vit_accel.graphs import automatic, budgets, store
 from hf_vit_accel.graphs.automatic import NO_ROOM, AutoGraphs
+from hf_vit_accel.graphs.budgets import Bin
+from hf_vit_accel.graphs.runner import Runner
 from hf_vit_accel.graphs.store import GraphStatus
 from hf_vit_accel.layout import Segments
 from hf_vit_accel.machine import keep_in_children
@@ -306,7 +309,7 @@ def test_padding_waits_where_it_needs_a_slower_backend(on_cpu: type[Recorder]) -
         auto = AutoGraphs()
         uses = [auto.choose(grid, (1024,), store, lambda: is_slower) for _ in range(3)]  # noqa: B023
         assert [use.eager_reason for use in uses] == [COMES_AGAIN, second, None]
-        assert uses[2].exactly
+        assert uses[2].exact == grid
 
 
 @BOTH_KINDS
@@ -335,6 +338,89 @@ def test_a_named_backend_that_serves_one_layout_is_never_padded(
     assert status_of(model).replays == 2 and status_of(model).captures == 1
 
 
+@pytest.mark.parametrize("exact_after", [0, 3])
+def test_a_shape_that_warmup_captured_is_replayed_from_the_first_call_on(
+    on_cpu: type[Recorder], model: nn.Module, exact_after: int
+) -> None:
+    patch(model, GraphConfig(max_tokens=128, exact_after=exact_after))
+    hf_vit_accel.warmup(model, sizes=[IMAGE], progress=False)
+    run_tower(tower_of(model), IMAGE)
+    assert status_of(model).captures == 1 and status_of(model).replays == 2
+
+
+def test_exact_shapes_of_several_passes_are_replayed_while_memory_is_full(
+    on_cpu: type[Recorder], model: nn.Module
+) -> None:
+    video: Grid = [(2, 6, 8)]
+    patch(model, GraphConfig(max_tokens=128, exact_after=1, max_bytes=1), max_rows=48)
+    for _ in range(8):
+        run_tower(tower_of(model), video)
+    assert status_of(model).captures == 1 and status_of(model).replays == 16
+
+
+@pytest.mark.parametrize("max_rows", ["auto", 48], ids=["one pass", "two passes"])
+def test_a_call_whose_exact_capture_fails_is_padded_from_then_on(
+    on_cpu: type[Recorder], monkeypatch: pytest.MonkeyPatch, model: nn.Module, max_rows: int | str
+) -> None:
+    """Grids of one signature share the failure, and both are padded."""
+    capture = Runner._capture
+
+    def failing(self: Runner, route: Route, bin_: Bin, recorder: Any) -> Any:
+        if bin_.budget is None:
+            raise RuntimeError("no exact graph today")
+        return capture(self, route, bin_, recorder)
+
+    monkeypatch.setattr(Runner, "_capture", failing)
+    patch(model, GraphConfig(max_tokens=128, exact_after=2), max_rows=max_rows)
+    for grid in ([(2, 6, 8)], [(2, 8, 6)]):
+        ways = []
+        for _ in range(4):
+            run_tower(tower_of(model), grid)
+            ways.append(last_call(model).split()[0])
+        assert ways == ["replayed", "eager:", "replayed", "replayed"], grid
+    assert status_of(model).off is None
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_named_backend_that_serves_one_layout_is_captured_when_a_shape_came_often(
+    only_in_graphs: OnlyInGraphs, model: nn.Module, strict: bool
+) -> None:
+    only_in_graphs.raises = False
+    only_in_graphs.replays_other_layouts = False
+    patch(model, GraphConfig(max_tokens=128), attention="torch_cudnn", strict=strict)
+    ways = []
+    for _ in range(4):
+        run_tower(tower_of(model), IMAGE)
+        ways.append(last_call(model))
+    assert (
+        ways[:2] == [f"eager: {store.EXACT_ONLY}"] * 2 and ways[2] == ways[3] == "replayed (captured at the 3rd call)"
+    )
+    assert hf_vit_accel.status(model).towers[0].backends == {"full": "torch_cudnn"}
+
+
+def test_a_named_backend_that_failed_leaves_its_calls_to_one_that_can_be_padded(
+    only_in_graphs: OnlyInGraphs, model: nn.Module
+) -> None:
+    only_in_graphs.replays_other_layouts = False
+    patch(model, GraphConfig(max_tokens=128), attention="torch_cudnn")
+    for width in (4, 6, 8, 10):
+        run_tower(tower_of(model), [(1, 4, width)])
+    assert status_of(model).replays == 4 and "torch_cudnn" in state_of(tower_of(model)).faults
+
+
+def test_a_named_backend_gets_room_for_a_shape_that_comes_often(
+    only_in_graphs: OnlyInGraphs, on_cpu: type[Recorder], model: nn.Module
+) -> None:
+    only_in_graphs.raises = False
+    only_in_graphs.replays_other_layouts = False
+    patch(model, GraphConfig(max_tokens=128, max_bytes=1), attention="torch_cudnn")
+    for _ in range(4):
+        run_tower(tower_of(model), IMAGE)
+    for _ in range(40):
+        run_tower(tower_of(model), [(1, 4, 4)])
+    assert last_call(model).startswith("replayed") and status_of(model).eager[NO_ROOM] >= 16
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_warmup_of_a_named_backend_that_serves_one_layout_captures_no_budget(
     only_in_graphs: OnlyInGraphs, model: nn.Module, monkeypatch: pytest.MonkeyPatch, strict: bool
@@ -348,7 +434,7 @@ def test_warmup_of_a_named_backend_that_serves_one_layout_captures_no_budget(
     hf_vit_accel.patch(model, attention="torch_cudnn", strict=strict)
     hf_vit_accel.warmup(model, progress=False)
     status = status_of(model)
-    assert status.captures == 0 and set(status.eager) == {"the backend replays exact shapes only"}
+    assert status.captures == 0 and set(status.eager) == {store.EXACT_ONLY}
     hf_vit_accel.warmup(model, sizes=[IMAGE], progress=False)
     run_tower(tower_of(model), IMAGE)
     assert status_of(model).captures == 1 and last_call(model).startswith("replayed")
