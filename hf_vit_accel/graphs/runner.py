@@ -20,12 +20,12 @@ from hf_vit_accel import machine
 from hf_vit_accel.config import GraphConfig
 from hf_vit_accel.engine.encoder import encode
 from hf_vit_accel.engine.route import Route, Routes, Spec
-from hf_vit_accel.graphs import budgets
+from hf_vit_accel.graphs import budgets, store
 from hf_vit_accel.graphs.automatic import NO_ROOM, AutoGraphs, GraphUse
 from hf_vit_accel.graphs.buffers import Shape, pad
 from hf_vit_accel.graphs.identity import Identity
 from hf_vit_accel.graphs.recorder import CudaRecorder
-from hf_vit_accel.graphs.store import EXACT_ONLY, REMEMBERED, CaptureError, Eager, GraphStatus, GraphStore
+from hf_vit_accel.graphs.store import EXACT_ONLY, CaptureError, Eager, GraphStatus, GraphStore
 from hf_vit_accel.layout import Grid, pack, send
 
 
@@ -236,12 +236,12 @@ class Runner(GraphStore[_Graph]):
     def _note_not_exact(self, grid: Grid, why: str) -> None:
         """Note that the exact shape of a call cannot be captured. From now on it is padded."""
         self._replayed_exactly.discard(grid)
-        if len(self.not_exact) < REMEMBERED:
+        if len(self.not_exact) < store.REMEMBERED:
             self.not_exact[grid] = why
 
     def _note_replayed_exactly(self, grid: Grid) -> None:
         """Note a call that is replayed in its exact shape; it stays so, also where no room is left for others."""
-        if len(self._replayed_exactly) >= REMEMBERED:
+        if len(self._replayed_exactly) >= store.REMEMBERED:
             self._replayed_exactly = set()
         self._replayed_exactly.add(grid)
 

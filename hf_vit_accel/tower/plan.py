@@ -117,9 +117,9 @@ class GraphChoice:
     Attributes:
         runner: Their runner; None for a call that no runner counts.
         use: How the runner serves the call, or why there is none.
-        identity_spec: The spec that identifies all graphs of the runner; None for the call's own spec. Exact and padded
-            calls share it. So neither makes the graphs of the other stale. A graph of an exact shape is captured with
-            the call's own spec in any case.
+        identity_spec: The spec that identifies all graphs of inference; None for a step, whose own spec does. Exact and
+            padded calls share it. So neither makes the graphs of the other stale. A graph of an exact shape is captured
+            with the call's own spec in any case.
     """
 
     runner: Runner | TrainingRunner | None = None
