@@ -16,7 +16,7 @@ from hf_vit_accel.config import GraphConfig, Settings
 from hf_vit_accel.engine.route import Route, Spec
 from hf_vit_accel.families import FAMILIES, FAMILIES_OF_COPIES, Family, Tower
 from hf_vit_accel.families.copies import CopyFamily, suggest_families
-from hf_vit_accel.graphs.store import GraphStatus
+from hf_vit_accel.graphs.status import GraphStatus
 from hf_vit_accel.model import around
 from hf_vit_accel.model.around import ModelState
 from hf_vit_accel.ops import PARTS, TABLE, why_not_triton

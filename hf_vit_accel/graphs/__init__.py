@@ -7,7 +7,7 @@ A graph reads weights and buffers where they lie in memory. Pixels are copied in
 arrays of the layout. A training graph keeps the arrays of its own layout.
 
 **How a call finds its graph.** By a signature, once its identity is known to be current.
-In inference the signature is `runner.Signature`: rows, array shapes and dtypes, and the host decisions of all plans.
+In inference the signature is `identity.Signature`: rows, array shapes and dtypes, and the host decisions of all plans.
 In training it is the call's grid, and which outputs receive gradients.
 
 **What drops graphs.**

@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,10 +23,11 @@ from hf_vit_accel.layout import Grid, rows_of
 CONFIG = GraphConfig(max_graphs=64, max_bytes=1 << 30)
 """The bounds of graphs that nobody asked for."""
 
-MOST_ROWS = 8192
+MOST_ROWS = 16384
 """Patch rows of the largest call that is replayed.
 
-From there on the fastest call of a replay saves 3% at most (docs/benchmarks.md).
+From 8,192 on a replay saves up to 4% on a fast host (docs/benchmarks.md), and more where the host is slow. Graphs of
+still larger calls would hold more memory than `CONFIG` allows.
 """
 _PADDED_ROWS = 2400
 """Patch rows up to which a padded replay pays, even with a slower backend than an eager call would use."""
@@ -85,7 +86,7 @@ class Store(Protocol):
 
     @property
     def needed_bytes(self) -> int:
-        """Device memory that a graph of the last call needs at least. All graphs share it, since one runs at a time."""
+        """Estimated device memory of a graph of the last call. All graphs share it, since one runs at a time."""
 
     @property
     def will_make_room(self) -> bool:
@@ -94,6 +95,10 @@ class Store(Protocol):
     @property
     def device(self) -> torch.device | None:
         """The device of the last call; None before the first."""
+
+    @property
+    def off(self) -> str | None:
+        """Why no other capture is tried, or None."""
 
     @property
     def not_exact(self) -> Mapping[Grid, str]:
@@ -205,10 +210,12 @@ class AutoGraphs:
 
     def reason_against_capture(self, store: Store) -> str | None:
         """Return why no other graph is captured for the last call, or None."""
+        if store.off is not None:
+            return store.off
         paid = store.replays // _REPLAYS_PER_CAPTURE + self._calls // _CALLS_PER_CAPTURE
         if store.captures > self._free_captures + paid:
             return "another graph is captured when replays have paid for those before"
-        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        if _is_profiling():
             return "no graph is captured under a profiler"
         assert store.device is not None
         most_bytes = min(free_bytes(store.device) // _SHARE, store.max_bytes)
@@ -243,11 +250,21 @@ class AutoGraphs:
         return count
 
 
+def _is_profiling() -> bool:
+    """Return whether a profiler of torch runs in this thread or in another."""
+    in_this_thread: bool = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    return in_this_thread or getattr(torch.autograd.profiler, "_is_profiler_enabled", False)
+
+
 class DroppedWhenMemoryRunsOut(Protocol):
     """A store whose graphs go when any allocation on their GPU fails, also one of the user's program."""
 
     device: torch.device | None
     """The device of the graphs; None before the first call."""
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether memory ran out, so that no call uses graphs any more."""
 
     def give_up(self, why: str) -> None:
         """Drop all graphs and capture no other."""
@@ -256,6 +273,8 @@ class DroppedWhenMemoryRunsOut(Protocol):
 _stores: weakref.WeakSet[DroppedWhenMemoryRunsOut] = weakref.WeakSet()
 _is_observing = False
 _captures = threading.local()
+stores_given_up = 0
+"""Stores whose graphs went since memory ran out. A call that ran out of memory may find theirs when it tries again."""
 
 
 @contextmanager
@@ -289,8 +308,12 @@ def _give_up_graphs(device: int, requested: int, allocated: int, free: int) -> N
     """Drop the graphs of a device; torch calls this with the failed allocation, in its thread."""
     if getattr(_captures, "is_under_way", False):
         return
+    global stores_given_up
     for store in list(_stores):
         is_elsewhere = store.device is not None and store.device.index not in (None, device)
         if is_elsewhere:
             continue
-        store.give_up("device memory ran out after graphs were captured")
+        if not store.has_given_up:
+            stores_given_up += 1
+        with suppress(RuntimeError):  # CUDA refuses to wait for replays within a capture: the next call drops them
+            store.give_up("device memory ran out after graphs were captured")

@@ -9,7 +9,7 @@ All graphs of a runner share one memory pool and one set of buffers, so replays 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -23,36 +23,15 @@ from hf_vit_accel.engine.route import Route, Routes, Spec
 from hf_vit_accel.graphs import budgets, store
 from hf_vit_accel.graphs.automatic import NO_ROOM, AutoGraphs, GraphUse
 from hf_vit_accel.graphs.buffers import Shape, pad
-from hf_vit_accel.graphs.identity import Identity
+from hf_vit_accel.graphs.identity import Identity, signature_of
 from hf_vit_accel.graphs.recorder import CudaRecorder
-from hf_vit_accel.graphs.store import EXACT_ONLY, CaptureError, Eager, GraphStatus, GraphStore
-from hf_vit_accel.layout import Grid, pack, send
+from hf_vit_accel.graphs.status import GraphStatus
+from hf_vit_accel.graphs.store import EXACT_ONLY, CaptureError, Eager, GraphStore
+from hf_vit_accel.layout import Grid, pack, rows_of, send
 
-
-class Signature:
-    """Key of a graph: rows, array shapes and dtypes, and the host decisions of all plans.
-
-    Layouts of one signature share a graph. The hash is computed once, since a call looks it up several times.
-    """
-
-    def __init__(self, value: Hashable) -> None:
-        self._value = value
-        self._hash = hash(value)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Signature) and self._value == other._value
-
-
-def signature_of(route: Route) -> Signature:
-    """Return the signature of a route. It is kept on the route, which every replay looks up."""
-    if route.signature is None:
-        arrays = tuple((name, array.shape, array.dtype.str) for name, array in route.arrays.items())
-        plans = tuple((kind, plan.backend.name, tuple(sorted(plan.host.items()))) for kind, plan in route.plans.items())
-        route.signature = Signature((route.metadata.rows, arrays, plans))
-    return route.signature
+_NEVER_EXACT = "the backend replays exact shapes only, which exact_after=0 rules out"
+_BYTES_PER_VALUE = 24
+"""Bytes of memory that an inference call needs for each row and column of the residual stream, at most (H200)."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -130,6 +109,7 @@ class Runner(GraphStore[_Graph]):
         self,
         grid: Grid,
         merge: int,
+        width: int,
         device: torch.device,
         is_padding_slower: Callable[[], bool],
         *,
@@ -140,36 +120,39 @@ class Runner(GraphStore[_Graph]):
         Args:
             grid: The grid of the call.
             merge: Patches along the side of a merged token.
+            width: Columns of the residual stream.
             device: The device of the call.
             is_padding_slower: Whether graphs of budgets need a slower backend than an eager call would use.
             can_pad: Whether the backend that was asked for can replay other layouts than the captured one.
         """
-        self.device = device
-        if self.auto is None:
-            return self._choose_as_asked(grid, can_pad=can_pad)
-        why = self._why_never()
-        if why is not None:
-            return GraphUse(why)
-        if self._exactly:
-            self.auto.expect(grid)
-            return GraphUse(exact=grid)
-        if self._exactly is False and not can_pad:
-            return GraphUse(EXACT_ONLY)
-        bins = budgets.pack(grid, merge, self.budgets_of(merge))
-        budgets_of_call = None
-        if can_pad and not isinstance(bins, str) and budgets.pays(bins, merge):
-            budgets_of_call = tuple(bin_.budget for bin_ in bins if bin_.budget is not None)
-        if self._exactly is None:
-            use = self.auto.choose(grid, budgets_of_call, self, is_padding_slower)
-            self._count_refusal(use.eager_reason)
-            return use
-        return self.auto.expect_budgets(grid, budgets_of_call or (), is_padding_slower)
+        with self._lock:  # calls of other threads wait for the end of `warmup`
+            self.device = device
+            if self.auto is None:
+                return self._choose_as_asked(grid, can_pad=can_pad)
+            why = self._why_never()
+            if why is not None:
+                return GraphUse(why)
+            if self._exactly:
+                self.auto.expect(grid)
+                return GraphUse(exact=grid)
+            if self._exactly is False and not can_pad:
+                return GraphUse(EXACT_ONLY)
+            bins = budgets.pack(grid, merge, self.budgets_of(merge))
+            budgets_of_call = None
+            if can_pad and not isinstance(bins, str) and budgets.pays(bins, merge):
+                budgets_of_call = tuple(bin_.budget for bin_ in bins if bin_.budget is not None)
+            if self._exactly is None:
+                self.needed_bytes = rows_of(grid) * width * _BYTES_PER_VALUE
+                use = self.auto.choose(grid, budgets_of_call, self, is_padding_slower)
+                self._count_refusal(use.eager_reason)
+                return use
+            return self.auto.expect_budgets(grid, budgets_of_call or (), is_padding_slower)
 
     def _choose_as_asked(self, grid: Grid, *, can_pad: bool) -> GraphUse:
         """Count a call where the user asked for graphs. Choose its exact shape if that came often, else budgets."""
         came_often = 0 < self.config.exact_after <= self._count_calls(grid)
         has_room = self.nbytes <= self.max_bytes or self.will_make_room
-        why_not_captured = self.not_exact.get(grid) or self._off or (None if has_room else NO_ROOM)
+        why_not_captured = self.not_exact.get(grid) or self.off or (None if has_room else NO_ROOM)
         exactly = grid in self._replayed_exactly or (came_often and why_not_captured is None)
         if self._exactly is not None:
             exactly = self._exactly
@@ -177,7 +160,7 @@ class Runner(GraphStore[_Graph]):
             return GraphUse(exact=grid)
         if can_pad:
             return GraphUse()
-        reason = (came_often and why_not_captured) or EXACT_ONLY
+        reason = (came_often and why_not_captured) or (EXACT_ONLY if self.config.exact_after else _NEVER_EXACT)
         self._count_refusal(reason)
         return GraphUse(reason)
 
@@ -226,18 +209,20 @@ class Runner(GraphStore[_Graph]):
             try:
                 graphs = [self._graph(route, bin_) for bin_ in bins]
             except CaptureError as error:
-                if exact is not None and error.has_failed:
-                    self._note_not_exact(exact, str(error))
+                if exact is not None:
+                    self._choose_anew(exact, str(error) if error.has_failed else None)
                 return self.eager_after(error)
-            if exact is not None:
+            if exact is not None and exact not in self.not_exact:  # as another pass of the call may be
                 self._note_replayed_exactly(exact)
             return self._replay(pixels_TP, route.spec.geometry.merge**2, bins, graphs)
 
-    def _note_not_exact(self, grid: Grid, why: str) -> None:
-        """Note that the exact shape of a call cannot be captured. From now on it is padded."""
+    def _choose_anew(self, grid: Grid, why_failed: str | None) -> None:
+        """Choose anew how calls of a grid are replayed, which had no exact graph. Where a capture failed, pad them."""
         self._replayed_exactly.discard(grid)
-        if len(self.not_exact) < store.REMEMBERED:
-            self.not_exact[grid] = why
+        if self.auto is not None:
+            self.auto.forget(grid)
+        if why_failed is not None and len(self.not_exact) < store.REMEMBERED:
+            self.not_exact[grid] = why_failed
 
     def _note_replayed_exactly(self, grid: Grid) -> None:
         """Note a call that is replayed in its exact shape; it stays so, also where no room is left for others."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
 from threading import RLock
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -16,9 +16,12 @@ from hf_vit_accel.config import GraphConfig
 from hf_vit_accel.graphs.automatic import NO_ROOM, AutoGraphs, capture_of_ours, drop_when_memory_runs_out
 from hf_vit_accel.graphs.identity import Identity, stale_reason
 from hf_vit_accel.graphs.recorder import CudaRecorder
+from hf_vit_accel.graphs.status import GraphStatus
 from hf_vit_accel.layout import Grid
 from hf_vit_accel.machine import Fault
 
+_MOST_REASONS = 64
+"""Reasons that are counted one by one: an error's text may name numbers, which differ from call to call."""
 _FAILURES = 3
 """Captures that fail in a row before no other is tried."""
 _REFUSED = 32
@@ -28,8 +31,12 @@ _CHANGES = 4
 REMEMBERED = 4096
 """Grids whose calls are counted."""
 _PATIENCE = 16
-"""Calls that find no room for a graph before all graphs are dropped; doubled each time."""
+"""Calls that find no room for a graph before all graphs are dropped; doubled each time.
 
+So many calls also follow a capture whose memory ran out before another one is tried.
+"""
+
+_RAN_OUT = "memory ran out in a capture, another one is tried after more calls"
 _CHANGED = "weights, modules or what gradients are given for changed at call after call"
 
 
@@ -46,52 +53,6 @@ class Eager:
     why: str
     allowed_under_strict: bool = False
     part_failed: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class GraphStatus:
-    """Counters of a tower's graphs.
-
-    Attributes:
-        budgets: Merged tokens that graphs are captured for; empty for graphs of training steps.
-        graphs: For every stored graph its label, the bytes that it added, and its replays.
-        replays: Graph launches.
-        captures: Graphs that were captured.
-        eager: Reason -> passes that ran without graphs.
-        stale: Reason -> times that all graphs went stale.
-        padding: Replayed rows per row of the calls.
-        nbytes: Device memory of graphs. It includes dropped graphs, whose memory only later graphs can take.
-        off: Why no capture is tried any more.
-        last: How the last call ran.
-    """
-
-    budgets: tuple[int, ...] = ()
-    graphs: tuple[tuple[str, int, int], ...] = ()
-    replays: int = 0
-    captures: int = 0
-    eager: Mapping[str, int] = field(default_factory=dict)
-    stale: Mapping[str, int] = field(default_factory=dict)
-    padding: float = 1.0
-    nbytes: int = 0
-    off: str | None = None
-    last: str | None = None
-
-    def __str__(self) -> str:
-        is_training = not self.budgets
-        name = "training" if is_training else "graphs"
-        last_call = "last step" if is_training else "last call"
-        counts = f"{len(self.graphs)} held ({self.nbytes / 2**20:.0f} MiB), {self.captures} captured"
-        counts += f", {self.replays} replays"
-        if not is_training:
-            counts += f", {self.padding:.2f} rows replayed per row, budgets up to {self.budgets[-1]} tokens"
-        lines = [f"  {name:<11}{counts}"]
-        if self.last:
-            lines.append(f"  {last_call}  {self.last}")
-        if self.off:
-            lines.append(f"  {name} off {self.off}")
-        lines += [f"  stale      {count} x {why}" for why, count in self.stale.items()]
-        lines += [f"  eager      {count} x {why}" for why, count in self.eager.items()]
-        return "\n".join(lines)
 
 
 EXACT_ONLY = "the backend replays exact shapes only, from the time that they came often"
@@ -161,17 +122,19 @@ class GraphStore(ABC, Generic[G]):
         self.captures = 0
         self._lock = RLock()
         self._calls = 0
-        self.last_way: str | None = None
+        self.way_of_pass = ""  # how the last replay of any thread is reported
+        self.last_way: str | None = None  # how the last call is reported
         self._given_up: str | None = None
         self._changes = 0
         self._eager: Counter[str] = Counter()
         self._stale: Counter[str] = Counter()
 
         self._identity: Identity | None = None
-        self._off: str | None = None
+        self.off: str | None = None  # why no other capture is tried
         self._failures = 0
         self._calls_without_room = 0
         self._patience = _PATIENCE
+        self._no_capture_before = 0  # number of calls
         self._refused: dict[Hashable, str] = {}
         self.not_exact: dict[Grid, str] = {}  # grids of calls whose exact capture failed, and why
 
@@ -184,10 +147,11 @@ class GraphStore(ABC, Generic[G]):
     def _reset(self) -> None:
         """Forget all graphs, and every capture that failed."""
         self._identity = None
-        self._off = None
+        self.off = None
         self._failures = 0
         self._calls_without_room = 0
         self._patience = _PATIENCE
+        self._no_capture_before = 0
         self._refused = {}
         self.not_exact = {}
         self._drop()
@@ -214,7 +178,7 @@ class GraphStore(ABC, Generic[G]):
     @property
     def was_called(self) -> bool:
         """Whether any call was replayed, or counted as eager."""
-        return self._calls > 0
+        return self._calls > 0 or self.last_way is not None
 
     def status(self) -> GraphStatus:
         """Return the counters so far."""
@@ -226,15 +190,15 @@ class GraphStore(ABC, Generic[G]):
                 eager=dict(self._eager),
                 stale=dict(self._stale),
                 nbytes=self.nbytes,
-                off=self._given_up or self._off,
+                off=self._given_up or self.off,
                 last=self.last_way,
             )
 
     def eager(self, why: str, *, allowed_under_strict: bool = False) -> Eager:
         """Count why a pass runs without graphs, and return it. `strict` accepts that where graphs are automatic."""
         with self._lock:
-            self._eager[why] += 1
-            self.last_way = f"eager: {why}"
+            is_counted = why in self._eager or len(self._eager) < _MOST_REASONS
+            self._eager[why if is_counted else "other reasons"] += 1
         return Eager(why, allowed_under_strict or self.auto is not None)
 
     def eager_after(self, error: CaptureError) -> Eager:
@@ -256,13 +220,13 @@ class GraphStore(ABC, Generic[G]):
         """Return why no call uses graphs any more, or None. Drop graphs that another thread could not drop."""
         if self._given_up is not None and self._recorder is not None:
             self.drop_graphs()
-        return self._given_up or self._off
+        return self._given_up or (None if self._graphs else self.off)
 
     def _count_replay(self, graph: G) -> None:
         """Count the launch of a graph for a call."""
         self.replays += 1
         graph.replays += 1
-        self.last_way = f"replayed (captured at the {_ordinal(graph.captured_at)} call)"
+        self.way_of_pass = f"replayed (captured at the {_ordinal(graph.captured_at)} call)"
 
     def give_up(self, why: str) -> None:
         """Drop all graphs and capture no other: a program needs their memory.
@@ -280,6 +244,8 @@ class GraphStore(ABC, Generic[G]):
         """Count a call, and drop stale graphs. Return why the call runs eagerly, or None if it may be replayed."""
         self._calls += 1
         self.device = device
+        if self._given_up is not None:  # since the call was planned
+            return self.eager(self._given_up)
         why_stale = None if self._identity is None else stale_reason(self._identity, identity)
         if why_stale is not None:
             self._stale[why_stale] += 1
@@ -328,10 +294,12 @@ class GraphStore(ABC, Generic[G]):
 
     def _check_capture(self, signature: Hashable) -> None:
         """Raise `CaptureError` where a capture failed before, or has no room."""
-        why = self._off or self._refused.get(signature)
+        why = self.off or self._refused.get(signature)
         if why:
             raise CaptureError(why, has_failed=signature in self._refused)
-        if self.nbytes > self.max_bytes:
+        if self._calls < self._no_capture_before:
+            why = _RAN_OUT
+        elif self.nbytes > self.max_bytes:
             why = NO_ROOM
         elif self.auto is not None and not self.is_warming_up:
             why = self.auto.reason_against_capture(self)
@@ -363,10 +331,14 @@ class GraphStore(ABC, Generic[G]):
                 return capture(recorder)
         except Exception as error:
             why = f"capture failed: {type(error).__name__}: {error}".split("\n")[0]
+            if isinstance(error, torch.OutOfMemoryError):  # other programs may give memory back
+                self._no_capture_before = self._calls + self._patience
+                self._patience *= 2
+                raise CaptureError(why, has_failed=True) from error
             self._failures += 1
             self._refused[signature] = why
             if self._failures >= _FAILURES or len(self._refused) >= _REFUSED:
-                self._off = f"{len(self._refused)} captures failed, the last: {why}"
+                self.off = f"{len(self._refused)} captures failed, the last: {why}"
             raise CaptureError(why, has_failed=True) from error
         finally:
             recorder.done()

@@ -193,13 +193,14 @@ class TrainingRunner(GraphStore[CapturedStep]):
     def _forward(self, step: CapturedStep, pixels_TP: Tensor, parameters: Sequence[Tensor]) -> _Call:
         """Replay a forward and copy its outputs out."""
         call = _Call(step, parameters)
-        self._recorder.wait()
+        recorder = self._recorder  # if memory runs out, the store drops it
+        recorder.wait()
         try:
             step.pixels_TP.copy_(pixels_TP)
             step.forward()
             call.outputs = [output.clone() for output in step.outputs]
         finally:
-            self._recorder.done()
+            recorder.done()
         self._last = weakref.ref(call)
         step.last_call = self._last
         self._count_replay(step)
@@ -251,23 +252,25 @@ class TrainingRunner(GraphStore[CapturedStep]):
                     "The pixel values were modified by an inplace operation after their forward, and a later step "
                     "overwrote their copy. Call backward first, or write the pixels of the next step to other memory."
                 )
-            if self._recorder is None:  # all graphs were dropped
+            recorder = self._recorder
+            if recorder is None:  # all graphs were dropped
                 return step.pixels_TP.clone()
-            self._recorder.wait()
+            recorder.wait()
             try:
                 return step.pixels_TP.clone()
             finally:
-                self._recorder.done()
+                recorder.done()
 
     def _backward(self, step: CapturedStep, incoming: Tensors) -> Gradients:
         """Replay a backward and copy its gradients out."""
-        self._recorder.wait()
+        recorder = self._recorder
+        recorder.wait()
         try:
             for static, gradient in zip(step.incoming, incoming, strict=True):
                 static.copy_(gradient)
             return step.backward()
         finally:
-            self._recorder.done()
+            recorder.done()
 
 
 class _Replay(torch.autograd.Function):

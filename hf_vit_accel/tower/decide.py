@@ -98,7 +98,8 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
     if inputs.repeats is not None or shared.assignment is not None:
         grid = _own_grid(state, inputs, shared)
         reasons += [] if inputs.repeats is None else inputs.repeats.unmet
-    is_whole = most_rows is None or len(inputs.pixels) <= most_rows
+    rows = len(inputs.pixels) if grid is inputs.grid else rows_of(grid)
+    is_whole = most_rows is None or rows <= most_rows
     graphs = NO_GRAPHS
     runner = state.training_runner if grad else state.inference_runner
     # Automatic graphs replay calls of one pass. A score_mod may capture tensors that a graph would never read again.
@@ -311,10 +312,11 @@ def _choose_graphs(
     reason = _reason_against_graphs(snapshot, weights, device, checkpoints)
     if reason is not None:
         return GraphChoice(runner=runner, use=GraphUse(eager_reason=reason))
+    width = snapshot.heads * snapshot.head_dim
     if isinstance(runner, TrainingRunner):
         if runner.auto is None:
             return GraphChoice(runner=runner, use=GraphUse(exact=grid))
-        values_per_row = len(snapshot.parts.blocks) * snapshot.heads * snapshot.head_dim
+        values_per_row = len(snapshot.parts.blocks) * width
         use = runner.choose(grid, values_per_row, parameters, device)
         return GraphChoice(runner=runner, use=use)
 
@@ -326,7 +328,11 @@ def _choose_graphs(
     attention = state.settings.attention
     is_named = attention != "auto" and attention not in state.faults
     can_pad = not is_named or backend_named(attention).replays_other_layouts
-    use = runner.choose(grid, snapshot.geometry.merge, device, is_padding_slower, can_pad=can_pad)
+    if not can_pad:  # another backend serves calls that the named one refuses
+        eager_spec = spec_of(state, snapshot, weights, device, fast=True, grad=False)
+        choices = state.routes.get(grid, eager_spec).choices.values()
+        can_pad = all(choice.backend.name != attention for choice in choices)
+    use = runner.choose(grid, snapshot.geometry.merge, width, device, is_padding_slower, can_pad=can_pad)
     if use.eager_reason is not None:
         return GraphChoice(runner=runner, use=use)
     spec = spec_of(state, snapshot, weights, device, fast=True, grad=False, replay="padded")

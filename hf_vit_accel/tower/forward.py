@@ -27,6 +27,7 @@ from hf_vit_accel.engine.encoder import encode
 from hf_vit_accel.engine.joined import JoinedOutputs
 from hf_vit_accel.engine.passes import RecomputedPasses
 from hf_vit_accel.families import Tower
+from hf_vit_accel.graphs import automatic
 from hf_vit_accel.graphs.runner import Runner
 from hf_vit_accel.graphs.store import Eager
 from hf_vit_accel.graphs.training import TrainingRunner
@@ -34,6 +35,7 @@ from hf_vit_accel.machine import KERNELS, Fault, raise_if_any
 from hf_vit_accel.sharing.data_parallel import NotSharedError
 from hf_vit_accel.sharing.reuse import Repeats
 from hf_vit_accel.tower import attention_only, checks
+from hf_vit_accel.tower.count import count
 from hf_vit_accel.tower.decide import decide
 from hf_vit_accel.tower.modules import WeightMemory
 from hf_vit_accel.tower.plan import Call, CallPlan, FastPlan, Outcome, Pass, StockPlan, Way
@@ -181,23 +183,23 @@ def _call(tower: Tower, state: TowerState, original: Original, args: Arguments, 
     on_cuda = isinstance(pixels, Tensor) and pixels.is_cuda
     faults_at_call = state.faults
     not_shared: str | None = None
+    stock = partial(_call_original, original, state.family.arguments[0], args, kwargs)
     with torch.cuda.device(pixels.device) if on_cuda else nullcontext(), state.sharing or nullcontext():
         while True:
             faults_at_attempt = state.faults
+            given_up_at_attempt = automatic.stores_given_up
             plan: CallPlan | None = None
             try:
                 call = read(tower, state, args, kwargs)
                 plan = decide(tower, state, call, not_shared)
-                outcome = run(
-                    tower, state, plan, partial(_call_original, original, state.family.arguments[0], args, kwargs)
-                )
-                return _count(state, outcome)
+                return count(state, run(tower, state, plan, stock))
             except Fault as fault:
                 disable(state, faults_at_call, faults_at_attempt, fault)
             except NotSharedError as error:
                 not_shared = str(error)
             except torch.OutOfMemoryError:
-                if not isinstance(plan, FastPlan) or not (plan.lost_graphs() or halve_passes(state, plan)):
+                has_new_room = automatic.stores_given_up > given_up_at_attempt
+                if not isinstance(plan, FastPlan) or not (has_new_room or halve_passes(state, plan)):
                     raise
             # Nothing holds what the failed attempt allocated when the next one begins.
 
@@ -350,21 +352,25 @@ def _encode_pass(
     """Return the outputs of one pass, replayed from a CUDA graph or encoded. See `encode` for the arguments."""
     runner = plan.graphs.runner
     route = one_pass.route
+    why_eager = plan.graphs.use.eager_reason
     if runner is not None and not is_embedded:
-        reason = plan.graphs.use.eager_reason
-        result = runner.count_eager(reason) if reason else _replay(plan, runner, one_pass, pixels_or_rows)
+        result = runner.count_eager(why_eager) if why_eager else _replay(plan, runner, one_pass, pixels_or_rows)
         if not isinstance(result, Eager):
             plan.routes_run.append(route)
+            plan.ways_run.append(runner.way_of_pass)
             return result
+        why_eager = result.why
         if state.settings.strict and not result.allowed_under_strict:
             raise_if_any([f"not replayed from a CUDA graph: {result.why}"])
-        if plan.eager_spec is not plan.spec and not result.part_failed:
+        runs_failed_part = result.part_failed and not state.settings.strict  # it fails again, and is disabled
+        if plan.eager_spec is not plan.spec and not runs_failed_part:
             route = state.routes.get(one_pass.grid, plan.eager_spec)
     blocks = plan.snapshot.sharded_layers
     outputs = encode(
         route.ready(), pixels_or_rows, plan.checkpoints, blocks, output_slices=output_slices, is_embedded=is_embedded
     )
     plan.routes_run.append(route)
+    plan.ways_run.append(f"eager: {why_eager}")
     return outputs
 
 
@@ -375,26 +381,3 @@ def _replay(plan: FastPlan, runner: Runner | TrainingRunner, one_pass: Pass, pix
         identity_spec = plan.graphs.identity_spec or plan.spec
         return runner.run(one_pass.route, pixels_TP, memory, identity_spec, exact=plan.graphs.use.exact)
     return runner.run(one_pass.route, pixels_TP, plan.parameters, plan.snapshot.parameter_dicts, memory)
-
-
-def _count(state: TowerState, outcome: Outcome) -> object:
-    """Count a call that is over, and return its output. A call that failed is not counted."""
-    plan = outcome.plan
-    state.fallbacks.update((*plan.reasons, *outcome.reasons))
-    if state.sharing is not None and plan.shared.result is not None:
-        state.sharing.counts[plan.shared.result] += 1
-    if plan.way is Way.FAST or (plan.way is Way.ATTENTION and not outcome.reasons):
-        state.fast_calls += 1
-    else:
-        state.count_stock_call()
-    if isinstance(plan, StockPlan):
-        state.last_route = plan.route or state.last_route  # an untouched call has no route
-        return outcome.output
-    state.last_route = plan.routes_run[-1] if plan.routes_run else state.last_route
-    runner = state.training_runner if plan.spec.request.grad else state.inference_runner
-    if plan.passes and plan.graphs.runner is None and runner is not None and runner.last_way is not None:
-        runner.last_way = f"eager: {plan.graphs.use.eager_reason}"  # it counted calls before
-    if len(plan.passes) > 1:
-        state.pass_limit.calls += 1
-        state.pass_limit.passes += len(plan.passes)
-    return outcome.output

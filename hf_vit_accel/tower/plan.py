@@ -156,6 +156,7 @@ class FastPlan:
         graphs: The CUDA graphs of the call.
         outputs_require_grad: Whether the outputs of a frozen tower must require gradients.
         routes_run: The routes that were replayed or encoded so far.
+        ways_run: How `status` reports each of them.
         way: Always `Way.FAST`.
     """
 
@@ -173,15 +174,16 @@ class FastPlan:
     graphs: GraphChoice
     outputs_require_grad: bool
     routes_run: list[Route] = field(default_factory=list)
+    ways_run: list[str] = field(default_factory=list)
     way: ClassVar[Way] = Way.FAST
 
-    def lost_graphs(self) -> bool:
-        """Return whether this call was to be replayed, and its graphs were dropped when memory ran out.
-
-        Then another attempt may find memory.
-        """
-        runner = self.graphs.runner
-        return runner is not None and self.graphs.use.eager_reason is None and runner.has_given_up
+    @property
+    def graph_way(self) -> str:
+        """How `status` reports the call: as eager if one of its passes was."""
+        ways = self.ways_run
+        if len(ways) > 1:
+            return next((way for way in ways if way.startswith("eager")), ways[0])
+        return ways[0] if ways else "no image was encoded: all features were known, or are those of other ranks"
 
 
 CallPlan = StockPlan | FastPlan

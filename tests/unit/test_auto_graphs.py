@@ -23,17 +23,18 @@ from tiny import TINY, assert_close, outputs_of, pixels_for, run_tower, tower_of
 from torch import nn
 
 import hf_vit_accel
-from hf_vit_accel import FlexConfig, GraphConfig, api, backends
+from hf_vit_accel import FlexConfig, GraphConfig, ReuseConfig, api, backends
 from hf_vit_accel.backends import Plan, Request, Rule
 from hf_vit_accel.engine.route import Route
 from hf_vit_accel.graphs import automatic, budgets, store
-from hf_vit_accel.graphs.automatic import NO_ROOM, AutoGraphs
+from hf_vit_accel.graphs.automatic import NO_ROOM, AutoGraphs, GraphUse
 from hf_vit_accel.graphs.budgets import Bin
 from hf_vit_accel.graphs.runner import Runner
-from hf_vit_accel.graphs.store import GraphStatus
+from hf_vit_accel.graphs.status import GraphStatus
 from hf_vit_accel.layout import Segments
 from hf_vit_accel.machine import keep_in_children
 from hf_vit_accel.tower import decide as decide_module
+from hf_vit_accel.tower import forward as forward_module
 from hf_vit_accel.tower.state import state_of
 
 IMAGE: Grid = [(1, 6, 8)]
@@ -48,7 +49,7 @@ def model() -> nn.Module:
 def store_of(captures: int = 0) -> SimpleNamespace:
     """Return the counts of a store, as the choice of calls reads them."""
     device = torch.device("cpu")
-    memory = dict(nbytes=0, max_bytes=1 << 30, needed_bytes=0, will_make_room=False, not_exact={})
+    memory = dict(nbytes=0, max_bytes=1 << 30, needed_bytes=0, will_make_room=False, off=None, not_exact={})
     return SimpleNamespace(captures=captures, replays=0, device=device, **memory)
 
 
@@ -297,7 +298,7 @@ def test_large_calls_stay_eager(on_cpu: type[Recorder]) -> None:
     auto = AutoGraphs()
     store = store_of()
     for _ in range(5):
-        use = auto.choose(((1, 92, 92),), (2116,), store, lambda: False)
+        use = auto.choose(((1, 130, 128),), (4160,), store, lambda: False)
     assert "keep the GPU busy" in str(use.eager_reason)
 
 
@@ -358,19 +359,24 @@ def test_exact_shapes_of_several_passes_are_replayed_while_memory_is_full(
     assert status_of(model).captures == 1 and status_of(model).replays == 16
 
 
+def fail_exact_captures(monkeypatch: pytest.MonkeyPatch, rows: int | None = None) -> None:
+    """Let captures of exact shapes fail: all, or those of so many rows."""
+    capture = Runner._capture
+
+    def failing(self: Runner, route: Route, bin_: Bin, recorder: Any) -> Any:
+        if bin_.budget is None and rows in (None, route.metadata.rows):
+            raise RuntimeError("no exact graph today")
+        return capture(self, route, bin_, recorder)
+
+    monkeypatch.setattr(Runner, "_capture", failing)
+
+
 @pytest.mark.parametrize("max_rows", ["auto", 48], ids=["one pass", "two passes"])
 def test_a_call_whose_exact_capture_fails_is_padded_from_then_on(
     on_cpu: type[Recorder], monkeypatch: pytest.MonkeyPatch, model: nn.Module, max_rows: int | str
 ) -> None:
     """Grids of one signature share the failure, and both are padded."""
-    capture = Runner._capture
-
-    def failing(self: Runner, route: Route, bin_: Bin, recorder: Any) -> Any:
-        if bin_.budget is None:
-            raise RuntimeError("no exact graph today")
-        return capture(self, route, bin_, recorder)
-
-    monkeypatch.setattr(Runner, "_capture", failing)
+    fail_exact_captures(monkeypatch)
     patch(model, GraphConfig(max_tokens=128, exact_after=2), max_rows=max_rows)
     for grid in ([(2, 6, 8)], [(2, 8, 6)]):
         ways = []
@@ -519,13 +525,156 @@ def test_after_replays_a_call_on_another_device_is_the_last_call(
 
 
 def test_little_free_memory_prevents_captures(on_cpu: type[Recorder], model: nn.Module) -> None:
-    on_cpu.free_bytes = 4000  # an eighth is less than one graph takes
+    on_cpu.free_bytes = 4000  # an eighth is less than one graph needs
     patch(model, "auto")
+    for _ in range(6):
+        run_tower(tower_of(model), IMAGE)
+    assert status_of(model).captures == 0 and "too little memory" in last_call(model)
+    on_cpu.free_bytes = 8 << 20
+    on_cpu.nbytes = 2 << 20  # one graph takes more than an eighth, which is known afterwards
     for grid in (IMAGE, IMAGE, IMAGE, [(1, 4, 4)], [(1, 4, 4)]):
         run_tower(tower_of(model), grid)
     status = status_of(model)
-    assert status.captures == 1, "memory was free for the first one"
-    assert NO_ROOM in status.eager
+    assert status.captures == 1 and NO_ROOM in status.eager
+
+
+def test_a_large_call_is_captured_where_its_memory_is_free(on_cpu: type[Recorder], model: nn.Module) -> None:
+    """The estimate grows with the rows of a call."""
+    patch(model, "auto")
+    tower = tower_of(model)
+    large: Grid = [(1, 64, 64)]
+    width = tower.config.hidden_size
+    on_cpu.free_bytes = 8 * 64 * 64 * width * 24
+    assert ways_of(model, [large] * 4) == ["eager"] * 4 and "too little memory" in last_call(model)
+    assert ways_of(model, [IMAGE] * 4)[-1] == "replayed"
+    on_cpu.free_bytes += 8
+    assert ways_of(model, [large] * 2)[-1] == "replayed"
+
+
+def test_captures_are_tried_again_after_memory_ran_out(on_cpu: type[Recorder], model: nn.Module) -> None:
+    """Other programs take memory and give it back, so a failure for lack of memory is none of the capture's own."""
+    patch(model, "auto")
+    on_cpu.fail = torch.OutOfMemoryError("CUDA out of memory")
+    for width in (4, 8, 16, 32):
+        for _ in range(3):
+            run_tower(tower_of(model), [(1, 4, width)])
+    status = status_of(model)
+    assert status.off is None and sum(count for why, count in status.eager.items() if "OutOfMemory" in why) <= 2
+    on_cpu.fail = None
+    assert ways_of(model, [IMAGE] * 40)[-1] == "replayed"
+
+
+def test_memory_runs_out_after_a_call_was_planned(
+    on_cpu: type[Recorder], model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread's allocation fails between the choice of the graphs and their replay."""
+    runner = patch(model, "auto")
+    for _ in range(3):
+        expected = run_tower(tower_of(model), IMAGE)
+    choose = runner.choose
+
+    def run_out(*args: Any, **kwargs: Any) -> GraphUse:
+        use = choose(*args, **kwargs)
+        automatic._give_up_graphs(0, 1 << 40, 0, 0)
+        return use
+
+    monkeypatch.setattr(runner, "choose", run_out)
+    captures = runner.captures
+    assert_close(run_tower(tower_of(model), IMAGE), expected)
+    assert runner.captures == captures and not runner._graphs
+
+
+def test_memory_runs_out_while_graphs_cannot_be_dropped(on_cpu: type[Recorder], model: nn.Module) -> None:
+    """CUDA refuses to wait for replays while the program captures. Its error must not hide the lack of memory."""
+    runner = patch(model, "auto")
+    for _ in range(3):
+        run_tower(tower_of(model), IMAGE)
+    recorder = runner._recorder
+
+    def refuse() -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    recorder.settle = refuse
+    automatic._give_up_graphs(0, 1 << 40, 0, 0)
+    del recorder.settle
+    run_tower(tower_of(model), IMAGE)
+    assert not runner._graphs and "memory ran out" in last_call(model)
+
+
+def encode_when_no_graph_is_held(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let eager calls run out of memory as long as graphs are held."""
+    encode = forward_module.encode
+
+    def encode_or_run_out(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
+        if runner._graphs:
+            automatic._give_up_graphs(0, 1 << 40, 0, 0)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return encode(*args, **kwargs)
+
+    monkeypatch.setattr(forward_module, "encode", encode_or_run_out)
+
+
+def test_an_eager_call_finds_the_memory_of_graphs(
+    on_cpu: type[Recorder], model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new_size: Grid = [(1, 8, 20)]
+    expected = run_tower(tower_of(hf_vit_accel.patch(copy.deepcopy(model), cuda_graphs=False)), new_size)
+    runner = patch(model, "auto")
+    for _ in range(3):
+        run_tower(tower_of(model), IMAGE)
+    assert runner._graphs
+    encode_when_no_graph_is_held(runner, monkeypatch)
+    assert_close(run_tower(tower_of(model), new_size), expected)
+    with pytest.raises(torch.OutOfMemoryError):  # nothing is left that could be dropped
+        monkeypatch.setattr(runner, "_graphs", {"held": "for ever"})
+        run_tower(tower_of(model), new_size)
+
+
+def test_an_eager_step_finds_the_memory_of_graphs(
+    on_cpu: type[Recorder], model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = patch_training(tower_of(model), "auto")
+    for _ in range(4):
+        train(tower_of(model), IMAGE)
+    assert runner._graphs
+    encode_when_no_graph_is_held(runner, monkeypatch)
+    train(tower_of(model), [(1, 8, 20)])
+
+
+def test_memory_runs_out_in_a_replayed_step(
+    on_cpu: type[Recorder], model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forward runs again without graphs. A backward raises what stock raises: the user's program may handle it."""
+    expected = train(tower_of(copy.deepcopy(model)), IMAGE)
+    tower = tower_of(model)
+
+    def run_out() -> None:
+        automatic._give_up_graphs(0, 1 << 40, 0, 0)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    for place in ("forward", "backward"):
+        hf_vit_accel.unpatch(model)
+        runner = patch_training(tower, "auto")
+        for _ in range(4):
+            train(tower, IMAGE)
+        (captured,) = runner._graphs.values()
+        if place == "forward":
+            captured.forward = run_out
+            torch.testing.assert_close(train(tower, IMAGE), expected, rtol=1e-4, atol=1e-5)
+        else:
+            captured.stages[1].replay = run_out
+            with pytest.raises(torch.OutOfMemoryError):
+                train(tower, IMAGE)
+            torch.testing.assert_close(train(tower, IMAGE), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_profiler_of_another_thread_prevents_captures(on_cpu: type[Recorder], model: nn.Module) -> None:
+    patch(model, "auto")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        thread = threading.Thread(target=ways_of, args=(model, [IMAGE] * 4))
+        thread.start()
+        thread.join()
+    assert status_of(model).captures == 0 and "profiler" in last_call(model)
 
 
 @pytest.mark.parametrize("free_bytes", [1 << 36, 1 << 30], ids=["bound of graphs", "little free memory"])
@@ -577,7 +726,7 @@ def test_memory_that_runs_out_between_two_shared_buffers_stops_no_later_capture(
 
     monkeypatch.setattr(torch.Tensor, "new_empty", fails_at_the_second)
     for grid in ([(1, 6, 8)], [(1, 4, 4)], [(1, 8, 8)]):
-        for _ in range(3):
+        for _ in range(12):
             run_tower(tower_of(model), grid)
     status = status_of(model)
     assert len(buffers) > 2 and status.replays >= 4 and status.off is None
@@ -960,3 +1109,148 @@ def test_the_buffers_of_these_tests_are_poisoned(on_cpu: type[Recorder], model: 
     assert buffers
     for buffer in buffers:
         assert bool((buffer.isnan() if buffer.is_floating_point() else buffer == 251).all())
+
+
+FOUR_SIZES: list[Grid] = [[(1, 4, 4)], [(1, 4, 8)], [(1, 8, 8)], [(1, 8, 12)]]
+TWO_PASSES: Grid = [(1, 6, 8), (1, 4, 4)]
+"""Two passes where one has at most 48 rows."""
+
+
+@BOTH_KINDS
+def test_padded_graphs_are_replayed_after_many_exact_captures_failed(
+    on_cpu: type[Recorder], monkeypatch: pytest.MonkeyPatch, model: nn.Module, config: GraphConfig | str
+) -> None:
+    fail_exact_captures(monkeypatch)
+    patch(model, config)
+    assert ways_of(model, FOUR_SIZES * 12)[-4:] == ["replayed"] * 4
+
+
+def test_a_pass_whose_exact_capture_fails_is_padded_though_another_pass_is_not(
+    on_cpu: type[Recorder], monkeypatch: pytest.MonkeyPatch, model: nn.Module
+) -> None:
+    fail_exact_captures(monkeypatch, rows=48)
+    patch(model, GraphConfig(max_tokens=128, exact_after=2), max_rows=48)
+    assert ways_of(model, [TWO_PASSES] * 5) == ["replayed", "eager", *["replayed"] * 3]
+
+
+def test_a_call_whose_exact_graph_went_is_padded_where_nothing_can_be_captured(
+    on_cpu: type[Recorder], model: nn.Module
+) -> None:
+    """The padded graph of its budget is still there, since other calls use it."""
+    patch(model, GraphConfig(max_tokens=128, exact_after=2, max_graphs=2))
+    same_budget: Grid = [(1, 2, 6)]
+    ways_of(model, [FOUR_SIZES[0], FOUR_SIZES[0], same_budget, FOUR_SIZES[2]])  # the last drops the exact graph
+    on_cpu.fail = RuntimeError("no other graph")
+    ways_of(model, [[(1, 2, width)] for width in (40, 60, 80)])
+    assert status_of(model).off is not None
+    assert ways_of(model, [FOUR_SIZES[0]] * 3) == ["eager", "replayed", "replayed"]
+
+
+@BOTH_KINDS
+def test_another_backend_than_the_named_one_pads_calls_that_the_named_one_refuses(
+    only_in_graphs: OnlyInGraphs, monkeypatch: pytest.MonkeyPatch, model: nn.Module, config: GraphConfig | str
+) -> None:
+    only_in_graphs.raises = False
+    only_in_graphs.replays_other_layouts = False
+    monkeypatch.setattr(OnlyInGraphs, "reasons_against", lambda self, request: ["it refuses this dtype"])
+    patch(model, config, attention="torch_cudnn")
+    assert ways_of(model, [FOUR_SIZES[0], [(1, 2, 8)], FOUR_SIZES[0]])[-1] == "replayed"
+
+
+def test_exact_graphs_that_the_user_ruled_out_are_not_awaited(only_in_graphs: OnlyInGraphs, model: nn.Module) -> None:
+    only_in_graphs.raises = False
+    only_in_graphs.replays_other_layouts = False
+    never_exact = GraphConfig(max_tokens=128, exact_after=0)
+    patch(model, never_exact, attention="torch_cudnn")
+    assert ways_of(model, [IMAGE] * 4) == ["eager"] * 4
+    assert "exact_after=0" in last_call(model)
+    patch(model, never_exact, attention="torch_cudnn", strict=True)
+    with pytest.raises(hf_vit_accel.FallbackError, match="exact_after=0"):
+        run_tower(tower_of(model), IMAGE)
+
+
+def test_strict_does_not_raise_for_a_graph_that_nobody_asked_for(
+    only_in_graphs: OnlyInGraphs, model: nn.Module
+) -> None:
+    """A backend that only the exact graph would use fails in the capture. The eager call has what was asked for."""
+    patch(model, "auto", strict=True)
+    assert ways_of(model, [IMAGE] * 6)[-1] == "replayed"
+
+
+@BOTH_KINDS
+def test_equal_pictures_that_are_encoded_in_one_pass_are_replayed(
+    on_cpu: type[Recorder], model: nn.Module, config: GraphConfig | str
+) -> None:
+    hf_vit_accel.patch(model, cuda_graphs=config, reuse=True, max_rows=48)  # type: ignore[arg-type]
+    tower = tower_of(model)
+    pixels = pixels_for(tower, IMAGE)
+    grid = torch.tensor(IMAGE * 2)
+    with torch.no_grad():
+        for _ in range(4):
+            tower(torch.cat([pixels, pixels]), grid_thw=grid)
+    assert last_call(model).startswith("replayed")
+
+
+def test_a_call_of_which_one_pass_runs_eagerly_is_reported_as_eager(on_cpu: type[Recorder], model: nn.Module) -> None:
+    patch(model, GraphConfig(max_tokens=8, exact_after=0), max_rows=48)
+    assert ways_of(model, [TWO_PASSES]) == ["eager"] and status_of(model).replays == 1
+
+
+def test_a_call_whose_features_are_all_known_is_reported_as_neither(on_cpu: type[Recorder], model: nn.Module) -> None:
+    hf_vit_accel.patch(model, reuse=ReuseConfig(across_calls=True))
+    for seed in (0, 1, 2, 3, 3):
+        run_tower(tower_of(model), IMAGE, seed)
+    assert last_call(model).startswith("no image was encoded")
+
+
+def test_a_call_that_raises_is_not_the_last_call(
+    on_cpu: type[Recorder], monkeypatch: pytest.MonkeyPatch, model: nn.Module
+) -> None:
+    patch(model, "auto")
+    assert ways_of(model, [IMAGE] * 4)[-1] == "replayed"
+
+    def failing(*args: object) -> torch.Tensor:
+        raise MemoryError
+
+    monkeypatch.setattr(Masked, "attend", failing)
+    with pytest.raises(MemoryError):
+        run_tower(tower_of(model), [(1, 4, 4)])
+    assert last_call(model).startswith("replayed")
+
+
+@BOTH_KINDS
+def test_steps_of_several_passes_are_reported_from_the_first(
+    on_cpu: type[Recorder], model: nn.Module, config: GraphConfig | str
+) -> None:
+    runner = patch_training(tower_of(model), config, max_rows=48)
+    train(tower_of(model), [(2, 6, 8)])
+    assert runner.status().last == "eager: steps of several passes"
+    assert "steps of several passes" in str(hf_vit_accel.status(model))
+
+
+def test_a_call_of_another_thread_waits_for_warmup(
+    on_cpu: type[Recorder], monkeypatch: pytest.MonkeyPatch, model: nn.Module
+) -> None:
+    """It is not taken for one of the calls of `warmup`, whose exact shapes are captured at once."""
+    runner = patch(model, GraphConfig(max_tokens=128, exact_after=3))
+    threads: list[threading.Thread] = []
+    capture = Runner._capture
+
+    def with_a_call_of_another_thread(self: Runner, route: Route, bin_: Bin, recorder: Any) -> Any:
+        if not threads:
+            threads.append(threading.Thread(target=run_tower, args=(tower_of(model), [(1, 6, 10)])))
+            threads[0].start()
+            threads[0].join(0.5)
+        return capture(self, route, bin_, recorder)
+
+    monkeypatch.setattr(Runner, "_capture", with_a_call_of_another_thread)
+    hf_vit_accel.warmup(model, sizes=[IMAGE], progress=False)
+    threads[0].join()
+    assert [graph.grid for graph in runner._graphs.values()] == [tuple(IMAGE), None]
+
+
+def test_counted_reasons_are_bounded(on_cpu: type[Recorder], model: nn.Module) -> None:
+    runner = patch(model, "auto")
+    for number in range(200):
+        runner.count_eager(f"capture failed: {number} bytes are free")
+    assert len(runner.status().eager) == 65 and runner.status().eager["other reasons"] == 136

@@ -20,6 +20,7 @@ import hf_vit_accel
 from hf_vit_accel import ReuseConfig
 from hf_vit_accel.backends.flash_attention_3 import FlashAttention3
 from hf_vit_accel.graphs import automatic
+from hf_vit_accel.tools.bench.towers import build_tower
 from hf_vit_accel.tower.state import state_of
 
 pytestmark = pytest.mark.gpu
@@ -76,7 +77,7 @@ def test_random_calls_with_poisoned_buffers(tower: nn.Module) -> None:
         reserved.append(torch.cuda.memory_reserved())
     assert hf_vit_accel.status(tower).towers[0].graphs.replays > CALLS // 3
     assert runner.static_buffers() and isinstance(runner._recorder.wait, SpoilingWait)
-    assert reserved[-1] <= reserved[CALLS // 2] + (64 << 20)
+    assert reserved[-1] <= reserved[CALLS // 4] + (32 << 20)
 
 
 def test_sizes_that_were_warmed_up_are_replayed_from_the_first_call(tower: nn.Module) -> None:
@@ -188,12 +189,19 @@ def test_an_outer_graph_is_refused(tower: nn.Module) -> None:
 
 def test_a_compiled_model(tower: nn.Module) -> None:
     expected = run_tower(tower, IMAGE)
-    compiled = torch.compile(tower)
     grid = torch.tensor(IMAGE, device="cuda")
     pixels = pixels_for(tower, IMAGE, device="cuda", dtype=torch.bfloat16)
+
+    def half_of_doubled(pixels: torch.Tensor) -> list[torch.Tensor]:
+        """Surround the tower by code that is compiled, as in a model."""
+        return [output * 2 / 2 for output in outputs_of(tower(pixels * 2 / 2, grid_thw=grid))]
+
+    compiled = torch.compile(tower)
+    compiled_around = torch.compile(half_of_doubled)
     with torch.no_grad():
         for _ in range(5):
             assert is_close(outputs_of(compiled(pixels, grid_thw=grid)), expected)
+            assert is_close(compiled_around(pixels), expected)
     assert status_line(tower).startswith("replayed")
 
 
@@ -291,3 +299,28 @@ def test_steps_of_many_layouts_share_the_memory_of_gradients() -> None:
     status = hf_vit_accel.status(towers[0]).towers[0].training
     assert status.captures == 3 and status.replays >= 9
     assert allocated[-1] - allocated[5] < 3 * gradient_bytes // 2
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-vl-7b", "qwen3-vl-8b", "qwen2-vl-7b"])
+def test_memory_of_large_calls(name: str) -> None:
+    """The largest call that is captured takes no more than its estimate; above, the peak is at most stock's."""
+    tower = build_tower(name, torch.device("cuda"), torch.bfloat16)
+    captured: Grid = [(1, 32, 32)] * 16
+    above: Grid = [(1, 32, 32)] * 17
+    peaks = []
+    for is_patched in (False, True):
+        if is_patched:
+            hf_vit_accel.patch(tower)
+        run_tower(tower, above)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run_tower(tower, above)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert peaks[1] <= peaks[0]
+    expected = run_tower(hf_vit_accel.patch(copy.deepcopy(tower), cuda_graphs=False), captured)
+    for _ in range(4):
+        outputs = run_tower(tower, captured)
+    assert status_line(tower).startswith("replayed")
+    assert all(relative_error(x, y) < 5e-2 for x, y in zip(outputs, expected, strict=True))
+    runner = state_of(tower).inference_runner
+    assert runner.nbytes <= runner.needed_bytes

@@ -83,7 +83,7 @@ def request_of(tower: Tower, device: torch.device | None = None, *, grad: bool |
 @contextmanager
 def stock(attention: str, tower: Tower, grid: Grid) -> Iterator[Run]:
     """Open the stock tower with one of transformers' attentions, called as users call it."""
-    _set_attention(tower, attention)
+    set_attention(tower, attention)
     grid_thw = grid_tensor(grid, tower)
     yield Run(tower, lambda pixels_TP: tower(pixels_TP, grid_thw=grid_thw))
 
@@ -91,7 +91,7 @@ def stock(attention: str, tower: Tower, grid: Grid) -> Iterator[Run]:
 @contextmanager
 def _stock_without_syncs(attention: str, tower: Tower, grid: Grid) -> Iterator[Run]:
     """Open the stock tower with all sequence metadata passed in, so that it never waits for the device."""
-    _set_attention(tower, attention)
+    set_attention(tower, attention)
     kwargs = {"grid_thw": grid_tensor(grid, tower), **_metadata(tower, grid)}
     yield Run(tower, lambda pixels_TP: tower(pixels_TP, **kwargs))
 
@@ -99,7 +99,7 @@ def _stock_without_syncs(attention: str, tower: Tower, grid: Grid) -> Iterator[R
 @contextmanager
 def _compiled(attention: str, tower: Tower, grid: Grid) -> Iterator[Run]:
     """Open the same, compiled as a whole."""
-    _set_attention(tower, attention)
+    set_attention(tower, attention)
     kwargs = {"grid_thw": grid_tensor(grid, tower), **_metadata(tower, grid)}
     forward = torch.compile(tower, dynamic=False)
     try:
@@ -240,7 +240,7 @@ def _opener(open_flash: OpenFlash, attention: str) -> Open:
 
 def _baseline_of_attention(attention: str) -> Baseline:
     """Return the baseline of one of transformers' attentions."""
-    return lambda tower: _reasons_against(attention, tower) or _opener(stock, attention)
+    return lambda tower: reasons_against_attention(attention, tower) or _opener(stock, attention)
 
 
 def _baseline_of_flash(open_flash: OpenFlash) -> Baseline:
@@ -296,14 +296,14 @@ def _best_flash(tower: Tower) -> tuple[str | None, list[str]]:
     """Return the first flash attention that can run, or None and the reasons against all of them."""
     reasons: list[str] = []
     for name in ("flash_attention_3", "flash_attention_2"):
-        reasons_here = _reasons_against(name, tower)
+        reasons_here = reasons_against_attention(name, tower)
         if not reasons_here:
             return name, []
         reasons += [f"{name}: {reason}" for reason in reasons_here]
     return None, reasons
 
 
-def _reasons_against(attention: str, tower: Tower) -> list[str]:
+def reasons_against_attention(attention: str, tower: Tower) -> list[str]:
     """Return why stock transformers cannot run a tower with this attention here."""
     weight = weight_of(tower)
     if attention == "flash_attention_3":
@@ -319,7 +319,7 @@ def _reasons_against(attention: str, tower: Tower) -> list[str]:
     return [f"the dtype is {str(weight.dtype).removeprefix('torch.')}, it takes bfloat16 or float16"]
 
 
-def _set_attention(tower: Tower, attention: str) -> None:
+def set_attention(tower: Tower, attention: str) -> None:
     """Let a stock tower attend by an attention of transformers, or by ours that stands for it."""
     substitute = None
     if attention == "flash_attention_2" and not is_flash_attn_2_available():
