@@ -6,7 +6,7 @@ The checks run before a route is chosen. Is the tower unchanged, which attention
 moved, do the inputs fit, are there hooks?
 Towers are frozen and have real shapes. The grid is on the host, so nothing waits for the GPU. Times are medians of
 1,000 calls in microseconds, without gradients and with gradients enabled; `least` is the fastest tenth. The last
-row of a model is the time of a whole call until it returns, without CUDA graphs, for each layer: Python and launches.
+row of a model is the time of Python and launches for each layer, without CUDA graphs.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from torch import nn
 import hf_vit_accel
 from hf_vit_accel import machine
 from hf_vit_accel.engine import inputs
+from hf_vit_accel.engine.encoder import Residual, encode
 from hf_vit_accel.layout import rows_of
 from hf_vit_accel.tools import bench
 from hf_vit_accel.tools.bench.towers import build_tower, weight_of
@@ -68,23 +69,31 @@ def measure(tower: nn.Module, *, grad: bool, calls: int = CALLS) -> dict[str, fl
 
 
 def measure_layer(tower: nn.Module, *, calls: int = CALLS // 10) -> dict[str, float]:
-    """Time a call of a tower without CUDA graphs until it returns.
+    """Time the layers of a call without CUDA graphs until their kernels are launched, from the first to the last.
 
     Returns:
-        The `median` and the fastest tenth (`least`), in microseconds for each layer.
+        The `median` and the fastest tenth (`least`) of calls, in microseconds for each layer.
     """
     weight = weight_of(tower)
     hf_vit_accel.patch(tower, cuda_graphs=False)
     pixels_TP = torch.zeros(rows_of(GRID), weight[0].numel(), device=weight.device, dtype=weight.dtype)
-    grid = torch.tensor(GRID)
+    ends: list[float] = []
+
+    def note_end(index: int, residual: Residual) -> Residual:
+        ends.append(time.perf_counter())
+        return residual
+
     times = []
     with torch.no_grad():
+        tower(pixels_TP, grid_thw=torch.tensor(GRID))
+        state: Any = state_of(tower)
+        route = state.last_route.ready()
         for _ in range(calls + 5):
             if weight.is_cuda:
                 torch.cuda.synchronize()
-            begin = time.perf_counter()
-            tower(pixels_TP, grid_thw=grid)
-            times.append(1e6 * (time.perf_counter() - begin) / len(tower.blocks))
+            ends.clear()
+            encode(route, pixels_TP, after_layer=note_end)
+            times.append(1e6 * (ends[-1] - ends[0]) / (len(ends) - 1))
     times = sorted(times[5:])
     return {"median": times[calls // 2], "least": times[calls // 10]}
 

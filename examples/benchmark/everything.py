@@ -131,10 +131,10 @@ JOBS = {
     ),
     "slow_host": Job(
         file="slow_host.json",
-        command='python examples/benchmark/slowed.py hf_vit_accel bench --rounds 2 --sizes "one 448²,one 1024²" '
-        "--backends auto,auto+graph,auto+eager --baselines sdpa",
+        command="python examples/benchmark/slowed.py hf_vit_accel bench --rounds 2 "
+        '--sizes "one 448²,one 1024²,6x30x52,16 x 512²" --backends auto,auto+graph,auto+eager --baselines sdpa',
         models=QWEN,
-        seconds=60,
+        seconds=110,
         is_shared=True,
     ),
     "training": _bench(
@@ -173,7 +173,7 @@ JOBS = {
         file="long_video.json", command="python examples/long_video.py --random qwen3-vl-8b --tokens 16", seconds=25
     ),
     "reuse": _script("reuse.json", "reuse.py --seconds 0.6 --calls 200", QWEN[:2], seconds=65),
-    "whole_call": _script("whole_call.json", "whole_call.py --tokens 0,1,64 --rounds 2", QWEN[:2], seconds=220),
+    "whole_call": _script("whole_call.json", "whole_call.py --tokens 0,1,64 --rounds 2", QWEN[:2], seconds=290),
     "training_step": _script("training_step.json", "training_step.py", QWEN[:2], seconds=95),
     "captioning": Job(
         file="captioning.json",

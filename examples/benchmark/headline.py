@@ -18,11 +18,13 @@ TOWER_ALONE = 0
 """The number of new tokens that stands for the tower without the language model."""
 ANSWER = 64
 """The number of new tokens of an answer in README, where it was timed."""
+FLASH = "flash_attention_3"
+"""The key of stock's time with FlashAttention-3 in the tower."""
 MOST_ROWS = 5
 WITH = {"patched": "`patch`", "decoding": "`patch` and `graphed_decoding`"}
 """What a row's own time was measured with, by the key of the file."""
-YOU_ADD = {"patched": "`patch`", "decoding": "both"}
-"""The same in README's table, below the two of them."""
+YOU_ADD = {"patched": "`patch`", "decoding": "`patch`, `graphed_decoding`"}
+"""The same in README's table."""
 PICTURES = {"one 1024²": "one picture (~950x950)", "32 x 34x46": "batch of 32 pictures (~500x700)"}
 """A size in pixels: between that of Qwen2.5-VL, whose patches have 14 a side, and that of Qwen3-VL, which has 16."""
 

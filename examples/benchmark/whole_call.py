@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 import hf_vit_accel
 from hf_vit_accel import machine
+from hf_vit_accel.tools.bench.baselines import reasons_against_attention, set_attention
 from hf_vit_accel.tools.bench.towers import SHAPES
 
 IMAGE = 151655
@@ -54,8 +55,9 @@ TEXT: dict[str, tuple[str, Options]] = {
     ),
 }
 """The prefix of the model's classes, and its text config."""
-WAYS = ("stock", "patched", "decoding")
-"""Stock, `patch(model)`, and the same with `custom_generate=graphed_decoding`."""
+FLASH = "flash_attention_3"
+WAYS = ("stock", FLASH, "patched", "decoding")
+"""Stock, stock with FlashAttention-3 in the tower, `patch(model)`, and that with `custom_generate=graphed_decoding`."""
 TOWER_ALONE = 0
 """The number of new tokens that stands for the tower without the language model."""
 SHORT_CALLS = 10
@@ -147,6 +149,24 @@ def whole_call(model: PreTrainedModel, inputs: dict[str, torch.Tensor], new_toke
     return (time.perf_counter() - begin) * 1e3
 
 
+def ways_of(model: PreTrainedModel, new_tokens: int) -> list[str]:
+    """Return the ways that can be timed: FlashAttention-3 may be missing, and the tower alone decodes nothing."""
+    ways = list(WAYS)
+    if new_tokens == TOWER_ALONE:
+        ways.remove("decoding")
+    if reasons_against_attention(FLASH, model.model.visual):
+        ways.remove(FLASH)
+    return ways
+
+
+def set_up(model: PreTrainedModel, way: str) -> None:
+    """Prepare the model for calls of one way."""
+    hf_vit_accel.unpatch(model)
+    set_attention(model.model.visual, FLASH if way == FLASH else "sdpa")
+    if way in ("patched", "decoding"):
+        hf_vit_accel.patch(model)
+
+
 def timed(
     model: PreTrainedModel, inputs: dict[str, torch.Tensor], new_tokens: int, rounds: int
 ) -> dict[str, list[float]]:
@@ -158,13 +178,11 @@ def timed(
     """
     warm_ups = 3
     repeats = SHORT_CALLS if new_tokens <= 1 and len(inputs["input_ids"]) == 1 else 1
-    ways = WAYS[:2] if new_tokens == TOWER_ALONE else WAYS
+    ways = ways_of(model, new_tokens)
     times: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(rounds):
         for way in ways:
-            hf_vit_accel.unpatch(model)
-            if way != "stock":
-                hf_vit_accel.patch(model)
+            set_up(model, way)
             for _ in range(warm_ups):
                 whole_call(model, inputs, min(new_tokens, 1), way)
             whole_call(model, inputs, new_tokens, way)

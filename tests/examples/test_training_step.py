@@ -172,12 +172,15 @@ def test_whole_calls_and_the_tower_alone_are_timed(
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(whole_call, "BATCHES", {"one": (1, (1, 4, 4)), "two": (2, (1, 4, 4))})
+    attentions: list[str] = []
+    monkeypatch.setattr(whole_call, "reasons_against_attention", lambda name, tower: [])
+    monkeypatch.setattr(whole_call, "set_attention", lambda tower, name: attentions.append(name))
     path = tmp_path / "calls.json"
     whole_call.main(models="tiny", tokens="0,17", rounds=1, json_path=path)
     rows = json.loads(path.read_text())["rows"]
     assert [(row["size"], row["tokens"]) for row in rows] == [("one", 0), ("one", 17), ("two", 0), ("two", 17)]
     assert [sorted(row.keys() & set(whole_call.WAYS)) for row in rows[:2]] == [
-        ["patched", "stock"],
+        ["flash_attention_3", "patched", "stock"],
         sorted(whole_call.WAYS),
     ]
     for row in rows:
@@ -185,8 +188,12 @@ def test_whole_calls_and_the_tower_alone_are_timed(
     lengths = [1, 1, 1, 17, 17]  # warmed up, the last time with all tokens, and timed
     of_a_batch = [(length, way == "decoding") for way in whole_call.WAYS for length in lengths]
     assert generated == of_a_batch * 2
-    alone = 2 * (4 + whole_call.SHORT_CALLS) + 2 * (4 + 1)
-    assert len(towers) == len(generated) + alone, "the tower alone: two ways, warmed up, repeated for one picture"
+    alone = 3 * (4 + whole_call.SHORT_CALLS) + 3 * (4 + 1)
+    assert len(towers) == len(generated) + alone, "the tower alone: three ways, warmed up, repeated for one picture"
+    of_a_row = ["sdpa", "flash_attention_3", "sdpa"]
+    assert attentions == [*of_a_row, *of_a_row, "sdpa"] * 2
+    monkeypatch.setattr(whole_call, "reasons_against_attention", lambda name, tower: ["it is missing"])
+    assert whole_call.ways_of(build_and_record("tiny"), 1) == ["stock", "patched", "decoding"]
 
 
 @pytest.mark.parametrize("program", ["fp8_attention.py", "slowed.py", "without.py", "tables.py"])
@@ -203,3 +210,13 @@ def test_programs_that_import_whole_call_start_from_another_folder(program: str,
         command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(FOLDER.parents[1])}
     )
     assert process.returncode == 0, process.stderr
+
+
+def test_a_layer_is_timed_without_the_rest_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    checks = importlib.import_module("checks")
+    monkeypatch.setattr(checks, "GRID", ((1, 4, 4),))
+    clock = iter(range(10_000))
+    monkeypatch.setattr(checks.time, "perf_counter", lambda: 1e-6 * next(clock))
+    tower = tower_of(TINY["qwen3_vl"].build()).requires_grad_(False)
+    assert checks.measure_layer(tower, calls=10) == pytest.approx({"median": 1, "least": 1}, rel=1e-3)

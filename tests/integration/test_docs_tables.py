@@ -28,7 +28,7 @@ from documents import Document  # noqa: E402
 README = ROOT / "README.md"
 SVG = "{http://www.w3.org/2000/svg}"
 COMPARED = re.compile(r"(?P<stock>[\d.]+) → (?P<ours>[\d.]+) ms \((?P<speedup>[\d.]+)x\)")
-WAYS = {"`patch`": "patched", "both": "decoding"}
+WAYS = {"`patch`": "patched", "`patch`, `graphed_decoding`": "decoding"}
 
 
 def name(path: Path) -> str:
