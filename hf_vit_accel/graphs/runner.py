@@ -30,7 +30,7 @@ from hf_vit_accel.graphs.store import EXACT_ONLY, CaptureError, Eager, GraphStor
 from hf_vit_accel.layout import Grid, pack, rows_of, send
 
 _NEVER_EXACT = "the backend replays exact shapes only, which exact_after=0 rules out"
-_BYTES_PER_VALUE = 24
+_BYTES_PER_VALUE = 36
 """Bytes of memory that an inference call needs for each row and column of the residual stream, at most (H200)."""
 
 
