@@ -139,6 +139,14 @@ AUTO: tuple[Rule, ...] = (
     Rule(
         kind="full",
         longest_from=1100,
+        in_exact_graph=True,
+        order=("flash_attention_4", "flash_attention_3", "torch_cudnn", "flashinfer_cudnn", "torch_varlen", "sdpa"),
+        measured="H200, bf16, us from CUDA graphs, D 72 / 80: FA4 25 / 22 (1296), 194 / 179 (4096), 147 / 136 (4 x "
+        "1600); FA3 28 / 26, 199 / 190, 148 / 144; torch's cuDNN 45 / 44, 220 / 207, 176 / 169",
+    ),
+    Rule(
+        kind="full",
+        longest_from=1100,
         order=("flash_attention_3", "torch_cudnn", "flashinfer_cudnn", "flash_attention_4", "torch_varlen", "sdpa"),
         measured="H200, bf16, us, D 72 / 80: FA3 193 / 189 (4096), 270 / 262 (10 x 1536); torch's cuDNN 210 / 205, 304 "
         "/ 294; FlashInfer's 238 / 235 (4096); FA4 187 / 174, 274 / 248, and 65 us more of the host's a call",
@@ -149,6 +157,23 @@ AUTO: tuple[Rule, ...] = (
         order=("torch_cudnn", "flash_attention_3", "flash_attention_4", "flashinfer_cudnn", "torch_varlen", "sdpa"),
         measured="H200, bf16, us, D 72 / 80: torch's cuDNN 228 / 221 (16 x 1024), 132 / 127 (32 x 512); FA3 246 / 246, "
         "156 / 152; FA4 257 / 235, 194 / 152; FlashInfer's cuDNN 261 / 256 (16 x 1024)",
+    ),
+    Rule(
+        kind="full",
+        longest_from=1024,
+        in_exact_graph=True,
+        order=("torch_cudnn", "flash_attention_4", "flash_attention_3", "flashinfer_cudnn", "torch_varlen", "sdpa"),
+        measured="H200, bf16, us from CUDA graphs, D 72 / 80: torch's cuDNN 20 / 18 (1024), 62 / 59 (4 x 1024); FA4 23 "
+        "/ 21, 68 / 61; FA3 25 / 24, 68 / 64",
+    ),
+    Rule(
+        kind="full",
+        longest_from=576,
+        in_exact_graph=True,
+        order=("flash_attention_4", "torch_cudnn", "flash_attention_3", "flashinfer_cudnn", "torch_varlen", "sdpa"),
+        measured="H200, bf16, us from CUDA graphs, D 72 / 80: FA4 18 / 17 (784), 52 / 48 (4 x 784), 41 / 38 (6 x 576); "
+        "torch's cuDNN 19 / 18, 59 / 58, 46 / 45; FA3 21 / 20, 53 / 51, 41 / 40. A replayed tower of 784 rows, ms, "
+        "Qwen3-VL-8B / Qwen2-VL-7B: FA4 3.11 / 4.01, torch's cuDNN 3.19 / 4.20",
     ),
     Rule(
         kind="full",

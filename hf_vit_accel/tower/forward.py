@@ -31,16 +31,12 @@ from hf_vit_accel.graphs import automatic
 from hf_vit_accel.graphs.runner import Runner
 from hf_vit_accel.graphs.store import Eager
 from hf_vit_accel.graphs.training import TrainingRunner
-from hf_vit_accel.machine import KERNELS, Fault, raise_if_any
+from hf_vit_accel.machine import Fault, raise_if_any
 from hf_vit_accel.sharing.data_parallel import NotSharedError
-from hf_vit_accel.sharing.reuse import Repeats
 from hf_vit_accel.tower import attention_only, checks
-from hf_vit_accel.tower.count import count
 from hf_vit_accel.tower.decide import decide
-from hf_vit_accel.tower.modules import WeightMemory
-from hf_vit_accel.tower.plan import Call, CallPlan, FastPlan, Outcome, Pass, StockPlan, Way
+from hf_vit_accel.tower.plan import NO_GRAPHS, Call, CallPlan, FastPlan, Outcome, Pass, StockPlan, Way
 from hf_vit_accel.tower.retry import disable, halve_passes
-from hf_vit_accel.tower.snapshot import Snapshot
 from hf_vit_accel.tower.state import STATE, TowerState, state_of
 
 Original = Callable[..., object]
@@ -192,7 +188,7 @@ def _call(tower: Tower, state: TowerState, original: Original, args: Arguments, 
             try:
                 call = read(tower, state, args, kwargs)
                 plan = decide(tower, state, call, not_shared)
-                return count(state, run(tower, state, plan, stock))
+                return _count(state, run(tower, state, plan, stock))
             except Fault as fault:
                 disable(state, faults_at_call, faults_at_attempt, fault)
             except NotSharedError as error:
@@ -236,7 +232,7 @@ def read(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) -> C
     reasons_slow = checks.reasons_slow(tower, snapshot, weights, kwargs, grad=torch.is_grad_enabled())
     find_repeats = None
     if state.reuse is not None and state.warming != threading.get_ident():
-        find_repeats = partial(_find_repeats, state, snapshot, parameters, weights)
+        find_repeats = partial(state.find_repeats, snapshot, parameters, weights)
     read_inputs = inputs.read(snapshot.expected, find_repeats, *args, **kwargs)
     why_not_read = "arguments are missing, or pixel values are in a shape or of a class of their own"
     return Call(
@@ -247,22 +243,6 @@ def read(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) -> C
         parameters=parameters,
         weights=weights,
     )
-
-
-def _find_repeats(
-    state: TowerState,
-    snapshot: Snapshot,
-    parameters: list[nn.Parameter],
-    weights: WeightMemory,
-    pixels_TP: Tensor,
-    grid_N3: Tensor,
-) -> tuple[list[list[int]], Repeats]:
-    """Return the grid on the host, and the repeated images."""
-    assert state.reuse is not None
-    no_kernels = state.faults.get(KERNELS)
-    facts = checks.facts_for_reuse(state.settings, snapshot, parameters, weights, pixels_TP.device, no_kernels)
-    repeats = state.reuse.find_repeats(pixels_TP, grid_N3, facts)
-    return repeats.grid, repeats
 
 
 def run(tower: Tower, state: TowerState, plan: CallPlan, original: Original) -> Outcome:
@@ -381,3 +361,26 @@ def _replay(plan: FastPlan, runner: Runner | TrainingRunner, one_pass: Pass, pix
         identity_spec = plan.graphs.identity_spec or plan.spec
         return runner.run(one_pass.route, pixels_TP, memory, identity_spec, exact=plan.graphs.use.exact)
     return runner.run(one_pass.route, pixels_TP, plan.parameters, plan.snapshot.parameter_dicts, memory)
+
+
+def _count(state: TowerState, outcome: Outcome) -> object:
+    """Count a call that is over, and return its output. A call that failed is not counted."""
+    plan = outcome.plan
+    state.fallbacks.update((*plan.reasons, *outcome.reasons))
+    if state.sharing is not None and plan.shared.result is not None:
+        state.sharing.counts[plan.shared.result] += 1
+    if plan.way is Way.FAST or (plan.way is Way.ATTENTION and not outcome.reasons):
+        state.fast_calls += 1
+    else:
+        state.count_stock_call()
+    if isinstance(plan, StockPlan):
+        state.last_route = plan.route or state.last_route  # an untouched call has no route
+        return outcome.output
+    state.last_route = plan.routes_run[-1] if plan.routes_run else state.last_route
+    runner = state.training_runner if plan.spec.request.grad else state.inference_runner
+    if runner is not None and (plan.graphs is not NO_GRAPHS or runner.last_way is not None):
+        runner.last_way = plan.graph_way
+    if len(plan.passes) > 1:
+        state.pass_limit.calls += 1
+        state.pass_limit.passes += len(plan.passes)
+    return outcome.output

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from hf_vit_accel.backends import Replay, Request
 from hf_vit_accel.config import GraphConfig, Settings
@@ -23,7 +23,7 @@ from hf_vit_accel.machine import KERNELS, raise_if_any
 from hf_vit_accel.ops import PARTS, Context, Ops, build, why_not_triton
 from hf_vit_accel.ops.fp8.scales import Scales
 from hf_vit_accel.sharing.data_parallel import Sharing
-from hf_vit_accel.sharing.reuse import Reuse
+from hf_vit_accel.sharing.reuse import Repeats, Reuse
 from hf_vit_accel.tower import checks, fsdp, proof
 from hf_vit_accel.tower.modules import WeightMemory
 from hf_vit_accel.tower.snapshot import Snapshot
@@ -127,6 +127,29 @@ class TowerState:
         self.former_forward = state["former_forward"]
         self.keeps_attention = state["keeps_attention"]
         self._attention_function = None  # another process may have registered another
+
+    def find_repeats(
+        self,
+        snapshot: Snapshot,
+        parameters: list[nn.Parameter],
+        weights: WeightMemory,
+        pixels_TP: Tensor,
+        grid_N3: Tensor,
+    ) -> tuple[list[list[int]], Repeats]:
+        """Return the grid on the host, and the repeated images.
+
+        Args:
+            snapshot: The tower as it is now.
+            parameters: Its parameters.
+            weights: Where they lie in memory.
+            pixels_TP: The pixels of the call.
+            grid_N3: Its grid.
+        """
+        assert self.reuse is not None
+        no_kernels = self.faults.get(KERNELS)
+        facts = checks.facts_for_reuse(self.settings, snapshot, parameters, weights, pixels_TP.device, no_kernels)
+        repeats = self.reuse.find_repeats(pixels_TP, grid_N3, facts)
+        return repeats.grid, repeats
 
     def count_stock_call(self) -> None:
         """Count a call of the original forward. It is the last call, or step, for the reports of graphs, too."""

@@ -443,6 +443,7 @@ def test_memory_that_runs_out_in_a_capture_leaves_other_graphs(
     class Graphs:
         device: torch.device | None = None
         given_up: str | None = None
+        has_given_up = False
 
         def give_up(self, why: str) -> None:
             self.given_up = why
