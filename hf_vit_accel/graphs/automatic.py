@@ -97,8 +97,8 @@ class Store(Protocol):
         """The device of the last call; None before the first."""
 
     @property
-    def off(self) -> str | None:
-        """Why no other capture is tried, or None."""
+    def why_no_capture(self) -> str | None:
+        """Why no other capture is tried now, or None."""
 
     @property
     def not_exact(self) -> Mapping[Grid, str]:
@@ -210,8 +210,8 @@ class AutoGraphs:
 
     def reason_against_capture(self, store: Store) -> str | None:
         """Return why no other graph is captured for the last call, or None."""
-        if store.off is not None:
-            return store.off
+        if store.why_no_capture is not None:
+            return store.why_no_capture
         paid = store.replays // _REPLAYS_PER_CAPTURE + self._calls // _CALLS_PER_CAPTURE
         if store.captures > self._free_captures + paid:
             return "another graph is captured when replays have paid for those before"
@@ -272,22 +272,29 @@ class DroppedWhenMemoryRunsOut(Protocol):
 
 _stores: weakref.WeakSet[DroppedWhenMemoryRunsOut] = weakref.WeakSet()
 _is_observing = False
-_captures = threading.local()
+_capturing_threads: set[int] = set()
 stores_given_up = 0
 """Stores whose graphs went since memory ran out. A call that ran out of memory may find theirs when it tries again."""
 
 
 @contextmanager
 def capture_of_ours() -> Iterator[None]:
-    """Keep all graphs if memory runs out within a capture of ours, in this thread.
+    """Keep all graphs if memory runs out within a capture of ours.
 
     A capture cannot free cached memory. The recorder frees it and tries again, and whoever captures counts a failure.
     """
-    _captures.is_under_way = True
+    thread = threading.get_ident()
+    _capturing_threads.add(thread)
     try:
         yield
     finally:
-        _captures.is_under_way = False
+        _capturing_threads.discard(thread)
+
+
+def _is_within_capture() -> bool:
+    """Return whether this thread captures, or computes gradients while one does: autograd has threads of its own."""
+    computes_gradients = torch._C._current_graph_task_id() != -1
+    return threading.get_ident() in _capturing_threads or (computes_gradients and bool(_capturing_threads))
 
 
 def drop_when_memory_runs_out(store: DroppedWhenMemoryRunsOut) -> None:
@@ -306,7 +313,7 @@ def drop_when_memory_runs_out(store: DroppedWhenMemoryRunsOut) -> None:
 
 def _give_up_graphs(device: int, requested: int, allocated: int, free: int) -> None:
     """Drop the graphs of a device; torch calls this with the failed allocation, in its thread."""
-    if getattr(_captures, "is_under_way", False):
+    if _is_within_capture():
         return
     global stores_given_up
     for store in list(_stores):

@@ -152,7 +152,7 @@ class Runner(GraphStore[_Graph]):
         """Count a call where the user asked for graphs. Choose its exact shape if that came often, else budgets."""
         came_often = 0 < self.config.exact_after <= self._count_calls(grid)
         has_room = self.nbytes <= self.max_bytes or self.will_make_room
-        why_not_captured = self.not_exact.get(grid) or self.off or (None if has_room else NO_ROOM)
+        why_not_captured = self.not_exact.get(grid) or self.why_no_capture or (None if has_room else NO_ROOM)
         exactly = grid in self._replayed_exactly or (came_often and why_not_captured is None)
         if self._exactly is not None:
             exactly = self._exactly

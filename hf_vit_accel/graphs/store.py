@@ -31,10 +31,9 @@ _CHANGES = 4
 REMEMBERED = 4096
 """Grids whose calls are counted."""
 _PATIENCE = 16
-"""Calls that find no room for a graph before all graphs are dropped; doubled each time.
-
-So many calls also follow a capture whose memory ran out before another one is tried.
-"""
+"""Calls that find no room for a graph before all graphs are dropped; doubled each time."""
+_WAIT = 16
+"""Calls after a capture whose memory ran out before another one is tried; doubled until a capture succeeds."""
 
 _RAN_OUT = "memory ran out in a capture, another one is tried after more calls"
 _CHANGED = "weights, modules or what gradients are given for changed at call after call"
@@ -65,7 +64,7 @@ class CaptureError(RuntimeError):
     Args:
         why: The reason.
         allowed_under_strict: Whether the capture was not tried, for lack of room.
-        has_failed: Whether the capture failed, now or before.
+        has_failed: Whether the capture failed, now or before, but not for lack of memory.
     """
 
     def __init__(self, why: str, *, allowed_under_strict: bool = False, has_failed: bool = False) -> None:
@@ -135,6 +134,7 @@ class GraphStore(ABC, Generic[G]):
         self._calls_without_room = 0
         self._patience = _PATIENCE
         self._no_capture_before = 0  # number of calls
+        self._wait = _WAIT
         self._refused: dict[Hashable, str] = {}
         self.not_exact: dict[Grid, str] = {}  # grids of calls whose exact capture failed, and why
 
@@ -152,6 +152,7 @@ class GraphStore(ABC, Generic[G]):
         self._calls_without_room = 0
         self._patience = _PATIENCE
         self._no_capture_before = 0
+        self._wait = _WAIT
         self._refused = {}
         self.not_exact = {}
         self._drop()
@@ -285,6 +286,7 @@ class GraphStore(ABC, Generic[G]):
             self.captures += 1
             graph.captured_at = self._calls
             self._failures = 0
+            self._wait = _WAIT
             self._graphs[signature] = graph
             self.nbytes += graph.nbytes
             if len(self._graphs) > self.config.max_graphs:
@@ -310,7 +312,13 @@ class GraphStore(ABC, Generic[G]):
     @property
     def will_make_room(self) -> bool:
         """Whether so many calls found no room that the next call of `run` drops all graphs."""
-        return self._calls_without_room >= self._patience
+        return self._calls_without_room >= self._patience and self.why_no_capture is None
+
+    @property
+    def why_no_capture(self) -> str | None:
+        """Why the next call captures nothing: captures failed, or memory ran out in one. None if it may."""
+        is_waiting = self._calls + 1 < self._no_capture_before
+        return self.off or (_RAN_OUT if is_waiting else None)
 
     def _count_refusal(self, why: str | None) -> None:
         """Count a call that runs eagerly since graphs of other calls hold the memory (see `_make_room`)."""
@@ -332,9 +340,9 @@ class GraphStore(ABC, Generic[G]):
         except Exception as error:
             why = f"capture failed: {type(error).__name__}: {error}".split("\n")[0]
             if isinstance(error, torch.OutOfMemoryError):  # other programs may give memory back
-                self._no_capture_before = self._calls + self._patience
-                self._patience *= 2
-                raise CaptureError(why, has_failed=True) from error
+                self._no_capture_before = self._calls + self._wait
+                self._wait *= 2
+                raise CaptureError(why) from error
             self._failures += 1
             self._refused[signature] = why
             if self._failures >= _FAILURES or len(self._refused) >= _REFUSED:

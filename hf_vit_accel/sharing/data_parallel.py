@@ -76,6 +76,11 @@ class Sharing:
                 self.exchange_headers(result, text=f"{type(error).__name__}: {error}")
         self._others_wait = False
 
+    @property
+    def others_wait(self) -> bool:
+        """Whether the other ranks wait for this rank's header of a call."""
+        return self._others_wait
+
     def split(self, grid: Grid, distinct: Grid, facts: TowerFacts) -> Assignment | None:
         """Return which rank encodes what, or None for a call that is too small: `grid` decides, so all ranks agree.
 

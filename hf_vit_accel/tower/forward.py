@@ -36,7 +36,7 @@ from hf_vit_accel.sharing.data_parallel import NotSharedError
 from hf_vit_accel.tower import attention_only, checks
 from hf_vit_accel.tower.decide import decide
 from hf_vit_accel.tower.plan import NO_GRAPHS, Call, CallPlan, FastPlan, Outcome, Pass, StockPlan, Way
-from hf_vit_accel.tower.retry import disable, halve_passes
+from hf_vit_accel.tower.retry import can_retry_out_of_memory, disable
 from hf_vit_accel.tower.state import STATE, TowerState, state_of
 
 Original = Callable[..., object]
@@ -194,8 +194,7 @@ def _call(tower: Tower, state: TowerState, original: Original, args: Arguments, 
             except NotSharedError as error:
                 not_shared = str(error)
             except torch.OutOfMemoryError:
-                has_new_room = automatic.stores_given_up > given_up_at_attempt
-                if not isinstance(plan, FastPlan) or not (has_new_room or halve_passes(state, plan)):
+                if not can_retry_out_of_memory(state, plan, given_up_at_attempt):
                     raise
             # Nothing holds what the failed attempt allocated when the next one begins.
 

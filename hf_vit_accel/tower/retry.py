@@ -5,10 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hf_vit_accel.backends import BACKENDS
+from hf_vit_accel.graphs import automatic
 from hf_vit_accel.layout import rows_of
 from hf_vit_accel.machine import KERNELS, Fault, raise_if_any
-from hf_vit_accel.tower.plan import FastPlan
+from hf_vit_accel.tower.plan import CallPlan, FastPlan
 from hf_vit_accel.tower.state import TowerState
+
+
+def can_retry_out_of_memory(state: TowerState, plan: CallPlan | None, stores_given_up: int) -> bool:
+    """Prepare a call whose memory ran out for another attempt; return False if none can help.
+
+    Args:
+        state: Of the tower.
+        plan: The decisions of the attempt that failed; None if there were none yet.
+        stores_given_up: See `automatic`; the number when that attempt began.
+    """
+    if not isinstance(plan, FastPlan):
+        return False
+    is_shared = plan.shared.assignment is not None
+    if is_shared and (state.sharing is None or not state.sharing.others_wait):
+        return False  # the other ranks are through, and would not answer another attempt
+    return automatic.stores_given_up > stores_given_up or halve_passes(state, plan)
 
 
 def halve_passes(state: TowerState, plan: FastPlan) -> bool:

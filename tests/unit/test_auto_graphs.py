@@ -49,7 +49,7 @@ def model() -> nn.Module:
 def store_of(captures: int = 0) -> SimpleNamespace:
     """Return the counts of a store, as the choice of calls reads them."""
     device = torch.device("cpu")
-    memory = dict(nbytes=0, max_bytes=1 << 30, needed_bytes=0, will_make_room=False, off=None, not_exact={})
+    memory = dict(nbytes=0, max_bytes=1 << 30, needed_bytes=0, will_make_room=False, why_no_capture=None, not_exact={})
     return SimpleNamespace(captures=captures, replays=0, device=device, **memory)
 
 
@@ -1254,3 +1254,70 @@ def test_counted_reasons_are_bounded(on_cpu: type[Recorder], model: nn.Module) -
     for number in range(200):
         runner.count_eager(f"capture failed: {number} bytes are free")
     assert len(runner.status().eager) == 65 and runner.status().eager["other reasons"] == 136
+
+
+@BOTH_KINDS
+def test_an_exact_shape_is_captured_some_calls_after_memory_ran_out(
+    only_in_graphs: OnlyInGraphs, on_cpu: type[Recorder], model: nn.Module, config: GraphConfig | str
+) -> None:
+    """The named backend serves one layout, so that no padding helps out."""
+    only_in_graphs.raises = False
+    only_in_graphs.replays_other_layouts = False
+    patch(model, config, attention="torch_cudnn")
+    on_cpu.fail = torch.OutOfMemoryError("CUDA out of memory")
+    assert ways_of(model, [IMAGE] * 3) == ["eager"] * 3
+    on_cpu.fail = None
+    ways = ways_of(model, [IMAGE] * 20)
+    assert ways[:15] == ["eager"] * 15 and ways[-1] == "replayed"
+
+
+def test_padded_graphs_are_replayed_while_exact_captures_wait(on_cpu: type[Recorder], model: nn.Module) -> None:
+    patch(model, GraphConfig(max_tokens=128))
+    grids: list[Grid] = [[(1, 4, 4 * width)] for width in range(1, 9)]
+    assert ways_of(model, grids * 2) == ["replayed"] * 16
+    on_cpu.fail = torch.OutOfMemoryError("CUDA out of memory")
+    ways = ways_of(model, grids * 15)
+    assert ways.count("eager") == status_of(model).eager["capture failed: OutOfMemoryError: CUDA out of memory"] < 5
+
+
+def test_strict_pads_a_call_whose_exact_capture_waits(on_cpu: type[Recorder], model: nn.Module) -> None:
+    patch(model, GraphConfig(max_tokens=128, exact_after=3), strict=True)
+    ways_of(model, [FOUR_SIZES[0], FOUR_SIZES[0], FOUR_SIZES[2], FOUR_SIZES[2]])
+    on_cpu.fail = torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(hf_vit_accel.FallbackError, match="OutOfMemoryError"):
+        run_tower(tower_of(model), FOUR_SIZES[0])
+    assert ways_of(model, [FOUR_SIZES[2], FOUR_SIZES[0]]) == ["replayed"] * 2
+
+
+def test_no_graph_is_dropped_for_others_that_must_wait(on_cpu: type[Recorder], model: nn.Module) -> None:
+    runner = patch(model, "auto")
+    ways_of(model, FOUR_SIZES * 6)
+    assert runner._graphs
+    runner._calls_without_room = runner._patience
+    runner._no_capture_before = runner._calls + 32
+    assert ways_of(model, [FOUR_SIZES[0]] * 8) == ["replayed"] * 8
+    runner._no_capture_before = 0
+    ways_of(model, [FOUR_SIZES[0]])
+    assert runner._calls_without_room == 0, "made room"
+
+
+def test_memory_that_runs_out_in_the_backward_of_a_capture_is_the_capture_s_own(
+    on_cpu: type[Recorder], model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU autograd computes gradients in a thread of its own."""
+    tower = tower_of(model)
+    runner = patch_training(tower, "auto")
+    record = on_cpu.record
+
+    def record_at_the_second_try(self: Recorder, *runs: Any, **options: Any) -> Any:
+        thread = threading.Thread(target=automatic._give_up_graphs, args=(0, 1 << 40, 0, 0))
+        with pytest.MonkeyPatch.context() as patches:
+            patches.setattr(torch._C, "_current_graph_task_id", lambda: 3)
+            thread.start()
+            thread.join()
+        return record(self, *runs, **options)
+
+    monkeypatch.setattr(on_cpu, "record", record_at_the_second_try)
+    for _ in range(6):
+        train(tower, IMAGE)
+    assert str(runner.status().last).startswith("replayed")

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -324,3 +325,19 @@ def test_memory_of_large_calls(name: str) -> None:
     assert all(relative_error(x, y) < 5e-2 for x, y in zip(outputs, expected, strict=True))
     runner = state_of(tower).inference_runner
     assert runner.nbytes <= runner.needed_bytes
+
+
+def test_a_backward_of_a_capture_runs_in_another_thread() -> None:
+    """Memory that runs out there is the capture's own, so that no graph is dropped."""
+    seen: list[tuple[bool, bool]] = []
+    this_thread = threading.get_ident()
+
+    def note(gradient: torch.Tensor) -> None:
+        seen.append((threading.get_ident() == this_thread, automatic._is_within_capture()))
+
+    for capture in (automatic.capture_of_ours(), nullcontext()):
+        x = torch.ones(4, device="cuda", requires_grad=True)
+        x.register_hook(note)
+        with capture:
+            (x * 2).sum().backward()
+    assert seen == [(False, True), (False, False)]

@@ -19,7 +19,9 @@ from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel import RankError, machine
+from hf_vit_accel.graphs import automatic
 from hf_vit_accel.sharing import ranks as ranks_module
+from hf_vit_accel.sharing import share as share_module
 from hf_vit_accel.sharing.split import Assignment
 from hf_vit_accel.tower import forward as tower_module
 from hf_vit_accel.tower.state import state_of
@@ -99,6 +101,43 @@ def check_fault(rank: int) -> None:
 
 def test_a_kernel_that_fails_on_one_rank_is_replaced_there_alone(on_ranks: OnRanks) -> None:
     on_ranks(check_fault, 3)
+
+
+def check_memory_retried(rank: int) -> None:
+    """A rank may try again while the others wait for its share. Once all are through, no other would answer."""
+    tower = tower_of(TINY["qwen2_vl"].build())
+    grid = MIXED * 3
+    expected = run_tower(tower, grid)
+    hf_vit_accel.patch(tower, data_parallel=True, max_rows=64)
+    encode = tower_module.encode
+    join = share_module._Buffers.join
+    error = torch.OutOfMemoryError("Tried to allocate 20 GiB")
+
+    def fail_once(*_: object, **__: object) -> NoReturn:
+        tower_module.encode = encode
+        share_module._Buffers.join = join  # type: ignore[method-assign]
+        automatic.stores_given_up += 1
+        raise error
+
+    if rank == 1:
+        tower_module.encode = fail_once
+    assert_close(run_tower(tower, grid), expected)
+    if rank == 1:
+        share_module._Buffers.join = fail_once  # type: ignore[method-assign]
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            run_tower(tower, grid)
+        assert caught.value is error
+    else:
+        assert_close(run_tower(tower, grid), expected)
+    tower_module.encode = raiser(error) if rank == 1 else encode
+    with pytest.raises(torch.OutOfMemoryError):  # on all ranks, and no rank tries again alone in shorter passes
+        run_tower(tower, grid)
+    tower_module.encode = encode
+    assert_close(run_tower(tower, grid), expected)
+
+
+def test_a_rank_whose_memory_ran_out_tries_again_only_while_the_others_wait(on_ranks: OnRanks) -> None:
+    on_ranks(check_memory_retried, 3)
 
 
 def check_memory_in_backward(rank: int) -> None:
