@@ -169,6 +169,18 @@ def test_the_headline_takes_the_tower_and_an_answer(complete: Document) -> None:
     assert "tower alone" in tables.whole_call(complete)
 
 
+def test_the_gains_beside_flash_attention_follow_the_rows_of_readme(complete: Document) -> None:
+    assert summary.over_flash(complete) == [], "it was not timed"
+    for row in complete["rows"]:
+        row["flash_attention_3"] = 0.6 * row["stock"]
+    (line,) = summary.over_flash(complete)
+    assert line.startswith(
+        "- These rows beside FlashAttention-3 in transformers' tower: **Qwen2.5-VL-7B 1.2x, 3.0x, 1.2x, 3.0x,"
+    )
+    del complete["rows"][0]["flash_attention_3"]
+    assert summary.over_flash(complete) == []
+
+
 def test_the_headline_shows_only_what_every_model_was_timed_in(complete: Document) -> None:
     complete["rows"] = [row for row in complete["rows"] if row["model"] == "qwen3-vl-8b" or row["tokens"] == 64]
     assert {case.tokens for case in headline.tabled(complete)} == {64}

@@ -542,9 +542,9 @@ def test_a_large_call_is_captured_where_its_memory_is_free(on_cpu: type[Recorder
     """The estimate grows with the rows of a call."""
     patch(model, "auto")
     tower = tower_of(model)
-    large: Grid = [(1, 64, 64)]
+    large: Grid = [(1, 32, 32)]
     width = tower.config.hidden_size
-    on_cpu.free_bytes = 8 * 64 * 64 * width * 36
+    on_cpu.free_bytes = 8 * 32 * 32 * width * 36
     assert ways_of(model, [large] * 4) == ["eager"] * 4 and "too little memory" in last_call(model)
     assert ways_of(model, [IMAGE] * 4)[-1] == "replayed"
     on_cpu.free_bytes += 8
