@@ -1,4 +1,4 @@
-"""What `status` reports of the graphs of one kind."""
+"""Holds the counters of graphs of one kind, and prints them for `status`."""
 
 from __future__ import annotations
 
