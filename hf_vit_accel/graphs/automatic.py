@@ -126,7 +126,7 @@ class AutoGraphs:
         grid: Grid,
         budgets_of_call: tuple[int, ...] | None,
         store: Store,
-        is_padding_slower: Callable[[], bool],
+        is_padding_worse: Callable[[bool], bool],
     ) -> GraphUse:
         """Count an inference call, and decide how it uses graphs.
 
@@ -135,7 +135,8 @@ class AutoGraphs:
             budgets_of_call: The budgets that its images are packed into; None if they fit none, or padding costs more
                 than a replay saves.
             store: The graphs so far.
-            is_padding_slower: Whether graphs of budgets need a slower backend than an eager call would use.
+            is_padding_worse: Whether no backend can replay graphs of budgets. For a large call (its argument), also
+                whether they need a slower one than an eager call would use.
         """
         self._calls += 1
         exact_calls = self._count(("exact", grid))
@@ -148,8 +149,8 @@ class AutoGraphs:
         padded_calls = 0 if budgets_of_call is None else self._count(("budgets", budgets_of_call))
         is_padding_known = budgets_of_call is not None and self._known.keys() >= set(budgets_of_call)
         can_pad = is_padding_known or padded_calls >= _PADDED_CALLS
-        if can_pad and not is_padding_known and rows > _PADDED_ROWS:
-            can_pad = not is_padding_slower()
+        if can_pad and not is_padding_known:
+            can_pad = not is_padding_worse(rows > _PADDED_ROWS)
         is_common = exact_calls >= _COMMON_CALLS or exact_calls * _COMMON_SHARE >= self._calls
         is_exact = exact_calls >= _EXACT_CALLS and (is_common or not can_pad) and why_not_exact is None
         if not is_exact and not can_pad:
@@ -167,16 +168,16 @@ class AutoGraphs:
         self._know((grid,))
 
     def expect_budgets(
-        self, grid: Grid, budgets_of_call: tuple[int, ...], is_padding_slower: Callable[[], bool]
+        self, grid: Grid, budgets_of_call: tuple[int, ...], is_padding_worse: Callable[[bool], bool]
     ) -> GraphUse:
         """Note a call of `warmup` whose budgets are captured, unless calls of its size run faster eagerly.
 
         Args:
             grid: The grid of the call.
             budgets_of_call: Its budgets.
-            is_padding_slower: See `choose`.
+            is_padding_worse: See `choose`.
         """
-        if rows_of(grid) > _PADDED_ROWS and is_padding_slower():
+        if is_padding_worse(rows_of(grid) > _PADDED_ROWS):
             return GraphUse("an eager call of this size uses a faster backend than a graph for many layouts")
         self._know(budgets_of_call)
         return GraphUse()
@@ -284,11 +285,13 @@ def capture_of_ours() -> Iterator[None]:
     A capture cannot free cached memory. The recorder frees it and tries again, and whoever captures counts a failure.
     """
     thread = threading.get_ident()
+    is_outermost = thread not in _capturing_threads
     _capturing_threads.add(thread)
     try:
         yield
     finally:
-        _capturing_threads.discard(thread)
+        if is_outermost:
+            _capturing_threads.discard(thread)
 
 
 def _is_within_capture() -> bool:

@@ -111,7 +111,7 @@ class Runner(GraphStore[_Graph]):
         merge: int,
         width: int,
         device: torch.device,
-        is_padding_slower: Callable[[], bool],
+        is_padding_worse: Callable[[bool], bool],
         *,
         can_pad: bool = True,
     ) -> GraphUse:
@@ -122,7 +122,7 @@ class Runner(GraphStore[_Graph]):
             merge: Patches along the side of a merged token.
             width: Columns of the residual stream.
             device: The device of the call.
-            is_padding_slower: Whether graphs of budgets need a slower backend than an eager call would use.
+            is_padding_worse: See `AutoGraphs.choose`.
             can_pad: Whether the backend that was asked for can replay other layouts than the captured one.
         """
         with self._lock:  # calls of other threads wait for the end of `warmup`
@@ -143,10 +143,10 @@ class Runner(GraphStore[_Graph]):
                 budgets_of_call = tuple(bin_.budget for bin_ in bins if bin_.budget is not None)
             if self._exactly is None:
                 self.needed_bytes = rows_of(grid) * width * _BYTES_PER_VALUE
-                use = self.auto.choose(grid, budgets_of_call, self, is_padding_slower)
+                use = self.auto.choose(grid, budgets_of_call, self, is_padding_worse)
                 self._count_refusal(use.eager_reason)
                 return use
-            return self.auto.expect_budgets(grid, budgets_of_call or (), is_padding_slower)
+            return self.auto.expect_budgets(grid, budgets_of_call or (), is_padding_worse)
 
     def _choose_as_asked(self, grid: Grid, *, can_pad: bool) -> GraphUse:
         """Count a call where the user asked for graphs. Choose its exact shape if that came often, else budgets."""

@@ -33,7 +33,9 @@ REMEMBERED = 4096
 _PATIENCE = 16
 """Calls that find no room for a graph before all graphs are dropped; doubled each time."""
 _WAIT = 16
-"""Calls after a capture whose memory ran out before another one is tried; doubled until a capture succeeds."""
+"""Calls after a capture whose memory ran out before another one is tried, unless the user asks for it by `warmup`."""
+_TRIES = 3
+"""Captures of one signature whose memory runs out before it is not tried again."""
 
 _RAN_OUT = "memory ran out in a capture, another one is tried after more calls"
 _CHANGED = "weights, modules or what gradients are given for changed at call after call"
@@ -134,7 +136,7 @@ class GraphStore(ABC, Generic[G]):
         self._calls_without_room = 0
         self._patience = _PATIENCE
         self._no_capture_before = 0  # number of calls
-        self._wait = _WAIT
+        self._ran_out: Counter[Hashable] = Counter()  # signatures whose capture ran out of memory
         self._refused: dict[Hashable, str] = {}
         self.not_exact: dict[Grid, str] = {}  # grids of calls whose exact capture failed, and why
 
@@ -152,7 +154,7 @@ class GraphStore(ABC, Generic[G]):
         self._calls_without_room = 0
         self._patience = _PATIENCE
         self._no_capture_before = 0
-        self._wait = _WAIT
+        self._ran_out = Counter()
         self._refused = {}
         self.not_exact = {}
         self._drop()
@@ -286,7 +288,6 @@ class GraphStore(ABC, Generic[G]):
             self.captures += 1
             graph.captured_at = self._calls
             self._failures = 0
-            self._wait = _WAIT
             self._graphs[signature] = graph
             self.nbytes += graph.nbytes
             if len(self._graphs) > self.config.max_graphs:
@@ -299,12 +300,12 @@ class GraphStore(ABC, Generic[G]):
         why = self.off or self._refused.get(signature)
         if why:
             raise CaptureError(why, has_failed=signature in self._refused)
-        if self._calls < self._no_capture_before:
+        if self._is_waiting(self._calls):
             why = _RAN_OUT
+        elif self.auto is not None and not self.is_warming_up:
+            why = self.auto.reason_against_capture(self)  # NO_ROOM only for a capture that replays have paid for
         elif self.nbytes > self.max_bytes:
             why = NO_ROOM
-        elif self.auto is not None and not self.is_warming_up:
-            why = self.auto.reason_against_capture(self)
         if why is not None:
             self._count_refusal(why)
             raise CaptureError(why, allowed_under_strict=why == NO_ROOM)
@@ -312,13 +313,16 @@ class GraphStore(ABC, Generic[G]):
     @property
     def will_make_room(self) -> bool:
         """Whether so many calls found no room that the next call of `run` drops all graphs."""
-        return self._calls_without_room >= self._patience and self.why_no_capture is None
+        return self._calls_without_room >= self._patience
 
     @property
     def why_no_capture(self) -> str | None:
         """Why the next call captures nothing: captures failed, or memory ran out in one. None if it may."""
-        is_waiting = self._calls + 1 < self._no_capture_before
-        return self.off or (_RAN_OUT if is_waiting else None)
+        return self.off or (_RAN_OUT if self._is_waiting(self._calls + 1) else None)
+
+    def _is_waiting(self, call: int) -> bool:
+        """Return whether a call captures nothing, since memory ran out in a capture shortly before."""
+        return call < self._no_capture_before and not self.is_warming_up
 
     def _count_refusal(self, why: str | None) -> None:
         """Count a call that runs eagerly since graphs of other calls hold the memory (see `_make_room`)."""
@@ -340,10 +344,13 @@ class GraphStore(ABC, Generic[G]):
         except Exception as error:
             why = f"capture failed: {type(error).__name__}: {error}".split("\n")[0]
             if isinstance(error, torch.OutOfMemoryError):  # other programs may give memory back
-                self._no_capture_before = self._calls + self._wait
-                self._wait *= 2
-                raise CaptureError(why) from error
-            self._failures += 1
+                self._ran_out[signature] += 1
+                if not self.is_warming_up:
+                    self._no_capture_before = self._calls + _WAIT
+                if self._ran_out[signature] < _TRIES and len(self._ran_out) < REMEMBERED:
+                    raise CaptureError(why) from error
+            else:
+                self._failures += 1
             self._refused[signature] = why
             if self._failures >= _FAILURES or len(self._refused) >= _REFUSED:
                 self.off = f"{len(self._refused)} captures failed, the last: {why}"
@@ -368,10 +375,12 @@ class GraphStore(ABC, Generic[G]):
         It must run before a call chooses its graphs, so that no dropped graph is replayed.
         The patience doubles each time, so that captures never outweigh replays.
         """
-        if not self.will_make_room:
+        if not self.will_make_room or self._is_waiting(self._calls):
             return
         self._calls_without_room = 0
         self._patience *= 2
+        if self.auto is not None:  # replays cannot pay for the graphs that take the place of these
+            self.auto.add_free_captures(len(self._graphs))
         self._recorder.settle()
         self._drop()
         torch.cuda.empty_cache()  # the allocator would keep their pool until memory runs out

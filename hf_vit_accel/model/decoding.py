@@ -19,6 +19,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from hf_vit_accel.graphs.automatic import capture_of_ours
 from hf_vit_accel.machine import one_line
 from hf_vit_accel.model.decode_step import ATTENTION, CACHE, DecodeStep, StepInputs, UnservedError, smallest_window_of
 from hf_vit_accel.model.decode_steps import DecodeSteps, steps_of
@@ -276,7 +277,8 @@ class _ModelInLoop:
         step = self._steps.find(self._key)
         if step is None and due < FEWEST:
             raise UnservedError(f"fewer than {FEWEST} tokens to come, and no step captured")
-        with torch.inference_mode(False), torch.no_grad():  # buffers of inference mode could not be written later
+        # Buffers of inference mode could not be written later. Stock goes on if memory runs out: no graph is dropped.
+        with torch.inference_mode(False), torch.no_grad(), capture_of_ours():
             if step is None:
                 step = DecodeStep(step_inputs, self._cache, slots, self._model)
                 self._steps.capture(step, self._model)

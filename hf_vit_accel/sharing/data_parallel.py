@@ -172,7 +172,6 @@ class Sharing:
             RankError: A rank failed or made another call. The same on all ranks that are done.
             OutOfMemoryError: Every failed rank ran out of memory.
         """
-        self._others_wait = False
         header = Header(
             result=result,
             call=digest((self._calls, self._grid)),
@@ -182,9 +181,13 @@ class Sharing:
         )
         if result is not ShareResult.DONE or call_checksum is None:
             call_checksum = torch.zeros(1, dtype=torch.int64, device=self.ranks.device)
-        words_by_rank = self.ranks.words(
-            header.pack(), call_checksum, when="for word that they are through with their shares"
-        )
+        when = "for word that they are through with their shares"
+        try:
+            words_by_rank = self.ranks.words(header.pack(), call_checksum, when=when)
+        except RankError:
+            self._others_wait = False
+            raise
+        self._others_wait = False  # if memory ran out instead, nothing was sent, and they still wait
         headers = [Header.unpack(words) for words in words_by_rank]
         if result < ShareResult.FAILED:
             _check_headers(headers)

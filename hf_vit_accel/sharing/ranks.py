@@ -56,15 +56,19 @@ class Ranks:
 
         Returns:
             The words of every rank, by rank.
+
+        Raises:
+            RankError: The ranks could not exchange them.
+            OutOfMemoryError: Memory ran out before anything was sent.
         """
         device = self.device
-        received = list(torch.empty(self.size, len(mine) + 1, dtype=torch.int64, device=device))
+        # Memory that runs out here must run out before the exchange begins.
+        received = torch.empty(self.size, len(mine) + 1, dtype=torch.int64, device=device)
+        sent = torch.cat([torch.tensor(mine, dtype=torch.int64).to(device), last])
         with _as_rank_error(when):
-            sent = torch.cat([torch.tensor(mine, dtype=torch.int64).to(device), last])
-            dist.all_gather(received, sent, group=self.group)
-        by_rank = torch.stack(received)
+            dist.all_gather(list(received), sent, group=self.group)
         self.settle(device, when=when)
-        return by_rank.tolist()
+        return received.tolist()
 
     def to_all(self, mine: Tensor, received: Sequence[Tensor], *, when: str) -> list[Tensor]:
         """Begin to send this rank's tensor to all others and to receive theirs; `settle` waits for the data.

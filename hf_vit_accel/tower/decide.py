@@ -320,10 +320,14 @@ def _choose_graphs(
         use = runner.choose(grid, values_per_row, parameters, device)
         return GraphChoice(runner=runner, use=use)
 
-    def is_padding_slower() -> bool:
-        eager_spec = spec_of(state, snapshot, weights, device, fast=True, grad=False)
-        choices = state.routes.get(grid, eager_spec).choices.values()
-        return not all(choice.backend.replays_other_layouts for choice in choices)
+    def can_replay_padded(replay: Replay) -> bool:
+        """Return whether the backends of such a call can replay other layouts."""
+        spec = spec_of(state, snapshot, weights, device, fast=True, grad=False, replay=replay)
+        choices = state.routes.get(grid, spec).choices.values()
+        return all(choice.backend.replays_other_layouts for choice in choices)
+
+    def is_padding_worse(is_large: bool) -> bool:
+        return not can_replay_padded("padded") or (is_large and not can_replay_padded("never"))
 
     attention = state.settings.attention
     is_named = attention != "auto" and attention not in state.faults
@@ -332,7 +336,7 @@ def _choose_graphs(
         eager_spec = spec_of(state, snapshot, weights, device, fast=True, grad=False)
         choices = state.routes.get(grid, eager_spec).choices.values()
         can_pad = all(choice.backend.name != attention for choice in choices)
-    use = runner.choose(grid, snapshot.geometry.merge, width, device, is_padding_slower, can_pad=can_pad)
+    use = runner.choose(grid, snapshot.geometry.merge, width, device, is_padding_worse, can_pad=can_pad)
     if use.eager_reason is not None:
         return GraphChoice(runner=runner, use=use)
     spec = spec_of(state, snapshot, weights, device, fast=True, grad=False, replay="padded")

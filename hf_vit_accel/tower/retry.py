@@ -20,12 +20,15 @@ def can_retry_out_of_memory(state: TowerState, plan: CallPlan | None, stores_giv
         plan: The decisions of the attempt that failed; None if there were none yet.
         stores_given_up: See `automatic`; the number when that attempt began.
     """
+    has_new_room = automatic.stores_given_up > stores_given_up
+    if plan is None:
+        return has_new_room
     if not isinstance(plan, FastPlan):
         return False
     is_shared = plan.shared.assignment is not None
     if is_shared and (state.sharing is None or not state.sharing.others_wait):
         return False  # the other ranks are through, and would not answer another attempt
-    return automatic.stores_given_up > stores_given_up or halve_passes(state, plan)
+    return has_new_room or halve_passes(state, plan)
 
 
 def halve_passes(state: TowerState, plan: FastPlan) -> bool:

@@ -28,6 +28,7 @@ import hf_vit_accel
 from hf_vit_accel import graphed_decoding
 from hf_vit_accel.graphs import automatic
 from hf_vit_accel.model import decode_step as step_module
+from hf_vit_accel.model import decoding
 from hf_vit_accel.model.decode_steps import read_model, steps_of
 from hf_vit_accel.model.norms import as_one_kernel, norms_of
 
@@ -433,6 +434,33 @@ def test_replaced_values_of_any_class_are_noticed(model: nn.Module, values: tupl
     former = read_model(model)
     layer.extra = values[1]
     assert read_model(model) != former
+
+
+@pytest.mark.parametrize("place", ["DecodeStep", "load"])
+def test_memory_that_runs_out_for_a_step_leaves_other_graphs(
+    model: nn.Module, recorder: Recorder, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Stock goes on, so that nothing is gained by dropping the graphs of towers."""
+    given_up: list[str] = []
+
+    class Graphs:
+        device: torch.device | None = None
+        has_given_up = False
+
+        def give_up(self, why: str) -> None:
+            given_up.append(why)
+
+    graphs = Graphs()
+    automatic._stores.add(graphs)
+
+    def run_out(*args: object, **kwargs: object) -> None:
+        automatic._give_up_graphs(0, 1 << 40, 0, 0)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    owner = decoding if place == "DecodeStep" else decoding.DecodeStep
+    monkeypatch.setattr(owner, place, run_out)
+    both(model, TEXT, max_new_tokens=12)
+    assert not given_up
 
 
 def test_memory_that_runs_out_in_a_capture_leaves_other_graphs(

@@ -140,6 +140,31 @@ def test_a_rank_whose_memory_ran_out_tries_again_only_while_the_others_wait(on_r
     on_ranks(check_memory_retried, 3)
 
 
+def check_memory_before_the_header(rank: int) -> None:
+    """The others hear of a rank whose memory ran out before it sent its header."""
+    tower = tower_of(TINY["qwen2_vl"].build())
+    expected = run_tower(tower, MIXED)
+    hf_vit_accel.patch(tower, data_parallel=True)
+    assert_close(run_tower(tower, MIXED), expected)
+    words = ranks_module.Ranks.words
+
+    def fail_once(*_: object, **__: object) -> NoReturn:
+        ranks_module.Ranks.words = words  # type: ignore[method-assign]
+        raise torch.OutOfMemoryError("Tried to allocate 2 MiB")
+
+    if rank == 1:
+        ranks_module.Ranks.words = fail_once  # type: ignore[method-assign,assignment]
+    start = time.monotonic()
+    with pytest.raises(torch.OutOfMemoryError):
+        run_tower(tower, MIXED)
+    assert time.monotonic() - start < 5
+    assert_close(run_tower(tower, MIXED), expected)
+
+
+def test_memory_that_runs_out_before_a_rank_has_sent_its_header(on_ranks: OnRanks) -> None:
+    on_ranks(check_memory_before_the_header, 3)
+
+
 def check_memory_in_backward(rank: int) -> None:
     """The rank without memory raises. The others wait for its gradients until the timeout of the group."""
     group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=3))
