@@ -178,7 +178,7 @@ class AutoGraphs:
             is_padding_worse: See `choose`.
         """
         if is_padding_worse(rows_of(grid) > _PADDED_ROWS):
-            return GraphUse("an eager call of this size uses a faster backend than a graph for many layouts")
+            return GraphUse("no backend replays many layouts as fast as an eager call of this size runs")
         self._know(budgets_of_call)
         return GraphUse()
 

@@ -66,7 +66,7 @@ class CaptureError(RuntimeError):
     Args:
         why: The reason.
         allowed_under_strict: Whether the capture was not tried, for lack of room.
-        has_failed: Whether the capture failed, now or before, but not for lack of memory.
+        has_failed: Whether the capture failed and is not tried again.
     """
 
     def __init__(self, why: str, *, allowed_under_strict: bool = False, has_failed: bool = False) -> None:

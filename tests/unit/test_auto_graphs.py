@@ -457,7 +457,7 @@ def test_warmup_captures_no_budget_that_calls_would_not_use(
     large = auto.expect_budgets(((1, 8, 8),), (16,), lambda is_large: is_large)
     as_fast = auto.expect_budgets(((1, 8, 12),), (24,), lambda is_large: False)
     assert small.eager_reason is None and as_fast.eager_reason is None
-    assert large.eager_reason == "an eager call of this size uses a faster backend than a graph for many layouts"
+    assert large.eager_reason == "no backend replays many layouts as fast as an eager call of this size runs"
 
 
 def test_calls_of_several_passes_keep_the_backends_of_eager_calls(on_cpu: type[Recorder], model: nn.Module) -> None:
