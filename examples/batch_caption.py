@@ -351,12 +351,8 @@ def _print_unwritten(export: Export, result: Path) -> None:
     """Print which pictures are absent and which files were refused."""
     if export.absent:
         folder = result if result.is_dir() else result.parent
-        if result.suffix == ".tar":
-            problem = f"{len(export.absent)} pictures are gone or were replaced since they were captioned"
-            say(f"{problem}, and are in no shard: {some(export.absent)}")
-        else:
-            problem = f"{len(export.absent)} pictures are not in {folder}, or others of their names are"
-            say(f"{problem}, and got no text: {some(export.absent)}")
+        problem = f"{len(export.absent)} pictures are not in {folder}, or others of their names are"
+        say(f"{problem}, and got no text: {some(export.absent)}")
     if export.outdated:
         problem = f"{len(export.outdated)} texts of an earlier merge stay beside pictures that have no caption now"
         say(f"{problem}: {some(export.outdated)}; remove them, or caption these pictures anew")

@@ -436,17 +436,6 @@ def test_names_that_are_no_text_do_not_stop_merge(photos: Path, output: Path, tm
         assert done.exit_code == 1 and message in words(done) and r"lat\udce9in" in words(done), done.exception
 
 
-def test_shards_lack_pictures_that_were_removed(photos: Path, output: Path, tmp_path: Path) -> None:
-    caption(photos, output, WHOLE)
-    removed = sorted(photos.glob("*.png"))[0]
-    removed.unlink()
-    done = call("merge", output, tmp_path / "shards.tar")
-    assert (
-        f"1 pictures are gone or were replaced since they were captioned, and are in no shard: {removed.name}"
-        in words(done)
-    )
-
-
 def test_a_picture_of_the_same_name_elsewhere_gets_no_text(tmp_path: Path, output: Path) -> None:
     for folder, seed in (("cats", 1), ("dogs", 2)):
         (tmp_path / folder).mkdir()
