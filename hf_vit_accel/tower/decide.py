@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from hf_vit_accel.backends import Replay, backend_named
+from hf_vit_accel.backends import Backend, Replay, backend_named
 from hf_vit_accel.engine.encoder import Checkpoint, checkpoints_of
 from hf_vit_accel.engine.inputs import Inputs
 from hf_vit_accel.engine.passes import cut, reasons_not_cut
@@ -320,22 +320,21 @@ def _choose_graphs(
         use = runner.choose(grid, values_per_row, parameters, device)
         return GraphChoice(runner=runner, use=use)
 
-    def can_replay_padded(replay: Replay) -> bool:
-        """Return whether the backends of such a call can replay other layouts."""
+    def backends_of(replay: Replay) -> list[Backend]:
+        """Return the backends that the call would use, by kind of layer."""
         spec = spec_of(state, snapshot, weights, device, fast=True, grad=False, replay=replay)
-        choices = state.routes.get(grid, spec).choices.values()
-        return all(choice.backend.replays_other_layouts for choice in choices)
+        return [choice.backend for choice in state.routes.get(grid, spec).choices.values()]
 
     def is_padding_worse(is_large: bool) -> bool:
-        return not can_replay_padded("padded") or (is_large and not can_replay_padded("never"))
+        """See `AutoGraphs.choose`."""
+        candidates = backends_of("padded") + (backends_of("never") if is_large else [])
+        return not all(backend.replays_other_layouts for backend in candidates)
 
     attention = state.settings.attention
     is_named = attention != "auto" and attention not in state.faults
     can_pad = not is_named or backend_named(attention).replays_other_layouts
     if not can_pad:  # another backend serves calls that the named one refuses
-        eager_spec = spec_of(state, snapshot, weights, device, fast=True, grad=False)
-        choices = state.routes.get(grid, eager_spec).choices.values()
-        can_pad = all(choice.backend.name != attention for choice in choices)
+        can_pad = all(backend.name != attention for backend in backends_of("never"))
     use = runner.choose(grid, snapshot.geometry.merge, width, device, is_padding_worse, can_pad=can_pad)
     if use.eager_reason is not None:
         return GraphChoice(runner=runner, use=use)

@@ -1232,7 +1232,7 @@ def test_steps_of_several_passes_are_reported_from_the_first(
 def test_a_call_of_another_thread_waits_for_warmup(
     on_cpu: type[Recorder], monkeypatch: pytest.MonkeyPatch, model: nn.Module
 ) -> None:
-    """It is not taken for one of the calls of `warmup`, whose exact shapes are captured at once."""
+    """Calls of `warmup` are captured in their exact shapes at once; the call of the other thread is none of them."""
     runner = patch(model, GraphConfig(max_tokens=128, exact_after=3))
     threads: list[threading.Thread] = []
     capture = Runner._capture
@@ -1373,7 +1373,7 @@ def test_graphs_that_make_room_are_replaced(on_cpu: type[Recorder], model: nn.Mo
 def test_calls_that_no_backend_can_pad_are_captured_exactly(
     on_cpu: type[Recorder], model: nn.Module, monkeypatch: pytest.MonkeyPatch, config: GraphConfig | str
 ) -> None:
-    """As in fp32, which only sdpa serves. No size makes up a quarter of the calls."""
+    """Only sdpa serves fp32, for example. No size makes up a quarter of the calls."""
     monkeypatch.setattr(Masked, "replays_other_layouts", False)
     patch(model, config)
     sizes: list[Grid] = [[(1, 4, 4 * width)] for width in range(1, 7)]
