@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -100,9 +100,8 @@ class Store(Protocol):
     def why_no_capture(self) -> str | None:
         """Why no other capture is tried now, or None."""
 
-    @property
-    def not_exact(self) -> Mapping[Grid, str]:
-        """Why graphs of exact grids could not be captured."""
+    def why_not_exact(self, grid: Grid) -> str | None:
+        """Return why the next call has no graph of its own shape, or None."""
 
 
 class AutoGraphs:
@@ -140,7 +139,7 @@ class AutoGraphs:
         """
         self._calls += 1
         exact_calls = self._count(("exact", grid))
-        why_not_exact = store.not_exact.get(grid)
+        why_not_exact = store.why_not_exact(grid)
         if grid in self._known and why_not_exact is None:
             return GraphUse(exact=grid)
         rows = rows_of(grid)

@@ -152,7 +152,7 @@ class Runner(GraphStore[_Graph]):
         """Count a call where the user asked for graphs. Choose its exact shape if that came often, else budgets."""
         came_often = 0 < self.config.exact_after <= self._count_calls(grid)
         has_room = self.nbytes <= self.max_bytes or self.will_make_room
-        why_not_captured = self.not_exact.get(grid) or self.why_no_capture or (None if has_room else NO_ROOM)
+        why_not_captured = self.why_not_exact(grid) or self.why_no_capture or (None if has_room else NO_ROOM)
         exactly = grid in self._replayed_exactly or (came_often and why_not_captured is None)
         if self._exactly is not None:
             exactly = self._exactly
@@ -169,6 +169,7 @@ class Runner(GraphStore[_Graph]):
         """Use only exact shapes, or only budgets, within the with block: a call of `warmup`."""
         with self._lock:
             captures_before = self.captures
+            self._forget_waits()
             self._exactly = exactly
             self.is_warming_up = True
             try:
@@ -210,19 +211,21 @@ class Runner(GraphStore[_Graph]):
                 graphs = [self._graph(route, bin_) for bin_ in bins]
             except CaptureError as error:
                 if exact is not None:
-                    self._choose_anew(exact, str(error) if error.has_failed else None)
+                    self._choose_anew(exact, error)
                 return self.eager_after(error)
-            if exact is not None and exact not in self.not_exact:  # as another pass of the call may be
+            if exact is not None and self.why_not_exact(exact) is None:  # as another pass of the call may have one
                 self._note_replayed_exactly(exact)
             return self._replay(pixels_TP, route.spec.geometry.merge**2, bins, graphs)
 
-    def _choose_anew(self, grid: Grid, why_failed: str | None) -> None:
-        """Choose anew how calls of a grid are replayed, which had no exact graph. Where a capture failed, pad them."""
+    def _choose_anew(self, grid: Grid, error: CaptureError) -> None:
+        """Choose anew how calls of a grid are replayed. While no capture of their shape may be tried, pad them."""
         self._replayed_exactly.discard(grid)
         if self.auto is not None:
             self.auto.forget(grid)
-        if why_failed is not None and len(self.not_exact) < store.REMEMBERED:
-            self.not_exact[grid] = why_failed
+        if error.not_before > self._calls:
+            if len(self._not_exact) >= store.REMEMBERED:
+                self._not_exact.pop(next(iter(self._not_exact)))
+            self._not_exact[grid] = (str(error), error.not_before)
 
     def _note_replayed_exactly(self, grid: Grid) -> None:
         """Note a call that is replayed in its exact shape; it stays so, also where no room is left for others."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
@@ -17,6 +18,7 @@ from hf_vit_accel.graphs.automatic import NO_ROOM, AutoGraphs, capture_of_ours, 
 from hf_vit_accel.graphs.identity import Identity, stale_reason
 from hf_vit_accel.graphs.recorder import CudaRecorder
 from hf_vit_accel.graphs.status import GraphStatus
+from hf_vit_accel.graphs.waits import CaptureWaits
 from hf_vit_accel.layout import Grid
 from hf_vit_accel.machine import Fault
 
@@ -32,10 +34,8 @@ REMEMBERED = 4096
 """Grids whose calls are counted."""
 _PATIENCE = 16
 """Calls that find no room for a graph before all graphs are dropped; doubled each time."""
-_WAIT = 16
-"""Calls after a capture whose memory ran out before another one is tried, unless the user asks for it by `warmup`."""
-_TRIES = 3
-"""Captures of one signature whose memory runs out before it is not tried again."""
+_NEVER = sys.maxsize
+"""The number of a call that never comes."""
 
 _RAN_OUT = "memory ran out in a capture, another one is tried after more calls"
 _CHANGED = "weights, modules or what gradients are given for changed at call after call"
@@ -66,13 +66,13 @@ class CaptureError(RuntimeError):
     Args:
         why: The reason.
         allowed_under_strict: Whether the capture was not tried, for lack of room.
-        has_failed: Whether the capture failed and is not tried again.
+        not_before: The number of the call that may try again.
     """
 
-    def __init__(self, why: str, *, allowed_under_strict: bool = False, has_failed: bool = False) -> None:
+    def __init__(self, why: str, *, allowed_under_strict: bool = False, not_before: int = 0) -> None:
         super().__init__(why)
         self.allowed_under_strict = allowed_under_strict
-        self.has_failed = has_failed
+        self.not_before = not_before
 
 
 class StoredGraph(Protocol):
@@ -135,10 +135,9 @@ class GraphStore(ABC, Generic[G]):
         self._failures = 0
         self._calls_without_room = 0
         self._patience = _PATIENCE
-        self._no_capture_before = 0  # number of calls
-        self._ran_out: Counter[Hashable] = Counter()  # signatures whose capture ran out of memory
+        self._waits = CaptureWaits()
         self._refused: dict[Hashable, str] = {}
-        self.not_exact: dict[Grid, str] = {}  # grids of calls whose exact capture failed, and why
+        self._not_exact: dict[Grid, tuple[str, int]] = {}  # grids of calls without exact graphs: why, up to which call
 
         self.nbytes = 0
         self._recorder: Any = None  # a CudaRecorder from the first call on
@@ -153,11 +152,15 @@ class GraphStore(ABC, Generic[G]):
         self._failures = 0
         self._calls_without_room = 0
         self._patience = _PATIENCE
-        self._no_capture_before = 0
-        self._ran_out = Counter()
         self._refused = {}
-        self.not_exact = {}
+        self._forget_waits()
+        self._not_exact = {}
         self._drop()
+
+    def _forget_waits(self) -> None:
+        """Forget all captures that ran out of memory."""
+        self._waits = CaptureWaits()
+        self._not_exact = {grid: (why, end) for grid, (why, end) in self._not_exact.items() if end == _NEVER}
 
     def _drop(self) -> None:
         """Drop all graphs and static buffers."""
@@ -288,6 +291,7 @@ class GraphStore(ABC, Generic[G]):
             self.captures += 1
             graph.captured_at = self._calls
             self._failures = 0
+            self._waits.note_success(signature)
             self._graphs[signature] = graph
             self.nbytes += graph.nbytes
             if len(self._graphs) > self.config.max_graphs:
@@ -299,10 +303,11 @@ class GraphStore(ABC, Generic[G]):
         """Raise `CaptureError` where a capture failed before, or has no room."""
         why = self.off or self._refused.get(signature)
         if why:
-            raise CaptureError(why, has_failed=signature in self._refused)
-        if self._is_waiting(self._calls):
-            why = _RAN_OUT
-        elif self.auto is not None and not self.is_warming_up:
+            raise CaptureError(why, not_before=_NEVER if signature in self._refused else 0)
+        end_of_wait = 0 if self.is_warming_up else self._waits.end_of(signature)
+        if self._calls < end_of_wait:
+            raise CaptureError(_RAN_OUT, not_before=end_of_wait)
+        if self.auto is not None and not self.is_warming_up:
             why = self.auto.reason_against_capture(self)  # NO_ROOM only for a capture that replays have paid for
         elif self.nbytes > self.max_bytes:
             why = NO_ROOM
@@ -322,7 +327,12 @@ class GraphStore(ABC, Generic[G]):
 
     def _is_waiting(self, call: int) -> bool:
         """Return whether a call captures nothing, since memory ran out in a capture shortly before."""
-        return call < self._no_capture_before and not self.is_warming_up
+        return call < self._waits.end_of_all and not self.is_warming_up
+
+    def why_not_exact(self, grid: Grid) -> str | None:
+        """Return why the next call has no graph of its own shape: its capture failed or waits. None if it may."""
+        why, end = self._not_exact.get(grid, (None, 0))
+        return why if self._calls + 1 < end else None
 
     def _count_refusal(self, why: str | None) -> None:
         """Count a call that runs eagerly since graphs of other calls hold the memory (see `_make_room`)."""
@@ -344,17 +354,13 @@ class GraphStore(ABC, Generic[G]):
         except Exception as error:
             why = f"capture failed: {type(error).__name__}: {error}".split("\n")[0]
             if isinstance(error, torch.OutOfMemoryError):  # other programs may give memory back
-                self._ran_out[signature] += 1
-                if not self.is_warming_up:
-                    self._no_capture_before = self._calls + _WAIT
-                if self._ran_out[signature] < _TRIES and len(self._ran_out) < REMEMBERED:
-                    raise CaptureError(why) from error
-            else:
-                self._failures += 1
+                end_of_wait = self._waits.begin(signature, self._calls, for_all=not self.is_warming_up)
+                raise CaptureError(why, not_before=end_of_wait) from error
+            self._failures += 1
             self._refused[signature] = why
             if self._failures >= _FAILURES or len(self._refused) >= _REFUSED:
                 self.off = f"{len(self._refused)} captures failed, the last: {why}"
-            raise CaptureError(why, has_failed=True) from error
+            raise CaptureError(why, not_before=_NEVER) from error
         finally:
             recorder.done()
 

@@ -49,8 +49,8 @@ def model() -> nn.Module:
 def store_of(captures: int = 0) -> SimpleNamespace:
     """Return the counts of a store, as the choice of calls reads them."""
     device = torch.device("cpu")
-    memory = dict(nbytes=0, max_bytes=1 << 30, needed_bytes=0, will_make_room=False, why_no_capture=None, not_exact={})
-    return SimpleNamespace(captures=captures, replays=0, device=device, **memory)
+    memory = dict(nbytes=0, max_bytes=1 << 30, needed_bytes=0, will_make_room=False, why_no_capture=None)
+    return SimpleNamespace(captures=captures, replays=0, device=device, why_not_exact=lambda grid: None, **memory)
 
 
 def last_call(model: nn.Module) -> str:
@@ -1295,9 +1295,9 @@ def test_no_graph_is_dropped_for_others_that_must_wait(on_cpu: type[Recorder], m
     ways_of(model, FOUR_SIZES * 6)
     assert runner._graphs
     runner._calls_without_room = runner._patience
-    runner._no_capture_before = runner._calls + 32
+    runner._waits.end_of_all = runner._calls + 32
     assert ways_of(model, [FOUR_SIZES[0]] * 8) == ["replayed"] * 8
-    runner._no_capture_before = 0
+    runner._waits.end_of_all = 0
     ways_of(model, [FOUR_SIZES[0]])
     assert runner._calls_without_room == 0, "made room"
 
@@ -1344,6 +1344,64 @@ def test_a_size_that_never_fits_delays_no_other_for_long(
     ways_of(model, [FOUR_SIZES[0], FOUR_SIZES[3]] * 100)
     assert status_of(model).off is None
     assert ways_of(model, [[(1, 4, 12)]] * 2)[-1] == "replayed"
+
+
+OUT_OF_MEMORY = "capture failed: OutOfMemoryError: CUDA out of memory"
+
+
+def captures_that_ran_out(model: nn.Module) -> int:
+    return status_of(model).eager.get(OUT_OF_MEMORY, 0)
+
+
+@BOTH_KINDS
+@pytest.mark.parametrize("sizes", [1, 40], ids=["one size", "ever new sizes"])
+def test_where_no_capture_fits_ever_fewer_are_tried(
+    on_cpu: type[Recorder], model: nn.Module, config: GraphConfig | str, sizes: int
+) -> None:
+    """Nothing is given up for good: when memory is back, calls are captured again."""
+    patch(model, config)
+    on_cpu.fail = torch.OutOfMemoryError("CUDA out of memory")
+    grids: list[Grid] = [[(1, 2, 2 * width)] for width in range(1, sizes + 1)]
+    ways_of(model, (grids * 400)[:400])
+    first = captures_that_ran_out(model)
+    ways_of(model, (grids * 800)[:800])
+    assert 3 <= first <= 10 and captures_that_ran_out(model) <= first + 8 and status_of(model).off is None
+    on_cpu.fail = None
+    assert "replayed" in ways_of(model, (grids * 600)[:600])
+
+
+@BOTH_KINDS
+def test_two_sizes_that_never_fit_delay_no_other_for_long(
+    on_cpu: type[Recorder], model: nn.Module, monkeypatch: pytest.MonkeyPatch, config: GraphConfig | str
+) -> None:
+    run_out_from(96, monkeypatch)
+    patch(model, config)
+    large: list[Grid] = [[(1, 4, 32)], [(1, 4, 64)]]
+    ways_of(model, large * 200)
+    assert "replayed" in ways_of(model, [FOUR_SIZES[0]] * 135)
+
+
+@BOTH_KINDS
+def test_exact_captures_that_never_fit_are_padded(
+    on_cpu: type[Recorder], model: nn.Module, monkeypatch: pytest.MonkeyPatch, config: GraphConfig | str
+) -> None:
+    capture = Runner._capture
+
+    def run_out_exactly(self: Runner, route: Route, bin_: Bin, recorder: Any) -> Any:
+        if bin_.budget is None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return capture(self, route, bin_, recorder)
+
+    patch(model, config)
+    with monkeypatch.context() as patches:
+        patches.setattr(Runner, "_capture", run_out_exactly)
+        ways = ways_of(model, [IMAGE] * 400)
+        assert ways[10:].count("eager") < 6, "only the calls that try a capture"
+        hf_vit_accel.warmup(model, sizes=[IMAGE], progress=False)
+    hf_vit_accel.warmup(model, sizes=[IMAGE], progress=False)
+    captures = status_of(model).captures
+    assert ways_of(model, [IMAGE] * 2) == ["replayed"] * 2 and status_of(model).captures == captures
+    assert any(label.startswith("48 patches exactly") for label, _, replays in status_of(model).graphs if replays)
 
 
 @BOTH_KINDS
