@@ -225,7 +225,8 @@ class Runner(GraphStore[_Graph]):
         if error.not_before > self._calls:
             if len(self._not_exact) >= store.REMEMBERED:
                 self._not_exact.pop(next(iter(self._not_exact)))
-            self._not_exact[grid] = (str(error), error.not_before)
+            _, end = self._not_exact.get(grid, ("", 0))  # of another pass
+            self._not_exact[grid] = (str(error), max(end, error.not_before))
 
     def _note_replayed_exactly(self, grid: Grid) -> None:
         """Note a call that is replayed in its exact shape; it stays so, also where no room is left for others."""
