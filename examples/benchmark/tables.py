@@ -255,10 +255,10 @@ def captions(document: Document) -> str:
             raise ValueError(f"{way} did not run with every model and dtype")
         shares = [f"{row['right'] / row['scenes']:.1%}" for row in of_way]
         changed = sum(row["changed"] for row in of_way)
-        replays = f"{sum(row['replays'] for row in of_way)} of {sum(row['calls'] for row in of_way)}"
+        replays = f"{sum(row['replays'] for row in of_way)}, {sum(row['calls'] for row in of_way)}"
         rows.append([way, *shares, *(("", "") if way == "stock" else (str(changed), replays))])
     scenes = document["rows"][0]["scenes"]
-    return grid([f"right of {scenes:,}", *models, "captions that differ from stock's", "calls replayed"], rows)
+    return grid([f"right of {scenes:,}", *models, "captions that differ from stock's", "replays, calls"], rows)
 
 
 def fp8_errors(document: Document) -> str:

@@ -204,7 +204,9 @@ def main(
     """
     rows: list[Options] = []
     for name in models.split(","):
-        model = build(name)
+        model = build(name).requires_grad_(
+            False
+        )  # FlashAttention-3 without the package of transformers has no backward
         model.generation_config.eos_token_id = None
         model.generation_config.pad_token_id = 0
         for size, (batch, grid) in BATCHES.items():

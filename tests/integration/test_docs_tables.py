@@ -247,6 +247,8 @@ def slower(file: str) -> Document:
             if row.get(key) is not None and not str(row.get("contender")).startswith("stock"):
                 both = isinstance(row[key], dict)
                 row[key] = {way: 2 * ms for way, ms in row[key].items()} if both else 2 * row[key]
+        if row.get("way") != "stock" and "changed" in row:
+            row["changed"] = 2 * row["changed"] + 1
     return measured
 
 
@@ -334,6 +336,6 @@ def test_captions_count_those_that_stock_gives_not() -> None:
     ]
     table = tables.captions({"rows": rows}).splitlines()
     assert table[0].startswith("| right of 200 | qwen2_vl, bfloat16 | qwen2_vl, float16 | qwen3_vl, bfloat16 |")
-    assert table[3] == "| auto | 99.0% | 99.0% | 99.0% | 99.0% | 4 | 8 of 8 |"
+    assert table[3] == "| auto | 99.0% | 99.0% | 99.0% | 99.0% | 4 | 8, 8 |"
     with pytest.raises(ValueError, match="auto did not run with every model"):
         tables.captions({"rows": rows[:-1]})
