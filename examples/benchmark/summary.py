@@ -142,7 +142,7 @@ def beside_the_headline() -> str:
     Raises:
         ValueError: if a file mixes measurements of two commits
     """
-    return "".join([*over_flash(load(headline.FILE)), *_captioning("both")[1:2], *_trainer_steps()])
+    return "".join([*over_flash(load(headline.FILE)), *_captioning()[1:2], *_trainer_steps()])
 
 
 def text() -> str:
