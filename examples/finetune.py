@@ -246,6 +246,8 @@ def check_options(options: SimpleNamespace) -> None:
         raise ValueError(f"{options.output_dir} is a file: name a folder as --output-dir")
     if options.lora_alpha is not None and not 0 < options.lora_alpha < math.inf:
         raise ValueError(f"expected --lora-alpha to be a number above 0, got {options.lora_alpha}")
+    if options.lora_rank == 0 and (options.lora_alpha is not None or options.lora_dropout):
+        raise ValueError("--lora-alpha and --lora-dropout need --lora-rank: without it all weights are trained")
     if options.learning_rate == math.inf:
         raise ValueError("expected --learning-rate to be finite, got inf")
     unlisted = ("none", "all", "azure_ml", "flyte")  # transformers takes them, but may leave them out of its list

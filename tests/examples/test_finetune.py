@@ -600,6 +600,8 @@ def test_the_folder_of_the_model_is_refused_as_output(data: Path, tmp_path: Path
         (None, {"min_pixels": 1 << 30}, "is above --max-pixels"),
         (None, {"lora_alpha": 0}, "expected --lora-alpha to be a number above 0, got 0"),
         (None, {"lora_alpha": "nan"}, "expected --lora-alpha to be a number above 0, got nan"),
+        (None, {"lora_alpha": 8}, "--lora-alpha and --lora-dropout need --lora-rank"),
+        (None, {"lora_dropout": 0.1}, "--lora-alpha and --lora-dropout need --lora-rank"),
         (None, {"learning_rate": "inf"}, "expected --learning-rate to be finite"),
         (None, {"max_steps": 0}, "expected --max-steps to be at least 1, or -1 .*, got 0"),
         (None, {"max_steps": -2}, "expected --max-steps to be at least 1, or -1 .*, got -2"),
