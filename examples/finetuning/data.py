@@ -82,7 +82,7 @@ def find_examples(
         root: the folder of relative paths in .jsonl files; by default the file's folder
 
     Raises:
-        ValueError: if an input does not exist or holds no pictures
+        ValueError: if an input does not exist or holds no pictures, or a folder has two texts of a picture
     """
     examples: list[Example] = []
     for name in inputs:
@@ -92,6 +92,8 @@ def find_examples(
         lines = path / "metadata.jsonl" if path.is_dir() else path
         if lines.suffix == ".jsonl" and lines.is_file():
             of_input = list(_read_lines(lines, column, root or lines.parent))
+            if path.is_dir():
+                _check_only_source(lines, of_input)
         else:
             items = find([name], column=column, split=split).items
             of_input = [Example(item) for item in items if item.kind == "image"]
@@ -99,6 +101,17 @@ def find_examples(
             raise ValueError(f"no pictures in {name}")
         examples += of_input
     return examples
+
+
+def _check_only_source(lines: Path, examples: Sequence[Example]) -> None:
+    """Raise ValueError where a folder's pictures have a .txt file, too: nobody could tell which text is meant."""
+    for example in examples:
+        text = Path(example.item.file).with_suffix(".txt")
+        if text.is_file():
+            raise ValueError(
+                f"a picture of {lines.parent} has a line in {lines.name} and the file {text.name}: "
+                f"name {lines} itself to train on its lines, or move it away to train on .txt files"
+            )
 
 
 def _read_lines(path: Path, column: str | None, root: Path) -> Iterator[Example]:

@@ -350,6 +350,18 @@ def test_unusable_files_to_evaluate_by_are_refused_before_the_training(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_folder_with_two_texts_of_a_picture_is_refused(data: Path, tmp_path: Path) -> None:
+    """`merge` wrote both, and one was edited by hand since."""
+    folder = tmp_path / "both"
+    shutil.copytree(data, folder)
+    (folder / "07.txt").write_text("an edited text")
+    result = RUNNER.invoke(finetune.app, arguments(folder, tmp_path / "out", "qwen3_vl", "--max-steps=1"))
+    assert result.exit_code == 2 and "a line in metadata.jsonl and the file 07.txt" in words(result), result.output
+    assert len(find_examples([str(folder / "metadata.jsonl")])) == 20
+    (folder / "metadata.jsonl").unlink()
+    assert len(find_examples([str(folder)])) == 20
+
+
 def test_lora_without_peft_is_refused(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     result = RUNNER.invoke(finetune.app, arguments(data, tmp_path, "qwen3_vl", lora_rank=4))
