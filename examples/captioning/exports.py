@@ -104,7 +104,7 @@ class Export:
         if path.is_dir():
             self._write_texts(captioned, path)
             self._find_outdated([record for record in records if record.key not in with_text], path)
-            self.contents = f"{self.written} texts"
+            self.contents = f"{self.written} text{'s' if self.written != 1 else ''}"
         elif path.name == "metadata.jsonl":
             lines = list(self._imagefolder_lines(captioned, path.parent))
             self.contents = f"lines for {len(lines)} pictures"

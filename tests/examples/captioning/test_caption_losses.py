@@ -267,7 +267,7 @@ def test_merge_prints_what_it_wrote(photos: Path, output: Path, tmp_path: Path) 
     (photos / "a.txt").write_text("by hand")
     (photos / "b.png").unlink()
     printed = words(call("merge", output, photos))
-    assert f"wrote 1 texts of run {run} to {photos}" in printed and "--extension" in printed
+    assert f"wrote 1 text of run {run} to {photos}" in printed and "--extension" in printed
 
 
 def test_two_pictures_of_one_text_get_no_advice_that_cannot_help(output: Path, tmp_path: Path) -> None:
