@@ -104,10 +104,11 @@ def find_examples(
 
 
 def _check_only_source(lines: Path, examples: Sequence[Example]) -> None:
-    """Raise ValueError where a folder's pictures have a .txt file, too: nobody could tell which text is meant."""
+    """Raise ValueError where a picture in a folder has a .txt file, too: nobody could tell which text is meant."""
+    folder = lines.parent.resolve()
     for example in examples:
         text = Path(example.item.file).with_suffix(".txt")
-        if text.is_file():
+        if text.is_file() and folder in text.resolve().parents:
             raise ValueError(
                 f"a picture of {lines.parent} has a line in {lines.name} and the file {text.name}: "
                 f"name {lines} itself to train on its lines, or move it away to train on .txt files"

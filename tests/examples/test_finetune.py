@@ -358,6 +358,10 @@ def test_a_folder_with_two_texts_of_a_picture_is_refused(data: Path, tmp_path: P
     result = RUNNER.invoke(finetune.app, arguments(folder, tmp_path / "out", "qwen3_vl", "--max-steps=1"))
     assert result.exit_code == 2 and "a line in metadata.jsonl and the file 07.txt" in words(result), result.output
     assert len(find_examples([str(folder / "metadata.jsonl")])) == 20
+    lines_alone = tmp_path / "lines"  # the pictures of its lines are elsewhere, and so are their .txt files
+    lines_alone.mkdir()
+    shutil.copy(folder / "metadata.jsonl", lines_alone)
+    assert len(find_examples([str(lines_alone)], root=folder)) == 20
     (folder / "metadata.jsonl").unlink()
     assert len(find_examples([str(folder)])) == 20
 
