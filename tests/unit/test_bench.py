@@ -6,9 +6,11 @@ import json
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise, permutations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -217,11 +219,11 @@ def test_few_rounds_on_a_cpu_are_called_noise(checkpoint: Path) -> None:
     assert "noise" not in command(*options, "--rounds", 5).output
 
 
-@pytest.mark.parametrize(("step_ms", "rounds", "timed"), [(60.0, 1, 4), (20.0, 1, 5), (4.0, 3, 25)])
+@pytest.mark.parametrize(("step_ms", "rounds", "timed"), [(60.0, 1, 1), (20.0, 1, 2), (4.0, 3, 7)])
 def test_a_gpu_gets_more_timed_steps_than_a_cpu(
     monkeypatch: pytest.MonkeyPatch, step_ms: float, rounds: int, timed: int
 ) -> None:
-    """Short steps are timed for as long as others, after a GPU has woken up, and in more rounds."""
+    """Short steps are timed for as long as others, and in more rounds; graphs are captured before."""
     ran: dict[bool, int] = {False: 0, True: 0}
 
     def count(step: object, *, cuda: bool, before: object) -> float:
@@ -230,8 +232,9 @@ def test_a_gpu_gets_more_timed_steps_than_a_cpu(
 
     monkeypatch.setitem(time_in_turns.__globals__, "milliseconds", count)  # no GPU here
     assert time_in_turns({"a": lambda: None}, 1, cuda=False)["a"] == [step_ms] * 2
-    assert time_in_turns({"a": lambda: None}, 1, cuda=True)["a"] == [step_ms] * timed * rounds
-    assert ran == {False: 3, True: (timed + max(2, math.ceil(30 / step_ms))) * rounds}
+    turns = 4 * rounds
+    assert time_in_turns({"a": lambda: None}, 1, cuda=True)["a"] == [step_ms] * timed * turns
+    assert ran == {False: 3, True: 3 + (timed + math.ceil(10 / step_ms)) * turns}
     assert time_in_turns({}, 1, cuda=True) == {}
 
 
@@ -623,13 +626,15 @@ def test_training_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert all(row["status"] == "timed" and row["peak_gb"] > 0 for row in rows), result.output
 
 
-def test_every_other_round_goes_backwards() -> None:
-    """No contender always runs behind the same, perhaps hotter, neighbour."""
+def test_no_contender_always_follows_the_same_one() -> None:
+    """A neighbour that heats a GPU would slow down always the same contender."""
     turns: list[str] = []
     steps = {name: lambda name=name: turns.append(name) for name in "abc"}
-    time_in_turns(steps, 2, cuda=False)
-    order = [name for name, before in zip(turns, ["", *turns], strict=False) if name != before]
-    assert order == ["a", "b", "c", "b", "a"]
+    time_in_turns(steps, 100, cuda=False)
+    order = turns[::3]  # a turn is a warm-up and two timed steps
+    assert order.count("a") == order.count("b") == order.count("c") == 100
+    pairs = Counter(pairwise(order))
+    assert all(30 <= pairs[pair] <= 70 for pair in permutations("abc", 2)), pairs
 
 
 def test_slower_rows_are_listed(tmp_path: Path) -> None:

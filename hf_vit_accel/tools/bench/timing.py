@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from hf_vit_accel.tools.bench.work import milliseconds
 
-WARM_UPS = 2, 30.0
-"""The least number of steps before a contender's turn that are not timed, and their least milliseconds together."""
-TIMED = 4, 100.0
+FIRST_STEPS = 3
+"""Steps of each contender before any is timed, on a GPU: graphs are captured at the third call at the latest."""
+TURNS = 4
+"""Turns of a contender in a round, on a GPU."""
+WARM_UPS = 1, 10.0
+"""The least number of steps in a turn before the first one is timed, and their least milliseconds together."""
+TIMED = 1, 25.0
 """The least number of timed steps of a turn, and their least milliseconds: short steps are timed more often."""
 SHORT_MS = 10.0
-"""A GPU's step below it is short. The host is slow for longer than a turn of such steps takes."""
+"""A GPU's step below it is short. The host is slow for longer than a round of such steps takes."""
 ROUNDS_OF_SHORT_STEPS = 3
 """Short steps are timed in so many times the rounds."""
+TURNS_ON_CPU = 1
 WARM_UPS_ON_CPU = 1, 0.0
 TIMED_ON_CPU = 2, 0.0
 """The same numbers on a CPU, where a step of a full-size tower may take seconds."""
@@ -32,13 +38,14 @@ def time_in_turns(
     now: Say = lambda _: None,
     before: Mapping[str, TimedStep] = MappingProxyType({}),
 ) -> dict[str, list[float]]:
-    """Time every contender in turns, warmed up anew in each round.
+    """Time every contender in many short turns.
 
-    Every other round goes backwards: a GPU near its power limit is slower after a neighbour that heats it more.
+    All take a turn in a random order, then again in another one, and so on. After another contender's steps, which heat
+    a GPU more or less, a step may take longer for some 100 ms. So none always follows the same one.
 
     Args:
         steps: Contender -> its step.
-        rounds: Turns of each contender; more if the fastest step on a GPU is short.
+        rounds: Each has a turn of every contender, on a GPU four. More if the fastest step on a GPU is short.
         cuda: Whether steps run on a GPU.
         now: Takes the round that begins.
         before: Contender -> what runs before each of its steps, and is not timed.
@@ -47,16 +54,24 @@ def time_in_turns(
         Contender -> milliseconds of every timed step.
     """
     times: dict[str, list[float]] = {name: [] for name in steps}
+    warm_ups, timed, turns = (WARM_UPS, TIMED, TURNS) if cuda else (WARM_UPS_ON_CPU, TIMED_ON_CPU, TURNS_ON_CPU)
+    names = list(steps)
+    order = random.Random(0)
+
+    def run(name: str, least: int, least_ms: float) -> list[float]:
+        return _time_until(steps[name], least, least_ms, cuda=cuda, before=before.get(name, lambda: None))
+
+    if cuda:
+        for name in names:
+            run(name, FIRST_STEPS, 0.0)
     index = 0
     while index < rounds:
         now(f"timing, round {index + 1} of {rounds}")
-        names = list(steps)
-        if index % 2:
-            names.reverse()
-        for name in names:
-            first = before.get(name, lambda: None)
-            _time_until(steps[name], *(WARM_UPS if cuda else WARM_UPS_ON_CPU), cuda=cuda, before=first)
-            times[name] += _time_until(steps[name], *(TIMED if cuda else TIMED_ON_CPU), cuda=cuda, before=first)
+        for _ in range(turns):
+            order.shuffle(names)
+            for name in names:
+                run(name, *warm_ups)
+                times[name] += run(name, *timed)
         index += 1
         medians = [statistics.median(of_contender) for of_contender in times.values()]
         if cuda and index == 1 and min(medians, default=SHORT_MS) < SHORT_MS:
