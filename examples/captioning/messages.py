@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import shlex
-from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from types import ModuleType
@@ -33,6 +32,7 @@ __all__ = [
 ]
 
 _SHOWN_ERRORS = 5
+_SHOWN_KEYS = 3
 _MODULES: tuple[ModuleType, ...] = (torch, transformers, accelerate, hf_vit_accel)
 
 
@@ -110,7 +110,7 @@ def exit_by(
     has_failed: bool = False,
     can_go_on: bool = True,
 ) -> None:
-    """Count the records, and exit with 1 if some are missing or too many are errors.
+    """Count the records, name some that are errors, and exit with 1 if records are missing or too many are errors.
 
     Args:
         records: The records of a run.
@@ -119,14 +119,18 @@ def exit_by(
         has_failed: Exit with 1 in any case.
         can_go_on: Whether a command can write the missing records.
     """
-    failures = Counter(_first_line(record.error or "") for record in records if record.status == "error")
-    errors = failures.total()
-    for error, count in failures.most_common(_SHOWN_ERRORS):
-        say(f"  error, {count} x {error}")
-    if len(failures) > _SHOWN_ERRORS:
-        print(f"  and {len(failures) - _SHOWN_ERRORS} other errors")
+    keys_of: dict[str, list[str]] = {}
+    for record in records:
+        if record.status == "error":
+            keys_of.setdefault(_first_line(record.error or ""), []).append(record.key)
+    errors = sum(map(len, keys_of.values()))
+    for error, keys in sorted(keys_of.items(), key=lambda item: -len(item[1]))[:_SHOWN_ERRORS]:
+        more = [] if len(keys) <= _SHOWN_KEYS else ["..."]
+        say(f"  error, {len(keys)} x {error} ({', '.join(keys[:_SHOWN_KEYS] + more)})")
+    if len(keys_of) > _SHOWN_ERRORS:
+        print(f"  and {len(keys_of) - _SHOWN_ERRORS} other errors")
     if errors:
-        print("  the records of status error in the output folder name the files")
+        print("  the records of status error in the output folder name all files")
     empty = sum(record.status == "ok" and not record.has_text for record in records)
     if empty:
         print(f"  {empty} captions are empty: the model ended at once; another prompt may help")

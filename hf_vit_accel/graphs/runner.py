@@ -223,9 +223,9 @@ class Runner(GraphStore[_Graph]):
         if self.auto is not None:
             self.auto.forget(grid)
         if error.not_before > self._calls:
+            _, end = self._not_exact.pop(grid, ("", 0))  # of another pass
             if len(self._not_exact) >= store.REMEMBERED:
                 self._not_exact.pop(next(iter(self._not_exact)))
-            _, end = self._not_exact.get(grid, ("", 0))  # of another pass
             self._not_exact[grid] = (str(error), max(end, error.not_before))
 
     def _note_replayed_exactly(self, grid: Grid) -> None:

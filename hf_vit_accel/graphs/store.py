@@ -153,7 +153,7 @@ class GraphStore(ABC, Generic[G]):
         self._calls_without_room = 0
         self._patience = _PATIENCE
         self._refused = {}
-        self._forget_waits()
+        self._waits = CaptureWaits()
         self._not_exact = {}
         self._drop()
 

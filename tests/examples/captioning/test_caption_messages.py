@@ -377,10 +377,17 @@ def test_errors_are_reported_with_their_reasons(photos: Path, output: Path) -> N
     (photos / "empty.png").touch()
     done = caption(photos, output)
     assert (
-        "error, 1 x ValueError: the file is empty the records of status error in the output folder name the files"
-        in words(done)
+        "error, 1 x ValueError: the file is empty (empty.png) "
+        "the records of status error in the output folder name all files" in words(done)
     )
     assert "2 of 3 records have captions" in words(done)
+
+
+def test_some_files_of_each_error_are_named(photos: Path, output: Path) -> None:
+    for name in ("c", "d", "e", "f"):
+        (photos / f"{name}.png").touch()
+    done = caption(photos, output, "--max-failures=1")
+    assert "error, 4 x ValueError: the file is empty (c.png, d.png, e.png, ...)" in words(done)
 
 
 # --- before anything is captioned -----------------------------------------------------------------------------------
