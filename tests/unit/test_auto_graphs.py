@@ -41,9 +41,16 @@ IMAGE: Grid = [(1, 6, 8)]
 COMES_AGAIN = "a size is captured when it comes again"
 
 
+SHALLOW = replace(
+    TINY["qwen3_vl"],
+    vision=TINY["qwen3_vl"].vision | dict(depth=2, hidden_size=32, intermediate_size=32, deepstack_visual_indexes=[0]),
+)
+"""A quick tower: most tests make many calls, and which of them are replayed depends on no width or depth."""
+
+
 @pytest.fixture
 def model() -> nn.Module:
-    return TINY["qwen3_vl"].build()
+    return SHALLOW.build()
 
 
 def store_of(captures: int = 0) -> SimpleNamespace:
@@ -253,10 +260,13 @@ def test_random_calls_are_exact_and_captures_bounded(on_cpu: type[Recorder], mod
     rng = np.random.default_rng(0)
     layouts = [draw_grid(rng) for _ in range(100)]
     stock = copy.deepcopy(tower_of(model))
+    expected: dict[int, list[torch.Tensor]] = {}
     patch(model, "auto")
     for _ in range(200):
-        grid = layouts[int(rng.integers(100) * rng.random())]
-        assert_close(run_tower(tower_of(model), grid), run_tower(stock, grid))
+        index = int(rng.integers(100) * rng.random())
+        if index not in expected:
+            expected[index] = run_tower(stock, layouts[index])
+        assert_close(run_tower(tower_of(model), layouts[index]), expected[index])
     status = status_of(model)
     assert status.replays > 100
     assert status.captures <= 2 + automatic._FREE_CAPTURES + status.replays // automatic._REPLAYS_PER_CAPTURE
@@ -687,12 +697,12 @@ def test_new_sizes_are_replayed_after_graphs_of_others_filled_the_memory(
     patch(model, "auto")
     tower = tower_of(model)
     for _ in range(20):
-        for width in (4, 8, 16, 32, 64, 128):
+        for width in (4, 8, 12, 16, 20, 24):
             run_tower(tower, [(1, 4, width)])
     held_before = {label for label, _, _ in status_of(model).graphs}
     replays_before = status_of(model).replays
     for _ in range(30):
-        for width in (140, 168, 200):
+        for width in (28, 32, 40):
             run_tower(tower, [(1, 4, width)])
     status = status_of(model)
     assert status.eager[NO_ROOM] >= 16 and {label for label, _, _ in status.graphs}.isdisjoint(held_before)
@@ -940,7 +950,7 @@ def ways_of(model: nn.Module, grids: list[Grid]) -> list[str]:
     return ways
 
 
-SIZES: list[Grid] = [[(1, 4, 4 * width)] for width in range(1, 25)]
+SIZES: list[Grid] = [[(1, 4, 4 * width)] for width in range(1, 13)]
 
 
 def test_sizes_that_were_warmed_up_are_replayed_from_the_first_call(on_cpu: type[Recorder], model: nn.Module) -> None:
@@ -982,7 +992,7 @@ def test_graphs_are_captured_anew_after_weights_were_replaced(on_cpu: type[Recor
 
 def test_weights_that_are_replaced_again_and_again_capture_little(on_cpu: type[Recorder], model: nn.Module) -> None:
     patch(model, "auto")
-    for _ in range(30):
+    for _ in range(18):
         for parameter in tower_of(model).parameters():
             parameter.data = parameter.data * 1.0
         ways_of(model, [[(1, 4, 4)], [(1, 4, 8)], [(1, 4, 16)]] * 3)
@@ -1012,11 +1022,11 @@ def test_more_kinds_of_calls_than_graphs_are_replayed_in_part(on_cpu: type[Recor
     """Dropped graphs are captured again as replays pay for it, and graphs that stay are replayed."""
     runner = patch(model, "auto")
     runner.config = replace(runner.config, max_graphs=4)
-    grids: list[Grid] = [[(1, 2, 2 * (64 // count))] * count for count in (1, 4, 8, 16, 32, 64)]
-    ways = ways_of(model, grids * 30)
+    grids: list[Grid] = [[(1, 2, 2 * (32 // count))] * count for count in (1, 2, 4, 8, 16, 32)]
+    ways = ways_of(model, grids * 20)
     status = status_of(model)
     earned = status.replays // automatic._REPLAYS_PER_CAPTURE + len(ways) // automatic._CALLS_PER_CAPTURE
-    assert ways[60:].count("replayed") > len(ways[60:]) // 2
+    assert ways[40:].count("replayed") > len(ways[40:]) // 2
     assert status.captures <= automatic._FREE_CAPTURES + 1 + earned
 
 
@@ -1341,7 +1351,7 @@ def test_a_size_that_never_fits_delays_no_other_for_long(
 ) -> None:
     run_out_from(96, monkeypatch)
     patch(model, GraphConfig(max_tokens=128, exact_after=0))
-    ways_of(model, [FOUR_SIZES[0], FOUR_SIZES[3]] * 100)
+    ways_of(model, [FOUR_SIZES[0], FOUR_SIZES[3]] * 50)
     assert status_of(model).off is None
     assert ways_of(model, [[(1, 4, 12)]] * 2)[-1] == "replayed"
 
@@ -1354,7 +1364,7 @@ def captures_that_ran_out(model: nn.Module) -> int:
 
 
 @BOTH_KINDS
-@pytest.mark.parametrize("sizes", [1, 40], ids=["one size", "many sizes"])
+@pytest.mark.parametrize("sizes", [1, 20], ids=["one size", "many sizes"])
 def test_captures_that_never_fit_are_not_given_up(
     on_cpu: type[Recorder], model: nn.Module, config: GraphConfig | str, sizes: int
 ) -> None:
@@ -1362,10 +1372,11 @@ def test_captures_that_never_fit_are_not_given_up(
     patch(model, config)
     on_cpu.fail = torch.OutOfMemoryError("CUDA out of memory")
     grids: list[Grid] = [[(1, 2, 2 * width)] for width in range(1, sizes + 1)]
-    ways_of(model, (grids * 300)[:300])
-    assert 3 <= captures_that_ran_out(model) <= 12 and status_of(model).off is None
+    calls = (grids * 150)[:150]
+    ways_of(model, calls)
+    assert 3 <= captures_that_ran_out(model) <= 6 and status_of(model).off is None
     on_cpu.fail = None
-    assert "replayed" in ways_of(model, (grids * 300)[:300])
+    assert any(ways_of(model, [grid]) == ["replayed"] for grid in calls)
 
 
 @BOTH_KINDS
@@ -1374,8 +1385,8 @@ def test_sizes_that_never_fit_alternate_with_sizes_that_do(
 ) -> None:
     run_out_from(96, monkeypatch)
     patch(model, config)
-    cycle: list[Grid] = [grid for width in (1, 2, 3) for grid in ([(1, 4, 4 * width)], [(1, 4, 48 + 8 * width)])]
-    ways_of(model, cycle * 45)
+    cycle: list[Grid] = [grid for width in (1, 2, 3) for grid in ([(1, 4, 4 * width)], [(1, 4, 20 + 4 * width)])]
+    ways_of(model, cycle * 36)
     assert ways_of(model, cycle)[::2] == ["replayed"] * 3
 
 
@@ -1393,8 +1404,8 @@ def test_exact_captures_that_never_fit_are_padded(
     patch(model, config)
     with monkeypatch.context() as patches:
         patches.setattr(Runner, "_capture", run_out_exactly)
-        ways = ways_of(model, [IMAGE] * 400)
-        assert ways[10:].count("eager") < 6, "only the calls that try a capture"
+        ways = ways_of(model, [IMAGE] * 200)
+        assert ways[10:].count("eager") < 5, "only the calls that try a capture"
         hf_vit_accel.warmup(model, sizes=[IMAGE], progress=False)
     hf_vit_accel.warmup(model, sizes=[IMAGE], progress=False)
     captures = status_of(model).captures
