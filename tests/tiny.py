@@ -283,10 +283,10 @@ def _taken(model: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch
     return {name: value for name, value in inputs.items() if name != "mm_token_type_ids" or name in names}
 
 
-def left_padded(model: Any) -> dict[str, torch.Tensor]:
-    """Build two prompts with one image each, the shorter one padded on the left."""
+def left_padded(model: Any, longer: tuple[int, int, int] = (1, 8, 8)) -> dict[str, torch.Tensor]:
+    """Build two prompts with one image each, the shorter one padded on the left. `longer` is the other's image."""
     one = chat_inputs(model, [(1, 4, 6)], 0)
-    two = chat_inputs(model, [(1, 8, 8)], 1)
+    two = chat_inputs(model, [longer], 1)
     pad = two["input_ids"].shape[1] - one["input_ids"].shape[1]
     assert pad > 0
     batch = {}

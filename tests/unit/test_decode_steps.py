@@ -43,16 +43,16 @@ def model() -> Any:
 
 def check(model: Any) -> None:
     """Compare two calls with stock's."""
-    both(model, TEXT, max_new_tokens=12)
-    both(model, TEXT, max_new_tokens=12, do_sample=True)
+    both(model, TEXT, max_new_tokens=10)
+    both(model, TEXT, max_new_tokens=10, do_sample=True)
 
 
 def test_one_capture_serves_all_calls_of_a_batch_and_bucket(model: Any, recorder: Recorder) -> None:
-    both(model, tiny.left_padded(model), max_new_tokens=60)
+    both(model, tiny.left_padded(model), max_new_tokens=20)
     assert recorder.captures == 1
-    both(model, tiny.left_padded(model), max_new_tokens=30, do_sample=True, repetition_penalty=1.3)
+    both(model, tiny.left_padded(model), max_new_tokens=12, do_sample=True, repetition_penalty=1.3)
     assert recorder.captures == 1
-    both(model, tiny.chat_inputs(model, [(1, 4, 6)]), max_new_tokens=30)  # another batch, and no padding
+    both(model, tiny.chat_inputs(model, [(1, 4, 6)]), max_new_tokens=12)  # another batch, and no padding
     both(model, tiny.chat_inputs(model, [(1, 8, 6)]), max_new_tokens=3)
     assert recorder.captures == 2
     assert counts_of(model).static_calls == 4
@@ -119,7 +119,7 @@ def test_adapters_that_are_switched_scaled_merged_or_off(recorder: Recorder) -> 
     outputs = []
 
     def note() -> None:
-        outputs.append(both(wrapped, TEXT, max_new_tokens=16, min_new_tokens=16))
+        outputs.append(both(wrapped, TEXT, max_new_tokens=10, min_new_tokens=10))
 
     note()
     wrapped.set_adapter("two")
@@ -198,7 +198,7 @@ def test_an_error_after_a_call_leaves_no_lock(model: Any, recorder: Recorder, mo
 
 def test_freed_steps_are_captured_anew(model: Any, recorder: Recorder) -> None:
     both(model, TEXT, max_new_tokens=12)
-    both(model, TEXT, max_new_tokens=200)
+    both(model, {"input_ids": TEXT["input_ids"][:1]}, max_new_tokens=12)
     steps = [weakref.ref(step) for step in steps_of(model)._steps.values()]
     assert len(steps) == 2
     hf_vit_accel.unpatch(model)
@@ -268,12 +268,15 @@ def test_memory_that_ran_out_may_be_there_later(
 def test_memory_that_runs_out_in_a_long_text_lets_stock_go_on(
     model: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inputs = tiny.left_padded(model)
-    both(model, inputs, max_new_tokens=100, min_new_tokens=100)
+    """Memory runs out where the text outgrows the cache that an earlier call captured."""
+    monkeypatch.setattr(decoding, "_RESERVE", 16)
+    inputs = tiny.left_padded(model, (1, 4, 94))
+    both(model, inputs, max_new_tokens=10, min_new_tokens=10)
     monkeypatch.setattr(recorder, "fail", torch.OutOfMemoryError("full"))
     outputs = dict(return_dict_in_generate=True, output_logits=True)
-    both(model, inputs, max_new_tokens=200, min_new_tokens=200, **outputs)
-    assert counts_of(model).reasons == {"memory ran out": 1}
+    replays = recorder.replays
+    both(model, inputs, max_new_tokens=40, min_new_tokens=40, **outputs)
+    assert counts_of(model).reasons == {"memory ran out": 1} and recorder.replays > replays
 
 
 def test_a_forward_that_asks_the_device_is_not_captured(model: Any, recorder: Recorder) -> None:
@@ -334,7 +337,7 @@ def test_text_models_of_every_family(name: str) -> None:
     unpadded = {"input_ids": padded["input_ids"][1:]}
     outputs = dict(return_dict_in_generate=True, output_logits=True)
     for inputs in (padded, unpadded, {"input_ids": unpadded["input_ids"].flip(1)}):
-        both(model, inputs, max_new_tokens=24, min_new_tokens=24, **outputs)
+        both(model, inputs, max_new_tokens=12, min_new_tokens=12, **outputs)
     counts = counts_of(model)
     assert counts.reasons == ({STOCK[name]: 3} if name in STOCK else {})
 

@@ -64,7 +64,7 @@ def change(model: Any, rng: random.Random) -> None:
 
 
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("calls", [150, pytest.param(600, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("calls", [60, pytest.param(600, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_random_calls_give_the_outputs_of_stock(family: str, calls: int) -> None:
     peft = pytest.importorskip("peft")
@@ -74,9 +74,13 @@ def test_random_calls_give_the_outputs_of_stock(family: str, calls: int) -> None
         model.add_adapter(config, name)
     model.eval()
     rng = random.Random(calls)
+    calls_of_stock = 0
     for index in range(calls):
         change(model, rng)
-        both(model, draw_prompt(model, rng), seed=index, **draw_arguments(rng))
+        prompt = draw_prompt(model, rng)
+        arguments = draw_arguments(rng)
+        calls_of_stock += "num_beams" in arguments or arguments["max_new_tokens"] == 1
+        both(model, prompt, seed=index, **arguments)
     counts = counts_of(model)
     assert set(counts.reasons) <= {"beams", "no token after the first"}
-    assert counts.static_calls > calls * 0.7
+    assert counts.static_calls == calls - calls_of_stock > calls / 2
