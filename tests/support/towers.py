@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,6 +28,10 @@ TOWERS = [
 That tower has no part that the others lack: no windows, no table of positions, no deepstack. `test_tower.py`,
 `test_ops.py` and `test_families.py` compare its results, and so its activation, with stock in every run.
 """
+
+
+NARROW = replace(TINY["qwen3_vl"], vision=TINY["qwen3_vl"].vision | dict(hidden_size=32, intermediate_size=32))
+"""A quick model for tests of many calls, where no width matters."""
 
 
 ONE_TOWER = list(TOWERS) if torch.cuda.is_available() else alike("qwen2_5_vl", "qwen3_vl", "qwen2_vl")

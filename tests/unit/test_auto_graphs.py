@@ -19,7 +19,8 @@ import pytest
 import torch
 from support.cpu_graphs import Masked, Recorder, status_of
 from support.graphs import Grid, draw_grid, patch, patch_training
-from tiny import TINY, assert_close, outputs_of, pixels_for, run_tower, tower_of
+from support.towers import NARROW
+from tiny import assert_close, outputs_of, pixels_for, run_tower, tower_of
 from torch import nn
 
 import hf_vit_accel
@@ -41,10 +42,7 @@ IMAGE: Grid = [(1, 6, 8)]
 COMES_AGAIN = "a size is captured when it comes again"
 
 
-SHALLOW = replace(
-    TINY["qwen3_vl"],
-    vision=TINY["qwen3_vl"].vision | dict(depth=2, hidden_size=32, intermediate_size=32, deepstack_visual_indexes=[0]),
-)
+SHALLOW = replace(NARROW, vision=NARROW.vision | dict(depth=2, deepstack_visual_indexes=[0]))
 """A quick tower: most tests make many calls, and which of them are replayed depends on no width or depth."""
 
 
@@ -943,10 +941,11 @@ def test_memory_that_runs_out_beside_a_capture_of_another_thread_drops_graphs_at
 
 def ways_of(model: nn.Module, grids: list[Grid]) -> list[str]:
     """Call a tower with each grid; return how each call ran, up to its first word."""
+    tower = tower_of(model)
     ways = []
     for grid in grids:
-        run_tower(tower_of(model), grid)
-        ways.append(last_call(model).split()[0].rstrip(":"))
+        run_tower(tower, grid)
+        ways.append(last_call(tower).split()[0].rstrip(":"))
     return ways
 
 
