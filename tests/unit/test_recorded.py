@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.towers import alike
 from tiny import TINY, outputs_of, pixels_for, relative_error, tower_of
 from torch import nn
 
@@ -65,7 +66,7 @@ def remove(tower: Any) -> None:
 
 @pytest.mark.parametrize("is_buffer", [True, False], ids=["buffer", "plain attribute"])
 @pytest.mark.parametrize("change", [write, write_data, assign, remove])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", alike(*FAMILIES))
 def test_frequencies_changed_before_the_backward(family: str, change: Callable[[Any], None], is_buffer: bool) -> None:
     stock = tower_of(TINY[family].build())
     if not is_buffer:
