@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from support import dots_ocr
+from support.towers import alike
 from tiny import relative_error
 from torch import Tensor, nn
 
@@ -15,6 +16,12 @@ from hf_vit_accel.status import TowerStatus
 
 LIKE = {"DotsVisionTransformer": "dots_ocr"}
 GRID = [(1, 4, 6), (1, 8, 10), (2, 2, 18)]
+DEPTH = 2
+"""All layers are alike, and a proof takes as long as the tower is deep."""
+
+
+def build(dtype: torch.dtype = torch.bfloat16, **fields: object) -> dots_ocr.DotsVisionTransformer:
+    return dots_ocr.build(dtype, depth=DEPTH, **fields)
 
 
 def run(tower: nn.Module, **options: object) -> Tensor:
@@ -31,12 +38,17 @@ def status_of(tower: nn.Module) -> TowerStatus:
     return status
 
 
-@pytest.mark.parametrize("post_norm", [True, False])
-@pytest.mark.parametrize("attention", ["sdpa", "flash_attention_2"])
+@pytest.mark.parametrize(
+    ("attention", "post_norm"),
+    [
+        *alike(("sdpa", True), ("sdpa", False)),
+        *alike(("flash_attention_2", False), ("flash_attention_2", True)),
+    ],
+)
 def test_bf16_is_as_exact_as_the_remote_code(attention: str, post_norm: bool) -> None:
     """The proof in fp32 runs beside FlashAttention, too, which takes no fp32."""
-    tower = dots_ocr.build(attention=attention, post_norm=post_norm)
-    exact = run(dots_ocr.build(torch.float32, post_norm=post_norm), bf16=False)
+    tower = build(attention=attention, post_norm=post_norm)
+    exact = run(build(torch.float32, post_norm=post_norm), bf16=False)
     stock = run(tower)
     hf_vit_accel.patch(tower, like=LIKE, strict=True)
     ours = run(tower)
@@ -49,7 +61,7 @@ def test_bf16_is_as_exact_as_the_remote_code(attention: str, post_norm: bool) ->
 
 
 def test_gradients_in_fp32_are_those_of_the_remote_code() -> None:
-    tower = dots_ocr.build(torch.float32)
+    tower = build(torch.float32)
     gradients = []
     for patched in (False, True):
         model = copy.deepcopy(tower)
@@ -65,7 +77,7 @@ def test_gradients_in_fp32_are_those_of_the_remote_code() -> None:
 
 def test_every_part_is_fused_by_kernels(references: list[str]) -> None:
     """`references` stand in for the kernels: none of the parts falls back to a module."""
-    tower = dots_ocr.build(torch.float32)
+    tower = build(torch.float32)
     expected = run(tower, bf16=False)
     hf_vit_accel.patch(tower, like=LIKE, strict=True)
     assert relative_error(run(tower), expected) < 1e-5
@@ -73,7 +85,7 @@ def test_every_part_is_fused_by_kernels(references: list[str]) -> None:
 
 
 def test_an_explicit_argument_reaches_the_remote_code() -> None:
-    tower = dots_ocr.build(torch.float32)
+    tower = build(torch.float32)
     expected = run(tower, bf16=False)
     hf_vit_accel.patch(tower, like=LIKE)
     assert torch.equal(run(tower, bf16=False), expected)
@@ -90,17 +102,17 @@ def test_an_explicit_argument_reaches_the_remote_code() -> None:
 )
 def test_another_computation_is_refused(fields: dict[str, object], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        hf_vit_accel.patch(dots_ocr.build(**fields), like=LIKE)
+        hf_vit_accel.patch(build(**fields), like=LIKE)
 
 
 def test_flash_attention_that_is_wrong_in_bf16_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     original = dots_ocr.flash_attn_varlen_func
     monkeypatch.setattr(dots_ocr, "flash_attn_varlen_func", lambda *args, **options: 1.2 * original(*args, **options))
     with pytest.raises(ValueError, match="in bfloat16"):
-        hf_vit_accel.patch(dots_ocr.build(attention="flash_attention_2"), like=LIKE)
+        hf_vit_accel.patch(build(attention="flash_attention_2"), like=LIKE)
 
 
 def test_without_like_the_error_gives_the_line_to_write() -> None:
     with pytest.raises(ValueError) as caught:
-        hf_vit_accel.patch(dots_ocr.build())
+        hf_vit_accel.patch(build())
     assert 'hf_vit_accel.patch(model, like={"DotsVisionTransformer": "dots_ocr"})' in str(caught.value)

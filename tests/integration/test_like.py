@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from support import copies
-from support.copies import COPIES, Composite, build, tensors_of
+from support.copies import COPIES, Composite, CopiedTower, tensors_of
 from tiny import assert_close, pixels_for
 from torch import Tensor, nn
 
@@ -20,6 +20,17 @@ from hf_vit_accel.status import TowerStatus
 GRID = [(1, 4, 6), (2, 8, 10), (1, 2, 18)]
 TALL = [(1, 44, 24)]
 HALF = torch.bfloat16
+DEPTHS = {"qwen2_vl": 3, "qwen2_5_vl": 3, "qwen3_vl": 4}
+"""Few layers, some with windows, some without, and some that deepstack merges.
+
+A proof takes as long as the tower is deep.
+"""
+
+
+def build(kind: type[CopiedTower], **sizes: int) -> CopiedTower:
+    """Build a copy of its family's depth, with random weights."""
+    [family] = [name for name, base in copies.BASES.items() if issubclass(kind, base)] or ["qwen2_vl"]
+    return copies.build(kind, **{"depth": DEPTHS[family]} | sizes)
 
 
 def run(tower: nn.Module, grid: list[tuple[int, int, int]] = GRID, **options: object) -> list[Tensor]:
@@ -61,7 +72,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_sabotaged_copy_is_refused_with_the_number(name: str) -> None:
     family, where = REFUSED[name]
-    tower = build(getattr(copies, name))
+    tower = build(getattr(copies, name), **({"depth": 6} if name == "ActsFromLayer4" else {}))
     expected = run(tower)
     attributes = vars(tower).keys()
     with pytest.raises(ValueError, match=f"{name} is no copy of {family}: ") as caught:
@@ -74,7 +85,7 @@ def test_a_sabotaged_copy_is_refused_with_the_number(name: str) -> None:
 
 def test_a_copy_that_acts_in_bf16_is_refused_in_bf16_alone() -> None:
     """fp32 calls are fast; the first call in bf16 runs the proof for that dtype."""
-    tower = build(copies.ActsInBf16)
+    tower = build(copies.ActsInBf16, depth=6)  # bfloat16 shows it in a deep tower alone
     hf_vit_accel.patch(tower, like={"ActsInBf16": "qwen2_vl"})
     run(tower)
     assert (status_of(tower).calls, status_of(tower).stock_calls) == (1, 0)
@@ -91,7 +102,7 @@ def test_a_copy_that_acts_in_bf16_is_refused_in_bf16_alone() -> None:
 
 
 def test_a_copy_that_acts_under_autocast_is_refused_there() -> None:
-    tower = build(copies.ActsUnderAutocast)
+    tower = build(copies.ActsUnderAutocast, depth=6)  # bfloat16 shows it in a deep tower alone
     stock = copy.deepcopy(tower)
     hf_vit_accel.patch(tower, like={"ActsUnderAutocast": "qwen2_vl"})
     run(tower)
@@ -140,7 +151,21 @@ def test_an_integer_of_the_config_is_noticed(moment: str) -> None:
 # --- copies that are served -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "version"), COPIES)
+SERVED = (
+    ("qwen2_vl", "4.57"),
+    ("qwen2_vl", "5.14"),
+    ("qwen2_5_vl", "5.6"),
+    ("qwen2_5_vl", "5.24"),
+    ("qwen3_vl", "4.57"),
+    ("qwen3_vl", "5.24"),
+)
+"""Two copies of every family, with every manner among them. They stand for the others."""
+
+
+@pytest.mark.parametrize(
+    ("family", "version"),
+    [pytest.param(*cell, marks=[pytest.mark.matrix] * (cell not in SERVED)) for cell in COPIES],
+)
 def test_a_copy_is_served(family: str, version: str) -> None:
     """Outputs, their classes and gradients are those of the copy."""
     kind = COPIES[family, version]
@@ -167,8 +192,8 @@ def test_a_copy_is_served(family: str, version: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_copy_is_served_in_low_precision(dtype: torch.dtype) -> None:
     kind = COPIES["qwen2_5_vl", "5.6"]
-    tower = build(kind).to(dtype)
-    truth = run(build(kind))
+    tower = build(kind, depth=6).to(dtype)  # the proof's bounds hold for the errors of a deep tower
+    truth = run(build(kind, depth=6))
     stock = run(tower)
     hf_vit_accel.patch(tower, like={kind.__name__: "qwen2_5_vl"}, strict=True)
     for ours, theirs, exact in zip(run(tower), stock, truth, strict=True):

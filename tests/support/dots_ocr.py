@@ -35,7 +35,7 @@ class DotsVisionConfig(PretrainedConfig):
         self.embed_dim = 32
         self.hidden_size = 24
         self.intermediate_size = 44
-        self.num_hidden_layers = 5
+        self.num_hidden_layers = kwargs.pop("depth", 5)
         self.num_attention_heads = 2
         self.num_channels = 3
         self.patch_size = 2
