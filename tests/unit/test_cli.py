@@ -51,6 +51,12 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     hide_gpu(monkeypatch)
 
 
+@pytest.fixture
+def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check backends on few rows."""
+    monkeypatch.setattr(doctor_logic, "LENGTHS", (1, 8, 8, 5, 24))
+
+
 def test_version_and_help() -> None:
     result = RUNNER.invoke(cli.app, ["--version"])
     assert (result.exit_code, result.stdout) == (0, f"hf-vit-accel {hf_vit_accel.__version__}\n")
@@ -88,6 +94,7 @@ def test_without_a_gpu(no_gpu: None) -> None:
     ]
 
 
+@pytest.mark.usefixtures("short_segments")
 def test_json_agrees(no_gpu: None) -> None:
     result = doctor("--json")
     assert result.exit_code == 0, result.output
@@ -136,6 +143,7 @@ def last_row_wrong(out_THD: torch.Tensor) -> torch.Tensor:
     return torch.cat([out_THD[:-1], -out_THD[-1:]])
 
 
+@pytest.mark.usefixtures("short_segments")
 @pytest.mark.parametrize(
     ("spoil", "problem"),
     [
@@ -161,6 +169,7 @@ def test_a_wrong_backend(monkeypatch: pytest.MonkeyPatch, no_gpu: None, spoil: S
     assert problem in result.stdout
 
 
+@pytest.mark.usefixtures("short_segments")
 def test_a_wrong_backend_in_json(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
     add_spoiled(monkeypatch, lambda out_THD: out_THD * 1.02)
     result = doctor("--json")
@@ -171,6 +180,7 @@ def test_a_wrong_backend_in_json(monkeypatch: pytest.MonkeyPatch, no_gpu: None) 
     assert all(check["problem"] for check in by_name(report)["spoiled"]["checks"])
 
 
+@pytest.mark.usefixtures("short_segments")
 def test_one_wrong_dtype_is_enough(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
     add_spoiled(monkeypatch, lambda out_THD: out_THD * (1.0001 if out_THD.dtype == torch.float32 else 1))
     result = doctor("--json")
@@ -179,6 +189,7 @@ def test_one_wrong_dtype_is_enough(monkeypatch: pytest.MonkeyPatch, no_gpu: None
     assert problems["float32"] and problems["bfloat16"] is None
 
 
+@pytest.mark.usefixtures("short_segments")
 def test_auto_warns_of_a_wrong_backend(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
     add_spoiled(monkeypatch, torch.zeros_like, name="sdpa")
     result = doctor()
@@ -186,6 +197,7 @@ def test_auto_warns_of_a_wrong_backend(monkeypatch: pytest.MonkeyPatch, no_gpu: 
     assert "  full layers    sdpa (WRONG here, name another)" in result.stdout.splitlines()
 
 
+@pytest.mark.usefixtures("short_segments")
 def test_a_backend_that_takes_no_checked_case(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
     add_spoiled(monkeypatch, raises, dtypes=(torch.float64,))
     result = doctor("--json")
@@ -194,6 +206,7 @@ def test_a_backend_that_takes_no_checked_case(monkeypatch: pytest.MonkeyPatch, n
     assert (entry["status"], entry["checks"]) == ("unchecked", []) and len(entry["reasons"]) == 1
 
 
+@pytest.mark.usefixtures("short_segments")
 def test_a_probe_that_crashes(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
     def crash(self: Sdpa) -> list[str]:
         raise OSError("libcuda")
@@ -206,6 +219,7 @@ def test_a_probe_that_crashes(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> 
     assert report["auto"] == {**report["auto"], "layers": {}, "problem": "OSError: libcuda"}
 
 
+@pytest.mark.usefixtures("short_segments")
 def test_a_gpu_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     def busy(index: int | None = None) -> None:
         raise RuntimeError("CUDA error: all devices are busy")
@@ -220,6 +234,7 @@ def test_a_gpu_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "sdpa" in result.stdout and "usable" in result.stdout
 
 
+@pytest.mark.usefixtures("short_segments")
 def test_a_lost_device_is_not_blamed_on_the_next_backend(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
     add_spoiled(monkeypatch, raises)
     monkeypatch.setattr(doctor_logic, "_still_works", lambda device: False)
@@ -231,6 +246,7 @@ def test_a_lost_device_is_not_blamed_on_the_next_backend(monkeypatch: pytest.Mon
     assert entries["sdpa"]["reasons"] == ["cpu stopped working while spoiled ran; nothing more was run on it"]
 
 
+@pytest.mark.usefixtures("short_segments")
 def test_json_stays_alone_on_standard_output(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
     def chatty(out_THD: torch.Tensor) -> torch.Tensor:
         print("compiling")
