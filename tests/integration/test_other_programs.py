@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from support.towers import ONE_TOWER, TOWERS, alike
 from support.versions import vision_function
 from tiny import TINY, assert_close, merged_of, outputs_of, pixels_for, run_tower, tower_of
 from torch import nn
@@ -22,10 +23,9 @@ import hf_vit_accel
 from hf_vit_accel.tower.state import state_of
 
 GRID = [(1, 4, 4), (3, 8, 10), (2, 2, 2)]
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=ONE_TOWER)
 def towers(request: pytest.FixtureRequest) -> tuple[Any, Any]:
     """A patched tower and a stock one with the same weights."""
     model = TINY[request.param].build()
@@ -153,7 +153,7 @@ def test_a_forward_bound_to_another_tower_runs_that_tower(towers: tuple[Any, Any
     assert_close(outputs_of(MethodType(tower.forward, stock)(**inputs_for(stock))), expected, 0.0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ONE_TOWER)
 def test_a_forward_outlives_its_model(family: str) -> None:
     expected = run_tower(tower_of(TINY[family].build()), GRID)
     model = hf_vit_accel.patch(TINY[family].build())
@@ -202,7 +202,7 @@ def test_what_a_mode_makes_of_one_call_does_not_reach_the_next(towers: tuple[Any
     assert_close(outputs, run_tower(stock, GRID))
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", alike("qwen3_vl", "qwen2_vl"))
 def test_export_with_metadata_equals_stock(family: str) -> None:
     """Qwen2.5-VL cannot be exported in stock either: its windows are reordered by a list."""
     model = TINY[family].build()
@@ -233,6 +233,7 @@ def test_export_with_metadata_equals_stock(family: str) -> None:
 # --- pixels in another shape ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("towers", TOWERS, indirect=True)
 def test_pixels_are_viewed_as_patches_as_in_stock(towers: tuple[Any, Any]) -> None:
     tower, stock = towers
     inputs = inputs_for(tower)
@@ -245,6 +246,7 @@ def test_pixels_are_viewed_as_patches_as_in_stock(towers: tuple[Any, Any]) -> No
         tower(**inputs)
 
 
+@pytest.mark.parametrize("towers", TOWERS, indirect=True)
 def test_gradients_of_pixels_in_another_shape(towers: tuple[Any, Any]) -> None:
     tower, stock = towers
 
