@@ -71,11 +71,13 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folders = {"Qwen/Qwen3-VL-8B-Instruct": folder / "qwen3_vl", "Qwen/Qwen2.5-VL-7B-Instruct": folder / "qwen2_5_vl"}
     processors = {name: load_processor(str(path)) for name, path in folders.items()}
     load: Callable[..., Any] = transformers.AutoModelForImageTextToText.from_pretrained
-    monkeypatch.setattr(
-        transformers.AutoModelForImageTextToText,
-        "from_pretrained",
-        lambda name, **options: load(folders[name], **options),
-    )
+
+    def load_tiny(name: str, **options: object) -> object:
+        if not torch.cuda.is_available():
+            options["dtype"] = torch.float32  # the checkpoints have bfloat16, whose products are slow on a CPU
+        return load(folders[name], **options)
+
+    monkeypatch.setattr(transformers.AutoModelForImageTextToText, "from_pretrained", load_tiny)
     monkeypatch.setattr(transformers.AutoProcessor, "from_pretrained", processors.__getitem__)
     monkeypatch.chdir(tmp_path)
     Image.linear_gradient("L").convert("RGB").save("photo.jpg")
