@@ -196,7 +196,7 @@ def test_compiled_towers_are_one_call_for_every_layout(family: str, backend: str
     tower = tower_of(model)
     # Several rows each: torch compiles anew for the size of 1.
     grids = [GRIDS["images"], GRIDS["mixed"], [(2, 4, 4)] * 3]
-    grids += [[(1, 4, 2 * width), (1, 8, 8)] for width in range(3, 9)]
+    grids += [[(1, 4, 2 * width), (1, 8, 8)] for width in (3, 4)]
 
     def run(call: Callable[..., Output]) -> list[list[torch.Tensor]]:
         with torch.no_grad():

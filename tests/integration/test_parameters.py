@@ -57,7 +57,7 @@ def test_adapters_in_fp32_beside_weights_in_bf16(tuner: str, autocast: bool) -> 
     model = TINY["qwen2_5_vl"].build().bfloat16()
     torch.manual_seed(0)
     tower = tower_of(peft.get_peft_model(model, TUNERS[tuner](peft)))
-    grid = GRIDS["images"]
+    grid = GRIDS["image"]
     adapters = [parameter for parameter in tower.parameters() if parameter.requires_grad]
     assert adapters and {parameter.dtype for parameter in adapters} == {torch.float32}
 

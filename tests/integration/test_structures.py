@@ -22,7 +22,9 @@ from hf_vit_accel.layout import rows_of
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 TURNS = ("qwen3_vl", "qwen2_5_vl", "qwen3_vl", "qwen2_vl")
-SEEDS = [*range(20), *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(20, 200))]
+DRAWN = (1, 4, 6, 7, 9, 12, 13, 14, 15, 16, 17, 19)
+"""Seeds of every run, which draw every kind of structure."""
+SEEDS = [pytest.param(seed, marks=[pytest.mark.matrix] * (seed not in DRAWN)) for seed in range(200)]
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,7 @@ def test_a_random_structure_computes_what_stock_computes(
 
 
 def test_the_seeds_draw_every_kind_of_structure() -> None:
-    structures = [draw(seed) for seed in range(20)]
+    structures = [draw(seed) for seed in DRAWN]
     in_passes = []
     for structure in structures:
         deepstack = structure.deepstack
