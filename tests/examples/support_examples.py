@@ -26,8 +26,8 @@ from captioning.journal import Journal, Record
 from PIL import Image
 from programs import EXAMPLES, ROOT, draw, encode, launched
 
-GOOD = 90
-"""The number of good files: six of every kind."""
+GOOD = 45
+"""The number of good files: three of every kind."""
 BAD = 20
 ALL = GOOD + BAD
 ENVIRONMENT = os.environ | {
@@ -122,7 +122,7 @@ class Inputs:
 
 
 def write_inputs(top: Path) -> Inputs:
-    """Write 90 scenes of all kinds and 20 bad files into folders, a tar shard and a parquet file."""
+    """Write 45 scenes of all kinds and 20 bad files into folders, a tar shard and a parquet file."""
     captions: dict[str, str] = {}
     errors: dict[str, str] = {}
     rows: list[dict[str, bytes | None]] = []
@@ -152,7 +152,7 @@ def write_inputs(top: Path) -> Inputs:
                 (top / "scenes" / name).parent.mkdir(exist_ok=True)
                 (top / "scenes" / name).write_bytes(data)
                 errors[f"scenes/{name}"] = error
-    pq.write_table(pa.table({"image": rows}), top / "table.parquet", row_group_size=7)
+    pq.write_table(pa.table({"image": rows}), top / "table.parquet", row_group_size=3)
     (top / "scenes" / "notes.md").write_text("no picture")
     assert len(captions) == GOOD and len(errors) == BAD
     return Inputs([str(top / name) for name in ("scenes", "shard.tar", "table.parquet")], captions, errors)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.decoding import both, counts_of
 from support.recorded_ops import OperationRecorder
+from support.towers import ONE_TOWER, TOWERS, alike
 
 import hf_vit_accel
 from hf_vit_accel import graphed_decoding
@@ -18,17 +19,15 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "examples" / "tiny_captioner")]
 
 import parity  # noqa: E402
-import tiny_models  # noqa: E402
 
 Recorder = type[OperationRecorder]
-every_family = pytest.mark.parametrize("family", tiny_models.FAMILIES)
 
 
-@every_family
+@pytest.mark.parametrize("family", TOWERS)
 def test_every_token_in_fp32_is_that_of_stock(family: str, recorder: Recorder) -> None:
     model: Any = hf_vit_accel.patch(parity.load(family, torch.float32))
     tokenizer = parity.load_tokenizer(family)
-    batches = parity.held_out(family, 25, size=5)
+    batches = parity.held_out(family, 15, size=5)
     outputs = dict(return_dict_in_generate=True, output_logits=True, output_scores=True)
     captions: list[str] = []
     for batch in batches:
@@ -41,12 +40,12 @@ def test_every_token_in_fp32_is_that_of_stock(family: str, recorder: Recorder) -
     assert recorder.captures <= 2 * len(batches)
 
 
-@every_family
-@pytest.mark.parametrize("scenes", [50, pytest.param(400, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("family", ONE_TOWER)
+@pytest.mark.parametrize("scenes", alike(24, 400))
 def test_captions_in_bf16_are_those_of_stock(family: str, scenes: int, recorder: Recorder) -> None:
     model: Any = parity.load(family, torch.bfloat16)
     rows: list[bool] = []
-    for batch in parity.held_out(family, scenes, size=25):
+    for batch in parity.held_out(family, scenes, size=12):
         inputs = batch.inputs | {name: value.bfloat16() for name, value in batch.inputs.items() if "pixel" in name}
         stock = model.generate(**inputs, max_new_tokens=24, do_sample=False)
         ours = model.generate(**inputs, max_new_tokens=24, do_sample=False, custom_generate=graphed_decoding)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import torch
 import typer
 from accelerate import PartialState
 from PIL import Image
-from programs import EXAMPLES, ROOT, RUNNER
+from programs import EXAMPLES, ROOT, RUNNER, run_in_fork
 from transformers import AutoModelForImageTextToText
 
 import hf_vit_accel
@@ -23,6 +24,7 @@ import hf_vit_accel
 sys.path[:0] = [str(EXAMPLES / "benchmark")]
 
 import captioning_benchmark  # noqa: E402
+import demo  # noqa: E402
 from demo import CELL, COLUMNS, HEADER, contact_sheet, draw_scenes, main  # noqa: E402
 from tiny_captioner.scenes import draw, scene  # noqa: E402
 
@@ -39,13 +41,27 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 
 def test_the_demo_captions_scenes_that_it_never_saw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its four commands run in forks. Tests of Ctrl-C start `batch_caption.py` in new processes."""
+    commands: list[list[str]] = []
+
+    def run_command(command: list[str]) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        python, script, *arguments = command
+        assert python == sys.executable
+        process = run_in_fork(Path(script), *arguments, cwd=Path.cwd())
+        print(process.stderr)
+        return process
+
+    monkeypatch.setattr(demo, "subprocess", SimpleNamespace(run=run_command))
+    monkeypatch.setattr(demo, "RUNS", 2)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)  # the demo changes it
-    done = RUNNER.invoke(DEMO, ["--output", str(tmp_path / "demo"), "--family=qwen3_vl", "--scenes=12"])
+    done = RUNNER.invoke(DEMO, ["--output", str(tmp_path / "demo"), "--family=qwen3_vl", "--scenes=7"])
+    assert len(commands) == 4
     assert done.exit_code == 0, done.output
     texts = []
     for name in ("captions.jsonl", "captions_stock.jsonl"):
         records = [json.loads(line) for line in (tmp_path / "demo" / name).read_text().splitlines()]
-        assert len(records) == 12 and {record["status"] for record in records} == {"ok"}
+        assert len(records) == 7 and {record["status"] for record in records} == {"ok"}
         texts.append({record["key"]: record["caption"] for record in records})
     assert texts[0] == texts[1]
     statuses = []
@@ -55,7 +71,7 @@ def test_the_demo_captions_scenes_that_it_never_saw(tmp_path: Path, monkeypatch:
     assert statuses[0] == "stock" and "qwen3_vl, patched" in statuses[1]  # not one of them twice
     steps = [line for line in done.output.splitlines() if line.startswith("--- ")]
     assert [step[4:10] for step in steps] == [f"{number} of 4" for number in range(1, 5)]
-    assert "stock, 12 of 12 patched; 0 differ between stock and patched" in done.output
+    assert "stock, 7 of 7 patched; 0 differ between stock and patched" in done.output
     assert "relative L2 error" in done.output
     sheet = Image.open(tmp_path / "demo" / "contact_sheet.png")
     assert sheet.size == (COLUMNS * CELL[0], HEADER + 2 * CELL[1])
