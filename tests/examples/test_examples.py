@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import lru_cache
 from pathlib import Path
 
 import batch_caption
@@ -18,14 +16,13 @@ from captioning.journal import Journal, Record
 from click.testing import Result
 from media.files import lock
 from programs import EXAMPLES, RUNNER, UNIT, draw
-
-load_cached = lru_cache(maxsize=4)(batch_caption.load_model)
+from read_once import read_once
 
 
 @pytest.fixture(autouse=True)
 def load_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read every checkpoint once for all tests."""
-    monkeypatch.setattr(batch_caption, "load_model", lambda *arguments: copy.deepcopy(load_cached(*arguments)))
+    read_once(monkeypatch)
 
 
 @pytest.fixture

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 from captioning.journal import Record
 from programs import draw, encode
-from support_captioning import batch_caption, caption, counted, load_once, put, write_tar
+from read_once import read_once
+from support_captioning import caption, counted, put, write_tar
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read every checkpoint once."""
-    monkeypatch.setattr(batch_caption, "load_model", load_once)
+    read_once(monkeypatch)
 
 
 @pytest.fixture

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import json
 import tarfile
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,6 @@ from media.batches import Task
 from media.items import Item
 from PIL import Image
 from programs import EXAMPLES, RUNNER, draw, encode
-from transformers import PreTrainedModel
 
 MODEL = EXAMPLES / "tiny_captioner" / "qwen3_vl"
 PROMPT = "describe this {kind} ."
@@ -32,12 +29,6 @@ FAMILIES = {"qwen2_vl": 28, "qwen2_5_vl": 28, "qwen3_vl": 32}  # the side of a m
 WORDS = 4
 """Tokens of a short caption such as "a large red star". WHOLE allows complete captions."""
 WHOLE = "--max-new-tokens=24"
-LOAD = lru_cache(maxsize=4)(batch_caption.load_model)
-
-
-def load_once(*arguments: object) -> PreTrainedModel:
-    """Stand in for `batch_caption.load_model`, and read every checkpoint once."""
-    return copy.deepcopy(LOAD(*arguments))
 
 
 def seed_of(name: str) -> int:

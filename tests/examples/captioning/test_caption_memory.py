@@ -27,8 +27,9 @@ from media.pictures import Gate, read_image
 from media.processors import limit_pixels, load_processor, reduced
 from PIL import Image
 from programs import EXAMPLES, draw, encode
+from read_once import load_once, read_once
 from support.towers import alike
-from support_captioning import MODEL, batch_caption, caption, captions_in, load_once
+from support_captioning import MODEL, caption, captions_in
 from torch.multiprocessing import start_processes
 from transformers import ProcessorMixin
 
@@ -106,7 +107,7 @@ def test_reduced_jpegs_are_nearly_the_processors(processor: ProcessorMixin) -> N
 
 
 def test_captions_of_large_photos_stay_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_caption, "load_model", load_once)
+    read_once(monkeypatch)
     (tmp_path / "photos").mkdir()
     for seed in range(12):
         image = draw(seed)[0]

@@ -18,6 +18,7 @@ from captioning.journal import Journal
 from captioning.progress import Progress
 from PIL import Image
 from programs import draw, words
+from read_once import load_once
 from support.backends import hide_gpu
 from support_captioning import (
     MODEL,
@@ -26,7 +27,6 @@ from support_captioning import (
     call,
     caption,
     captions_in,
-    load_once,
     merged,
     put,
     seed_of,

@@ -25,6 +25,7 @@ from click.testing import Result
 from media.batches import Task
 from media.items import checksum
 from programs import EXAMPLES, RUNNER, encode, words
+from read_once import read_once
 from support.towers import alike
 from support_captioning import (
     FIRST,
@@ -33,11 +34,9 @@ from support_captioning import (
     PROMPT,
     SECOND,
     WORDS,
-    batch_caption,
     caption,
     counted,
     lines,
-    load_once,
     start_anew,
 )
 
@@ -88,7 +87,7 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> NoCluster:
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(exceptions=exceptions))
     monkeypatch.setitem(sys.modules, "ray.data.exceptions", exceptions)
     monkeypatch.delitem(sys.modules, "caption_on_ray", raising=False)
-    monkeypatch.setattr(stages, "load_model", load_once)
+    read_once(monkeypatch)
     monkeypatch.setitem(sys.modules, "on_ray", importlib.import_module("caption_on_ray"))
     return cluster
 
@@ -234,7 +233,7 @@ def test_both_programs_identify_pictures_by_their_bytes(
         assert done.exit_code == 0, done.output
         return words(done)
 
-    monkeypatch.setattr(batch_caption, "load_model", load_once)
+    read_once(monkeypatch)
     output = tmp_path / "out"
     place = KINDS[kind](tmp_path, FIRST)
     run(first, output)

@@ -23,12 +23,12 @@ from captioning.options import OnRay
 from captioning.prepare import prepare
 from media.batches import Task
 from media.files import lock
+from read_once import read_once
 from support_captioning import (
     MODEL,
     PROMPT,
     WORDS,
     counted,
-    load_once,
 )
 
 pytest.importorskip("pyarrow")
@@ -48,7 +48,7 @@ def job_of(inputs: Sequence[str], output: Path, **options: object) -> tuple[stag
 def test_batches_that_are_written_need_no_model(
     mixed_inputs: list[str], alone: Counter[Record], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stages, "load_model", load_once)
+    read_once(monkeypatch)
     job, tasks = job_of(mixed_inputs, tmp_path)
     answer = stages.Answer(job)
     first = answer(0, stages.make_ready(job, tasks))
@@ -63,7 +63,7 @@ def test_batches_that_are_written_need_no_model(
 def test_a_batch_that_the_memory_does_not_hold_is_halved(
     mixed_inputs: list[str], alone: Counter[Record], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stages, "load_model", load_once)
+    read_once(monkeypatch)
     job, tasks = job_of(mixed_inputs, tmp_path)
     answer = stages.Answer(job)
     generate = answer.worker.captioner.generate
@@ -119,7 +119,7 @@ def test_a_row_is_a_batch(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stages, "load_model", load_once)
+    read_once(monkeypatch)
     job, tasks = job_of(mixed_inputs, tmp_path)
     sized = cluster._measure(cluster._row(5, pickle.dumps(tasks)), job)
     assert pickle.loads(sized["data"][0].as_py()) == stages.measure(job, tasks) != tasks
@@ -135,7 +135,7 @@ def test_an_actor_whose_gpu_fails_leaves_its_batch_to_another(
     def die(*_: object) -> None:
         raise torch.AcceleratorError("an illegal memory access was encountered")
 
-    monkeypatch.setattr(stages, "load_model", load_once)
+    read_once(monkeypatch)
     monkeypatch.setattr(os, "_exit", sys.exit)
     job, tasks = job_of(mixed_inputs, tmp_path)
     actor = cluster._Actor(job)

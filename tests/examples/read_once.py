@@ -1,0 +1,52 @@
+"""Read the checkpoints of the trained captioners once, for tests that start the programs of examples often."""
+
+from __future__ import annotations
+
+import copy
+from functools import lru_cache
+from pathlib import Path
+
+import batch_caption
+import pytest
+from captioning import stages
+from media import checkpoints
+from media.checkpoints import config_of
+from media.processors import load_processor
+from programs import EXAMPLES
+from transformers import PretrainedConfig, PreTrainedModel, ProcessorMixin
+
+_read_model = lru_cache(maxsize=4)(batch_caption.load_model)
+_read_processor = lru_cache(load_processor)
+_read_config = lru_cache(config_of)
+
+
+def load_once(*arguments: object) -> PreTrainedModel:
+    """Stand in for `batch_caption.load_model`, and return a copy of a model that is read once."""
+    return copy.deepcopy(_read_model(*arguments))
+
+
+def load_processor_once(model: str, revision: str | None = None) -> ProcessorMixin:
+    """Stand in for `load_processor`. Of a trained captioner, return a copy of a processor that is read once."""
+    if _is_captioner(model):
+        return copy.deepcopy(_read_processor(model, revision))
+    return load_processor(model, revision)
+
+
+def config_once(model: str, revision: str | None) -> PretrainedConfig:
+    """Stand in for `config_of`. Of a trained captioner, return a copy of a config that is read once."""
+    if _is_captioner(model):
+        return copy.deepcopy(_read_config(model, revision))
+    return config_of(model, revision)
+
+
+def _is_captioner(model: str) -> bool:
+    """Whether this is the folder of a trained captioner, which no test changes."""
+    return Path(model).parent == EXAMPLES / "tiny_captioner"
+
+
+def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `batch_caption.py` and `caption_on_ray.py` read every checkpoint once."""
+    for module in (batch_caption, stages):
+        monkeypatch.setattr(module, "load_model", load_once)
+        monkeypatch.setattr(module, "load_processor", load_processor_once)
+    monkeypatch.setattr(checkpoints, "config_of", config_once)
