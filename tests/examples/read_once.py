@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from functools import lru_cache
 from pathlib import Path
+from types import ModuleType
 
 import batch_caption
 import pytest
@@ -44,9 +45,12 @@ def _is_captioner(model: str) -> bool:
     return Path(model).parent == EXAMPLES / "tiny_captioner"
 
 
-def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `batch_caption.py` and `caption_on_ray.py` read every checkpoint once."""
-    for module in (batch_caption, stages):
-        monkeypatch.setattr(module, "load_model", load_once)
-        monkeypatch.setattr(module, "load_processor", load_processor_once)
-    monkeypatch.setattr(checkpoints, "config_of", config_once)
+STAND_INS = {"load_model": load_once, "load_processor": load_processor_once, "config_of": config_once}
+"""Stand-ins by the names that they replace."""
+
+
+def read_once(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
+    """Let modules of examples read every checkpoint once; by default those that caption."""
+    for module in modules or (batch_caption, stages, checkpoints):
+        for name in STAND_INS.keys() & vars(module).keys():
+            monkeypatch.setattr(module, name, STAND_INS[name])

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from programs import EXAMPLES, RUNNER, WAYS, launched, words
+from read_once import load_processor_once, read_once
 from safetensors.torch import load_file
 from support.towers import alike
 from tiny import FAMILIES
@@ -25,6 +26,7 @@ from torch.utils.data import DataLoader
 
 assert str(EXAMPLES) in sys.path
 import finetune  # noqa: E402
+import finetuning.folder  # noqa: E402
 import scenes  # noqa: E402
 from finetuning.curve import draw  # noqa: E402
 from finetuning.data import (  # noqa: E402
@@ -53,7 +55,15 @@ SETTINGS: Settings = {
     "learning-rate": 1e-3,
     "eval-fraction": 0.2,
     "prompt": PROMPT,
+    "min-pixels": 4 * 32 * 32,
+    "max-pixels": 9 * 32 * 32,
 }
+
+
+@pytest.fixture(autouse=True)
+def load_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read every processor and config once for all tests."""
+    read_once(monkeypatch, finetune, finetuning.folder)
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +145,7 @@ def test_the_result_is_a_checkpoint(patched: Path) -> None:
     assert json.loads((patched / "all_results.json").read_text())["eval_accuracy"] > 0
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", alike("qwen2_5_vl", "qwen2_vl"))
 def test_a_resumed_run_has_the_weights_of_its_checkpoint(data: Path, tmp_path: Path, family: str) -> None:
     """The names of weights in a checkpoint are those on the Hub, which differ from the modules' in these families."""
     steps = dict(max_steps=5, save_steps=3, eval_fraction=0)
@@ -268,8 +278,9 @@ def test_accumulation_and_checkpointing_give_the_same_losses(data: Path, patched
 def test_lora_trains_as_stock(data: Path, tmp_path: Path, frozen: bool) -> None:
     pytest.importorskip("peft")
     flags = ("--freeze-tower",) if frozen else ()
-    console = run(data, tmp_path / "patched", "qwen3_vl", *flags, lora_rank=4, learning_rate=1e-2)
-    run(data, tmp_path / "stock", "qwen3_vl", "--no-patch", *flags, lora_rank=4, learning_rate=1e-2)
+    settings = dict(lora_rank=4, learning_rate=1e-2, max_steps=4, save_steps=4)
+    console = run(data, tmp_path / "patched", "qwen3_vl", *flags, **settings)
+    run(data, tmp_path / "stock", "qwen3_vl", "--no-patch", *flags, **settings)
     assert " fast, 0 stock" in console
     of_steps = losses(tmp_path / "patched")
     assert of_steps == pytest.approx(losses(tmp_path / "stock"), rel=1e-3) and of_steps[-1] < 0.95 * of_steps[0]
@@ -409,7 +420,7 @@ def test_help_is_not_cut_at_80_columns() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_only_answers_have_labels(data: Path, family: str) -> None:
-    processor = load_processor(str(checkpoint_of(family)))
+    processor = load_processor_once(str(checkpoint_of(family)))
     rows = Examples(find_examples([str(data)]), processor, prompt=PROMPT, text="text")
     chosen = sorted((rows[index] for index in range(6)), key=lambda row: len(row.text))
     chosen = [chosen[0], chosen[-1]]  # of different lengths
@@ -429,7 +440,7 @@ def test_only_answers_have_labels(data: Path, family: str) -> None:
 
 
 def test_pictures_above_max_pixels_are_reduced(data: Path) -> None:
-    processor = load_processor(str(checkpoint_of("qwen3_vl")))
+    processor = load_processor_once(str(checkpoint_of("qwen3_vl")))
     rows = Examples(find_examples([str(data)]), processor, prompt=PROMPT, text="text")
     before = Collator(processor)([rows[0]])["image_grid_thw"]
     limit_pixels(processor, None, 4 * 4 * 32 * 32)
@@ -450,7 +461,7 @@ def test_every_kind_of_input_gives_the_same_examples(data: Path, tmp_path: Path)
         (folder / row["file_name"]).with_suffix(".txt").write_text(row["text"] + "\n")
     pictures = [{"bytes": (data / row["file_name"]).read_bytes(), "path": None} for row in lines]
     pq.write_table(pa.table({"image": pictures, "answer": [row["text"] for row in lines]}), table, row_group_size=3)
-    processor = load_processor(str(checkpoint_of("qwen3_vl")))
+    processor = load_processor_once(str(checkpoint_of("qwen3_vl")))
     contents = []
     for source, root in ((data, None), (listed, data), (folder, None), (table, None)):
         examples = find_examples([str(source)], root=root)
@@ -462,7 +473,7 @@ def test_every_kind_of_input_gives_the_same_examples(data: Path, tmp_path: Path)
 def test_prompts_name_columns(data: Path, tmp_path: Path) -> None:
     line = {"path": str(data / "00.png"), "question": "what is this ?", "answer": "a circle"}
     (tmp_path / "qa.jsonl").write_text(json.dumps(line))
-    processor = load_processor(str(checkpoint_of("qwen3_vl")))
+    processor = load_processor_once(str(checkpoint_of("qwen3_vl")))
     row = Examples(find_examples([str(tmp_path / "qa.jsonl")]), processor, prompt="{question}", text="answer")[0]
     assert (row.prompt, row.text) == ("what is this ?", "a circle")
 
@@ -506,7 +517,7 @@ def test_unreadable_examples_are_passed_over(data: Path, tmp_path: Path, capsys:
         {"image": str(data / "01.png"), "text": "a whole picture"},
     ]
     (tmp_path / "r.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    processor = load_processor(str(checkpoint_of("qwen3_vl")))
+    processor = load_processor_once(str(checkpoint_of("qwen3_vl")))
     examples = Examples(find_examples([str(tmp_path / "r.jsonl")]), processor, prompt=PROMPT, text="text")
     assert [examples[index].text for index in range(6)] == ["a whole picture"] * 6
     errors = capsys.readouterr().err
@@ -533,7 +544,7 @@ def test_a_number_is_a_text(data: Path, tmp_path: Path) -> None:
     rows = [{"image": str(data / "00.png"), "answer": answer} for answer in (7, 0, 2.5, "3", True, [1], None)]
     (tmp_path / "r.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     examples = find_examples([str(tmp_path / "r.jsonl")])
-    read = Examples(examples, load_processor(str(checkpoint_of("qwen3_vl"))), prompt=PROMPT, text="answer")
+    read = Examples(examples, load_processor_once(str(checkpoint_of("qwen3_vl"))), prompt=PROMPT, text="answer")
     assert [read[index].text for index in range(4)] == ["7", "0", "2.5", "3"]
     assert read[4].text == "7" and describe(examples, "answer") == "4 of 7 examples (the others have no text)"
 
