@@ -237,16 +237,16 @@ def test_paths_without_a_model_are_refused(folder: Path, model: str) -> None:
 
 
 def test_samples_do_not_depend_on_batches_or_order(folder: Path) -> None:
-    for seed in range(3, 10):
+    for seed in range(3, 6):
         draw(seed)[0].save(folder / f"{seed}.png")
     options = ["--temperature=2.5", "--seed=3"]
     caption(folder, *options, "--batch-size=1")
     one_by_one = made_captions(folder)
-    caption(folder, *options, "--batch-size=8", "--overwrite")
-    assert made_captions(folder) == one_by_one and len(one_by_one) == 10
+    caption(folder, *options, "--batch-size=5", "--overwrite")
+    assert made_captions(folder) == one_by_one and len(one_by_one) == 6
     caption(folder, "--temperature=2.5", "--seed=4")
     of_other_seed = made_captions(folder)
-    assert sum(of_other_seed[key] != text for key, text in one_by_one.items()) >= 5
+    assert sum(of_other_seed[key] != text for key, text in one_by_one.items()) >= 3
 
 
 def test_every_line_is_a_record(folder: Path) -> None:

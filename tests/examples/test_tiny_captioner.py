@@ -317,17 +317,17 @@ def test_patched_models_learn_as_stock(
 ) -> None:
     """A few steps from scratch on a CPU in fp32: patched differs from stock by rounding, seeds differ by far more."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(curves, "MEAN_OF", 3)
+    monkeypatch.setattr(curves, "MEAN_OF", 2)
     AcceleratorState._reset_state(True)  # an earlier test may have left another precision
     path = tmp_path / "curves.json"
-    short = dict(steps=6, seeds=2, batch=4, scenes=4, workers=0)
+    short = dict(steps=4, seeds=2, batch=4, scenes=4, workers=0)
     curves.main(families=family, json_path=path, plots=tmp_path, **short)
     (comparison,) = json.loads(path.read_text())["families"]
     assert comparison["furthest"] < 1e-2 and comparison["problems"] == []
     assert "right tokens: patched" in capsys.readouterr().out
     (patched,) = comparison["patched"]
     assert len(patched["losses"]) == 2 and patched["losses"][1] < patched["losses"][0]
-    assert patched["fast"] >= 6 and patched["stock"] == 0
+    assert patched["fast"] >= 4 and patched["stock"] == 0
     assert (tmp_path / f"{family}.svg").read_text().count("<polyline") == 3
 
 

@@ -241,7 +241,8 @@ def started(*arguments: str, **environment: str) -> subprocess.Popen[str]:
 
 
 def test_ctrl_c_while_it_starts_is_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "accelerate.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    """Its first library takes long to import."""
+    (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
     run = started("caption", "photos", "--output=o", "--demo", PYTHONPATH=str(tmp_path))
     assert run.stdout is not None and run.stdout.readline() == "importing\n"
     run.send_signal(signal.SIGINT)

@@ -17,10 +17,10 @@ from captioning.progress import Progress
 from captioning.worker import Worker
 from media.batches import Task
 from media.items import Item
-from media.processors import load_processor
 from packaging.version import Version
 from PIL import Image
 from programs import EXAMPLES, draw
+from read_once import load_once, load_processor_once
 from support.decoding import Counts, counts_of
 from support.recorded_ops import OperationRecorder
 from support.towers import alike
@@ -33,11 +33,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import hf_vit_accel
 
 
-def load(family: str, **options: object) -> Captioner:
+def load(family: str, max_new_tokens: int = 24, **options: object) -> Captioner:
     """Load a tiny captioner."""
     folder = str(EXAMPLES / "tiny_captioner" / family)
-    model = batch_caption.load_model(folder, torch.float32, torch.device("cpu"))
-    return Captioner(model, load_processor(folder), max_new_tokens=24, **options)
+    model = load_once(folder, torch.float32, torch.device("cpu"))
+    return Captioner(model, load_processor_once(folder), max_new_tokens=max_new_tokens, **options)
 
 
 def generate(
@@ -117,14 +117,14 @@ def test_inputs_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("decode_graphs", [False, True])
 def test_samples_do_not_depend_on_their_batch(decode_graphs: bool) -> None:
-    captioner = load("qwen3_vl", temperature=3.0, decode_graphs=decode_graphs)
-    images = [draw(seed)[0] for seed in range(8)]
+    captioner = load("qwen3_vl", max_new_tokens=12, temperature=3.0, decode_graphs=decode_graphs)
+    images = [draw(seed)[0] for seed in range(6)]
     (together,) = generate(captioner, images, PICTURE_PROMPT)
     alone = [generate(captioner, [image], PICTURE_PROMPT, first_seed=seed)[0][0] for seed, image in enumerate(images)]
     assert together == alone
     (others,) = generate(captioner, images, PICTURE_PROMPT, first_seed=100)
-    assert sum(one != other for one, other in zip(together, others, strict=True)) >= 4
-    assert generate(captioner, images[:1] * 8, PICTURE_PROMPT)[0][1:] != [together[0]] * 7  # each row has its own noise
+    assert sum(one != other for one, other in zip(together, others, strict=True)) >= 3
+    assert generate(captioner, images[:1] * 6, PICTURE_PROMPT)[0][1:] != [together[0]] * 5  # each row has its own noise
 
 
 @pytest.mark.parametrize("family", alike("qwen3_vl", "qwen2_5_vl", "qwen2_vl"))
@@ -132,7 +132,7 @@ def test_samples_do_not_depend_on_their_batch(decode_graphs: bool) -> None:
 def test_decoding_from_graphs_generates_the_tokens_of_stock(
     family: str, temperature: float, recorder: type[OperationRecorder]
 ) -> None:
-    captioner = load(family, temperature=temperature, top_p=0.9)
+    captioner = load(family, max_new_tokens=12, temperature=temperature, top_p=0.9)
     hf_vit_accel.patch(captioner.model)
     images = [draw(seed, FAMILIES[family])[0] for seed in range(6)]
     long_prompt = " ".join(["describe this picture ."] * 40)  # another bucket of the cache
