@@ -22,8 +22,9 @@ _read_config = lru_cache(config_of)
 
 
 def load_once(*arguments: object) -> PreTrainedModel:
-    """Stand in for `batch_caption.load_model`, and return a copy of a model that is read once."""
-    return copy.deepcopy(_read_model(*arguments))
+    """Stand in for `batch_caption.load_model`: read a model once, and return copies that share its weights."""
+    model = _read_model(*arguments)
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
 
 
 def load_processor_once(model: str, revision: str | None = None) -> ProcessorMixin:

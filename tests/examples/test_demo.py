@@ -15,8 +15,10 @@ import pytest
 import torch
 import typer
 from accelerate import PartialState
+from media import checkpoints
 from PIL import Image
 from programs import EXAMPLES, ROOT, RUNNER, run_in_fork
+from read_once import load_processor_once, read_once
 from transformers import AutoModelForImageTextToText
 
 import hf_vit_accel
@@ -184,7 +186,10 @@ def test_the_captioning_benchmark(
     """All runs of the benchmark end, with a tiny model in place of the full-size one."""
     runs = captioning_benchmark.PROCESSORS if processors else captioning_benchmark.runs_of([1, 5])
     captioning_benchmark.load_model.cache_clear()
+    rounds = 1 if processors else 2  # rates are averages of the rounds of the other runs
     monkeypatch.setattr(captioning_benchmark, "COMPARED", 4)
+    monkeypatch.setattr(captioning_benchmark, "_load_processor", load_processor_once)
+    read_once(monkeypatch, checkpoints)
     tiny = AutoModelForImageTextToText.from_pretrained(captioning_benchmark.CHECKPOINTS["qwen2.5-vl-7b"])
     built: list[tuple[str, tuple[int, ...]]] = []
 
@@ -200,18 +205,18 @@ def test_the_captioning_benchmark(
         )  # restores them after the test: the benchmark replaces them
     monkeypatch.setattr(PartialState, "destroy_process_group", None)
     path = tmp_path / "rates.json"
-    captioning_benchmark.main(tmp_path, pictures=3, tokens="1,5", processors=processors, rounds=2, json_path=path)
+    captioning_benchmark.main(tmp_path, pictures=3, tokens="1,5", processors=processors, rounds=rounds, json_path=path)
     assert built == [("qwen2.5-vl-7b", (tiny.config.image_token_id, tiny.config.video_token_id, *built[0][1][2:]))]
     stdout = capsys.readouterr().out
     warm_ups = [name for name in runs if name.startswith("to warm up")]
-    assert stdout.count("\n  3 items in") == 2 * (len(runs) - len(warm_ups)), "a summary for every run"
-    assert stdout.count("\n  2 items in") == 2 * len(warm_ups), "half of the pictures warm up"
+    assert stdout.count("\n  3 items in") == rounds * (len(runs) - len(warm_ups)), "a summary for every run"
+    assert stdout.count("\n  2 items in") == rounds * len(warm_ups), "half of the pictures warm up"
     for name_of_run in runs:
         folder = tmp_path / "qwen2.5-vl-7b" / name_of_run.replace(", ", "_").replace(" ", "_")
         (shard,) = folder.glob("captions-*.jsonl")
         records = [json.loads(line) for line in shard.read_text().splitlines()]
         pictures = 2 if name_of_run in warm_ups else 3
-        assert [record["status"] for record in records] == ["ok"] * pictures * 2
+        assert [record["status"] for record in records] == ["ok"] * pictures * rounds
     assert ("### 0 captions differ" if processors else "stock") in stdout
     if processors:
         assert not path.exists()
