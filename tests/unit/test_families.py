@@ -41,7 +41,18 @@ def tower(request: pytest.FixtureRequest) -> Any:
     return build(*request.param)
 
 
-@pytest.fixture(params=CLASSES, ids=lambda entry: entry[2])
+SIMILAR = "Qwen3_5Vision", "GlmOcr"
+"""Towers that have each part of another one, but not all: Qwen3-VL's has deepstack, too, and GLM-5.3's a limit.
+
+As `typical` they are built in the matrix alone.
+"""
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(entry, id=entry[2], marks=[pytest.mark.matrix] * entry[2].startswith(SIMILAR)) for entry in CLASSES
+    ]
+)
 def typical(request: pytest.FixtureRequest) -> Any:
     """Build one tower for every set of parameters of a family, for tests that do not depend on the class."""
     family, *named = request.param
