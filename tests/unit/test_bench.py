@@ -39,6 +39,7 @@ Row = dict[str, Any]
 
 GRID = ((1, 4, 6), (3, 8, 4))
 SIZE = "1x4x6+3x8x4"
+DEPTH = 2
 FAMILY_NAMES = tiny.FAMILIES
 MEASURED = Path(__file__).parents[2] / "examples" / "benchmark" / "towers.json"
 
@@ -56,9 +57,12 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def write_config(name: str, folder: Path) -> Path:
-    """Write the config.json of a tiny model into a folder, without weights; return the folder."""
+    """Write the config.json of a tiny model of `DEPTH` layers into a folder, without weights; return the folder."""
     model = tiny.TINY[name]
-    config = getattr(transformers, model.config)(vision_config=model.vision, text_config=model.text, **tiny._TOKENS)
+    vision = model.vision | {"depth": DEPTH}
+    if "deepstack_visual_indexes" in vision:
+        vision |= {"deepstack_visual_indexes": [0]}
+    config = getattr(transformers, model.config)(vision_config=vision, text_config=model.text, **tiny._TOKENS)
     config.save_pretrained(folder / name)
     return folder / name
 
@@ -213,10 +217,10 @@ def test_the_default_on_a_cpu_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_few_rounds_on_a_cpu_are_called_noise(checkpoint: Path) -> None:
-    options = ("--model", checkpoint, "--sizes", f"{SIZE},1x2x2", "--backends", "sdpa")
-    assert command(*options).stdout.count("the times are noise") == 2  # below every table
-    assert "noise" in command(*options, "--rounds", 4).output
-    assert "noise" not in command(*options, "--rounds", 5).output
+    options = ("--model", checkpoint, "--backends", "sdpa", "--sizes")
+    assert command(*options, "1x2x2,1x2x4").stdout.count("the times are noise") == 2  # below every table
+    assert "noise" in command(*options, "1x2x2", "--rounds", 4).output
+    assert "noise" not in command(*options, "1x2x2", "--rounds", 5).output
 
 
 @pytest.mark.parametrize(("step_ms", "rounds", "timed"), [(60.0, 1, 1), (20.0, 1, 2), (4.0, 3, 7)])
@@ -308,7 +312,7 @@ def test_a_second_call_is_verified_too(monkeypatch: pytest.MonkeyPatch, tmp_path
 
     def stale(out: torch.Tensor) -> torch.Tensor:
         calls.append(None)
-        return out if len(calls) <= tiny.TINY["qwen2_vl"].vision["depth"] else out * 2
+        return out if len(calls) <= DEPTH else out * 2
 
     add_spoiled(monkeypatch, stale)
     checkpoint = write_config("qwen2_vl", tmp_path)
@@ -319,6 +323,7 @@ def test_a_second_call_is_verified_too(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_contenders_share_parameters_alone(train: bool) -> None:
     """Copies of the weights would not fit. Traces on modules, and gradients, are no other contender's."""
     tower = tiny.tower_of(tiny.TINY["qwen2_vl"].build()).requires_grad_(train).train(train)
+    del tower.blocks[DEPTH:]
     twins: list[nn.Module] = []
 
     @contextmanager
@@ -434,6 +439,7 @@ def test_an_error_near_its_bound_is_compared_in_more_batches(
     monkeypatch.setattr(verify, "judge", judge_near)
     monkeypatch.setattr(module, "time_in_turns", lambda steps, *args, **kwargs: {name: [1.0] for name in steps})
     tower = tiny.tower_of(tiny.TINY["qwen2_vl"].build()).to(torch.bfloat16).requires_grad_(True)
+    del tower.blocks[DEPTH:]
     chosen = contenders.choose(tower, ["auto"], ["sdpa"])
     [rows] = bench.measure("tiny", tower, {"one": ((1, 2, 2),)}, chosen, rounds=1)
     assert judged.count("auto") == batches and {row.contender: row.status for row in rows}["auto"] == status
@@ -651,7 +657,7 @@ def test_slower_rows_are_listed(tmp_path: Path) -> None:
     assert lines[0] == "slower: m, s, slow: 20.00 ms, before 10.00 (2.00x)"
     assert lines[1:] == ["4 compared, 1 slower by more than 3% and the spread of their runs"]
     assert next(bench.slower(rows(), rows() | {"device": "B"})) == "measured on A, before on B"
-    options = "--model", write_config("qwen3_vl", tmp_path), "--sizes", SIZE, "--rounds", 5, "--backends", "sdpa"
+    options = "--model", write_config("qwen3_vl", tmp_path), "--sizes", "1x2x2", "--rounds", 5, "--backends", "sdpa"
     assert command(*options, "--json", tmp_path / "old.json").exit_code == 0
     old = json.loads((tmp_path / "old.json").read_text())
     assert old["machine"]["cores"] >= 1
