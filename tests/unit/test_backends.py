@@ -50,7 +50,7 @@ def check(backend: Backend, lengths: list[int], head_dim: int, dtype: torch.dtyp
     call = request(device, dtype, head_dim, packed=packed)
     assert backend.reasons_against(call) == []
     plan = plan_alone(backend, segments_of(lengths), call)
-    for seed in range(5):
+    for seed in range(5 if device == "cuda" else 2):
         qkv = draw(sum(lengths), head_dim, dtype, device, seed, packed)
         expected = exact(qkv, lengths, call.scale)
         bound = max(1.1 * relative_error(stock(qkv, lengths, call.scale), expected), torch.finfo(dtype).eps)

@@ -63,13 +63,14 @@ def check_outputs(rank: int, cases: list[tuple[nn.Module, list[Outputs], tuple[O
     for tower, expected, (expected_outputs, expected_gradients) in cases:
         for max_rows in (None, 40):
             hf_vit_accel.patch(tower, data_parallel=True, max_rows=max_rows, strict=True)
-            for grid, outputs in zip(MIXES, expected, strict=True):
+            calls = len(MIXES) if max_rows is None else 2
+            for grid, outputs in zip(MIXES[:calls], expected[:calls], strict=True):
                 assert_close(run(tower, grid), outputs, 2e-6)
             outputs, gradients = trained(tower, MIXED)
             assert_close(outputs, expected_outputs)
             assert_gradients_close(gradients, expected_gradients)
-            assert sharing_of(tower) == f"rank {rank} of 3, 5 calls shared"
-            assert state_of(tower).fast_calls == 5 and "  shared     rank" in str(hf_vit_accel.status(tower))
+            assert sharing_of(tower) == f"rank {rank} of 3, {calls + 1} calls shared"
+            assert state_of(tower).fast_calls == calls + 1 and "  shared     rank" in str(hf_vit_accel.status(tower))
             assert all(tower.get_parameter(name).is_leaf for name, _ in tower.named_parameters())
 
 

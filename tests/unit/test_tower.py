@@ -85,7 +85,7 @@ def test_layouts_of_equal_size_are_distinguished(shared: PreTrainedModel) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_is_as_exact_as_stock(shared: PreTrainedModel, dtype: torch.dtype) -> None:
-    check_error_bound(shared, dtype, "cpu", ["sdpa"], [[(1, 8, 8), (2, 4, 4), (1, 4, 10)]])
+    check_error_bound(shared, dtype, "cpu", ["sdpa"], [[(1, 4, 10), (2, 2, 4)]])
 
 
 # --- undo, redo, copies ---------------------------------------------------------------------------------------------
@@ -388,11 +388,14 @@ def test_neither_inputs_nor_earlier_outputs_are_changed(shared: PreTrainedModel)
 def test_the_cache_of_layouts_is_bounded() -> None:
     shared = TINY["qwen2_5_vl"].build()
     tower = tower_of(shared)
+    del tower.blocks[2:]  # layers with windows, and without
     with hf_vit_accel.patched(shared):
-        for width in range(1, 100):
-            run_tower(tower, [(1, 2, 2 * width)])
+        run_tower(tower, [(1, 2, 2)])
         prepared = state_of(tower).routes.cache
-        assert len(prepared) <= prepared.entries and prepared.total_cost <= prepared.cost
+        prepared.cost = 100 << 10
+        for width in range(2, 60):
+            run_tower(tower, [(1, 2, 2 * width)])
+        assert 0 < len(prepared) < 59 and prepared.total_cost <= prepared.cost == 100 << 10
         hf_vit_accel.patch(shared)
         assert len(prepared) == 0
 
