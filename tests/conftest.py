@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of new processes, too: tensors are tiny, more threads would only wait
 
 settings.register_profile("few", deadline=None, max_examples=30)
 settings.register_profile("all", deadline=None)  # noxfile.py passes --hypothesis-profile=all
@@ -25,7 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     import torch
 
-    torch.set_num_threads(1)  # tensors are tiny: more threads would only wait for each other
+    torch.set_num_threads(1)  # as for new processes, if torch was imported before OMP_NUM_THREADS was set
     for fixtures in ("towers", "references", "cpu_graphs", "faults", "decoding"):
         config.pluginmanager.import_plugin(f"support.{fixtures}")
 

@@ -268,17 +268,8 @@ def hidden_states_of(language: nn.Module) -> torch.Tensor:
     return language(input_ids=ids, attention_mask=mask).last_hidden_state[:, 2:]
 
 
-WAYS = ("loaded", "loaded, dict", "set", "set, dict", "text eager")
-
-
-@pytest.mark.parametrize(
-    ("way", "name"),
-    [
-        pytest.param(way, name, marks=[pytest.mark.matrix] * (name != AUTO and way != "loaded"))
-        for way in WAYS
-        for name in loading.NAMES
-    ],
-)
+@pytest.mark.parametrize("name", loading.NAMES)
+@pytest.mark.parametrize("way", ["loaded", "loaded, dict", "set", "set, dict", "text eager"])
 @pytest.mark.parametrize("make", [mixed, hyperclovax])
 def test_text_of_another_package_keeps_its_attention(
     make: Callable[[], tuple[type[PreTrainedModel], PretrainedConfig]],
