@@ -10,12 +10,14 @@ import socket
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Sequence
 from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 import scenes
+import torch
 import torch.distributed as dist
 import typer
 from accelerate.state import AcceleratorState
@@ -105,7 +107,8 @@ def run_in_fork(script: Path, *arguments: object, cwd: Path) -> subprocess.Compl
     """Run a program in a fork of this process, which has spent seconds on importing libraries already.
 
     The program imports every module of `examples/` anew, and finds the modules that it would find in a process of
-    its own. Only a new process shows that it imports each library that it needs.
+    its own. Only a new process shows that it imports each library that it needs. Where a GPU is present, the program
+    runs in a new process, since forks cannot use CUDA.
 
     Args:
         script: The program.
@@ -116,10 +119,16 @@ def run_in_fork(script: Path, *arguments: object, cwd: Path) -> subprocess.Compl
         The exit code and both outputs.
     """
     command = [str(script), *(str(argument) for argument in arguments)]
+    if torch.cuda.is_available():
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        return subprocess.run([sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True)
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, name) for name in ("stdout", "stderr")]
         process = get_context("fork").Process(target=_run_script, args=(command, cwd, outputs))
-        process.start()
+        with warnings.catch_warnings():
+            # Python 3.12 and newer warn of any second thread. Those of pytest-xdist do not matter to the program.
+            warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+            process.start()
         process.join()
         return subprocess.CompletedProcess(command, process.exitcode, *(path.read_text() for path in outputs))
 
