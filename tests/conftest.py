@@ -11,6 +11,9 @@ from hypothesis import settings
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of new processes, too: tensors are tiny, more threads would only wait
 
+# A fork frees no garbage of its parent: the destructor of a process group would wait for threads that no fork has.
+os.register_at_fork(after_in_child=gc.freeze)
+
 settings.register_profile("few", deadline=None, max_examples=30)
 settings.register_profile("all", deadline=None)  # noxfile.py passes --hypothesis-profile=all
 settings.load_profile("few")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from argparse import Namespace
@@ -45,6 +46,34 @@ def raiser(error: Exception) -> Callable[..., NoReturn]:
         raise error
 
     return fail
+
+
+class Cycle:
+    """Garbage that only the collector frees."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+        self.itself = self
+
+    def __del__(self) -> None:
+        self.trace.write_text("freed")
+
+
+def test_a_fork_frees_no_garbage_of_its_parent(tmp_path: Path) -> None:
+    """A process group of gloo in such garbage waited for ever for its threads, which a fork does not have."""
+    trace = tmp_path / "trace"
+    gc.disable()
+    try:
+        Cycle(trace)
+        if not (child := os.fork()):
+            gc.collect()
+            os._exit(0)
+    finally:
+        gc.enable()
+    os.waitpid(child, 0)
+    assert not trace.exists()
+    gc.collect()
+    assert trace.exists()
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
