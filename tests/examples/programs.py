@@ -5,19 +5,14 @@ from __future__ import annotations
 import io
 import os
 import random
-import runpy
 import socket
 import subprocess
 import sys
-import tempfile
-import warnings
 from collections.abc import Sequence
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 import scenes
-import torch
 import torch.distributed as dist
 import typer
 from accelerate.state import AcceleratorState
@@ -101,49 +96,3 @@ def _process(rank: int, app: typer.Typer, arguments: list[str], port: int, folde
     assert result.exit_code == 0, result.output
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def run_in_fork(script: Path, *arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run a program in a fork of this process, which has spent seconds on importing libraries already.
-
-    The program imports every module of `examples/` anew, and finds the modules that it would find in a process of
-    its own. Only a new process shows that it imports each library that it needs. Where a GPU is present, the program
-    runs in a new process, since forks cannot use CUDA.
-
-    Args:
-        script: The program.
-        arguments: Its arguments.
-        cwd: The folder in which it runs.
-
-    Returns:
-        The exit code and both outputs.
-    """
-    command = [str(script), *(str(argument) for argument in arguments)]
-    if torch.cuda.is_available():
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        return subprocess.run([sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True)
-    with tempfile.TemporaryDirectory() as folder:
-        outputs = [Path(folder, name) for name in ("stdout", "stderr")]
-        process = get_context("fork").Process(target=_run_script, args=(command, cwd, outputs))
-        with warnings.catch_warnings():
-            # Python 3.12 and newer warn of any second thread. Those of pytest-xdist do not matter to the program.
-            warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-            process.start()
-        process.join()
-        return subprocess.CompletedProcess(command, process.exitcode, *(path.read_text() for path in outputs))
-
-
-def _run_script(command: list[str], cwd: Path, outputs: list[Path]) -> None:
-    for descriptor, path in enumerate(outputs, start=1):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
-    sys.stdout = os.fdopen(1, "w", closefd=False)
-    sys.stderr = os.fdopen(2, "w", closefd=False)
-    own_folders = (str(EXAMPLES), str(ROOT / "tests"))
-    for name, module in list(sys.modules.items()):
-        if (getattr(module, "__file__", None) or "").startswith(own_folders):
-            del sys.modules[name]
-    libraries = [entry for entry in sys.path if not entry.startswith(own_folders)]
-    sys.path[:] = [os.path.dirname(command[0]), str(ROOT), *libraries]
-    sys.argv[:] = command
-    os.chdir(cwd)
-    runpy.run_path(command[0], run_name="__main__")

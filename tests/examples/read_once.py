@@ -42,7 +42,7 @@ def config_once(model: str, revision: str | None) -> PretrainedConfig:
 
 
 def _is_captioner(model: str) -> bool:
-    """Whether this is the folder of a trained captioner, which no test changes."""
+    """Return whether a folder is that of a trained captioner, which no test changes."""
     return Path(model).parent == EXAMPLES / "tiny_captioner"
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -12,12 +14,11 @@ from types import ModuleType
 
 import pytest
 import torch
-from programs import EXAMPLES, run_in_fork
 from tiny import TINY, tower_of
 from torch import nn
 
 pytest.importorskip("peft")
-FOLDER = EXAMPLES / "benchmark"
+FOLDER = Path(__file__).parents[2] / "examples" / "benchmark"
 TEXT = dict(
     vocab_size=400,
     hidden_size=32,
@@ -196,15 +197,18 @@ def test_whole_calls_and_the_tower_alone_are_timed(
 
 
 @pytest.mark.parametrize("program", ["fp8_attention.py", "slowed.py", "without.py", "tables.py"])
-def test_programs_without_options_print_their_purpose(program: str, tmp_path: Path) -> None:
-    process = run_in_fork(FOLDER / program, "--help", cwd=tmp_path)
+def test_programs_without_options_print_their_purpose(program: str) -> None:
+    process = subprocess.run([sys.executable, str(FOLDER / program), "--help"], capture_output=True, text=True)
     assert process.returncode == 0 and f"python examples/benchmark/{program}" in process.stdout, process.stderr
 
 
 @pytest.mark.parametrize("program", ["long_video.py", "tensor_parallel.py", "benchmark/training_step.py"])
 def test_programs_that_import_whole_call_start_from_another_folder(program: str, tmp_path: Path) -> None:
     """In a process of its own, since this one has the folder of benchmarks on its path."""
-    process = run_in_fork(FOLDER.parent / program, "--help", cwd=tmp_path)
+    command = [sys.executable, str(FOLDER.parent / program), "--help"]
+    process = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(FOLDER.parents[1])}
+    )
     assert process.returncode == 0, process.stderr
 
 
