@@ -68,8 +68,8 @@ PROCESSORS: dict[str, list[str]] = {
 def runs_of(tokens: Sequence[int]) -> dict[str, list[str]]:
     """Return the options of every run by its name: stock and patched, for each number of new tokens.
 
-    Each run comes twice, the first time with half of the pictures, to warm up. Graphs that are captured release the
-    memory that torch keeps, so stock's first run after a patched one must get it anew.
+    Each run comes twice, the first time with a quarter of the pictures, to warm up. Graphs that are captured release
+    the memory that torch keeps, so stock's first run after a patched one must get it anew.
     """
     runs = {}
     for number in tokens:
@@ -275,7 +275,7 @@ def main(
         if state.is_main_process:
             print(f"### {name}", flush=True)
         shared = [word for pair in OPTIONS.items() for word in pair]
-        number = math.ceil(pictures / 2) if name.startswith("to warm up") else pictures
+        number = math.ceil(pictures / 4) if name.startswith("to warm up") else pictures
         batch_caption.app([*arguments, *shared, "--limit", str(number), *options], standalone_mode=False)
         state.wait_for_everyone()
         if state.is_main_process:

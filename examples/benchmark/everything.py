@@ -174,13 +174,13 @@ JOBS = {
         file="long_video.json", command="python examples/long_video.py --random qwen3-vl-8b --tokens 16", seconds=25
     ),
     "reuse": _script("reuse.json", "reuse.py --seconds 0.6 --calls 200", QWEN[:2], seconds=65),
-    "whole_call": _script("whole_call.json", "whole_call.py --tokens 0,1,64 --rounds 2", QWEN[:2], seconds=290),
+    "whole_call": _script("whole_call.json", "whole_call.py --tokens 0,1,64 --rounds 2", QWEN[:2], seconds=170),
     "training_step": _script("training_step.json", "training_step.py", QWEN[:2], seconds=95),
     "captioning": Job(
         file="captioning.json",
-        command="python examples/benchmark/captioning_benchmark.py build/captioning --pictures 128 --rounds 1",
+        command="python examples/benchmark/captioning_benchmark.py build/captioning --pictures 96 --rounds 1",
         models=QWEN[:2],
-        seconds=240,
+        seconds=150,
     ),
     "ways": _script("ways.json", "ways.py", QWEN[:2], seconds=240),
     "captions": Job(file="captions.json", command="python examples/tiny_captioner/parity.py --scenes 500", seconds=200),

@@ -58,10 +58,14 @@ TEXT: dict[str, tuple[str, Options]] = {
 FLASH = "flash_attention_3"
 WAYS = ("stock", FLASH, "patched", "decoding")
 """Stock, stock with FlashAttention-3 in the tower, `patch(model)`, and that with `custom_generate=graphed_decoding`."""
+PATCHED = ("patched", "decoding")
+"""The ways that capture graphs: the third call at the latest, so three calls warm up."""
 TOWER_ALONE = 0
 """The number of new tokens that stands for the tower without the language model."""
 SHORT_CALLS = 10
 """Calls in a row about one picture with at most one new token. The host limits them, so their times spread."""
+LONG_CALLS = 2
+"""Calls in a row about one picture with more new tokens. A batch has one."""
 BATCHES: dict[str, tuple[int, tuple[int, int, int]]] = {"one 1024²": (1, (1, 64, 64)), "32 x 34x46": (32, (1, 34, 46))}
 """Name -> rows, and the grid of the picture in every row."""
 
@@ -163,7 +167,7 @@ def set_up(model: PreTrainedModel, way: str) -> None:
     """Prepare the model for calls of one way."""
     hf_vit_accel.unpatch(model)
     set_attention(model.model.visual, FLASH if way == FLASH else "sdpa")
-    if way in ("patched", "decoding"):
+    if way in PATCHED:
         hf_vit_accel.patch(model)
 
 
@@ -176,14 +180,15 @@ def timed(
     keeps, and a cache that grows by a token a step needs memory of every length. So the last call that warms up makes
     all tokens; without it stock took up to 2.5 times as long.
     """
-    warm_ups = 3
-    repeats = SHORT_CALLS if new_tokens <= 1 and len(inputs["input_ids"]) == 1 else 1
+    repeats = 1
+    if len(inputs["input_ids"]) == 1:
+        repeats = SHORT_CALLS if new_tokens <= 1 else LONG_CALLS
     ways = ways_of(model, new_tokens)
     times: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(rounds):
         for way in ways:
             set_up(model, way)
-            for _ in range(warm_ups):
+            for _ in range(3 if way in PATCHED else 1):
                 whole_call(model, inputs, min(new_tokens, 1), way)
             whole_call(model, inputs, new_tokens, way)
             times[way] += [whole_call(model, inputs, new_tokens, way) for _ in range(repeats)]
@@ -204,9 +209,8 @@ def main(
     """
     rows: list[Options] = []
     for name in models.split(","):
-        model = build(name).requires_grad_(
-            False
-        )  # FlashAttention-3 without the package of transformers has no backward
+        model = build(name)
+        model.requires_grad_(False)  # FlashAttention-3 without transformers' package has no backward
         model.generation_config.eos_token_id = None
         model.generation_config.pad_token_id = 0
         for size, (batch, grid) in BATCHES.items():

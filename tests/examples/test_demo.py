@@ -191,17 +191,17 @@ def test_the_captioning_benchmark(
         )  # restores them after the test: the benchmark replaces them
     monkeypatch.setattr(PartialState, "destroy_process_group", None)
     path = tmp_path / "rates.json"
-    captioning_benchmark.main(tmp_path, pictures=3, tokens="1,5", processors=processors, rounds=rounds, json_path=path)
+    captioning_benchmark.main(tmp_path, pictures=5, tokens="1,5", processors=processors, rounds=rounds, json_path=path)
     assert built == [("qwen2.5-vl-7b", (tiny.config.image_token_id, tiny.config.video_token_id, *built[0][1][2:]))]
     stdout = capsys.readouterr().out
     warm_ups = [name for name in runs if name.startswith("to warm up")]
-    assert stdout.count("\n  3 items in") == rounds * (len(runs) - len(warm_ups)), "a summary for every run"
-    assert stdout.count("\n  2 items in") == rounds * len(warm_ups), "half of the pictures warm up"
+    assert stdout.count("\n  5 items in") == rounds * (len(runs) - len(warm_ups)), "a summary for every run"
+    assert stdout.count("\n  2 items in") == rounds * len(warm_ups), "a quarter of the pictures warms up"
     for name_of_run in runs:
         folder = tmp_path / "qwen2.5-vl-7b" / name_of_run.replace(", ", "_").replace(" ", "_")
         (shard,) = folder.glob("captions-*.jsonl")
         records = [json.loads(line) for line in shard.read_text().splitlines()]
-        pictures = 2 if name_of_run in warm_ups else 3
+        pictures = 2 if name_of_run in warm_ups else 5
         assert [record["status"] for record in records] == ["ok"] * pictures * rounds
     assert ("### 0 captions differ" if processors else "stock") in stdout
     if processors:
@@ -211,7 +211,7 @@ def test_the_captioning_benchmark(
     assert [f"to warm up, {name}" for name in names[1::2]] == names[::2], "each run warms up right before it"
     assert hf_vit_accel.status(tiny).towers[0].calls
     document = json.loads(path.read_text())
-    assert document["images"] == 3 and document["gpus"] == 1
+    assert document["images"] == 5 and document["gpus"] == 1
     assert [(row["model"], row["tokens"]) for row in document["rows"]] == [("qwen2.5-vl-7b", 1), ("qwen2.5-vl-7b", 5)]
     printed = stdout.split("### ")
     for row in document["rows"]:
