@@ -185,10 +185,14 @@ def test_whole_calls_and_the_tower_alone_are_timed(
     ]
     for row in rows:
         assert all(low == row[way] <= high for way, (low, high) in row["ranges"].items())
-    lengths = [1, 1, 1, 17, 17]  # warmed up, the last time with all tokens, and timed
-    of_a_batch = [(length, way == "decoding") for way in whole_call.WAYS for length in lengths]
-    assert generated == of_a_batch * 2
-    alone = 3 * (4 + whole_call.SHORT_CALLS) + 3 * (4 + 1)
+    expected = []
+    for timed in (whole_call.LONG_CALLS, 1):  # one picture, a batch
+        for way in whole_call.WAYS:
+            warm_ups = 3 if way in whole_call.PATCHED else 1
+            lengths = [1] * warm_ups + [17] * (1 + timed)  # the last call that warms up has all tokens
+            expected += [(length, way == "decoding") for length in lengths]
+    assert generated == expected
+    alone = sum(2 * (2 + timed) + 4 + timed for timed in (whole_call.SHORT_CALLS, 1))
     assert len(towers) == len(generated) + alone, "the tower alone: three ways, warmed up, repeated for one picture"
     of_a_row = ["sdpa", "flash_attention_3", "sdpa"]
     assert attentions == [*of_a_row, *of_a_row, "sdpa"] * 2
