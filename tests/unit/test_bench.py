@@ -223,11 +223,13 @@ def test_few_rounds_on_a_cpu_are_called_noise(checkpoint: Path) -> None:
     assert "noise" not in command(*options, "1x2x2", "--rounds", 5).output
 
 
-@pytest.mark.parametrize(("step_ms", "rounds", "timed"), [(60.0, 1, 1), (20.0, 1, 2), (4.0, 3, 7)])
+@pytest.mark.parametrize(
+    ("step_ms", "turns", "timed"), [(1600.0, 2, 1), (400.0, 4, 1), (60.0, 8, 1), (20.0, 8, 2), (4.0, 24, 7)]
+)
 def test_a_gpu_gets_more_timed_steps_than_a_cpu(
-    monkeypatch: pytest.MonkeyPatch, step_ms: float, rounds: int, timed: int
+    monkeypatch: pytest.MonkeyPatch, step_ms: float, turns: int, timed: int
 ) -> None:
-    """Short steps are timed for as long as others, and in more rounds; graphs are captured before."""
+    """Short steps are timed for as long as others, and in more rounds; slow ones in fewer turns."""
     ran: dict[bool, int] = {False: 0, True: 0}
 
     def count(step: object, *, cuda: bool, before: object) -> float:
@@ -235,10 +237,9 @@ def test_a_gpu_gets_more_timed_steps_than_a_cpu(
         return step_ms
 
     monkeypatch.setitem(time_in_turns.__globals__, "milliseconds", count)  # no GPU here
-    assert time_in_turns({"a": lambda: None}, 1, cuda=False)["a"] == [step_ms] * 2
-    turns = 4 * rounds
-    assert time_in_turns({"a": lambda: None}, 1, cuda=True)["a"] == [step_ms] * timed * turns
-    assert ran == {False: 3, True: 3 + (timed + math.ceil(10 / step_ms)) * turns}
+    assert time_in_turns({"a": lambda: None}, 2, cuda=False)["a"] == [step_ms] * 4
+    assert time_in_turns({"a": lambda: None}, 2, cuda=True)["a"] == [step_ms] * timed * turns
+    assert ran == {False: 6, True: (timed + math.ceil(10 / step_ms)) * turns}
     assert time_in_turns({}, 1, cuda=True) == {}
 
 

@@ -9,14 +9,14 @@ from types import MappingProxyType
 
 from hf_vit_accel.tools.bench.work import milliseconds
 
-FIRST_STEPS = 3
-"""Steps of each contender before any is timed, on a GPU: graphs are captured at the third call at the latest."""
 TURNS = 4
 """Turns of a contender in a round, on a GPU."""
 WARM_UPS = 1, 10.0
 """The least number of steps in a turn before the first one is timed, and their least milliseconds together."""
 TIMED = 1, 25.0
 """The least number of timed steps of a turn, and their least milliseconds: short steps are timed more often."""
+ENOUGH_MS = 700.0
+"""A contender on a GPU whose timed steps took so long leaves out the other turns of the round."""
 SHORT_MS = 10.0
 """A GPU's step below it is short. The host is slow for longer than a round of such steps takes."""
 ROUNDS_OF_SHORT_STEPS = 3
@@ -44,8 +44,8 @@ def time_in_turns(
     a GPU more or less, a step may take longer for some 100 ms. So none always follows the same one.
 
     Args:
-        steps: Contender -> its step.
-        rounds: Each has a turn of every contender, on a GPU four. More if the fastest step on a GPU is short.
+        steps: Contender -> its step. Graphs have been captured: each step has run, as to be verified.
+        rounds: Each has a turn of every contender, on a GPU up to four. More if the fastest step on a GPU is short.
         cuda: Whether steps run on a GPU.
         now: Takes the round that begins.
         before: Contender -> what runs before each of its steps, and is not timed.
@@ -61,17 +61,18 @@ def time_in_turns(
     def run(name: str, least: int, least_ms: float) -> list[float]:
         return _time_until(steps[name], least, least_ms, cuda=cuda, before=before.get(name, lambda: None))
 
-    if cuda:
-        for name in names:
-            run(name, FIRST_STEPS, 0.0)
     index = 0
     while index < rounds:
         now(f"timing, round {index + 1} of {rounds}")
+        in_round: dict[str, list[float]] = {name: [] for name in steps}
         for _ in range(turns):
             order.shuffle(names)
             for name in names:
-                run(name, *warm_ups)
-                times[name] += run(name, *timed)
+                if not cuda or sum(in_round[name]) < ENOUGH_MS:
+                    run(name, *warm_ups)
+                    in_round[name] += run(name, *timed)
+        for name in steps:
+            times[name] += in_round[name]
         index += 1
         medians = [statistics.median(of_contender) for of_contender in times.values()]
         if cuda and index == 1 and min(medians, default=SHORT_MS) < SHORT_MS:
