@@ -154,10 +154,19 @@ AUTO: tuple[Rule, ...] = (
     ),
     Rule(
         kind="full",
+        longest_from=128,
         rows_from=8192,
         order=("torch_cudnn", "flash_attention_3", "flash_attention_4", "flashinfer_cudnn", "torch_varlen", "sdpa"),
         measured="H200, bf16, us, D 72 / 80: torch's cuDNN 228 / 221 (16 x 1024), 132 / 127 (32 x 512); FA3 246 / 246, "
         "156 / 152; FA4 257 / 235, 194 / 152; FlashInfer's cuDNN 261 / 256 (16 x 1024)",
+    ),
+    Rule(
+        kind="full",
+        rows_from=8192,
+        order=("torch_varlen", "sdpa", "flashinfer_cudnn", "torch_cudnn", "flash_attention_3", "flash_attention_4"),
+        measured="H200, bf16, us, D 80, 256 windows of 64 rows: FA2 98, batched SDPA 94, FlashInfer's cuDNN 139, FA3 "
+        "162. A tower of 256 x 64 rows, ms, Qwen3-VL-8B / Qwen2-VL-7B: FlashInfer's cuDNN 31.7 / 43.1, FA3 32.9 / "
+        "44.3, torch's cuDNN 33.2 / 44.2, FA4 37.9 / 48.0",
     ),
     Rule(
         kind="full",
