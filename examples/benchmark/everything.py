@@ -111,9 +111,9 @@ JOBS = {
     "cuda_extra": Job(  # what `pip install hf-vit-accel[cuda]` brings
         file="cuda_extra.json",
         command="python examples/benchmark/without.py flash_attn_interface hf_vit_accel bench --rounds 2 "
-        "--baselines sdpa --backends auto,auto+graph",
+        '--sizes "one 448²,one page,16 x 512²" --baselines sdpa --backends auto,auto+graph',
         models=QWEN,
-        seconds=50,
+        seconds=25,
         is_shared=True,
     ),
     "plain": Job(  # a plain install: torch's own attention
@@ -178,9 +178,10 @@ JOBS = {
     "training_step": _script("training_step.json", "training_step.py", QWEN[:2], seconds=95),
     "captioning": Job(
         file="captioning.json",
-        command="python examples/benchmark/captioning_benchmark.py build/captioning --pictures 96 --rounds 1",
+        command="python examples/benchmark/captioning_benchmark.py build/captioning --pictures 96 --tokens 1,32 "
+        "--rounds 1",
         models=QWEN[:2],
-        seconds=150,
+        seconds=80,
     ),
     "ways": _script("ways.json", "ways.py", QWEN[:2], seconds=240),
     "captions": Job(file="captions.json", command="python examples/tiny_captioner/parity.py --scenes 500", seconds=200),
