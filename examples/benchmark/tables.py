@@ -1,10 +1,10 @@
-"""Write the tables of README.md and docs/, and README's chart, from the JSON files beside this one.
+"""Write the tables and numbers of README.md and docs/, and README's chart, from the JSON files beside this one.
 
 python examples/benchmark/tables.py
 
-A page holds a table between `<!-- table: NAME -->` and `<!-- end of table -->`. NAME is one of TABLES, "summary" or
-"beside_the_headline". A table shows one file, so all its cells have one baseline. A file that mixes two commits is
-refused. A test fails where a page differs.
+A page holds a table between `<!-- table: NAME -->` and `<!-- end of table -->`. NAME is one of TABLES and TEXTS. A
+table shows one file, so all its cells have one baseline. A file that mixes two commits is refused. `sentences`
+declares the numbers in sentences. A test fails where a page differs.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import headline
+import sentences
 import summary
 from documents import HERE, Cell, Document, Row, conditions, digits, grid, load, times, title
 from timings import TIMINGS
@@ -309,21 +311,29 @@ TABLES: Mapping[str, Table] = {
 """The tables by the name that a page gives them."""
 
 
-def filled(page: str) -> str:
-    """Write the tables and summaries of a page's text anew.
+TEXTS: Mapping[str, Callable[[], str]] = {
+    "summary": summary.text,
+    "beside_the_headline": summary.beside_the_headline,
+    "options": sentences.options,
+}
+"""Lines from several files, by the name that a page gives them."""
+
+
+def filled(path: Path) -> str:
+    """Write the tables, lines and numbers of a page anew.
 
     Raises:
         KeyError: if the page names an unknown table
-        ValueError: if a table would mix measurements of two commits
+        ValueError: if a table would mix measurements of two commits, or a sentence is missing
     """
-    return PLACE.sub(lambda place: f"{place[1]}\n{text_of(place['name'])}\n{place[3]}", page)
+    page = path.read_text(encoding="utf-8")
+    page = PLACE.sub(lambda place: f"{place[1]}\n{text_of(place['name'])}\n{place[3]}", page)
+    return sentences.filled(path.relative_to(ROOT).as_posix(), page)
 
 
 def text_of(name: str) -> str:
-    """Write the table, or the lines of the summary, of a name."""
-    if name == "summary":
-        return summary.text()
-    return summary.beside_the_headline() if name == "beside_the_headline" else TABLES[name].text()
+    """Write the table or the lines of a name."""
+    return TEXTS[name]() if name in TEXTS else TABLES[name].text()
 
 
 if __name__ == "__main__":
@@ -332,4 +342,4 @@ if __name__ == "__main__":
         raise SystemExit
     headline.CHART.write_text(headline.chart(load(headline.FILE)), encoding="utf-8")
     for page in PAGES:
-        page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
+        page.write_text(filled(page), encoding="utf-8")

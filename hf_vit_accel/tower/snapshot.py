@@ -1,8 +1,8 @@
 """The reading of a tower: its modules and attributes now, and why they cannot take the fast path.
 
 The fast path computes what blocks, norms and attention compute, without calling them: it would skip a hook on a module.
-A `Snapshot` reads the tower once. Every call compares the tower with it, in 0.1 to 0.3 ms of the host. Reasons are
-lists of sentences, empty where there is none. `checks` adds those of a call.
+A `Snapshot` reads the tower once. Every call compares the tower with it. Reasons are lists of sentences, empty where
+there is none. `checks` adds those of a call.
 """
 
 from __future__ import annotations

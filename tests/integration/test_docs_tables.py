@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 import re
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ sys.path.insert(0, str(ROOT / "examples" / "benchmark"))
 
 import documents  # noqa: E402
 import headline  # noqa: E402
+import sentences  # noqa: E402
 import summary  # noqa: E402
 import tables  # noqa: E402
 from documents import Document  # noqa: E402
@@ -47,7 +50,7 @@ def four_digits(number: float) -> str:
 @pytest.mark.parametrize("path", tables.PAGES, ids=name)
 def test_tables_are_those_of_the_json_files(path: Path) -> None:
     text = path.read_text()
-    assert tables.filled(text) == text, "stale: run make tables"
+    assert tables.filled(path) == text, "stale: run make tables"
     assert text.count("<!-- table:") == text.count("<!-- end of table -->") == len(tables.PLACE.findall(text))
 
 
@@ -253,13 +256,76 @@ def slower(file: str) -> Document:
 
 def test_every_table_is_shown_and_numbers_follow_their_file(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = {place["name"] for path in tables.PAGES for place in tables.PLACE.finditer(path.read_text())}
-    assert shown == {*tables.TABLES, "summary", "beside_the_headline"}
-    before = {table: tables.text_of(table) for table in shown}
+    assert shown == {*tables.TABLES, *tables.TEXTS}
+    before = {table: tables.text_of(table) for table in shown - {"options"}}  # its ratios stay
     lines = before["summary"].splitlines()
     monkeypatch.setattr(tables, "load", slower)
     monkeypatch.setattr(summary, "load", slower)
-    assert not [table for table in shown if tables.text_of(table) == before[table]]
+    assert not [table for table in before if tables.text_of(table) == before[table]]
     assert not set(lines) & set(tables.text_of("summary").splitlines())
+
+
+def scaled(value: Any, seed: int) -> Any:
+    """Return a file's content with all measurements scaled by random factors, and another commit."""
+    factor = random.Random(seed)
+
+    def scale(part: Any, key: str = "") -> Any:
+        if isinstance(part, dict):
+            return {name: scale(inner, name) for name, inner in part.items()}
+        if isinstance(part, list):
+            return [scale(inner, key) for inner in part]
+        if key == "commit":
+            return "0000bad"
+        if key == "images":
+            return part + seed
+        return part * factor.uniform(1, 4) if isinstance(part, float) and key != "fps" else part
+
+    return scale(value)
+
+
+@pytest.mark.parametrize("sentence", sentences.SENTENCES, ids=lambda sentence: sentence.text[:40])
+def test_numbers_in_sentences_follow_their_file(sentence: sentences.Sentence, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / sentence.page).read_text()
+    numbers = [sentence.numbers()]
+    for seed in range(1, 5):
+        with monkeypatch.context() as patched:
+            patched.setattr(sentences, "load", lambda file, seed=seed: scaled(read(file), seed))
+            numbers.append(sentence.numbers())
+            changed = sentence.filled(page)
+        kept = (re.sub(r"-?[\w.]+", "", text) for text in (page, changed))
+        assert len(set(kept)) == 1, "only numbers change"
+        assert sentence.filled(changed) == page
+    for of_one_place in zip(*numbers, strict=True):
+        assert len(set(of_one_place)) > 1, "every number comes from the file"
+
+
+def test_a_sentence_that_is_missing_or_there_twice_is_refused() -> None:
+    sentence = sentences.Sentence(page="a.md", text="It takes {} ms, or {} GB.", numbers=lambda: ["1.5", "20"])
+    assert sentence.filled("So. It takes 3 ms,\nor 4.25 GB. So.") == "So. It takes 1.5 ms,\nor 20 GB. So."
+    for page in ("It takes 3 ms.", "It takes 3 ms, or 4 GB. It takes 3 ms, or 4 GB."):
+        with pytest.raises(ValueError, match=r"a\.md has this sentence"):
+            sentence.filled(page)
+    too_many = sentences.Sentence(page="a.md", text="It takes {} ms.", numbers=lambda: ["1", "2"])
+    with pytest.raises(ValueError, match="zip"):
+        too_many.filled("It takes 3 ms.")
+
+
+def test_options_that_are_faster_than_the_default_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ms_of = {"stock sdpa": 20.0, "auto": 10.0, "auto+graph": 9.8, "flash_attention_4": 9.0, "auto+fp8": 1.0}
+    rows = [dict(model="qwen2-vl-7b", size=size, ms=10.0, ms_low=9.0, contender="auto") for size in ("a", "b")]
+    rows += [dict(model="qwen2-vl-7b", size="c", ms=ms, ms_low=ms, contender=name) for name, ms in ms_of.items()]
+    monkeypatch.setattr(sentences, "EXACT_FILES", ("some.json",))
+    monkeypatch.setattr(sentences, "load", lambda file: {"rows": rows})
+    stock, exact, _, line = sentences.options().splitlines()
+    assert stock.startswith("`bench` timed 3 inputs in 1 files. No stock tower was faster")
+    assert exact.endswith(" for 2 of them. These are the others:")
+    assert line == "- Qwen2-VL-7B, c, `some.json`: `flash_attention_4` 11.1% (by the fastest calls 11.1%)."
+    rows[2]["ms"] = 9.99
+    lines = sentences.options().splitlines()
+    assert lines[0].endswith(" By medians, stock is faster than the default for these:")
+    assert lines[2] == "- Qwen2-VL-7B, c, `some.json`: `stock sdpa` 0.1% (by the fastest calls -50.0%)."
+    rows[:] = rows[:2]
+    assert sentences.options().endswith("By medians, no exact option was more than 3% faster than the default.\n")
 
 
 def load_without(contender: str) -> Callable[[str], Document]:

@@ -1,0 +1,353 @@
+"""Write the numbers in sentences of README.md and docs/ from the JSON files beside this one.
+
+A sentence has `{}` in the place of every number. `tables.py` writes the numbers of a page anew, between words that
+stay. A test fails where they differ.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from documents import Cell, Row, load, times, title
+
+NUMBER = r"(-?\w+(?:\.\w+)?)"
+"""A number, or a commit."""
+GREATER = 0.03
+"""By how much an option is faster that the pages name."""
+OPTIONS = {"auto+graph": "cuda_graphs=True"}
+"""Contenders that the pages call otherwise."""
+EXACT_FILES = (
+    *("towers.json", "cuda_extra.json", "plain.json", "held_out.json", "slow_host.json", "training.json"),
+    *("families.json", "small.json", "flex.json", "fp8.json"),
+)
+"""The files that time exact options beside the default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sentence:
+    """Declare one sentence, or a part of one, whose numbers come from a file.
+
+    Args:
+        page: the page's path from the root
+        text: the sentence, with `{}` for every number
+        numbers: computes the numbers, as the page shows them
+    """
+
+    page: str
+    text: str
+    numbers: Callable[[], Sequence[str]]
+
+    def filled(self, page: str) -> str:
+        """Write the numbers of the sentence anew.
+
+        Args:
+            page: the text of the page
+
+        Raises:
+            ValueError: if the page has the sentence not once, or there are more or fewer numbers than places
+        """
+        words = [r"\s+".join(re.escape(word) for word in piece.split(" ")) for piece in self.text.split("{}")]
+        matches = list(re.finditer(NUMBER.join(words), page))
+        if len(matches) != 1:
+            raise ValueError(f"{self.page} has this sentence {len(matches)} times, not once: {self.text}")
+        numbers = self.numbers()
+        for group, number in reversed(list(zip(range(1, len(words)), numbers, strict=True))):
+            page = page[: matches[0].start(group)] + number + page[matches[0].end(group) :]
+        return page
+
+
+def percent(ratio: float) -> str:
+    """Write by how many percent a ratio is above one."""
+    return f"{100 * (ratio - 1):.0f}"
+
+
+def _span(values: Sequence[float], decimals: int = 1) -> list[str]:
+    return [f"{bound:.{decimals}f}" for bound in (min(values), max(values))]
+
+
+def _calls() -> dict[tuple[str, str, int], Row]:
+    """Return the rows of whole calls by model, size and number of new tokens."""
+    return {(row["model"], row["size"], row["tokens"]): row for row in load("whole_call.json")["rows"]}
+
+
+def _further_token(model: str, size: str, way: str) -> float:
+    """Return the milliseconds of a token after the first."""
+    calls = _calls()
+    return float(calls[model, size, 64][way] - calls[model, size, 1][way]) / 63
+
+
+def _cells_of_calls() -> list[Cell]:
+    return sorted({(model, size) for model, size, _ in _calls()})
+
+
+def spread_of_patched_calls() -> list[str]:
+    """Compare two ways with the same code for one token, and stock with `patch` alone for a further one."""
+    one = [row["patched"] / row["decoding"] for (_, _, tokens), row in _calls().items() if tokens == 1]
+    further = [_further_token(*cell, "stock") / _further_token(*cell, "patched") for cell in _cells_of_calls()]
+    return [percent(max(max(ratio, 1 / ratio) for ratio in one)), *_span(further)]
+
+
+def without_flash() -> dict[str, str]:
+    """Return by model how much longer the tower of one 1024² takes with torch's cuDNN, in percent."""
+    cells = times(load("towers.json"))
+    return {
+        model: percent(by_contender["torch_cudnn"]["ms"] / by_contender["auto"]["ms"])
+        for (model, size), by_contender in cells.items()
+        if size == "one 1024²"
+    }
+
+
+def without_flash_span() -> list[str]:
+    """Return the least and the most of `without_flash`."""
+    return sorted(without_flash().values(), key=int)[:: len(without_flash()) - 1]
+
+
+def uncertain_tokens() -> list[str]:
+    """Return stock's two times of a batch's first token in seconds, and their difference for each further token."""
+    low, high = _calls()["qwen2.5-vl-7b", "32 x 34x46", 1]["ranges"]["stock"]
+    return [f"{low / 1e3:.2f}", f"{high / 1e3:.2f}", f"{max((high - low) / 63, 1):.0f}"]
+
+
+def spread_of_long_calls() -> list[str]:
+    """Return by how much calls of 64 tokens differ in percent: stock's least and most, then at most when decoding."""
+    spreads = {
+        way: [
+            high / low for (_, _, tokens), row in _calls().items() if tokens == 64 for low, high in [row["ranges"][way]]
+        ]
+        for way in ("stock", "decoding")
+    }
+    return [percent(min(spreads["stock"])), percent(max(spreads["stock"])), percent(max(spreads["decoding"]))]
+
+
+def batched_token() -> list[str]:
+    """Return how much longer a further token takes for 32 rows than for one, in percent."""
+    ratios = [
+        _further_token(model, "32 x 34x46", "decoding") / _further_token(model, "one 1024²", "decoding")
+        for model in {model for model, _ in _cells_of_calls()}
+    ]
+    return [percent(max(ratios))]
+
+
+def million_patches() -> list[str]:
+    """Return memory and seconds of two calls with a million patches."""
+    million = load("max_rows.json")["million"]
+    pairs = zip(million["beyond_gb"], million["seconds"], strict=True)
+    return [text for gb, seconds in pairs for text in (f"{gb:.2f}", f"{seconds:.1f}")]
+
+
+def _long_videos() -> dict[float, Row]:
+    return {row["fps"]: row for row in load("long_video.json")["rows"] if row["way"] == "patched"}
+
+
+def known_picture() -> list[str]:
+    """Return the milliseconds of a picture whose features are kept."""
+    (ms,) = {
+        row["ms"]["reuse"]
+        for row in load("reuse.json")["rows"]
+        if row["model"] == "qwen3-vl-8b" and row["what"].startswith("1 picture that is known")
+    }
+    return [f"{ms:.1f}"]
+
+
+def reused_chat() -> list[str]:
+    """Return the share of the time of a chat about large pictures, and how much more calls without copies took."""
+    rows = load("reuse.json")["rows"]
+    chats = [row["ratio"] for row in rows if row["what"].startswith("chat") and "4096" in row["what"]]
+    return [f"{100 * max(chats):.0f}", percent(max(row["ratio"] for row in rows if "no copies" in row["what"]))]
+
+
+def memory_of_captured_steps() -> list[str]:
+    """Return what captured steps of one 448² hold more than others, at least and at most, and the commit."""
+    document = load("ways.json")
+    totals = [row["total_gb"] for row in document["rows"] if row["size"] == "one 448²" and "total_gb" in row]
+    differences = [total["default"] - total["without graphs"] for total in totals]
+    return [*_span([gb for gb in differences if gb > 0.1]), document["commit"]]  # checkpoints and FSDP2 capture nothing
+
+
+def memory_of_a_tower() -> list[str]:
+    """Return the memory of a training tower with graphs and without, and the commit."""
+    document = load("ways.json")
+    (total,) = [
+        row["total_gb"]
+        for row in document["rows"]
+        if (row["model"], row["size"], row["way"]) == ("qwen2.5-vl-7b", "one 448²", "all weights") and "total_gb" in row
+    ]
+    return [f"{total['default']:.1f}", f"{total['without graphs']:.1f}", document["commit"]]
+
+
+def eager_on_a_slow_host() -> list[str]:
+    """Return how many times as long small calls take without graphs."""
+    cells = times(load("slow_host.json"))
+    ratios = [cell["auto+eager"]["ms"] / cell["auto"]["ms"] for (_, size), cell in cells.items() if size == "one 448²"]
+    return [f"{max(ratios):.1f}"]
+
+
+def _saved_by_fp8(size: str) -> list[float]:
+    """Return what FP8 saves in models whose layers all attend to whole pictures, in percent."""
+    cells = times(load("fp8.json"))
+    pairs = [
+        (cell["auto+fp8"]["ms"], cell["auto"]["ms"])
+        for (model, name), cell in cells.items()
+        if name == size and model != "qwen2.5-vl-7b"
+    ]
+    return [100 * (1 - fp8 / exact) for fp8, exact in pairs]
+
+
+def fp8_gains() -> list[str]:
+    """Return what FP8 saves of a page at least and at most, then at most near its least size, in percent."""
+    return [*_span(_saved_by_fp8("one page"), 0), f"{max(*_saved_by_fp8('1x72x72'), 0):.0f}"]
+
+
+def fp8_of_small_calls() -> list[str]:
+    """Return the percentage below which two medians of the same code differ."""
+    cells = times(load("fp8.json"))
+    ratios = [cell["auto+fp8"]["ms"] / cell["auto"]["ms"] for (_, size), cell in cells.items() if size == "one 448²"]
+    return [str(math.floor(100 * max(abs(ratio - 1) for ratio in ratios)) + 1)]
+
+
+def checks() -> list[str]:
+    """Return the least and the most milliseconds of the checks of a call."""
+    return _span([row["median"] / 1e3 for row in load("checks.json")["rows"] if "grad" in row])
+
+
+SENTENCES = (
+    Sentence(
+        page="README.md",
+        text="Without them our one-picture tower takes [up to {}% longer]",
+        numbers=lambda: [max((without_flash()[model] for model in ("qwen2.5-vl-7b", "qwen3-vl-8b")), key=int)],
+    ),
+    Sentence(
+        page="docs/benchmarks.md",
+        text="with one token by up to {}%, for a further token from {}x to {}x",
+        numbers=spread_of_patched_calls,
+    ),
+    Sentence(
+        page="docs/benchmarks.md",
+        text="Batch captioning of {} JPEGs, one process",
+        numbers=lambda: [str(load("captioning.json")["images"])],
+    ),
+    Sentence(page="docs/benchmarks.md", text="and the tower takes {} to {}% longer.", numbers=without_flash_span),
+    Sentence(
+        page="docs/captioning.md",
+        text="The {} JPEGs were captioned by full-size models",
+        numbers=lambda: [str(load("captioning.json")["images"])],
+    ),
+    Sentence(
+        page="docs/generate.md",
+        text="took {} and {} s (Qwen2.5-VL). So stock's times are uncertain by some {} ms a token.",
+        numbers=uncertain_tokens,
+    ),
+    Sentence(
+        page="docs/generate.md",
+        text="calls of 64 tokens differ by {} to {}%, those of `graphed_decoding` by at most {}%.",
+        numbers=spread_of_long_calls,
+    ),
+    Sentence(
+        page="docs/generate.md",
+        text="32 rows share them, and take up to {}% longer than one.",
+        numbers=batched_token,
+    ),
+    Sentence(
+        page="docs/max-rows.md",
+        text="{} GB beyond weights and outputs. The first call compiled kernels and took {} s, the second took {} GB "
+        "and {} s.",
+        numbers=million_patches,
+    ),
+    Sentence(
+        page="docs/max-rows.md",
+        text="The patched one needs {} GB beside the weights.",
+        numbers=lambda: [f"{_long_videos()[2.0]['encode']['peak_gb'] - 17.5:.1f}"],
+    ),
+    Sentence(
+        page="docs/max-rows.md",
+        text="The {} s are the first call's, without compilation.",
+        numbers=lambda: [f"{_long_videos()[0.5]['generate']['seconds']:.2f}"],
+    ),
+    Sentence(page="docs/reuse.md", text="(a known picture takes {} ms with Qwen3-VL-8B,", numbers=known_picture),
+    Sentence(
+        page="docs/reuse.md",
+        text="With pictures of 4,096 patches its time falls to {}%. Calls without copies took at most {}% more.",
+        numbers=reused_chat,
+    ),
+    Sentence(
+        page="docs/cuda-graphs.md",
+        text="took {} to {} GB more, most with fp32 weights under autocast (`ways.json`, {}).",
+        numbers=memory_of_captured_steps,
+    ),
+    Sentence(page="docs/cuda-graphs.md", text="such calls take up to {} times as long", numbers=eager_on_a_slow_host),
+    Sentence(
+        page="docs/training.md",
+        text="took {} GB with weights and gradients. Without graphs it took {} GB (`ways.json`, {}).",
+        numbers=memory_of_a_tower,
+    ),
+    Sentence(
+        page="docs/fp8.md",
+        text="A page of Qwen3-VL or Qwen2-VL gains {} to {}%, calls near 5,120 patches up to {}% (below).",
+        numbers=fp8_gains,
+    ),
+    Sentence(page="docs/fp8.md", text="their medians differ by less than {}%.", numbers=fp8_of_small_calls),
+    Sentence(page="docs/how-it-works.md", text="All these checks take [{} to {} ms]", numbers=checks),
+)
+
+
+def filled(page: str, text: str) -> str:
+    """Write the numbers in all sentences of a page anew.
+
+    Args:
+        page: the page's path from the root
+        text: its text
+
+    Raises:
+        ValueError: if a sentence does not stand there once
+    """
+    for sentence in SENTENCES:
+        if sentence.page == page:
+            text = sentence.filled(text)
+    return text
+
+
+def options() -> str:
+    """Name the inputs for which stock or an exact option is faster than the default, an option by `GREATER`."""
+    count = 0
+    stock_lines = []
+    option_lines = []
+    for file in EXACT_FILES:
+        for (model, size), by_contender in times(load(file)).items():
+            count += 1
+            where = f"{title(model)}, {size}, `{file}`"
+            stock = []
+            exact = []
+            for name, row in by_contender.items():
+                if name.startswith("stock "):
+                    stock += _faster(name, row, by_contender["auto"], least=0.0)
+                elif name != "auto" and "fp8" not in name:
+                    exact += _faster(name, row, by_contender["auto"], least=GREATER)
+            if stock:
+                stock_lines.append(f"- {where}: {', '.join(stock)}.\n")
+            if exact:
+                option_lines.append(f"- {where}: {', '.join(exact)}.\n")
+    parts = [f"`bench` timed {count} inputs in {len(EXACT_FILES)} files. "]
+    if stock_lines:
+        parts += ["By medians, stock is faster than the default for these:\n\n", *stock_lines, "\n"]
+    else:
+        parts.append(
+            "No stock tower was faster than the default, not even one that was compiled and captured by hand.\n"
+        )
+    parts.append(f"By medians, no exact option was more than {100 * GREATER:.0f}% faster than the default")
+    if option_lines:
+        parts += [f" for {count - len(option_lines)} of them. These are the others:\n\n", *option_lines]
+    else:
+        parts.append(".\n")
+    return "".join(parts)
+
+
+def _faster(name: str, row: Row, default: Row, *, least: float) -> list[str]:
+    """Return by how much a contender is faster than the default; nothing if it is not by `least`."""
+    if default["ms"] <= (1 + least) * row["ms"]:
+        return []
+    medians = 100 * (default["ms"] / row["ms"] - 1)
+    fastest = 100 * (default["ms_low"] / row["ms_low"] - 1)
+    return [f"`{OPTIONS.get(name, name)}` {medians:.1f}% (by the fastest calls {fastest:.1f}%)"]
