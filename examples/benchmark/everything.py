@@ -183,7 +183,7 @@ JOBS = {
         models=QWEN[:2],
         seconds=80,
     ),
-    "ways": _script("ways.json", "ways.py", QWEN[:2], seconds=240),
+    "ways": _script("ways.json", "ways.py", QWEN[:2], seconds=160),
     "captions": Job(file="captions.json", command="python examples/tiny_captioner/parity.py --scenes 500", seconds=200),
     "data_parallel": Job(
         file="data_parallel.json",

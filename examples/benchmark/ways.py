@@ -1,4 +1,4 @@
-"""Time forward and backward of towers in every way that people train them: stock sdpa beside patched.
+"""Time forward and backward of towers in the ways that people train them: stock sdpa beside patched.
 
     python examples/benchmark/ways.py --json build/ways.json
     torchrun --nproc-per-node 2 examples/benchmark/ways.py      DDP and FSDP2 over two GPUs
@@ -84,12 +84,6 @@ def sharded(tower: nn.Module, *, mixed: bool) -> nn.Module:
     return fully_shard(tower, mp_policy=policy)
 
 
-def compiled(tower: nn.Module) -> nn.Module:
-    """Compile the tower as users do."""
-    torch._dynamo.reset()  # torch recompiles at most eight times, and earlier towers count
-    return torch.compile(tower)
-
-
 @dataclass(frozen=True)
 class Way:
     """Describe one way to train.
@@ -115,7 +109,6 @@ WAYS = {
     "autocast, fp32 weights": Way(torch.float32, autocast=True),
     "checkpointed": Way(wrap=partial(checkpointed, reentrant=False)),
     "checkpointed, reentrant": Way(wrap=partial(checkpointed, reentrant=True)),
-    "torch.compile": Way(wrap=compiled),
     "DDP": Way(wrap=DistributedDataParallel),
     "FSDP2": Way(wrap=partial(sharded, mixed=False)),
     "FSDP2, fp32 weights in bf16": Way(torch.float32, partial(sharded, mixed=True)),
@@ -161,7 +154,7 @@ class Steps:
             torch.autograd.backward(outputs, gradients)
 
     def warm_up(self, module: nn.Module) -> torch.Tensor:
-        """Run two steps, which compile and record; return the gradients of the second."""
+        """Run two steps, which compile kernels; return the gradients of the second."""
         for _ in range(2):
             clear(module)
             self.run(module)
