@@ -159,13 +159,14 @@ JOBS = {
     "random_calls": _script("random_calls.json", "random_calls.py", QWEN[:2], seconds=60),
     "flex": _bench(
         "flex.json",
-        '--sizes "one 448²,16 x 512²" --backends flex,flex+graph,flashinfer_cudnn,flashinfer_cudnn+graph,auto',
+        '--rounds 2 --sizes "one 448²,16 x 512²" '
+        "--backends flex,flex+graph,flashinfer_cudnn,flashinfer_cudnn+graph,auto",
         QWEN[:2],
         seconds=50,
     ),
     "fp8": _bench(
         "fp8.json",
-        '--rounds 3 --sizes "one page,1x72x72,one 448²" --backends flashinfer_cudnn,auto,auto+fp8',
+        '--rounds 2 --sizes "one page,1x72x72,one 448²" --backends flashinfer_cudnn,auto,auto+fp8',
         seconds=35,
     ),
     "lora": _script("lora.json", "lora.py", QWEN[:2], seconds=60),
@@ -184,7 +185,7 @@ JOBS = {
         seconds=80,
     ),
     "ways": _script("ways.json", "ways.py", QWEN[:2], seconds=160),
-    "captions": Job(file="captions.json", command="python examples/tiny_captioner/parity.py --scenes 500", seconds=200),
+    "captions": Job(file="captions.json", command="python examples/tiny_captioner/parity.py --scenes 300", seconds=120),
     "data_parallel": Job(
         file="data_parallel.json",
         command="torchrun --nproc-per-node {gpus} examples/benchmark/data_parallel.py --rounds 3 --calls 50 --no-pays "
