@@ -218,7 +218,8 @@ def try_one_call(model: Model, family: Family, merge: int) -> None:
         torch.tensor([[1, merge, 2 * merge], [1, merge, merge]]),
         torch.tensor([[2, merge, merge], [1, merge, 3 * merge]]),
     ]
-    pictures = [(torch.rand(int(grid.prod(1).sum()), 4), grid) for grid in grids]
+    generator = torch.Generator("cpu").manual_seed(0)  # the global one is the user's
+    pictures = [(torch.rand(int(grid.prod(1).sum()), 4, generator=generator), grid) for grid in grids]
     outputs = encode_together(model, family, pictures, {})
     methods = type(model).get_image_features, type(model).get_video_features
     for method, picture, (_, output) in zip(methods, pictures, outputs, strict=True):

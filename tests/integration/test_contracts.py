@@ -5,17 +5,20 @@ Each row of WAYS is a way of patching. Each test is a contract, and runs for eve
 1. A copy (by `deepcopy`, `pickle`, `torch.save`) computes what the original does and is patched alike. It starts with
    nothing cached or counted, shares no weights, and is unpatched by itself.
 2. Under `strict`, a call that the way cannot serve raises, and all others run; in pickled copies, too.
+3. The random states of torch, Python and NumPy stay, so a seeded program draws the same numbers with us.
 """
 
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support import attention_only
@@ -23,11 +26,12 @@ from support.changes import through_pickle, through_torch_save
 from support.fp8 import run_fp8_on_cpu
 from support.ranks import run_on_ranks, share_small_calls
 from support.tensors import flat
-from tiny import GRIDS, TINY, assert_close, pixels_for, relative_error, run_tower, tower_of
+from tiny import GRIDS, TINY, assert_close, chat_inputs, pixels_for, relative_error, run_tower, tower_of
 from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel import FallbackError, FlexConfig, Fp8Config, GraphConfig, ReuseConfig
+from hf_vit_accel.tower import proof
 from hf_vit_accel.tower.state import state_of
 
 COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -205,6 +209,50 @@ def test_a_copy_of_a_tower_that_shares_calls(tmp_path: Path, monkeypatch: pytest
     hf_vit_accel.patch(qwen3_tower())  # forked ranks inherit the proof
     share_small_calls(monkeypatch)
     run_on_ranks(check_copies_on_rank, 2, tmp_path)
+
+
+# --- random states ----------------------------------------------------------------------------------------------------
+
+
+def random_states() -> list[Any]:
+    """Return the states that programs seed."""
+    kind, keys, *rest = np.random.get_state()
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    tensors = [state.tolist() for state in (torch.get_rng_state(), *on_gpus)]
+    return [*tensors, random.getstate(), kind, keys.tolist(), *rest]
+
+
+@pytest.fixture
+def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the proofs of classes, which may draw numbers."""
+    monkeypatch.setattr(proof, "_PROOFS", {})
+
+
+@pytest.mark.usefixtures("unproven")
+def test_a_tower_draws_no_numbers_of_the_users(way: Way) -> None:
+    tower = way.build()
+    before = random_states()
+    hf_vit_accel.patch(tower, **way.options)
+    way.run(tower)
+    str(hf_vit_accel.status(tower))
+    hf_vit_accel.unpatch(tower)
+    assert random_states() == before
+
+
+@pytest.mark.usefixtures("unproven")
+@pytest.mark.parametrize("family", TINY)
+def test_a_model_draws_no_numbers_of_the_users(family: str) -> None:
+    """A whole model has more to try: how it encodes images and videos together."""
+    model = TINY[family].build()
+    inputs = chat_inputs(model, GRIDS["mixed"])
+    before = random_states()
+    hf_vit_accel.patch(model)
+    with torch.no_grad():
+        model(**inputs)
+    with hf_vit_accel.patched(model, every_rank=True):
+        pass
+    hf_vit_accel.unpatch(model)
+    assert random_states() == before
 
 
 # --- strict -----------------------------------------------------------------------------------------------------------
