@@ -22,6 +22,7 @@ Importing registers the names "flashinfer_cudnn" and "flash_vit_auto" with trans
 imports its models' base class, which takes two seconds. It initialises no CUDA.
 """
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from hf_vit_accel.api import patch, patched, unpatch, warmup
@@ -66,7 +67,13 @@ after_import("transformers.modeling_utils", lambda: register(follow_name))
 def __getattr__(name: str) -> Any:
     """Import `graphed_decoding` when it is used: transformers' generation takes a second."""
     if name != "graphed_decoding":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        message = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(message, name=name, obj=sys.modules[__name__])
     from hf_vit_accel.model.decoding import graphed_decoding
 
     return graphed_decoding
+
+
+def __dir__() -> list[str]:
+    """List `graphed_decoding`, too, for completion and for Python's suggestions."""
+    return sorted({*globals(), *__all__})

@@ -140,7 +140,10 @@ def exit_by(
         if not can_go_on:
             advice = "they stay so, since --overwrite began another run later"
         print(f"{expected - len(records)} records are missing: {advice}")
-    if has_failed or len(records) < expected or errors > max_failures * len(records):
+    too_many = errors > max_failures * len(records)
+    if too_many:
+        print(f"{errors} of {len(records)} records are errors: more than --max-failures {max_failures:g} allows")
+    if has_failed or len(records) < expected or too_many:
         raise typer.Exit(1)
 
 

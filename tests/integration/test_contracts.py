@@ -31,7 +31,6 @@ from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel import FallbackError, FlexConfig, Fp8Config, GraphConfig, ReuseConfig
-from hf_vit_accel.tower import proof
 from hf_vit_accel.tower.state import state_of
 
 COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -222,13 +221,6 @@ def random_states() -> list[Any]:
     return [*tensors, random.getstate(), kind, keys.tolist(), *rest]
 
 
-@pytest.fixture
-def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget the proofs of classes, which may draw numbers."""
-    monkeypatch.setattr(proof, "_PROOFS", {})
-
-
-@pytest.mark.usefixtures("unproven")
 def test_a_tower_draws_no_numbers_of_the_users(way: Way) -> None:
     tower = way.build()
     before = random_states()
@@ -239,7 +231,6 @@ def test_a_tower_draws_no_numbers_of_the_users(way: Way) -> None:
     assert random_states() == before
 
 
-@pytest.mark.usefixtures("unproven")
 @pytest.mark.parametrize("family", TINY)
 def test_a_model_draws_no_numbers_of_the_users(family: str) -> None:
     """A whole model has more to try: how it encodes images and videos together."""

@@ -188,6 +188,17 @@ def test_an_outer_graph_is_refused(tower: nn.Module) -> None:
     replay_once(tower)
 
 
+def test_captures_draw_no_numbers_of_the_users(tower: nn.Module) -> None:
+    before = torch.get_rng_state(), torch.cuda.get_rng_state()
+    replay_once(tower)
+    tower.requires_grad_(True)
+    pixels = pixels_for(tower, IMAGE, device="cuda", dtype=torch.bfloat16)
+    for _ in range(4):
+        sum(output.sum() for output in outputs_of(tower(pixels, grid_thw=torch.tensor(IMAGE)))).backward()
+    after = torch.get_rng_state(), torch.cuda.get_rng_state()
+    assert all(map(torch.equal, before, after))
+
+
 def test_a_compiled_model(tower: nn.Module) -> None:
     expected = run_tower(tower, IMAGE)
     grid = torch.tensor(IMAGE, device="cuda")

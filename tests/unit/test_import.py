@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import hf_vit_accel
 from hf_vit_accel.tower.on_import import after_import
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,3 +99,10 @@ def test_after_an_import_that_failed_the_next_one_counts(tmp_path: Path, monkeyp
     after_import("fails_first", lambda: calls.append("at once"))
     importlib.reload(module)
     assert calls == ["called", "at once"]
+
+
+def test_a_function_that_is_imported_later_is_listed_and_suggested() -> None:
+    assert {"graphed_decoding", "patch"} <= set(dir(hf_vit_accel))
+    with pytest.raises(AttributeError) as caught:
+        _ = hf_vit_accel.graph_decoding
+    assert (caught.value.name, caught.value.obj) == ("graph_decoding", hf_vit_accel), "Python suggests from these"

@@ -386,7 +386,11 @@ def test_errors_are_reported_with_their_reasons(photos: Path, output: Path) -> N
 def test_some_files_of_each_error_are_named(photos: Path, output: Path) -> None:
     for name in ("c", "d", "e", "f"):
         (photos / f"{name}.png").touch()
+    done = caption(photos, output, "--max-failures=0.5")
+    assert done.exit_code == 1
+    assert "4 of 6 records are errors: more than --max-failures 0.5 allows" in words(done)
     done = caption(photos, output, "--max-failures=1")
+    assert done.exit_code == 0 and "more than --max-failures" not in words(done)
     assert "error, 4 x ValueError: the file is empty (c.png, d.png, e.png, ...)" in words(done)
 
 
