@@ -225,7 +225,7 @@ def main(
     records_by_way = {}
     right = {}
     for step, way in enumerate(("stock", "patched"), start=2):
-        say(f"{step} of 4: caption them with the {way} tower (some 10 to 20 seconds, mostly the start)")
+        say(f"{step} of 4: caption them with the {way} tower (some 10 to 20 s, mostly the start: step 4 compares)")
         records_by_way[way] = caption(way, [folder / name for name in expected], output, checkpoint)
         right[way] = sum(record["caption"] == expected[record["key"]] for record in records_by_way[way])
     say("4 of 4: time the tower alone, stock and patched (some seconds)")

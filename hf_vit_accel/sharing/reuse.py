@@ -83,6 +83,8 @@ class ReuseStatus:
     nbytes: int
 
     def __str__(self) -> str:
+        if not self.items:
+            return "  reuse      no pictures compared so far"
         repeated = self.items - self.encoded - self.hits
         return (
             f"  reuse      {self.items} items: {self.encoded} encoded, {repeated} copies, {self.hits} from earlier "

@@ -241,6 +241,14 @@ def test_any_multiset_equals_its_distinct_items_alone(tower: nn.Module) -> None:
     assert 0 < hits < items and 0 < encoded < items and counts(within)[1] < counts(within)[0]
 
 
+def test_pictures_of_different_sizes_are_not_compared(tower: nn.Module) -> None:
+    hf_vit_accel.patch(tower, reuse=True)
+    call(tower, [item(tower, (1, 4, 6)), item(tower, (1, 4, 4))])
+    assert "reuse      no pictures compared so far" in str(hf_vit_accel.status(tower))
+    call(tower, [item(tower), item(tower)])
+    assert "reuse      2 items: 1 encoded, 1 copies" in str(hf_vit_accel.status(tower))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.uint8], ids=str)
 def test_pixels_of_any_dtype_are_reused(tower: nn.Module, dtype: torch.dtype) -> None:
     pixels = [(50 * pixels_for(tower, [(1, 4, 6)], seed)).to(dtype) for seed in range(2)]
