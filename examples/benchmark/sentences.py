@@ -83,6 +83,19 @@ def _cells_of_calls() -> list[Cell]:
     return sorted({(model, size) for model, size, _ in _calls()})
 
 
+def promised() -> list[str]:
+    """Return the least and the most speed-ups of README's answers, forward passes of a batch and training steps."""
+    calls = _calls()
+    answers = [row["stock"] / row["decoding"] for (_, _, tokens), row in calls.items() if tokens == 64]
+    passes = [
+        row["stock"] / row["patched"]
+        for (_, size, tokens), row in calls.items()
+        if tokens == 1 and size == "32 x 34x46"
+    ]
+    steps = [row["stock"]["step"] / row["patched"]["step"] for row in load("training_step.json")["rows"]]
+    return [*_span(answers), *_span(passes), *_span(steps)]
+
+
 def spread_of_patched_calls() -> list[str]:
     """Compare two ways with the same code for one token, and stock with `patch` alone for a further one."""
     one = [row["patched"] / row["decoding"] for (_, _, tokens), row in _calls().items() if tokens == 1]
@@ -214,6 +227,11 @@ def checks() -> list[str]:
 
 
 SENTENCES = (
+    Sentence(
+        page="README.md",
+        text="answers {} to {}x, forward passes {} to {}x, training steps {} to {}x",
+        numbers=promised,
+    ),
     Sentence(
         page="README.md",
         text="Without them our one-picture tower takes [up to {}% longer]",
