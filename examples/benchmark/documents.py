@@ -35,6 +35,17 @@ def times(document: Document) -> Times:
     return by_cell
 
 
+def further_token_ms(by_tokens: Mapping[int, Row], way: str) -> float:
+    """Compute the milliseconds of each token after the first: what the longest call takes beyond the one for one token.
+
+    Args:
+        by_tokens: the rows of whole calls by number of new tokens, among them one
+        way: the key of a row's time
+    """
+    longest = max(by_tokens)
+    return float(by_tokens[longest][way] - by_tokens[1][way]) / (longest - 1)
+
+
 def commit_of(document: Document, file: str) -> str | None:
     """Return the one commit that a document was measured at; None if it records none.
 

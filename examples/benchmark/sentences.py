@@ -11,12 +11,16 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from documents import Cell, Row, load, times, title
+from documents import Cell, Row, further_token_ms, load, times, title
+from headline import ANSWER
 
 NUMBER = r"(-?\w+(?:\.\w+)?)"
 """A number, or a commit."""
-GREATER = 0.03
-"""By how much an option is faster that the pages name."""
+PICTURE = "one 1024²"
+BATCH = "32 x 34x46"
+"""The sizes of whole calls: one picture, and 32 pictures."""
+LEAST_GAIN = 0.03
+"""The pages list options that are faster than the default by more than this share."""
 OPTIONS = {"auto+graph": "cuda_graphs=True"}
 """Contenders that the pages call otherwise."""
 EXACT_FILES = (
@@ -68,39 +72,29 @@ def _span(values: Sequence[float], decimals: int = 1) -> list[str]:
     return [f"{bound:.{decimals}f}" for bound in (min(values), max(values))]
 
 
-def _calls() -> dict[tuple[str, str, int], Row]:
-    """Return the rows of whole calls by model, size and number of new tokens."""
-    return {(row["model"], row["size"], row["tokens"]): row for row in load("whole_call.json")["rows"]}
-
-
-def _further_token(model: str, size: str, way: str) -> float:
-    """Return the milliseconds of a token after the first."""
-    calls = _calls()
-    return float(calls[model, size, 64][way] - calls[model, size, 1][way]) / 63
-
-
-def _cells_of_calls() -> list[Cell]:
-    return sorted({(model, size) for model, size, _ in _calls()})
+def _calls() -> dict[Cell, dict[int, Row]]:
+    """Return the rows of whole calls by model and size, then by number of new tokens."""
+    by_cell: dict[Cell, dict[int, Row]] = {}
+    for row in load("whole_call.json")["rows"]:
+        by_cell.setdefault((row["model"], row["size"]), {})[row["tokens"]] = row
+    return by_cell
 
 
 def promised() -> list[str]:
     """Return the least and the most speed-ups of README's answers, forward passes of a batch and training steps."""
     calls = _calls()
-    answers = [row["stock"] / row["decoding"] for (_, _, tokens), row in calls.items() if tokens == 64]
-    passes = [
-        row["stock"] / row["patched"]
-        for (_, size, tokens), row in calls.items()
-        if tokens == 1 and size == "32 x 34x46"
-    ]
+    answers = [by_tokens[ANSWER]["stock"] / by_tokens[ANSWER]["decoding"] for by_tokens in calls.values()]
+    passes = [rows[1]["stock"] / rows[1]["patched"] for (_, size), rows in calls.items() if size == BATCH]
     steps = [row["stock"]["step"] / row["patched"]["step"] for row in load("training_step.json")["rows"]]
     return [*_span(answers), *_span(passes), *_span(steps)]
 
 
 def spread_of_patched_calls() -> list[str]:
     """Compare two ways with the same code for one token, and stock with `patch` alone for a further one."""
-    one = [row["patched"] / row["decoding"] for (_, _, tokens), row in _calls().items() if tokens == 1]
-    further = [_further_token(*cell, "stock") / _further_token(*cell, "patched") for cell in _cells_of_calls()]
-    return [percent(max(max(ratio, 1 / ratio) for ratio in one)), *_span(further)]
+    calls = _calls().values()
+    ratios = [by_tokens[1]["patched"] / by_tokens[1]["decoding"] for by_tokens in calls]
+    further = [further_token_ms(rows, "stock") / further_token_ms(rows, "patched") for rows in calls]
+    return [percent(max(max(ratio, 1 / ratio) for ratio in ratios)), *_span(further)]
 
 
 def without_flash() -> dict[str, str]:
@@ -109,37 +103,37 @@ def without_flash() -> dict[str, str]:
     return {
         model: percent(by_contender["torch_cudnn"]["ms"] / by_contender["auto"]["ms"])
         for (model, size), by_contender in cells.items()
-        if size == "one 1024²"
+        if size == PICTURE
     }
 
 
 def without_flash_span() -> list[str]:
     """Return the least and the most of `without_flash`."""
-    return sorted(without_flash().values(), key=int)[:: len(without_flash()) - 1]
+    percentages = sorted(without_flash().values(), key=int)
+    return [percentages[0], percentages[-1]]
 
 
 def uncertain_tokens() -> list[str]:
     """Return stock's two times of a batch's first token in seconds, and their difference for each further token."""
-    low, high = _calls()["qwen2.5-vl-7b", "32 x 34x46", 1]["ranges"]["stock"]
-    return [f"{low / 1e3:.2f}", f"{high / 1e3:.2f}", f"{max((high - low) / 63, 1):.0f}"]
+    low, high = _calls()["qwen2.5-vl-7b", BATCH][1]["ranges"]["stock"]
+    return [f"{low / 1e3:.2f}", f"{high / 1e3:.2f}", f"{max((high - low) / (ANSWER - 1), 1):.0f}"]
 
 
 def spread_of_long_calls() -> list[str]:
     """Return by how much calls of 64 tokens differ in percent: stock's least and most, then at most when decoding."""
-    spreads = {
-        way: [
-            high / low for (_, _, tokens), row in _calls().items() if tokens == 64 for low, high in [row["ranges"][way]]
-        ]
-        for way in ("stock", "decoding")
-    }
-    return [percent(min(spreads["stock"])), percent(max(spreads["stock"])), percent(max(spreads["decoding"]))]
+    ranges = [by_tokens[ANSWER]["ranges"] for by_tokens in _calls().values()]
+    stock = [max(of_way["stock"]) / min(of_way["stock"]) for of_way in ranges]
+    decoding = [max(of_way["decoding"]) / min(of_way["decoding"]) for of_way in ranges]
+    return [percent(min(stock)), percent(max(stock)), percent(max(decoding))]
 
 
 def batched_token() -> list[str]:
     """Return how much longer a further token takes for 32 rows than for one, in percent."""
+    calls = _calls()
     ratios = [
-        _further_token(model, "32 x 34x46", "decoding") / _further_token(model, "one 1024²", "decoding")
-        for model in {model for model, _ in _cells_of_calls()}
+        further_token_ms(rows, "decoding") / further_token_ms(calls[model, PICTURE], "decoding")
+        for (model, size), rows in calls.items()
+        if size == BATCH
     ]
     return [percent(max(ratios))]
 
@@ -328,7 +322,7 @@ def filled(page: str, text: str) -> str:
 
 
 def options() -> str:
-    """Name the inputs for which stock or an exact option is faster than the default, an option by `GREATER`."""
+    """Name the inputs for which stock or an exact option is faster than the default, an option by `LEAST_GAIN`."""
     count = 0
     stock_lines = []
     option_lines = []
@@ -342,7 +336,7 @@ def options() -> str:
                 if name.startswith("stock "):
                     stock += _faster(name, row, by_contender["auto"], least=0.0)
                 elif name != "auto" and "fp8" not in name:
-                    exact += _faster(name, row, by_contender["auto"], least=GREATER)
+                    exact += _faster(name, row, by_contender["auto"], least=LEAST_GAIN)
             if stock:
                 stock_lines.append(f"- {where}: {', '.join(stock)}.\n")
             if exact:
@@ -354,7 +348,7 @@ def options() -> str:
         parts.append(
             "No stock tower was faster than the default, not even one that was compiled and captured by hand.\n"
         )
-    parts.append(f"By medians, no exact option was more than {100 * GREATER:.0f}% faster than the default")
+    parts.append(f"By medians, no exact option was more than {100 * LEAST_GAIN:.0f}% faster than the default")
     if option_lines:
         parts += [f" for {count - len(option_lines)} of them. These are the others:\n\n", *option_lines]
     else:

@@ -19,7 +19,7 @@ from pathlib import Path
 import headline
 import sentences
 import summary
-from documents import HERE, Cell, Document, Row, conditions, digits, grid, load, times, title
+from documents import HERE, Cell, Document, Row, conditions, digits, further_token_ms, grid, load, times, title
 from timings import TIMINGS
 
 ROOT = HERE.parent.parent
@@ -62,18 +62,15 @@ def whole_call(document: Document) -> str:
 
 
 def further_tokens(document: Document) -> str:
-    """Write the time of each token after the first: what the longest call takes beyond the call for one token."""
+    """Write the time of each token after the first."""
     times_by_call: dict[Cell, dict[int, Row]] = {}
     for row in document["rows"]:
         times_by_call.setdefault((row["model"], row["size"]), {})[row["tokens"]] = row
     rows = []
     for (model, size), by_tokens in times_by_call.items():
-        longest = max(by_tokens)
-        if longest <= 1 or 1 not in by_tokens:
+        if max(by_tokens) <= 1 or 1 not in by_tokens:
             continue
-        ms_a_token = {
-            way: (by_tokens[longest][way] - by_tokens[1][way]) / (longest - 1) for way in ("stock", *headline.WITH)
-        }
+        ms_a_token = {way: further_token_ms(by_tokens, way) for way in ("stock", *headline.WITH)}
         stock = ms_a_token["stock"]
         ours = [f"{digits(ms_a_token[way])} ({stock / ms_a_token[way]:.1f}x)" for way in headline.WITH]
         rows.append([title(model), size, digits(stock), *ours])

@@ -26,8 +26,8 @@ from hf_vit_accel.ops.fp8.scales import Scales
 from hf_vit_accel.ops.launch import why_not_triton
 
 MIN_SEQLEN = 5120
-"""Rows that a row attends to, on average, from which FP8 is faster than every other backend. On an H200 a tower of
-Qwen3-VL-8B gains up to 1% there (docs/fp8.md). At 4096 rows FP8 was slower."""
+"""Rows that a row attends to, on average, from which FP8 is faster than every other backend (docs/fp8.md). At 4096 rows
+it was slower on an H200."""
 
 _WEIGHTS_SCALE = 256.0
 """Factor of softmax weights (at most 1) before they are rounded to e4m3. Without it, weights below 1/1000 of the

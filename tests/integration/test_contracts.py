@@ -188,8 +188,7 @@ def pairs() -> Iterator[object]:
     for name, way in WAYS.items():
         for kind, copied in COPIES.items():
             is_alike = kind == "torch.save" and name not in ("plain", "graphs", ONLY_ATTENTION)
-            marks = [pytest.mark.matrix] * is_alike
-            yield pytest.param(way, copied, id=f"{name}-{kind}", marks=marks)
+            yield pytest.param(way, copied, id=f"{name}-{kind}", marks=[pytest.mark.matrix] * is_alike)
 
 
 @pytest.mark.parametrize(("way", "copied"), list(pairs()), indirect=["way"])
@@ -213,12 +212,13 @@ def test_a_copy_of_a_tower_that_shares_calls(tmp_path: Path, monkeypatch: pytest
 # --- random states ----------------------------------------------------------------------------------------------------
 
 
-def random_states() -> list[Any]:
+def random_states() -> list[bytes]:
     """Return the states that programs seed."""
-    kind, keys, *rest = np.random.get_state()
-    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    tensors = [state.tolist() for state in (torch.get_rng_state(), *on_gpus)]
-    return [*tensors, random.getstate(), kind, keys.tolist(), *rest]
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available():
+        states += torch.cuda.get_rng_state_all()
+    others = repr(random.getstate()), repr(np.random.get_state(legacy=False)["state"]["key"].tolist())
+    return [state.numpy().tobytes() for state in states] + [state.encode() for state in others]
 
 
 def test_a_tower_draws_no_numbers_of_the_users(way: Way) -> None:

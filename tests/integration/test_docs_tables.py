@@ -10,7 +10,6 @@ import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -266,22 +265,22 @@ def test_every_table_is_shown_and_numbers_follow_their_file(monkeypatch: pytest.
     assert not set(lines) & set(tables.text_of("summary").splitlines())
 
 
-def scaled(value: Any, seed: int) -> Any:
+def scaled(document: Document, seed: int) -> Document:
     """Return a file's content with all measurements scaled by random factors, and another commit."""
     factor = random.Random(seed)
 
-    def scale(part: Any, key: str = "") -> Any:
+    def scale(part: object, key: str = "") -> object:
         if isinstance(part, dict):
             return {name: scale(inner, name) for name, inner in part.items()}
         if isinstance(part, list):
             return [scale(inner, key) for inner in part]
         if key == "commit":
             return "0000bad"
-        if key == "images":
+        if isinstance(part, int) and key == "images":
             return part + seed
         return part * factor.uniform(1, 4) if isinstance(part, float) and key != "fps" else part
 
-    return scale(value)
+    return {name: scale(part, name) for name, part in document.items()}
 
 
 @pytest.mark.parametrize("sentence", sentences.SENTENCES, ids=lambda sentence: sentence.text[:40])
@@ -293,8 +292,7 @@ def test_numbers_in_sentences_follow_their_file(sentence: sentences.Sentence, mo
             patched.setattr(sentences, "load", lambda file, seed=seed: scaled(read(file), seed))
             numbers.append(sentence.numbers())
             changed = sentence.filled(page)
-        kept = (re.sub(r"-?[\w.]+", "", text) for text in (page, changed))
-        assert len(set(kept)) == 1, "only numbers change"
+        assert re.sub(r"-?[\w.]+", "", changed) == re.sub(r"-?[\w.]+", "", page), "only numbers change"
         assert sentence.filled(changed) == page
     for of_one_place in zip(*numbers, strict=True):
         assert len(set(of_one_place)) > 1, "every number comes from the file"

@@ -353,7 +353,7 @@ VARLEN = "torch_varlen"
         ([4096], {}, FA3, CUDNN),
         ([64] * 256, {}, VARLEN, VARLEN),
         ([64] * 256, dict(replay="exactly"), VARLEN, VARLEN),
-        ([128] * 64, {}, CUDNN, CUDNN),
+        ([80] * 128, {}, FA3, FA4),
         ([64] * 16, {}, FA3, CUDNN),
         ([14416], {}, FA4, FA4),
         ([14416], dict(replay="padded"), FA4, FA4),
