@@ -343,7 +343,7 @@ def merge(
         print(f"{selection.runs} records of other runs are here, too: --run NAME, of {folder / 'manifest.json'}")
     _print_unwritten(export, result)
     expected = len(selection.records) + selection.missing
-    has_failed = bool(export.refused) or not export.written
+    has_failed = bool(export.refused or export.outdated) or not export.written
     exit_by(selection.records, expected, max_failures, has_failed, journal.can_go_on(entry))
 
 
@@ -351,11 +351,12 @@ def _print_unwritten(export: Export, result: Path) -> None:
     """Print which pictures are absent and which files were refused."""
     if export.absent:
         folder = result if result.is_dir() else result.parent
-        problem = f"{len(export.absent)} pictures are not in {folder}, or others of their names are"
+        problem = f"{len(export.absent)} pictures are not in {folder}, or changed after `caption`"
         say(f"{problem}, and got no text: {some(export.absent)}")
     if export.outdated:
-        problem = f"{len(export.outdated)} texts of an earlier merge stay beside pictures that have no caption now"
-        say(f"{problem}: {some(export.outdated)}; remove them, or caption these pictures anew")
+        reason = "their pictures changed or lost their captions"
+        say(f"{len(export.outdated)} texts of an earlier merge are outdated, since {reason}: {some(export.outdated)}")
+        say("run `caption` again and merge, or remove these texts")
     for line in export.refused[:_SHOWN_FILES]:
         say(f"not written: {line}")
     if export.refused:

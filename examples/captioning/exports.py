@@ -75,7 +75,7 @@ class Export:
         contents: What they hold, such as "12 records"; for the console.
         absent: Keys of pictures that are not there, or have changed.
         refused: Files that were not written, with the reasons.
-        outdated: Texts of an earlier merge, beside pictures that have no caption now.
+        outdated: Texts of an earlier merge, beside pictures that changed since or have no caption now.
     """
 
     folder: Path
@@ -103,7 +103,8 @@ class Export:
         captioned = [record for record in records if record.caption is not None and record.key in with_text]
         if path.is_dir():
             self._write_texts(captioned, path)
-            self._find_outdated([record for record in records if record.key not in with_text], path)
+            current = with_text - set(self.absent)
+            self._find_outdated([record for record in records if record.key not in current], path)
             self.contents = f"{self.written} text{'s' if self.written != 1 else ''}"
         elif path.name == "metadata.jsonl":
             lines = list(self._imagefolder_lines(captioned, path.parent))
@@ -190,12 +191,12 @@ class Export:
                 self.refused.append(f"{file}: {error.strerror}")
 
     def _find_outdated(self, records: Sequence[Record], folder: Path) -> None:
-        """Find the texts that an earlier merge wrote beside pictures that have no caption now."""
+        """Find the texts that an earlier merge wrote beside pictures that changed since or have no caption now."""
         own_digests = self._own_digests()
         for key, group in groupby(records, key=lambda record: record.key):
             with suppress(ValueError, OSError):
-                picture = self._picture(next(group), folder)
-                file = None if picture is None else picture.with_suffix(self.texts.extension)
+                place = self._place(next(group), folder)
+                file = None if place is None else place.with_suffix(self.texts.extension)
                 if file is not None and file.is_file() and _digest(key, file) in own_digests:
                     self.outdated.append(str(file))
 
@@ -229,21 +230,28 @@ class Export:
                 yield record, picture
 
     def _picture(self, record: Record, folder: Path) -> Path | None:
-        """Return the picture's path where the run found it, or in a copy of the folder; None if it is another one."""
+        """Return the picture's path as `_place` does; None if another picture is there, such as another 0001.jpg."""
+        place = self._place(record, folder)
+        is_same = place is not None and same_picture(record, Item(key=record.key, file=str(place)))
+        return place if is_same else None
+
+    def _place(self, record: Record, folder: Path) -> Path | None:
+        """Return the path of a record's file where the run found it, or in a copy of the folder; None without one.
+
+        Raises:
+            ValueError: A shard's name leads out of the folder.
+        """
         top = folder.resolve()
         if record.source is None and self._root:
             original = Path(os.path.normpath(os.path.join(self._root, record.key)))
             if original.is_relative_to(top) and original.is_file():
-                return original if same_picture(record, Item(key=record.key, file=str(original))) else None
+                return original
         copy = Path(os.path.normpath(top / record.key))
         is_inside = copy.is_relative_to(top)
         # A shard may hold any names. Links in the folder itself may lead elsewhere.
         if record.source is not None and not (is_inside and copy.resolve().is_relative_to(top)):
             raise ValueError(f"{record.key}: it would not be within {folder}")
-        if not is_inside or not copy.is_file():
-            return None
-        # A common name, such as 0001.jpg, may belong to another picture.
-        return copy if same_picture(record, Item(key=record.key, file=str(copy))) else None
+        return copy if is_inside and copy.is_file() else None
 
     # --- data sets --------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from media.items import Item, fields, open_item
+from media.items import Item, fields, open_item, size, sizes
 from media.pictures import read_image
 from media.processors import vision_tokens
 from media.prompts import fill, named
@@ -212,12 +212,14 @@ def count_workers(requested: int | None) -> int:
 def fingerprint(examples: Sequence[Example]) -> str:
     """Return a digest of the examples in their order, which a resumed run must go on with.
 
-    It covers the names of the pictures, and all fields of lines of JSON.
+    It covers the names of the pictures, all fields of lines of JSON, and the sizes in bytes of pictures and of files
+    with their texts. Contents are not read, which would take minutes.
     """
     digest = hashlib.sha256()
     for example in examples:
         digest.update(_digest(example.picture))
-        digest.update(json.dumps(example.values, sort_keys=True, default=str).encode(errors="surrogatepass"))
+        lengths = sizes(example.item) if example.values is None else [size(example.item)]
+        digest.update(json.dumps([example.values, lengths], sort_keys=True, default=str).encode(errors="surrogatepass"))
     return f"{len(examples)} examples, {digest.hexdigest()[:16]}"
 
 

@@ -121,6 +121,13 @@ def size(item: Item) -> int | None:
         return None
 
 
+def sizes(item: Item) -> list[int | None]:
+    """Return the bytes of an item, as `size` does, and of the metadata files beside it; None where there is none."""
+    if item.row is not None:
+        return [size(item)]
+    return [size(item), *(size(part) for _, part in _metadata_items(item))]
+
+
 def stamp(item: Item) -> str | None:
     """Return a text that is equal as long as an item's bytes are, without reading them; None where there is none.
 

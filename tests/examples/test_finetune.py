@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from PIL import Image
 from programs import EXAMPLES, RUNNER, WAYS, launched, words
 from read_once import load_processor_once, read_once
 from safetensors.torch import load_file
@@ -582,6 +583,28 @@ def test_other_texts_are_other_examples(data: Path, tmp_path: Path) -> None:
         (tmp_path / "r.jsonl").write_text(json.dumps({"image": str(data / "00.png"), "text": text}))
         digests.add(fingerprint(find_examples([str(tmp_path / "r.jsonl")])))
     assert len(digests) == 2
+
+
+def test_texts_and_pictures_of_other_sizes_are_other_examples(data: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(data, folder, ignore=shutil.ignore_patterns("*.jsonl"))
+    text = folder / "07.txt"
+    (tmp_path / "r.jsonl").write_text(json.dumps({"image": str(folder / "01.png"), "text": "a star"}))
+    inputs = [str(folder), str(tmp_path / "r.jsonl")]
+    digests = {fingerprint(find_examples(inputs))}
+    for content in ("a star", "a star"):
+        text.write_text(content)
+        digests.add(fingerprint(find_examples(inputs)))
+    assert len(digests) == 2
+    text.write_text("a red star")
+    digests.add(fingerprint(find_examples(inputs)))
+    for name in inputs:
+        before = fingerprint(find_examples([name]))
+        Image.new("RGB", (31, 17)).save(folder / "01.png")
+        assert fingerprint(find_examples([name])) != before
+        shutil.copy(data / "01.png", folder / "01.png")
+        assert fingerprint(find_examples([name])) == before  # a copy with another time
+    assert len(digests) == 3
 
 
 def test_the_first_example_may_have_no_text(data: Path, tmp_path: Path) -> None:

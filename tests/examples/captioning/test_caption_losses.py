@@ -296,7 +296,8 @@ def test_empty_captions_do_not_count_and_become_no_text_files(photos: Path, outp
     assert "1 captions are empty: the model ended at once" in printed and "2 of 3 records have captions" in printed
     old_text = (photos / records[0]["key"]).with_suffix(".txt")
     assert "wrote 2 texts" in printed
-    assert f"1 texts of an earlier merge stay beside pictures that have no caption now: {old_text}" in printed
+    outdated = "1 texts of an earlier merge are outdated, since their pictures changed or lost their captions"
+    assert f"{outdated}: {old_text}" in printed
     old_text.unlink()
     assert "of an earlier merge" not in words(call("merge", output, photos)) and not old_text.exists()
     old_text.write_text("by hand")
@@ -436,6 +437,20 @@ def test_names_that_are_no_text_do_not_stop_merge(photos: Path, output: Path, tm
         assert done.exit_code == 1 and message in words(done) and r"lat\udce9in" in words(done), done.exception
 
 
+def test_an_old_text_beside_a_changed_picture_is_reported(photos: Path, output: Path) -> None:
+    caption(photos, output)
+    assert call("merge", output, photos).exit_code == 0
+    (photos / "a.png").write_bytes(encode(draw(77)[0]))
+    done = call("merge", output, photos)
+    assert done.exit_code == 1 and f"lost their captions: {photos / 'a.txt'} run `caption` again" in words(done)
+    caption(photos, output)
+    done = call("merge", output, photos)
+    assert done.exit_code == 0 and "outdated" not in words(done)
+    (photos / "a.txt").write_text("mine")
+    (photos / "a.png").write_bytes(encode(draw(78)[0]))
+    assert "outdated" not in words(call("merge", output, photos))  # a text of the user's own may be right
+
+
 def test_a_picture_of_the_same_name_elsewhere_gets_no_text(tmp_path: Path, output: Path) -> None:
     for folder, seed in (("cats", 1), ("dogs", 2)):
         (tmp_path / folder).mkdir()
@@ -443,7 +458,11 @@ def test_a_picture_of_the_same_name_elsewhere_gets_no_text(tmp_path: Path, outpu
     shutil.copytree(tmp_path / "cats", tmp_path / "copy")
     caption(tmp_path / "cats", output, WHOLE)
     done = call("merge", output, tmp_path / "dogs")
-    assert done.exit_code == 1 and "or others of their names are" in words(done) and not texts(tmp_path / "dogs")
+    assert (
+        done.exit_code == 1
+        and "or changed after `caption`, and got no text: 0001.png" in words(done)
+        and not texts(tmp_path / "dogs")
+    )
     assert call("merge", output, tmp_path / "copy").exit_code == 0
     assert texts(tmp_path / "copy") == {"0001.txt": draw(1)[1] + "\n"}
     caption(tmp_path / "dogs", output, WHOLE)  # and both into one output
