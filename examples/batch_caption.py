@@ -307,7 +307,7 @@ def merge(
     ] = False,
     max_failures: MaxFailures = 0.5,
 ) -> None:
-    """Join the shards into one file, sorted by key. Exits with 1 if records are missing or were not written.
+    """Join the shards into one file, sorted by key. Exits with 1 if records are missing or unwritten, or texts old.
 
     If other prompts or runs have captions of pictures that the newest ones lack, name the one to merge.
     """

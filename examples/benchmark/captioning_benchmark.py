@@ -12,7 +12,6 @@ the captions are empty.
 from __future__ import annotations
 
 import json
-import math
 import os
 import random
 import statistics
@@ -68,8 +67,8 @@ PROCESSORS: dict[str, list[str]] = {
 def runs_of(tokens: Sequence[int]) -> dict[str, list[str]]:
     """Return the options of every run by its name: stock and patched, for each number of new tokens.
 
-    Each run comes twice, the first time with a quarter of the pictures, to warm up. Graphs that are captured release
-    the memory that torch keeps, so stock's first run after a patched one must get it anew.
+    Each run comes twice, the first time to warm up: its batches have shapes that came before. Graphs that are captured
+    release the memory that torch keeps, so stock's first run after a patched one must get it anew.
     """
     runs = {}
     for number in tokens:
@@ -275,8 +274,7 @@ def main(
         if state.is_main_process:
             print(f"### {name}", flush=True)
         shared = [word for pair in OPTIONS.items() for word in pair]
-        number = math.ceil(pictures / 4) if name.startswith("to warm up") else pictures
-        batch_caption.app([*arguments, *shared, "--limit", str(number), *options], standalone_mode=False)
+        batch_caption.app([*arguments, *shared, *options], standalone_mode=False)
         state.wait_for_everyone()
         if state.is_main_process:
             results.setdefault(name, []).append(read_run(output))

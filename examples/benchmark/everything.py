@@ -166,7 +166,7 @@ JOBS = {
     ),
     "fp8": _bench(
         "fp8.json",
-        '--rounds 2 --sizes "one page,1x72x72,one 448²" --backends flashinfer_cudnn,auto,auto+fp8',
+        '--rounds 2 --sizes "one page,1x92x92,one 448²" --backends flashinfer_cudnn,auto,auto+fp8',
         seconds=35,
     ),
     "lora": _script("lora.json", "lora.py", QWEN[:2], seconds=60),
@@ -317,7 +317,7 @@ def run_all(parts: Sequence[Part], files: Files, gpus: Sequence[str], limit: flo
 
 def described_commit() -> str | None:
     """Ask git for the commit of this tree; None outside of a repository."""
-    command = ["git", "describe", "--always", "--dirty"]
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]  # no tag, always a hash
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
     return answer.strip() or None
 

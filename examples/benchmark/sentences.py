@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from documents import Cell, Row, further_token_ms, load, times, title
+from documents import Cell, Document, Row, further_token_ms, load, times, title
 from headline import ANSWER
 
 NUMBER = r"(-?\w+(?:\.\w+)?)"
@@ -28,6 +28,10 @@ EXACT_FILES = (
     *("families.json", "small.json", "flex.json", "fp8.json"),
 )
 """The files that time exact options beside the default."""
+
+
+OTHER_WAYS = ("checkpointed", "FSDP2", "DDP")
+"""Ways to train whose memory the pages state apart: the first two are not captured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +67,14 @@ class Sentence:
         return page
 
 
-def percent(ratio: float) -> str:
-    """Write by how many percent a ratio is above one."""
-    return f"{100 * (ratio - 1):.0f}"
+def at_least(ratio: float) -> str:
+    """Write by how many percent a ratio is above one, rounded down."""
+    return str(max(math.floor(100 * (ratio - 1)), 0))
+
+
+def at_most(ratio: float) -> str:
+    """Write by how many percent a ratio is above one, rounded up."""
+    return str(max(math.ceil(100 * (ratio - 1)), 0))
 
 
 def _span(values: Sequence[float], decimals: int = 1) -> list[str]:
@@ -94,23 +103,23 @@ def spread_of_patched_calls() -> list[str]:
     calls = _calls().values()
     ratios = [by_tokens[1]["patched"] / by_tokens[1]["decoding"] for by_tokens in calls]
     further = [further_token_ms(rows, "stock") / further_token_ms(rows, "patched") for rows in calls]
-    return [percent(max(max(ratio, 1 / ratio) for ratio in ratios)), *_span(further)]
+    return [at_most(max(max(ratio, 1 / ratio) for ratio in ratios)), *_span(further)]
 
 
-def without_flash() -> dict[str, str]:
-    """Return by model how much longer the tower of one 1024² takes with torch's cuDNN, in percent."""
+def without_flash() -> dict[str, float]:
+    """Return by model how many times as long the tower of one 1024² takes with torch's cuDNN."""
     cells = times(load("towers.json"))
     return {
-        model: percent(by_contender["torch_cudnn"]["ms"] / by_contender["auto"]["ms"])
+        model: by_contender["torch_cudnn"]["ms"] / by_contender["auto"]["ms"]
         for (model, size), by_contender in cells.items()
         if size == PICTURE
     }
 
 
 def without_flash_span() -> list[str]:
-    """Return the least and the most of `without_flash`."""
-    percentages = sorted(without_flash().values(), key=int)
-    return [percentages[0], percentages[-1]]
+    """Return how much longer a tower takes with torch's cuDNN at least and at most, in percent."""
+    ratios = without_flash().values()
+    return [at_least(min(ratios)), at_most(max(ratios))]
 
 
 def uncertain_tokens() -> list[str]:
@@ -124,7 +133,7 @@ def spread_of_long_calls() -> list[str]:
     ranges = [by_tokens[ANSWER]["ranges"] for by_tokens in _calls().values()]
     stock = [max(of_way["stock"]) / min(of_way["stock"]) for of_way in ranges]
     decoding = [max(of_way["decoding"]) / min(of_way["decoding"]) for of_way in ranges]
-    return [percent(min(stock)), percent(max(stock)), percent(max(decoding))]
+    return [at_least(min(stock)), at_most(max(stock)), at_most(max(decoding))]
 
 
 def batched_token() -> list[str]:
@@ -135,7 +144,7 @@ def batched_token() -> list[str]:
         for (model, size), rows in calls.items()
         if size == BATCH
     ]
-    return [percent(max(ratios))]
+    return [at_most(max(ratios))]
 
 
 def million_patches() -> list[str]:
@@ -163,15 +172,22 @@ def reused_chat() -> list[str]:
     """Return the share of the time of a chat about large pictures, and how much more calls without copies took."""
     rows = load("reuse.json")["rows"]
     chats = [row["ratio"] for row in rows if row["what"].startswith("chat") and "4096" in row["what"]]
-    return [f"{100 * max(chats):.0f}", percent(max(row["ratio"] for row in rows if "no copies" in row["what"]))]
+    return [f"{100 * max(chats):.0f}", at_most(max(row["ratio"] for row in rows if "no copies" in row["what"]))]
 
 
 def memory_of_captured_steps() -> list[str]:
     """Return what captured steps of one 448² hold more than others, at least and at most, and the commit."""
     document = load("ways.json")
-    totals = [row["total_gb"] for row in document["rows"] if row["size"] == "one 448²" and "total_gb" in row]
-    differences = [total["default"] - total["without graphs"] for total in totals]
-    return [*_span([gb for gb in differences if gb > 0.1]), document["commit"]]  # checkpoints and FSDP2 capture nothing
+    return [*_span([gb for _, gb in memory_of_ways(document)]), document["commit"]]
+
+
+def memory_of_ways(document: Document) -> list[tuple[str, float]]:
+    """Return the ways to train whose steps of one 448² are captured, and the GB that each holds more with graphs."""
+    pairs = []
+    for row in document["rows"]:
+        if row["size"] == "one 448²" and "total_gb" in row and not row["way"].startswith(OTHER_WAYS):
+            pairs.append((row["way"], row["total_gb"]["default"] - row["total_gb"]["without graphs"]))
+    return pairs
 
 
 def memory_of_a_tower() -> list[str]:
@@ -204,8 +220,9 @@ def _saved_by_fp8(size: str) -> list[float]:
 
 
 def fp8_gains() -> list[str]:
-    """Return what FP8 saves of a page at least and at most, then at most near its least size, in percent."""
-    return [*_span(_saved_by_fp8("one page"), 0), f"{max(*_saved_by_fp8('1x72x72'), 0):.0f}"]
+    """Return what FP8 saves of a page at least and at most, in percent."""
+    of_page = _saved_by_fp8("one page")
+    return [str(math.floor(min(of_page))), str(math.ceil(max(of_page)))]
 
 
 def fp8_of_small_calls() -> list[str]:
@@ -229,7 +246,7 @@ SENTENCES = (
     Sentence(
         page="README.md",
         text="Without them our one-picture tower takes [up to {}% longer]",
-        numbers=lambda: [max((without_flash()[model] for model in ("qwen2.5-vl-7b", "qwen3-vl-8b")), key=int)],
+        numbers=lambda: [at_most(max(without_flash()[model] for model in ("qwen2.5-vl-7b", "qwen3-vl-8b")))],
     ),
     Sentence(
         page="docs/benchmarks.md",
@@ -242,6 +259,11 @@ SENTENCES = (
         numbers=lambda: [str(load("captioning.json")["images"])],
     ),
     Sentence(page="docs/benchmarks.md", text="and the tower takes {} to {}% longer.", numbers=without_flash_span),
+    Sentence(
+        page="docs/benchmarks.md",
+        text="described {} held-out scenes each",
+        numbers=lambda: [str(max(row["scenes"] for row in load("captions.json")["rows"]))],
+    ),
     Sentence(
         page="docs/captioning.md",
         text="The {} JPEGs were captioned by full-size models",
@@ -297,7 +319,7 @@ SENTENCES = (
     ),
     Sentence(
         page="docs/fp8.md",
-        text="A page of Qwen3-VL or Qwen2-VL gains {} to {}%, calls near 5,120 patches up to {}% (below).",
+        text="A page of Qwen3-VL or Qwen2-VL gains {} to {}%. Near 5,000 patches FP8 was slower.",
         numbers=fp8_gains,
     ),
     Sentence(page="docs/fp8.md", text="their medians differ by less than {}%.", numbers=fp8_of_small_calls),
