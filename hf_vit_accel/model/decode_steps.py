@@ -18,6 +18,7 @@ from hf_vit_accel.graphs.automatic import capture_of_ours
 from hf_vit_accel.graphs.recorder import CudaRecorder
 from hf_vit_accel.model.around import is_own_hook
 from hf_vit_accel.model.decode_step import DecodeStep, UnservedError
+from hf_vit_accel.tower.modules import is_inert
 
 _PLAIN = {bool, int, float, str, type(None)}
 _IGNORED = {*vars(nn.Module()), "rope_deltas"} - {"training"}
@@ -74,9 +75,9 @@ def _reason_of_module(module: nn.Module) -> str | None:
     """Return why a step that is replayed would not do what this module does, or None."""
     attributes = vars(module)
     for hooks in (module._forward_hooks, module._forward_pre_hooks):
-        # transformers' hooks for hidden states stay after a call that asked for them. Ours only act on pictures.
-        idle = "transformers.utils.output_capturing"
-        if any(not is_own_hook(hook) and getattr(hook, "__module__", None) != idle for hook in hooks.values()):
+        # Hooks of transformers stay after calls that asked for hidden states, and after checkpoints are disabled.
+        # Ours only act on pictures.
+        if not all(is_own_hook(hook) or is_inert(hook) for hook in hooks.values()):
             return "a forward hook"
     if "_hf_hook" in attributes:
         return "hooks of accelerate"

@@ -279,6 +279,18 @@ def test_stock_decodes_a_call_without_a_static_step(model: Any) -> None:
 
 
 @both_ways
+def test_a_model_that_trains_with_checkpoints_decodes_in_eval(model: Any) -> None:
+    """transformers leaves its hook on the embedding when checkpointing is disabled. It changes no values."""
+    model.enable_input_require_grads()  # as `gradient_checkpointing_enable` does
+    assert model.get_input_embeddings()._forward_hooks
+    inputs = tiny.left_padded(model)
+    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
+        with mode():
+            both(model, inputs, max_new_tokens=10, **ALL_OUTPUTS)
+    assert counts_of(model).static_calls == 3
+
+
+@both_ways
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
 def test_modes_of_autograd_may_change_between_calls(model: Any, mode: Any) -> None:
     inputs = tiny.left_padded(model)
