@@ -240,7 +240,7 @@ def checks() -> list[str]:
 SENTENCES = (
     Sentence(
         page="README.md",
-        text="answers {} to {}x, forward passes {} to {}x, training steps {} to {}x",
+        text="answers {} to {}x, forward passes of a batch {} to {}x, training steps {} to {}x",
         numbers=promised,
     ),
     Sentence(

@@ -101,7 +101,7 @@ def test_readme_s_first_line_promises_what_its_tables_show() -> None:
     in_table = [row for row in rows if row["tokens"] == 1 and row["size"] == "32 x 34x46"]
     passes = range_of([row["stock"] / row["patched"] for row in in_table])
     steps = range_of([row["stock"]["step"] / row["patched"]["step"] for row in read("training_step.json")["rows"]])
-    promise = f": answers {answers}x, forward passes {passes}x, training steps {steps}x"
+    promise = f": answers {answers}x, forward passes of a batch {passes}x, training steps {steps}x"
     assert README.read_text().splitlines()[0].endswith(promise)
 
 
