@@ -28,8 +28,6 @@ EXACT_FILES = (
     *("families.json", "small.json", "flex.json", "fp8.json"),
 )
 """The files that time exact options beside the default."""
-
-
 OTHER_WAYS = ("checkpointed", "FSDP2", "DDP")
 """Ways to train whose memory the pages state apart: the first two are not captured."""
 
@@ -319,7 +317,7 @@ SENTENCES = (
     ),
     Sentence(
         page="docs/fp8.md",
-        text="A page of Qwen3-VL or Qwen2-VL gains {} to {}%. Near 5,000 patches FP8 was slower.",
+        text="A page of Qwen3-VL or Qwen2-VL gains {} to {}%.",
         numbers=fp8_gains,
     ),
     Sentence(page="docs/fp8.md", text="their medians differ by less than {}%.", numbers=fp8_of_small_calls),

@@ -212,8 +212,8 @@ def count_workers(requested: int | None) -> int:
 def fingerprint(examples: Sequence[Example]) -> str:
     """Return a digest of the examples in their order, which a resumed run must go on with.
 
-    It covers the names of the pictures, all fields of lines of JSON, and the sizes in bytes of pictures and of files
-    with their texts. Contents are not read, which would take minutes.
+    It covers names and sizes of the pictures, all fields of lines of JSON, and the sizes of files with their texts.
+    Their contents are not read, which would take minutes.
     """
     digest = hashlib.sha256()
     for example in examples:

@@ -122,6 +122,11 @@ def test_fp32_weights_under_autocast_hold_most_as_the_page_says() -> None:
     assert way == "autocast, fp32 weights"
 
 
+def test_no_step_under_ddp_holds_more_with_graphs_as_the_page_says() -> None:
+    rows = [row for row in read("ways.json")["rows"] if row["way"] == "DDP" and "total_gb" in row]
+    assert rows and all(row["total_gb"]["default"] <= row["total_gb"]["without graphs"] for row in rows)
+
+
 def test_the_chart_is_computed_from_the_file_and_agrees_with_the_table() -> None:
     drawn = headline.CHART.read_text()
     assert drawn == headline.chart(read("whole_call.json")), "stale: run make tables"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from support.towers import ONE_TOWER, TOWERS, alike
 from support.versions import vision_function
 from tiny import TINY, assert_close, merged_of, outputs_of, pixels_for, run_tower, tower_of
@@ -114,6 +115,7 @@ def test_accelerate_unwraps_a_prepared_tower(towers: tuple[Any, Any]) -> None:
     """`unwrap_model` binds our forward as a method of the tower."""
     tower, stock = towers
     expected = run_tower(stock, GRID)
+    AcceleratorState._reset_state(True)  # an earlier test may have left another precision
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     prepared = accelerator.prepare(tower)
     prepared(**inputs_for(tower))

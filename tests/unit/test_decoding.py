@@ -18,7 +18,14 @@ from support.decoding import assert_equal_outputs, both, counts_of
 from support.generate_arguments import make_static_cache
 from support.recorded_ops import OperationRecorder
 from tiny import TINY
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation.streamers import BaseStreamer
 
 import hf_vit_accel
@@ -279,7 +286,7 @@ def test_stock_decodes_a_call_without_a_static_step(model: Any) -> None:
 
 
 @both_ways
-def test_a_model_that_trains_with_checkpoints_decodes_in_eval(model: Any) -> None:
+def test_a_model_that_trains_with_checkpoints_decodes_in_eval(model: PreTrainedModel) -> None:
     """transformers leaves its hook on the embedding when checkpointing is disabled. It changes no values."""
     model.enable_input_require_grads()  # as `gradient_checkpointing_enable` does
     assert model.get_input_embeddings()._forward_hooks
