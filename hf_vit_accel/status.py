@@ -388,7 +388,8 @@ def towers_of(model: nn.Module, like: Mapping[str, str] | None = None) -> list[t
         ValueError: If the model is no torch module or has no supported tower, or if `like` does not fit it.
     """
     if not isinstance(model, nn.Module):
-        raise ValueError(f"expected a torch module, got {type(model).__name__}; pass the loaded model")
+        loaded = "its `model`" if isinstance(getattr(model, "model", None), nn.Module) else "the loaded model"
+        raise ValueError(f"expected a torch module, got {type(model).__name__}; pass {loaded}")
     towers = towers_in(model, like or {})
     if not towers:
         supported = ", ".join(family.name for family in FAMILIES)

@@ -208,7 +208,8 @@ class DecodeSteps:
         self._steps.move_to_end(key)
 
     def __str__(self) -> str:
-        text = f"{self.decoded} calls on a static cache ({len(self._steps)} held, {self._nbytes / 2**20:.0f} MiB)"
+        calls = f"{self.decoded} call{'s' * (self.decoded != 1)}"
+        text = f"{calls} on a static cache ({len(self._steps)} held, {self._nbytes / 2**20:.0f} MiB)"
         if self.stock_reasons:
             reasons = "; ".join(f"{count} x {why}" for why, count in self.stock_reasons.items())
             text += f", {self.stock_reasons.total()} by stock ({reasons})"

@@ -128,7 +128,7 @@ def test_the_readme_s_diff_runs_as_it_stands(hub: None) -> None:
     exec(new, ours)
     assert ours["model"] is not stock["model"] and torch.equal(ours["tokens"], stock["tokens"])
     status = str(hf_vit_accel.status(ours["model"]))
-    assert "1 fast, 0 stock" in status and "decoding: 1 calls on a static cache" in status
+    assert "1 fast, 0 stock" in status and "decoding: 1 call on a static cache" in status
     assert "patched" not in str(hf_vit_accel.status(stock["model"])).splitlines()[0]
 
 

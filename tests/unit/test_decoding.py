@@ -426,7 +426,7 @@ def test_status_reports_the_calls(model: Any, recorder: type[OperationRecorder])
     both(model, text([5, 6]), max_new_tokens=12)
     both(model, text([5, 6]), max_new_tokens=12, num_beams=4)
     line = str(hf_vit_accel.status(model)).splitlines()[-1]
-    assert line.startswith("decoding: 1 calls on a static cache (1 held, ")
+    assert line.startswith("decoding: 1 call on a static cache (1 held, ")
     assert line.endswith("), 1 by stock (1 x beams)")
     assert "decoding" in hf_vit_accel.status(model).to_dict()
 

@@ -176,7 +176,7 @@ def test_decoding_by_stock_is_reported_once(capsys: pytest.CaptureFixture[str]) 
     AttentionMaskInterface.register("of its own", sdpa_mask)
     assert [generate(captioner, images, PICTURE_PROMPT) for _ in range(2)] == [expected] * 2
     printed = capsys.readouterr().out
-    assert printed.startswith("stock decodes some captions: 1 calls on a static cache")
+    assert printed.startswith("stock decodes some captions: 1 call on a static cache")
     assert printed.count("\n") == 1 and "1 by stock (1 x the text model's attention is of its own)" in printed
 
 
