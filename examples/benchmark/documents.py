@@ -77,7 +77,7 @@ def measured_at(document: Document, file: str = "") -> str:
     device = f"one {document['device']}" if gpus == 1 else f"{gpus} x {document['device']}"
     packages = [f"{name} {versions[name]}" for name in ("torch", "transformers", "triton") if versions.get(name)]
     commit = commit_of(document, file) or "no recorded commit"
-    return f"Measured at {commit} on {device}: {document['dtype']}, {', '.join(packages)}."
+    return f"Measured at commit {commit} on {device}: {document['dtype']}, {', '.join(packages)}."
 
 
 def conditions(document: Document, file: str) -> str:

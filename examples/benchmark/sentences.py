@@ -88,7 +88,7 @@ def _calls() -> dict[Cell, dict[int, Row]]:
 
 
 def promised() -> list[str]:
-    """Return the least and the most speed-ups of README's answers, forward passes of a batch and training steps."""
+    """Return the least and the most speed-ups of README's answers, of embedding a batch and of training steps."""
     calls = _calls()
     answers = [by_tokens[ANSWER]["stock"] / by_tokens[ANSWER]["decoding"] for by_tokens in calls.values()]
     passes = [rows[1]["stock"] / rows[1]["patched"] for (_, size), rows in calls.items() if size == BATCH]
@@ -238,12 +238,12 @@ def checks() -> list[str]:
 SENTENCES = (
     Sentence(
         page="README.md",
-        text="answers {} to {}x, forward passes of a batch {} to {}x, training steps {} to {}x",
+        text="answers {} to {}x, embedding a batch {} to {}x, training steps {} to {}x",
         numbers=promised,
     ),
     Sentence(
         page="README.md",
-        text="Without them our one-picture tower takes [up to {}% longer]",
+        text="without these packages our one-picture tower takes [up to {}% longer]",
         numbers=lambda: [at_most(max(without_flash()[model] for model in ("qwen2.5-vl-7b", "qwen3-vl-8b")))],
     ),
     Sentence(

@@ -133,7 +133,7 @@ def over_flash(document: Document) -> list[str]:
                 return []
             speedups.append(f"{flash / headline.comparisons(document)[case][model].ours:.1f}x")
         texts.append(f"{title(model)} {', '.join(speedups)}")
-    return [_line("These rows beside FlashAttention-3 in transformers' tower", texts, document, headline.FILE)]
+    return [_line("The same rows compared with FlashAttention-3", texts, document, headline.FILE)]
 
 
 def beside_the_headline() -> str:

@@ -101,7 +101,7 @@ def test_readme_s_first_line_promises_what_its_tables_show() -> None:
     in_table = [row for row in rows if row["tokens"] == 1 and row["size"] == "32 x 34x46"]
     passes = range_of([row["stock"] / row["patched"] for row in in_table])
     steps = range_of([row["stock"]["step"] / row["patched"]["step"] for row in read("training_step.json")["rows"]])
-    promise = f": answers {answers}x, forward passes of a batch {passes}x, training steps {steps}x"
+    promise = f": answers {answers}x, embedding a batch {passes}x, training steps {steps}x"
     assert README.read_text().splitlines()[0].endswith(promise)
 
 
@@ -183,9 +183,7 @@ def test_the_gains_beside_flash_attention_follow_the_rows_of_readme(complete: Do
     for row in complete["rows"]:
         row["flash_attention_3"] = 0.6 * row["stock"]
     (line,) = summary.over_flash(complete)
-    assert line.startswith(
-        "- These rows beside FlashAttention-3 in transformers' tower: **Qwen2.5-VL-7B 1.2x, 3.0x, 1.2x, 3.0x,"
-    )
+    assert line.startswith("- The same rows compared with FlashAttention-3: **Qwen2.5-VL-7B 1.2x, 3.0x, 1.2x, 3.0x,")
     del complete["rows"][0]["flash_attention_3"]
     assert summary.over_flash(complete) == []
 
@@ -234,7 +232,7 @@ def test_a_table_reads_one_file_and_names_its_commit(table: str, monkeypatch: py
         monkeypatch.setattr(module, "load", load, raising=False)
     text = tables.TABLES[table].text()
     assert opened == [tables.TABLES[table].file]
-    assert f"Measured at {read(opened[0])['commit']} on " in text and f"examples/benchmark/{opened[0]}`" in text
+    assert f"Measured at commit {read(opened[0])['commit']} on " in text and f"examples/benchmark/{opened[0]}`" in text
 
 
 def test_the_balance_of_ranks_stands_beside_what_the_split_expects() -> None:
@@ -391,7 +389,7 @@ def test_tables_take_what_bench_writes(monkeypatch: pytest.MonkeyPatch) -> None:
         "| Qwen3-VL-8B | small | 9 | 123 (4.2) |  | 100 |  |",
         "| Qwen3-VL-8B | large | 9 | 30.0 (1.0) | 20.0 |  | 10.0 |",
     ]
-    assert head.count("|") == cells[0].count("|") and "at abc1234" in caption and torch.__version__ in caption
+    assert head.count("|") == cells[0].count("|") and "at commit abc1234" in caption and torch.__version__ in caption
     with pytest.raises(KeyError, match="auto"):  # no range over some of the sizes
         summary.gains(copy.deepcopy(written), "auto", ("sdpa",))
     written["rows"] = [row for row in written["rows"] if row["size"] == "small"]
