@@ -111,12 +111,9 @@ class TowerStatus:
             lines.append(f"  proven     {self.proven}")
         if self.rebuilds:
             lines.append(f"  rebuilt    {self.rebuilds} x, last because {self.rebuild_reason}")
-        if self.passes is not None:
-            lines.append(f"  passes     {self.passes}")
-        if self.ranks is not None:
-            lines.append(f"  shared     {self.ranks}")
-        if self.fp8 is not None:
-            lines.append(f"  fp8        {self.fp8}")
+        for label, text in (("passes", self.passes), ("shared", self.ranks), ("fp8", self.fp8)):
+            if text is not None:
+                lines.append(f"  {label:<10} {text}")
         lines += [str(part) for part in (self.graphs, self.training, self.reuse) if part is not None]
         lines += [f"  fallback   {count} x {why}" for why, count in self.fallbacks.items()]
         lines += [f"  not fast   {why}" for why in self.against_fast]

@@ -26,9 +26,9 @@ from hf_vit_accel.ops.fp8.scales import Scales
 from hf_vit_accel.ops.launch import why_not_triton
 
 MIN_SEQLEN = 8192
-"""Rows that a row attends to, on average, from which FP8 is faster than every other backend. On an H200, at 5184 rows,
-a tower takes 18.1 ms in FP8 and 17.6 without (Qwen3-VL-8B), 23.8 and 23.2 (Qwen2-VL-7B). At 14,416 rows it takes 75.0
-and 83.8, 95.4 and 100.3. The cost of FP8 grows with the rows, its gain with their square: equal at 6,000 to 8,000."""
+"""Rows that a row attends to, on average, from which attention runs in FP8. On an H200 a tower of 8,464 rows takes
+35.4 ms in FP8 and 35.3 without (Qwen3-VL-8B), 44.9 and 44.2 (Qwen2-VL-7B): nearly equal. At 14,416 rows it takes 75.0
+and 84.8, 95.2 and 100."""
 
 _WEIGHTS_SCALE = 256.0
 """Factor of softmax weights (at most 1) before they are rounded to e4m3. Without it, weights below 1/1000 of the
