@@ -77,7 +77,8 @@ def lock(folder: Path, *, alone: bool) -> Iterator[Callable[[], None]]:
         try:
             fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"another run is writing to {folder}; wait for it, or name another output") from None
+            advice = "wait for it, or name another output. Workers of a killed run end within seconds"
+            raise ValueError(f"another run is writing to {folder}; {advice}") from None
         except OSError:
             yield lambda: None
         else:
