@@ -135,7 +135,10 @@ def over_flash(document: Document) -> list[str]:
         texts.append(f"{title(model)} {', '.join(speedups)}")
     return [
         _line(
-            "The same rows [compared with FlashAttention-3](docs/benchmarks.md#summary)", texts, document, headline.FILE
+            "The rows above, in order, [compared with FlashAttention-3](docs/benchmarks.md#summary)",
+            texts,
+            document,
+            headline.FILE,
         )
     ]
 

@@ -174,7 +174,7 @@ def test_the_gains_beside_flash_attention_follow_the_rows_of_readme(complete: Do
         row["flash_attention_3"] = 0.6 * row["stock"]
     (line,) = summary.over_flash(complete)
     link = "[compared with FlashAttention-3](docs/benchmarks.md#summary)"
-    assert line.startswith(f"- The same rows {link}: **Qwen2.5-VL-7B 1.2x, 3.0x, 1.2x, 3.0x,")
+    assert line.startswith(f"- The rows above, in order, {link}: **Qwen2.5-VL-7B 1.2x, 3.0x, 1.2x, 3.0x,")
     del complete["rows"][0]["flash_attention_3"]
     assert summary.over_flash(complete) == []
 
