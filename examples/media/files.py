@@ -77,7 +77,7 @@ def lock(folder: Path, *, alone: bool) -> Iterator[Callable[[], None]]:
         try:
             fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except BlockingIOError:
-            advice = "wait for it, or name another output. Workers of a killed run end within seconds"
+            advice = "wait for it, or name another output. If a launcher was killed, end its workers first"
             raise ValueError(f"another run is writing to {folder}; {advice}") from None
         except OSError:
             yield lambda: None
