@@ -161,8 +161,8 @@ def memory_of_graphs(document: Document) -> str:
     for row in document["rows"]:
         without = row["peak_gb"]["without graphs"]
         default = row["peak_gb"]["default"]
-        more = round(100 * (default / without - 1), 1) + 0.0  # -0.0 becomes 0.0
-        cells = [f"{without:.2f}", f"{default:.2f} ({more:+.1f}%)"]
+        percentage = round(100 * (default / without - 1), 1) + 0.0  # -0.0 becomes 0.0
+        cells = [f"{without:.2f}", f"{default:.2f} ({percentage:+.1f}%)"]
         rows.append([title(row["model"]), row["way"], *cells])
     return grid(["GB, one 448²", "trained", "`cuda_graphs=False`", "`patch(model)`"], rows)
 
