@@ -72,6 +72,7 @@ from captioning.progress import Progress, clear, read_counts, summary
 from captioning.worker import Worker
 from media.batches import Task, cost, measured, pack, spread
 from media.files import CANNOT_WRITE, lock, say, some
+from media.launchers import end_with_launcher
 from media.pictures import REFUSE_ABOVE
 from media.processors import limit_pixels, load_processor
 
@@ -367,4 +368,5 @@ def _print_unwritten(export: Export, result: Path) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, _stop)
+    end_with_launcher()
     app()

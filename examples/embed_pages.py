@@ -43,6 +43,7 @@ from media.batches import cost, halve_on_oom, measured, pack, spread
 from media.checkpoints import config_of, identity
 from media.files import lock, part_of, say
 from media.items import size
+from media.launchers import end_with_launcher
 from media.pictures import REFUSE_ABOVE
 from media.processors import limit_pixels
 
@@ -184,6 +185,7 @@ class Options:
     output: Path
     model: str
     revision: str | None
+    min_pixels: int | None
     max_pixels: int | None
     batch_tokens: int
     batch_size: int
@@ -221,7 +223,7 @@ def shared_plan(options: Options, settings: Settings, state: PartialState, stack
 def embed_pages(options: Options, dtype: torch.dtype, state: PartialState) -> int:
     """Embed the pages that have no embeddings yet; return the number of pages that could not be embedded."""
     model, processor = load(options.model, options.revision, dtype, state.device)
-    limit_pixels(processor, None, options.max_pixels)
+    limit_pixels(processor, options.min_pixels, options.max_pixels)
     settings = {"pixels": dict(processor.image_processor.size), "dtype": str(dtype)}
     with ExitStack() as stack, ThreadPoolExecutor(options.decoders) as pool:
         planned = shared_plan(options, settings, state, stack)
@@ -232,6 +234,8 @@ def embed_pages(options: Options, dtype: torch.dtype, state: PartialState) -> in
         reader = Reader(processor, pool)
         if options.beside and batches:
             compare(model, reader.read(batches[0]).inputs, options.attention)
+        elif options.beside and state.is_main_process:
+            say("--compare timed nothing: the first process has no page to embed")
         if not options.no_patch:
             hf_vit_accel.patch(model, attention=options.attention)
         metadata = dict(run=planned.run, model=options.model, revision=options.revision or "")
@@ -254,6 +258,7 @@ def main(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
     query: Annotated[list[str] | None, typer.Option(help="Print the best pages for this text. Repeatable.")] = None,
     top: Annotated[int, typer.Option(min=1, help="How many pages to print for a query.")] = 5,
+    min_pixels: Annotated[int | None, typer.Option(min=1, help="Smaller pages are enlarged to it.")] = None,
     max_pixels: Annotated[int | None, typer.Option(min=1, help="Larger pages are reduced to it.")] = None,
     batch_tokens: Annotated[int, typer.Option(min=1, help="Most vision tokens (merged patches) in a batch.")] = 16384,
     batch_size: Annotated[int, typer.Option(min=1, help="Most pages in a batch.")] = 32,
@@ -279,6 +284,7 @@ def main(
                 output=output,
                 model=model,
                 revision=revision,
+                min_pixels=min_pixels,
                 max_pixels=max_pixels,
                 batch_tokens=batch_tokens,
                 batch_size=batch_size,
@@ -301,4 +307,5 @@ def main(
 
 
 if __name__ == "__main__":
+    end_with_launcher()
     typer.run(main)

@@ -29,13 +29,7 @@ except ModuleNotFoundError:
 import torch
 import typer
 from torch import nn
-from transformers import (
-    AutoModelForImageTextToText,
-    PreTrainedModel,
-    ProcessorMixin,
-    TrainingArguments,
-    set_seed,
-)
+from transformers import AutoModelForImageTextToText, PreTrainedModel, ProcessorMixin, TrainingArguments, set_seed
 from transformers.integrations import get_available_reporting_integrations
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -69,6 +63,7 @@ from finetuning.folder import (
 from finetuning.metrics import accuracy, most_likely, token_loss
 from finetuning.trainer import ResumedTrainer, holds_model
 from media.checkpoints import config_of
+from media.launchers import end_with_launcher
 from media.processors import limit_pixels, load_processor
 
 import hf_vit_accel
@@ -397,4 +392,5 @@ def _interruptions(output: Path) -> Iterator[None]:
 
 
 if __name__ == "__main__":
+    end_with_launcher()
     app()

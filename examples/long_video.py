@@ -140,6 +140,8 @@ def mistake_in(arguments: argparse.Namespace) -> str | None:
         return f"cannot write {json_path}: there is no folder {json_path.parent}"
     if arguments.video is not None and not arguments.video.is_file():
         return f"there is no file {arguments.video}"
+    if arguments.video is not None and arguments.model is None:
+        return "--random has no processor for --video: name a checkpoint with --model"
     if min(arguments.seconds, arguments.fps) <= 0 or arguments.seconds * arguments.fps < 4:
         return f"expected at least 4 frames, got --seconds {arguments.seconds:g} at --fps {arguments.fps:g}"
     if arguments.model is None:
@@ -152,7 +154,14 @@ def mistake_in(arguments: argparse.Namespace) -> str | None:
         config_of(arguments.model, None)
     except ValueError as error:
         return str(error)
-    return None if is_torchvision_available() else "--model needs torchvision for videos: pip install torchvision av"
+    if not is_torchvision_available():
+        return "--model needs torchvision for videos: pip install torchvision av"
+    if arguments.video is not None:
+        try:
+            clip_of(transformers.AutoProcessor.from_pretrained(arguments.model), arguments, arguments.fps)
+        except Exception as error:  # decoders raise errors of any class for damaged data
+            return f"cannot read {arguments.video}: {str(error) or type(error).__name__}"
+    return None
 
 
 def arguments_of_command() -> argparse.Namespace:

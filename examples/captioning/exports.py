@@ -25,7 +25,6 @@ from captioning.records import Record, json_lines, write_table
 
 __all__ = ["NOT_OURS", "Export", "Texts"]
 
-FORMATS = "a folder, or a name that ends in .jsonl, .parquet or .tar"
 NOT_OURS = "it is there, and was not written by merge, or was edited since"
 _BLOCK = 1 << 20
 Sample = dict[str, bytes]
@@ -122,7 +121,7 @@ class Export:
             pictures = len({record.key for record in captioned}) - len(self.absent)
             self.contents = f"{pictures} pictures with captions in {self.written} file{'s' * (self.written != 1)}"
         else:
-            raise ValueError(f"expected {FORMATS}, got {path}")
+            raise ValueError(f"there is no folder {path}; names of files end in .jsonl, .parquet or .tar")
 
     @property
     def _root(self) -> str:

@@ -7,4 +7,5 @@
 - `batches`: costs, shares and batches
 - `files`: whole files, locks, messages
 - `checkpoints`: checksums of models
+- `launchers`: the end of a launcher
 """

@@ -74,11 +74,12 @@ def lock(folder: Path, *, alone: bool) -> Iterator[Callable[[], None]]:
         except ImportError:  # pragma: no cover, only Windows lacks it
             yield lambda: None
             return
+        # Without this, loaders of data would keep the lock of a killed process until they notice its end.
+        os.register_at_fork(after_in_child=file.close)
         try:
             fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except BlockingIOError:
-            advice = "wait for it, or name another output. If a launcher was killed, end its workers first"
-            raise ValueError(f"another run is writing to {folder}; {advice}") from None
+            raise ValueError(f"another run is writing to {folder}; wait for it, or name another output") from None
         except OSError:
             yield lambda: None
         else:

@@ -228,7 +228,8 @@ def _load_video(
     def sample(metadata: VideoMetadata, **_: object) -> np.ndarray:
         # pyav finds no number of frames in most `.webm` and `.mkv` files; opencv finds -1 in damaged data.
         if (metadata.total_num_frames or 0) <= 0:
-            raise ValueError(f"{decoder} does not find out how many frames there are: pip install torchcodec")
+            reason = f"{decoder} does not find out how many frames there are"
+            raise ValueError(f"{reason}: the file is damaged or no video, or needs torchcodec (pip install torchcodec)")
         if metadata.width * metadata.height > refuse_above:
             raise TooLarge(refuse_above, metadata.width, metadata.height)
         count = getattr(video_processor, "num_frames", None)

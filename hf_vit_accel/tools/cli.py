@@ -99,8 +99,8 @@ SizesOption = Annotated[
     str | None,
     typer.Option(
         help=f"Comma-separated: names out of {', '.join(benchmark.SIZES)} (in pixels; ^2 stands for ²), or frames x "
-        "height x width in patches such as 1x64x64*16+8x36x64 (*n repeats, + joins); by default all names, on a CPU "
-        f"{CPU_SIZE}, with --train {TRAIN_SIZES}."
+        "height x width in patches such as 1x64x64*16+8x36x64 (*n repeats, + joins); by default all names, with "
+        f"--train {TRAIN_SIZES}; on a CPU always {CPU_SIZE}."
     ),
 ]
 BackendsOption = Annotated[

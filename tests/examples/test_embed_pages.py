@@ -110,7 +110,8 @@ def test_only_missing_or_changed_pages_are_embedded_again(model: Path, pages: Pa
     arguments = (pages, "--output", output, "--model", model, "--batch-size=2")
     assert call(*arguments).exit_code == 0
     before = embeddings(output)
-    assert "4 pages, 0 of them to embed" in call(*arguments).output
+    again = call(*arguments, "--compare").output
+    assert "4 pages, 0 of them to embed" in again and "--compare timed nothing" in again
     sorted(output.glob("*.safetensors"))[1].unlink()  # as if the run had been killed before
     assert "4 pages, 2 of them to embed" in call(*arguments).output
     assert all(torch.equal(embedding, before[key]) for key, embedding in embeddings(output).items())
@@ -191,6 +192,9 @@ def test_mistakes_are_refused_with_the_fix(model: Path, pages: Path, tmp_path: P
     assert "holds no embedded pages" in words(call("--output", output, "--query", "word1"))
     other = EXAMPLES / "tiny_captioner" / "qwen2_vl"
     assert "Name a checkpoint of ColQwen2ForRetrieval" in words(call(pages, "--output", output, "--model", other))
+    arguments = (pages, "--output", output, "--model", model)
+    limits = ("--min-pixels=2048", "--max-pixels=1024")
+    assert "--min-pixels 2048 is above --max-pixels 1024; name both" in words(call(*arguments, *limits))
 
 
 @pytest.mark.parametrize("way", WAYS)

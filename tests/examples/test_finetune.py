@@ -684,7 +684,7 @@ def test_an_unknown_field_of_a_prompt_is_refused_before_the_model_is_loaded(
 
 
 def test_two_runs_do_not_share_an_output_folder(data: Path, tmp_path: Path) -> None:
-    """A launcher may be killed while its run goes on. `--resume` beside that run would mix their results."""
+    """`--resume` beside a run that goes on would mix their results."""
     output = tmp_path / "out"
     with lock(output, alone=True):
         refused = RUNNER.invoke(finetune.app, arguments(data, output, "qwen2_vl"))

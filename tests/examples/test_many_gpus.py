@@ -8,7 +8,8 @@ import os
 import sys
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -198,6 +199,7 @@ RANDOM = "--random=qwen3-vl-8b"
         (["--model=./nope"], "cannot load ./nope: "),
         ([f"--model={EXAMPLES / 'tiny_captioner' / 'qwen3_vl'}"], "--model needs torchvision"),
         ([RANDOM, "--video=nope.mp4"], "there is no file nope.mp4"),
+        ([RANDOM, f"--video={__file__}"], "--random has no processor for --video: name a checkpoint with --model"),
         ([RANDOM, "--json=/nope/x.json"], "cannot write /nope/x.json: there is no folder /nope"),
         ([RANDOM, "--height=100"], "expected --height and --width to be multiples of 32, got 100 and 320"),
         ([RANDOM, "--width=0"], "expected --height and --width to be multiples of 32, got 192 and 0"),
@@ -217,6 +219,30 @@ def test_mistakes_end_in_one_line_before_a_model_is_loaded(
     with pytest.raises(SystemExit) as stopped:
         long_video.main()
     assert stopped.value.code == 2 and message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_damaged_video_ends_in_one_line_before_a_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A stand-in for the decoder fails as decoders do: without torchvision no video can be read."""
+    video = tmp_path / "clip.mp4"
+    video.write_bytes(b"no video")
+
+    def fail(file: BinaryIO, suffix: str, _: object) -> None:
+        assert (file.read(), suffix) == (b"no video", ".mp4")
+        raise EOFError
+
+    processor = SimpleNamespace(video_processor=SimpleNamespace())
+    monkeypatch.setattr(long_video, "is_torchvision_available", lambda: True)
+    monkeypatch.setattr(long_video, "read_frames", fail)
+    monkeypatch.setattr(transformers.AutoProcessor, "from_pretrained", lambda _: processor)
+    monkeypatch.setattr(transformers.AutoModelForImageTextToText, "from_pretrained", lambda *_: pytest.fail("loaded"))
+    options = [f"--model={EXAMPLES / 'tiny_captioner' / 'qwen3_vl'}", f"--video={video}"]
+    monkeypatch.setattr(sys, "argv", ["long_video.py", *options])
+    with pytest.raises(SystemExit) as stopped:
+        long_video.main()
+    last_line = capsys.readouterr().err.splitlines()[-1]
+    assert stopped.value.code == 2 and last_line.endswith(f"cannot read {video}: EOFError")
 
 
 def test_tensor_parallelism_names_its_launcher(

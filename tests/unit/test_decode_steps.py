@@ -288,6 +288,15 @@ def test_a_forward_that_asks_the_device_is_not_captured(model: Any, recorder: Re
 
 
 @pytest.mark.usefixtures("way")
+def test_a_term_that_the_step_would_leave_out_is_decoded_by_stock(model: nn.Module) -> None:
+    attention = model.model.language_model.layers[1].self_attn
+    attention.forward = functools.partial(type(attention).forward, attention, s_aux=torch.zeros(4))
+    check(model)
+    counts = counts_of(model)
+    assert counts.static_calls == 0 and list(counts.reasons) == ["NotImplementedError: attention with s_aux"]
+
+
+@pytest.mark.usefixtures("way")
 def test_a_step_that_computes_otherwise_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def without_mask(query: Any, key: Any, value: Any, **kwargs: Any) -> Any:
         return torch.nn.functional.scaled_dot_product_attention(query, key, value)

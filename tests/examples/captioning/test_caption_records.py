@@ -172,5 +172,6 @@ def test_export_writes_no_text_that_is_not_beside_its_picture(
 
 
 def test_export_to_something_else(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"\.parquet or \.tar, got .*out\.csv"):
-        export([record_of()], tmp_path / "out.csv")
+    for name in ("out.csv", "photos"):
+        with pytest.raises(ValueError, match=rf"there is no folder .*{name}; names of files end in .*or \.tar"):
+            export([record_of()], tmp_path / name)

@@ -1,0 +1,118 @@
+"""Processes of a killed launcher end, and leave the output folder to the next run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from media.files import lock
+from programs import EXAMPLES
+
+LAUNCHER = """
+import subprocess, sys
+worker = subprocess.Popen([sys.executable, *sys.argv[1:]])
+print(worker.pid, flush=True)
+worker.wait()
+"""
+WORKER = """
+import os, sys, time
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from media.files import lock
+from media.launchers import end_with_launcher
+end_with_launcher()
+with lock(Path(sys.argv[2]), alone=True):
+    if os.fork() == 0:  # as a loader of data, which does not notice at once that its parent was killed
+        time.sleep(8)
+        os._exit(0)
+    print("locked", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def started() -> Iterator[list[psutil.Process]]:
+    """Hold the processes of a test, and kill those that are left after it."""
+    processes: list[psutil.Process] = []
+    yield processes
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def start(launcher: list[str], folder: Path, started: list[psutil.Process]) -> tuple[psutil.Process, psutil.Process]:
+    """Start a launcher whose worker locks a folder; return both when the folder is locked."""
+    command = [*launcher, "-c", WORKER, str(EXAMPLES), str(folder)]
+    process = psutil.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    started.append(process)
+    worker = psutil.Process(int(process.stdout.readline()))
+    started.append(worker)
+    assert process.stdout.readline() == "locked\n"
+    started.extend(worker.children())  # the child is the last one
+    return process, worker
+
+
+@pytest.mark.parametrize("name", ["accelerate", "torchrun"])
+def test_a_process_ends_with_its_launcher(tmp_path: Path, started: list[psutil.Process], name: str) -> None:
+    script = tmp_path / name
+    script.write_text(LAUNCHER)
+    launcher, worker = start([sys.executable, str(script)], tmp_path / "out", started)
+    launcher.send_signal(signal.SIGKILL)
+    launcher.wait()
+    assert psutil.wait_procs([worker], timeout=10)[0], "the worker went on"
+    with lock(tmp_path / "out", alone=True):
+        child = started[-1]
+        assert child.is_running(), "the child of the worker is still there, without the lock"
+
+
+def test_a_process_outlives_the_shell_that_started_it(tmp_path: Path, started: list[psutil.Process]) -> None:
+    script = tmp_path / "run_accelerate.py"
+    script.write_text(LAUNCHER)
+    shell, worker = start([sys.executable, str(script)], tmp_path / "out", started)
+    shell.send_signal(signal.SIGKILL)
+    shell.wait()
+    end = time.monotonic() + 1.5
+    while time.monotonic() < end:
+        assert worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE
+        time.sleep(0.1)
+    with pytest.raises(ValueError, match="another run is writing"), lock(tmp_path / "out", alone=True):
+        pass
+
+
+def test_a_process_of_the_true_launcher_ends_with_it(tmp_path: Path, started: list[psutil.Process]) -> None:
+    """`accelerate launch` with one process starts it directly, with several through torch's elastic agent."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, sys, time\n"
+        f"sys.path.insert(0, {str(EXAMPLES)!r})\n"
+        "from media.launchers import end_with_launcher\n"
+        "end_with_launcher()\n"
+        f"open({str(tmp_path)!r} + '/' + os.environ.get('RANK', 'only'), 'w').write(str(os.getpid()))\n"
+        "time.sleep(60)\n"
+    )
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true"}
+    runs = {("--cpu",): ["only"], ("--multi_gpu", "--num_processes=2"): ["0", "1"]}
+    launchers = []
+    for options in runs:
+        command = [sys.executable, "-m", "accelerate.commands.launch", *options, str(program)]
+        launchers.append(psutil.Popen(command, env=environment, stderr=subprocess.DEVNULL))
+    started.extend(launchers)
+    notes = [tmp_path / name for names in runs.values() for name in names]
+    end = time.monotonic() + 60
+    while not all(note.exists() and note.read_text() for note in notes):
+        assert time.monotonic() < end, "waited in vain for the workers"
+        time.sleep(0.1)
+    workers = [psutil.Process(int(note.read_text())) for note in notes]
+    started.extend(workers)
+    for launcher in launchers:
+        launcher.send_signal(signal.SIGKILL)
+        launcher.wait()
+    assert not psutil.wait_procs(workers, timeout=10)[1], "workers went on"
