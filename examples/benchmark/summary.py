@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import headline
 from documents import MODELS, Document, commit_of, digits, load, times, title
 
 
@@ -121,35 +120,13 @@ def _line(label: str, ranges: Sequence[str], document: Document, file: str) -> s
     return f"- {label}: **{', '.join(ranges)}** (`{file}`, {commit}).\n"
 
 
-def over_flash(document: Document) -> list[str]:
-    """Write how many times as fast README's rows are where stock's tower attends by FlashAttention-3, if timed."""
-    timed = {(row["model"], row["size"], row["tokens"]): row.get(headline.FLASH) for row in document["rows"]}
-    texts = []
-    for model in headline.models(document):
-        speedups = []
-        for case in headline.tabled(document):
-            flash = timed[model, case.size, case.tokens]
-            if flash is None:
-                return []
-            speedups.append(f"{flash / headline.comparisons(document)[case][model].ours:.1f}x")
-        texts.append(f"{title(model)} {', '.join(speedups)}")
-    return [
-        _line(
-            "The rows above, in order, [compared with FlashAttention-3](docs/benchmarks.md#summary)",
-            texts,
-            document,
-            headline.FILE,
-        )
-    ]
-
-
 def beside_the_headline() -> str:
-    """Write the lines of README below its table: other attention, captioning and training.
+    """Write the lines of README below its table: captioning and training.
 
     Raises:
         ValueError: if a file mixes measurements of two commits
     """
-    return "".join([*over_flash(load(headline.FILE)), *_captioning()[1:2], *_trainer_steps()])
+    return "".join([*_captioning()[1:2], *_trainer_steps()])
 
 
 def text() -> str:
