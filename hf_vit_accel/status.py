@@ -161,7 +161,9 @@ class ModelStatus:
 
     def __str__(self) -> str:
         path = self.path or "(the model itself)"
-        lines = [f"{path}: positions on the host ({self.calls} calls), {self.stock_calls} stock"]
+        lines = [
+            f"{path}: positions on the host ({self.calls} call{'s' * (self.calls != 1)}), {self.stock_calls} stock"
+        ]
         if self.every_rank is not None:
             lines.append("  every rank {} forwards, {} of them with a dummy".format(*self.every_rank))
         lines += [f"  fallback   {count} x {why}" for why, count in self.fallbacks.items()]

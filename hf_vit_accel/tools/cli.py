@@ -100,7 +100,7 @@ SizesOption = Annotated[
     typer.Option(
         help=f"Comma-separated: names out of {', '.join(benchmark.SIZES)} (in pixels; ^2 stands for ²), or frames x "
         "height x width in patches such as 1x64x64*16+8x36x64 (*n repeats, + joins); by default all names, with "
-        f"--train {TRAIN_SIZES}; on a CPU always {CPU_SIZE}."
+        f"--train {TRAIN_SIZES}; on a CPU {CPU_SIZE}, with --train, too."
     ),
 ]
 BackendsOption = Annotated[

@@ -658,6 +658,7 @@ def test_slower_rows_are_listed(tmp_path: Path) -> None:
     assert lines[0] == "slower: m, s, slow: 20.00 ms, before 10.00 (2.00x)"
     assert lines[1:] == ["4 compared, 1 slower by more than 3% and the spread of their runs"]
     assert next(bench.slower(rows(), rows() | {"device": "B"})) == "measured on A, before on B"
+    assert list(bench.slower(rows(new=1), rows(old=1)))[-1].startswith("nothing was compared: the earlier file has")
     options = "--model", write_config("qwen3_vl", tmp_path), "--sizes", "1x2x2", "--rounds", 5, "--backends", "sdpa"
     assert command(*options, "--json", tmp_path / "old.json").exit_code == 0
     old = json.loads((tmp_path / "old.json").read_text())

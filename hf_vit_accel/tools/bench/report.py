@@ -106,6 +106,8 @@ def slower(result: Document, before: Document) -> Iterator[str]:
         ratio = _ratio((row, old))
         yield f"slower: {', '.join(_key(row))}: {row['ms']:.2f} ms, before {old['ms']:.2f} ({ratio:.2f}x)"
     yield f"{len(pairs)} compared, {len(slower_pairs)} slower by more than 3% and the spread of their runs"
+    if not pairs:
+        yield "nothing was compared: the earlier file has no time of these models, sizes and contenders"
 
 
 def _key(row: Document) -> tuple[str, ...]:
