@@ -64,14 +64,12 @@ class Comparison:
         return self.stock / self.ours
 
     def text(self) -> str:
-        """Write both times and the speed-up, as the chart shows them."""
+        """Write both times and the speed-up, as the table and the chart show them."""
         return f"{four_digits(self.stock)} → {four_digits(self.ours)} ms ({self.speedup:.1f}x)"
 
-    def cell(self) -> str:
-        """Write the same with the speed-up over FlashAttention-3, if it was timed, as the table shows them."""
-        if self.flash is None:
-            return self.text()
-        return f"{self.text()[:-1]}; {self.flash / self.ours:.1f}x)"
+    def cells(self) -> list[str]:
+        """Write the cells of the table: both times, and the speed-up over FlashAttention-3 if that was timed."""
+        return [self.text()] if self.flash is None else [self.text(), f"{self.flash / self.ours:.1f}x"]
 
 
 def four_digits(number: float) -> str:
@@ -148,11 +146,16 @@ def tabled(document: Document) -> list[Case]:
 def table(document: Document) -> str:
     """Write README's table: stock beside ours, at most five rows, no empty cell."""
     by_case = comparisons(document)
-    names = models(document)
-    rows = []
-    for case in tabled(document):
-        rows.append([case.label, YOU_ADD[case.way], *(by_case[case][model].cell() for model in names)])
-    return grid(["job", "you add", *(title(model) for model in names)], rows)
+    cases = tabled(document)
+    head = ["job", "you add"]
+    rows = [[case.label, YOU_ADD[case.way]] for case in cases]
+    for model in models(document):
+        columns = [by_case[case][model].cells() for case in cases]
+        count = min(len(cells) for cells in columns)
+        head += [title(model), "over FlashAttention-3"][:count]
+        for row, cells in zip(rows, columns, strict=True):
+            row += cells[:count]
+    return grid(head, rows)
 
 
 STYLE = """

@@ -106,7 +106,7 @@ def _captioning(ours: str = "`patch` and `graphed_decoding`") -> list[str]:
         tokens = f"{number} new token{'s' * (number > 1)}"
         lines.append(
             _line(
-                f"Captioning JPEGs of up to 1700x2200 with {ours}, {tokens}, pictures per second",
+                f"Captioning JPEG files of up to 1700x2200 with {ours}, {tokens}, pictures per second",
                 texts,
                 document,
                 file,
