@@ -139,7 +139,7 @@ def mistake_in(arguments: argparse.Namespace) -> str | None:
     if json_path is not None and not json_path.parent.is_dir():
         return f"cannot write {json_path}: there is no folder {json_path.parent}"
     if arguments.video is not None and not arguments.video.is_file():
-        return f"there is no file {arguments.video}"
+        return f"{arguments.video} is {'a folder' if arguments.video.is_dir() else 'not there'}: name a video file"
     if arguments.video is not None and arguments.model is None:
         return "--random has no processor for --video: name a checkpoint with --model"
     if min(arguments.seconds, arguments.fps) <= 0 or arguments.seconds * arguments.fps < 4:

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from benchmark.whole_call import build, inputs_for
+from benchmark.whole_call import TEXT, build, inputs_for
+from media.checkpoints import config_of
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
@@ -33,6 +34,8 @@ Row = dict[str, Any]
 WAYS: dict[str, dict[str, bool] | None] = {"stock": None, "patched": {}, "shared": {"data_parallel": True}}
 """The arguments of `patch`; None for stock."""
 SIZES = "1x32x32*16,64x36x64"
+_HEADS = ("num_attention_heads", "num_key_value_heads")
+"""What every rank gets an equal share of, by its name in the configuration."""
 
 
 def with_plan(config: PretrainedConfig) -> PretrainedConfig:
@@ -148,19 +151,47 @@ def _equal_on_all_ranks(tokens: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool(is_equal)
 
 
+def mistake_in(arguments: argparse.Namespace) -> str | None:
+    """Describe a mistake in the options, before a model is loaded; return None for options without one."""
+    if "LOCAL_RANK" not in os.environ:
+        return "start it by torchrun: torchrun --nproc-per-node 2 examples/tensor_parallel.py ..."
+    if arguments.json is not None and not arguments.json.parent.is_dir():
+        return f"cannot write {arguments.json}: there is no folder {arguments.json.parent}"
+    if min(arguments.rounds, arguments.tokens) < 1:
+        return f"expected --rounds and --tokens to be at least 1, got {arguments.rounds} and {arguments.tokens}"
+    try:
+        for size in arguments.sizes.split(","):
+            parse_size(size)
+        if arguments.model is None and not Path(arguments.random).exists():
+            if arguments.random not in TEXT:
+                return f"--random {arguments.random} is neither a folder nor one of {', '.join(TEXT)}"
+            heads = {name: TEXT[arguments.random][1][name] for name in _HEADS}
+        else:
+            text = config_of(arguments.model or arguments.random, None).get_text_config()
+            heads = {name: getattr(text, name) for name in _HEADS}
+    except ValueError as error:
+        return str(error)
+    ranks = int(os.environ["WORLD_SIZE"])
+    undivided = [f"{name} = {count}" for name, count in heads.items() if count % ranks]
+    return f"{ranks} ranks cannot share {' and '.join(undivided)} evenly" if undivided else None
+
+
 def main() -> None:
     """Measure all sizes; rank 0 prints and writes the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", help="a checkpoint")
-    source.add_argument("--random", help="a shape, or a folder with config.json: random weights")
+    source.add_argument("--random", help=f"{' or '.join(TEXT)}, or a folder with config.json: random weights")
     parser.add_argument("--sizes", default=SIZES, help="frames x height x width in patches, *n repeats, commas between")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    if "LOCAL_RANK" not in os.environ:
-        parser.error("start it by torchrun: torchrun --nproc-per-node 2 examples/tensor_parallel.py ...")
+    mistake = mistake_in(arguments)
+    if mistake is not None and int(os.environ.get("RANK", "0")):
+        raise SystemExit(2)  # the first rank prints it
+    if mistake is not None:
+        parser.error(mistake)
     rank = int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":

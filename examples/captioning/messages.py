@@ -124,11 +124,12 @@ def exit_by(
         if record.status == "error":
             keys_of.setdefault(_first_line(record.error or ""), []).append(record.key)
     errors = sum(map(len, keys_of.values()))
-    for error, keys in sorted(keys_of.items(), key=lambda item: -len(item[1]))[:_SHOWN_ERRORS]:
+    shown = len(keys_of) if len(keys_of) == _SHOWN_ERRORS + 1 else _SHOWN_ERRORS  # "1 other" would take a line, too
+    for error, keys in sorted(keys_of.items(), key=lambda item: -len(item[1]))[:shown]:
         more = [] if len(keys) <= _SHOWN_KEYS else ["..."]
         say(f"  error, {len(keys)} x {error} ({', '.join(keys[:_SHOWN_KEYS] + more)})")
-    if len(keys_of) > _SHOWN_ERRORS:
-        print(f"  and {len(keys_of) - _SHOWN_ERRORS} other errors")
+    if len(keys_of) > shown:
+        print(f"  and {len(keys_of) - shown} other errors")
     if errors:
         print("  the records of status error in the output folder name all files")
     empty = sum(record.status == "ok" and not record.has_text for record in records)

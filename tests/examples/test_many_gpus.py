@@ -198,7 +198,8 @@ RANDOM = "--random=qwen3-vl-8b"
     [
         (["--model=./nope"], "cannot load ./nope: "),
         ([f"--model={EXAMPLES / 'tiny_captioner' / 'qwen3_vl'}"], "--model needs torchvision"),
-        ([RANDOM, "--video=nope.mp4"], "there is no file nope.mp4"),
+        ([RANDOM, "--video=nope.mp4"], "nope.mp4 is not there: name a video file"),
+        ([RANDOM, f"--video={EXAMPLES}"], f"{EXAMPLES} is a folder: name a video file"),
         ([RANDOM, f"--video={__file__}"], "--random has no processor for --video: name a checkpoint with --model"),
         ([RANDOM, "--json=/nope/x.json"], "cannot write /nope/x.json: there is no folder /nope"),
         ([RANDOM, "--height=100"], "expected --height and --width to be multiples of 32, got 100 and 320"),
@@ -253,6 +254,36 @@ def test_tensor_parallelism_names_its_launcher(
     with pytest.raises(SystemExit) as stopped:
         tensor_parallel.main()
     assert stopped.value.code == 2 and "torchrun --nproc-per-node 2" in capsys.readouterr().err.splitlines()[-1]
+
+
+QWEN3 = EXAMPLES / "tiny_captioner" / "qwen3_vl"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--random=nope"], "--random nope is neither a folder nor one of qwen2.5-vl-7b, qwen3-vl-8b"),
+        (["--model=./nope"], "cannot load ./nope: "),
+        ([f"--random={EXAMPLES}"], f"{EXAMPLES} holds no checkpoint: "),
+        ([f"--model={QWEN3}"], "2 ranks cannot share num_attention_heads = 5 and num_key_value_heads = 5 evenly"),
+        ([RANDOM, "--sizes=nope"], "unknown size 'nope': choose one of "),
+        ([RANDOM, "--rounds=0"], "expected --rounds and --tokens to be at least 1, got 0 and 16"),
+        ([RANDOM, "--json=/nope/x.json"], "cannot write /nope/x.json: there is no folder /nope"),
+    ],
+)
+def test_mistakes_in_tensor_parallelism_are_said_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], message: str, rank: int
+) -> None:
+    for name, value in (("LOCAL_RANK", rank), ("RANK", rank), ("WORLD_SIZE", 2)):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(dist, "init_process_group", lambda *_: pytest.fail("the ranks met"))
+    monkeypatch.setattr(sys, "argv", ["tensor_parallel.py", *options])
+    with pytest.raises(SystemExit) as stopped:
+        tensor_parallel.main()
+    lines = capsys.readouterr().err.splitlines()
+    assert stopped.value.code == 2
+    assert not lines if rank else message in lines[-1]
 
 
 def test_the_processor_gets_the_generated_frames_unchanged(model: transformers.PreTrainedModel) -> None:
