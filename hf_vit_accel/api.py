@@ -71,7 +71,7 @@ def patch(
         reuse: Encode images and videos that are equal bit for bit once in a call: True. A `ReuseConfig` can keep
             features for later calls, too. Nothing is reused if pixel values require gradients.
         like: Copies of a family's tower that remote code ships: the name of the class, and that of the family. A copy
-            runs beside our operations now, which takes seconds; see the page "Supported". It stays served when you
+            runs beside our operations now, which takes seconds; see the FAQ. It stays served when you
             patch again without `like`.
         every_rank: For distributed training of a whole model. Every forward with gradients calls the tower exactly
             once, whatever the batch of a rank holds: images and videos together, and a dummy of weight zero for text

@@ -71,7 +71,7 @@ def graphed_decoding(
         model: Comes from `generate`, as all arguments do that are not listed here.
         streamer: Receives the prompt and every token.
         synced_gpus: Decode by stock's method, as ranks do that must all run equally many steps.
-        max_graphs: DecodeSteps to keep: one for each batch size and number of slots.
+        max_graphs: Captured steps to keep: one for each batch size and number of slots.
         max_bytes: Bytes of steps to keep; None for an eighth of the device's memory.
 
     Raises:
