@@ -41,7 +41,8 @@ class Options:
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None
     demo: Annotated[bool, typer.Option("--demo", help="Use a toy model, which knows drawn scenes only.")] = False
     prompt: Annotated[
-        list[str] | None, typer.Option(help="May name {name}, {stem}, {folder}, {kind} and metadata. Repeatable.")
+        list[str] | None,
+        typer.Option(help="May name {name}, {stem}, {folder}, {key}, {kind} and metadata. Repeatable."),
     ] = None
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 64
     temperature: Annotated[float, typer.Option(min=0, help="0 for greedy decoding.")] = 0.0

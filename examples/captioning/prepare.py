@@ -148,7 +148,7 @@ def _check_prompts(prompts: Sequence[str], items: Sequence[Item]) -> None:
     if unknown:
         names = ", ".join(f"{{{name}}}" for name in sorted(unknown))
         there = ", ".join(f"{{{name}}}" for name in sorted(available))
-        raise ValueError(f"a prompt names {names}, which no picture has; there are {there}")
+        raise ValueError(f"a prompt names {names}, which no picture has as a text or number; there are {there}")
 
 
 def _root(request: Request, last_run: Entry) -> str | None:

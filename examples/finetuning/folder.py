@@ -45,6 +45,8 @@ _MAY_CHANGE = {
     *("per_device_batch_size", "gradient_accumulation_steps"),  # the examples of a step are compared
 }
 """Options that a resumed run may change. With any other, it would silently train otherwise than it began."""
+_EXAMPLES = "examples of --train-file without those held out"
+"""The setting that stands for all examples to train on."""
 _LENGTH = ("--max-steps", "--num-train-epochs")
 """Settings that a resumed run may change, too. It says so, since the learning rates change."""
 
@@ -156,7 +158,7 @@ def kept_settings(
     """
     per_process = arguments.train_batch_size * arguments.gradient_accumulation_steps
     settings: dict[str, object] = {
-        "examples of --train-file without those held out": fingerprint(trained),
+        _EXAMPLES: fingerprint(trained),
         "--per-device-batch-size x --gradient-accumulation-steps x processes": per_process * arguments.world_size,
     }
     for name, value in vars(options).items():
@@ -187,11 +189,12 @@ def check_settings(checkpoint: str | None, settings: Mapping[str, object]) -> No
     """Raise ValueError if a checkpoint was trained with other settings, which its states would keep."""
     if checkpoint is None:
         return
-    changes = [text for name, text in _changes(checkpoint, settings).items() if name not in _LENGTH]
+    changes = {name: text for name, text in _changes(checkpoint, settings).items() if name not in _LENGTH}
     if changes:
+        why = " Pictures, texts, their order or sizes of files differ." if _EXAMPLES in changes else ""
         raise ValueError(
-            f"{checkpoint} was trained with {', '.join(changes)}. A resumed run cannot change that: go on with the "
-            "former, or begin anew in another --output-dir"
+            f"{checkpoint} was trained with {', '.join(changes.values())}.{why} A resumed run cannot change that: go "
+            "on with the former, or begin anew in another --output-dir"
         )
 
 

@@ -14,7 +14,7 @@ __all__ = ["end_with_launcher"]
 
 _PROGRAMS = {"accelerate", "accelerate-launch", "torchrun"}
 _MODULES = ("accelerate.commands.", "torch.distributed.")
-_INTERVAL = 0.5  # seconds
+_INTERVAL = 0.1  # seconds
 _MESSAGE = b"\nthe launcher of this process was killed, so the process ends, too\n"
 
 

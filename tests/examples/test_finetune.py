@@ -570,6 +570,7 @@ def test_a_run_is_not_resumed_with_other_files(data: Path, tmp_path: Path) -> No
         command = arguments(other, tmp_path / "out", "qwen3_vl", "--resume", max_steps=max_steps, eval_fraction=0)
         refused = RUNNER.invoke(finetune.app, command)
         assert refused.exit_code == 2 and "was trained with examples of --train-file" in words(refused), refused.output
+        assert "Pictures, texts, their order or sizes of files differ. A resumed run" in words(refused)
     command = arguments(data, tmp_path / "out", "qwen3_vl", "--resume", max_steps=2, learning_rate=0.1)
     refused = RUNNER.invoke(finetune.app, command)
     assert refused.exit_code == 2 and "--learning-rate 0.001 (now 0.1)" in words(refused)

@@ -404,7 +404,10 @@ def test_a_field_that_no_picture_has_is_refused_before_a_model_is_loaded(
     monkeypatch.setattr(batch_caption, "load_model", lambda *_: pytest.fail("loaded"))
     done = caption(photos, output, prompt=prompt)
     assert done.exit_code == 2 and not list(output.glob("captions-*"))
-    assert "names {foo}, which no picture has; there are {folder}, {key}, {kind}, {name}, {stem}" in words(done)
+    assert (
+        "names {foo}, which no picture has as a text or number; there are {folder}, {key}, {kind}, {name}, {stem}"
+        in words(done)
+    )
 
 
 def test_a_field_that_one_picture_has_is_asked(photos: Path, output: Path) -> None:
