@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from hf_vit_accel.families import Model, find_towers
@@ -143,6 +144,11 @@ def follow_name(model: nn.Module, is_fast: bool) -> None:
 
 def reason_not_one_call(model: Model) -> str | None:
     """Return why images and videos cannot be encoded in one call; None if they can."""
+    method = getattr(type(model), "get_image_features", None)
+    if method is not None and type(model).__module__.startswith("transformers."):
+        parameters = inspect.signature(method).parameters.values()
+        if not any(entry.name == "return_dict" or entry.kind is entry.VAR_KEYWORD for entry in parameters):
+            return f"transformers {transformers.__version__} is too old for it; upgrade: pip install -U transformers"
     why = try_out(try_one_call, model)
     return None if why is None else f"images and videos need more than one call: {why}"
 
