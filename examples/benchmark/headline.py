@@ -152,7 +152,7 @@ def table(document: Document) -> str:
     for model in models(document):
         columns = [by_case[case][model].cells() for case in cases]
         count = min(len(cells) for cells in columns)
-        head += [title(model), "over FlashAttention-3"][:count]
+        head += [title(model), "gain over FlashAttention-3"][:count]
         for row, cells in zip(rows, columns, strict=True):
             row += cells[:count]
     return grid(head, rows)
@@ -185,8 +185,8 @@ def chart(document: Document) -> str:
     by_case = comparisons(document)
     cases = charted(document)
     unit = LONGEST / max(by_case[case][model].speedup for case in cases for model in models(document))
-    y = 0
-    shapes = []
+    y = 24
+    shapes = [f'<text class="small" x="{LEFT}" y="{y}">Speed-up over transformers with sdpa (dashed: 1x)</text>']
     for model in models(document):
         y += 28
         shapes.append(f'<text class="model" x="{LEFT}" y="{y}">{escape(title(model))}</text>')
@@ -204,8 +204,7 @@ def chart(document: Document) -> str:
             ]
             y += STEP
     notes = [
-        "Dashed: transformers with sdpa, 1x. Longer is faster. Weights are random.",
-        f"{cases[0].label}: with {WITH[cases[0].way]}.".replace("`", ""),
+        f"Answers: {WITH[cases[0].way]}. Tower: {WITH[cases[1].way]}. Weights are random.".replace("`", ""),
         measured_at(document),
     ]
     for line in [line for note in notes for line in textwrap.wrap(note, LINE)]:
