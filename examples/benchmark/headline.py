@@ -68,8 +68,14 @@ class Comparison:
         return f"{four_digits(self.stock)} → {four_digits(self.ours)} ms ({self.speedup:.1f}x)"
 
     def cells(self) -> list[str]:
-        """Write the cells of the table: both times, and the speed-up over FlashAttention-3 if that was timed."""
-        return [self.text()] if self.flash is None else [self.text(), f"{self.flash / self.ours:.1f}x"]
+        """Write the cells of the table: both times, and the speed-up over FlashAttention-3 if that was timed.
+
+        An asterisk marks where FlashAttention-3 is slower than sdpa. README says so below the table.
+        """
+        if self.flash is None:
+            return [self.text()]
+        mark = "\\*" if round(self.flash / self.ours, 1) > round(self.speedup, 1) else ""
+        return [self.text(), f"{self.flash / self.ours:.1f}x{mark}"]
 
 
 def four_digits(number: float) -> str:

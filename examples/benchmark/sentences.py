@@ -246,12 +246,12 @@ def checks() -> list[str]:
 SENTENCES = (
     Sentence(
         page="README.md",
-        text="answers {} to {}x, embedding a batch {} to {}x, training steps {} to {}x",
+        text="answers and captions {} to {}x, embedding a batch {} to {}x, training steps {} to {}x",
         numbers=promised,
     ),
     Sentence(
         page="README.md",
-        text="Without FlashAttention-3 and -4, our one-picture tower takes [up to {}% longer]",
+        text="without both, its one-picture tower takes [up to {}% longer]",
         numbers=lambda: [at_most(max(without_flash()[model] for model in ("qwen2.5-vl-7b", "qwen3-vl-8b")))],
     ),
     Sentence(
