@@ -5,8 +5,11 @@
     python examples/embed_pages.py --output index --query "How did revenue develop in 2023?"
 
 Every batch becomes a safetensors file, which is never incomplete: embeddings (tokens, dim) by the key of a page. A page
-is skipped if an earlier run embedded it with the same model, settings and file size. Inputs are those of
+is skipped if it was embedded with the same model and settings, and has the same bytes. Inputs are those of
 `batch_caption.py`.
+
+A run is all that was embedded with one model and the same settings. A query searches the run of the pages and options
+beside it. Without pages, it searches the only run, or that of `--run`. Pages that were removed later are still found.
 """
 
 from __future__ import annotations
@@ -37,12 +40,11 @@ except ModuleNotFoundError:
     raise SystemExit("This program needs accelerate: pip install accelerate") from None
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from embedding.index import Plan, Settings, name_of, paths_of_files, plan, shards
+from embedding.index import Plan, Settings, choose_run, find_runs, name_of, paths_of_files, plan
 from embedding.pages import Batch, Page, Reader
 from media.batches import cost, halve_on_oom, measured, pack, spread
 from media.checkpoints import config_of, identity
-from media.files import lock, part_of, say
-from media.items import size
+from media.files import fingerprint, lock, part_of, say
 from media.launchers import end_with_launcher
 from media.pictures import REFUSE_ABOVE
 from media.processors import limit_pixels
@@ -83,28 +85,38 @@ def max_sim(query: torch.Tensor, page: torch.Tensor) -> float:
     return float((query.float() @ page.float().t()).amax(1).sum())
 
 
-def search(output: Path, queries: Sequence[str], top: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Print the best pages of the newest run for every query.
+def search(output: Path, name: str, queries: Sequence[str], top: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Print the best pages of a run for every query.
 
     Args:
         output: the folder of the embeddings
+        name: the name of the run
         queries: the texts to search for
         top: the number of pages to print for a query
         dtype: the dtype of the model
         device: the device of the model
+
+    Raises:
+        ValueError: if the run has no pages, or its model changed since
     """
-    files = list(shards(output))
-    if not files:
-        raise ValueError(f"{output} holds no embedded pages. Name pages to embed, and --model.")
-    newest = files[-1][1]
-    model, processor = load(newest["model"], newest["revision"] or None, dtype, device)
+    runs = find_runs(output)
+    if name not in runs:
+        raise ValueError(f"no page of this run (run {name}) is embedded in {output}")
+    run = runs[name]
+    checkpoint = run.metadata["model"]
+    revision = run.metadata["revision"] or None
+    if fingerprint(identity(checkpoint, revision, output)[0]) != run.metadata["checkpoint"]:
+        raise ValueError(
+            f"{checkpoint} changed since run {name} embedded its pages. Embed them again, and query these."
+        )
+    say(f"searching {len(run.pages)} pages (run {name}, model {checkpoint})")
+    model, processor = load(checkpoint, revision, dtype, device)
     embedded_queries = embed(model, processor.process_queries(list(queries)))
     scores: dict[str, list[float]] = {}
-    for path, metadata in files:
-        if metadata["run"] == newest["run"]:
-            with safe_open(path, "pt", device=str(model.device)) as file:
-                for key in file.keys():  # noqa: SIM118, it is no dict
-                    scores[key] = [max_sim(query, file.get_tensor(key)) for query in embedded_queries]
+    for path in run.files:
+        with safe_open(path, "pt", device=str(model.device)) as file:
+            for key in file.keys():  # noqa: SIM118, it is no dict
+                scores[key] = [max_sim(query, file.get_tensor(key)) for query in embedded_queries]
     for index, query in enumerate(queries):
         print(f"{query}")
         for key in sorted(scores, key=lambda key: -scores[key][index])[:top]:
@@ -154,24 +166,24 @@ def embed_batches(
         def run(pages: Sequence[Page], batch: Batch = batch) -> list[torch.Tensor]:
             is_complete = batch.inputs is not None and len(pages) == len(batch.pages)
             return embed(
-                model, batch.inputs if is_complete else processor.process_images([image for _, image in pages])
+                model, batch.inputs if is_complete else processor.process_images([page.image for page in pages])
             )
 
         results = halve_on_oom(run, batch.pages) if batch.pages else []
         tensors = {}
-        sizes = {}
+        embedded_pages = {}
         errors = list(batch.errors)
-        for (item, _), result in zip(batch.pages, results, strict=True):
+        for page, result in zip(batch.pages, results, strict=True):
             if isinstance(result, torch.Tensor):
-                tensors[name_of(item)] = result.cpu()
-                sizes[name_of(item)] = size(item)
+                tensors[name_of(page.item)] = result.cpu()
+                embedded_pages[name_of(page.item)] = {"checksum": page.checksum, "stamp": page.stamp}
             else:
-                errors.append(f"{item.key}: {result}")
+                errors.append(f"{page.item.key}: {result}")
         for error in errors:
             say(f"not embedded: {error}")
         if tensors:
             with part_of(next(files)) as part:
-                save_file(tensors, part, metadata | {"bytes": json.dumps(sizes)})
+                save_file(tensors, part, metadata | {"pages": json.dumps(embedded_pages)})
         embedded += len(tensors)
         failed += len(errors)
     return embedded, failed
@@ -210,8 +222,11 @@ def shared_plan(options: Options, settings: Settings, state: PartialState, stack
             stack.enter_context(lock(options.output, alone=True))
             identified, title = identity(options.model, options.revision, options.output, write=True)
             say(f"model {title}")
+            revision = str(identified.get("revision") or "")  # the commit: a branch may move
+            metadata = dict(model=options.model, revision=revision, checkpoint=fingerprint(identified))
             settings = identified | settings
-            answer = [plan(options.inputs, options.output, settings, column=options.column, split=options.split)]
+            sources = dict(column=options.column, split=options.split)
+            answer = [plan(options.inputs, options.output, settings, metadata, **sources)]
         except (OSError, ValueError) as error:
             answer = [error]  # all processes raise it: the others would wait forever
     (planned,) = broadcast_object_list(answer)
@@ -220,8 +235,12 @@ def shared_plan(options: Options, settings: Settings, state: PartialState, stack
     return planned
 
 
-def embed_pages(options: Options, dtype: torch.dtype, state: PartialState) -> int:
-    """Embed the pages that have no embeddings yet; return the number of pages that could not be embedded."""
+def embed_pages(options: Options, dtype: torch.dtype, state: PartialState) -> tuple[str, int]:
+    """Embed the pages that have no embeddings yet.
+
+    Returns:
+        The name of the run, and the number of pages that could not be embedded.
+    """
     model, processor = load(options.model, options.revision, dtype, state.device)
     limit_pixels(processor, options.min_pixels, options.max_pixels)
     settings = {"pixels": dict(processor.image_processor.size), "dtype": str(dtype)}
@@ -238,17 +257,32 @@ def embed_pages(options: Options, dtype: torch.dtype, state: PartialState) -> in
             say("--compare timed nothing: the first process has no page to embed")
         if not options.no_patch:
             hf_vit_accel.patch(model, attention=options.attention)
-        metadata = dict(run=planned.run, model=options.model, revision=options.revision or "")
         files = paths_of_files(options.output, planned.number, state.process_index)
         begin = time.perf_counter()
-        embedded, failed = embed_batches(model, processor, reader.ahead(batches), files, metadata)
+        embedded, failed = embed_batches(model, processor, reader.ahead(batches), files, planned.metadata)
         of_processes = gather_object([(embedded, failed, time.perf_counter() - begin)])
     pages = sum(embedded for embedded, _, _ in of_processes)
     failures = sum(failed for _, failed, _ in of_processes)
     seconds = max(seconds for _, _, seconds in of_processes)
     if state.is_main_process:
         say(f"{pages} pages embedded, {pages / seconds:.2f} a second; {failures} could not be")
-    return failures
+    return planned.metadata["run"], failures
+
+
+def check(inputs: list[str] | None, queries: list[str] | None, model: str | None, run: str | None) -> None:
+    """Raise BadParameter for options of `main` that do not belong together."""
+    if not inputs and not queries:
+        raise typer.BadParameter("name pages to embed, or a --query")
+    if not all(text.strip() for text in queries or []):
+        raise typer.BadParameter("it is empty", param_hint="--query")
+    if inputs and run is not None:
+        raise typer.BadParameter("pages and options name a run themselves", param_hint="--run")
+    if not inputs and model is not None:
+        raise typer.BadParameter(
+            "without pages, a query takes the model of its run: leave it out", param_hint="--model"
+        )
+    if inputs and model is None:
+        raise typer.BadParameter("name one, such as vidore/colqwen2-v1.0-hf", param_hint="--model")
 
 
 def main(
@@ -257,6 +291,7 @@ def main(
     model: Annotated[str | None, typer.Option(help="Folder of a checkpoint, or its name on the Hub.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
     query: Annotated[list[str] | None, typer.Option(help="Print the best pages for this text. Repeatable.")] = None,
+    run: Annotated[str | None, typer.Option(help="Run to search without pages, where there are several.")] = None,
     top: Annotated[int, typer.Option(min=1, help="How many pages to print for a query.")] = 5,
     min_pixels: Annotated[int | None, typer.Option(min=1, help="Smaller pages are enlarged to it.")] = None,
     max_pixels: Annotated[int | None, typer.Option(min=1, help="Larger pages are reduced to it.")] = None,
@@ -270,10 +305,7 @@ def main(
     decoders: Annotated[int, typer.Option(min=1, help="Threads that decode, per process.")] = 8,
 ) -> None:
     """Embed pages, and answer queries with them. Exits with 1 if pages could not be embedded."""
-    if not inputs and not query:
-        raise typer.BadParameter("name pages to embed, or a --query")
-    if inputs and model is None:
-        raise typer.BadParameter("name one, such as vidore/colqwen2-v1.0-hf", param_hint="--model")
+    check(inputs, query, model, run)
     state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available())
     dtype = torch.bfloat16 if state.device.type == "cuda" else torch.float32
     failures = 0
@@ -295,9 +327,10 @@ def main(
                 split=split,
                 decoders=decoders,
             )
-            failures = embed_pages(options, dtype, state)
+            run, failures = embed_pages(options, dtype, state)
         if query and state.is_main_process:
-            search(output, query, top, dtype, state.device)
+            name = run if inputs and run is not None else choose_run(output, run)
+            search(output, name, query, top, dtype, state.device)
     except (OSError, ValueError, hf_vit_accel.BackendUnavailableError) as error:
         raise (typer.BadParameter(str(error)) if state.is_main_process else typer.Exit(2)) from None
     finally:

@@ -28,6 +28,7 @@ except ModuleNotFoundError:
 
 import torch
 import typer
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForImageTextToText, PreTrainedModel, ProcessorMixin, TrainingArguments, set_seed
 from transformers.integrations import get_available_reporting_integrations
@@ -368,7 +369,7 @@ def _mistakes(prefix: str = "") -> Iterator[None]:
     """Report a user's mistake in one sentence of the first process."""
     try:
         yield
-    except (OSError, ValueError, ImportError, hf_vit_accel.BackendUnavailableError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError, hf_vit_accel.BackendUnavailableError) as error:
         text = str(error).strip() or type(error).__name__
         if not isinstance(error, hf_vit_accel.BackendUnavailableError):  # its further lines hold reasons and remedies
             text = text.partition("\n")[0]

@@ -251,7 +251,7 @@ SENTENCES = (
     ),
     Sentence(
         page="README.md",
-        text="without both, its one-picture tower takes [up to {}% longer]",
+        text="with neither, its one-picture tower takes [up to {}% longer]",
         numbers=lambda: [at_most(max(without_flash()[model] for model in ("qwen2.5-vl-7b", "qwen3-vl-8b")))],
     ),
     Sentence(

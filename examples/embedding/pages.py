@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from media.batches import Task
-from media.items import Item, open_item
+from media.items import Item, checksum, holds_bytes, open_item, stamp
 from media.pictures import read_image
 from media.processors import reduced
 from PIL import Image
@@ -16,7 +16,22 @@ from transformers import BatchFeature, ProcessorMixin
 
 __all__ = ["Batch", "Page", "Reader"]
 
-Page = tuple[Item, Image.Image]
+
+@dataclass(frozen=True)
+class Page:
+    """A page that was read.
+
+    Args:
+        item: the place of its bytes
+        image: the decoded picture
+        checksum: CRC-32 of its bytes
+        stamp: equal as long as the bytes are, without reading them; None where there is none
+    """
+
+    item: Item
+    image: Image.Image
+    checksum: str
+    stamp: str | None
 
 
 @dataclass
@@ -24,7 +39,7 @@ class Batch:
     """Pages that were read.
 
     Args:
-        pages: items and their pictures
+        pages: the pages, in the order of the inputs
         inputs: the model's inputs for all pages; None where there are no pages
         errors: a line for every page that could not be read
     """
@@ -77,19 +92,21 @@ class Reader:
     def _decode(self, task: Task) -> Page | str:
         """Decode one page; return the error as a line of text."""
         try:
+            before = stamp(task.item)  # if the file is replaced from now on, the next run reads it again
             with open_item(task.item) as file:
-                return task.item, read_image(file, resize=reduced(self.processor))[0]
+                crc = checksum(file)
+                image, _ = read_image(file, resize=reduced(self.processor))
+            return Page(task.item, image, crc, before if holds_bytes(task.item) else None)
         except Exception as error:  # Pillow's decoders raise anything for damaged files
             return f"{task.item.key}: {error}"
 
     def _process(self, pages: Sequence[Page]) -> BatchFeature | None:
-        return self.processor.process_images([image for _, image in pages]) if pages else None
+        return self.processor.process_images([page.image for page in pages]) if pages else None
 
     def _refusal(self, page: Page) -> str | None:
         """Return the processor's reason against a page."""
-        item, image = page
         try:
-            self.processor.process_images([image])
+            self.processor.process_images([page.image])
         except Exception as error:  # processors raise anything for shapes that they refuse
-            return f"{item.key}: {error}"
+            return f"{page.item.key}: {error}"
         return None

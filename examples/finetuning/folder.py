@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 from media.files import lock
 from media.processors import load_processor
+from safetensors import SafetensorError, safe_open
 from transformers import ProcessorMixin, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import cached_file, is_torchvision_available
 
@@ -73,7 +74,7 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 
 def newest_checkpoint(folder: Path, resume: bool) -> str | None:
-    """Return the newest complete checkpoint, if there is one.
+    """Return the newest complete checkpoint, if there is one. Damaged ones are reported.
 
     Args:
         folder: the output folder of the run
@@ -86,10 +87,27 @@ def newest_checkpoint(folder: Path, resume: bool) -> str | None:
     checkpoints = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json") if _is_json(path)]
     if not checkpoints:
         return None
-    newest = max(checkpoints, key=step_of)
     if not resume:
+        newest = max(checkpoints, key=step_of)
         raise ValueError(f"{newest} is of an earlier run: --resume goes on from it, another --output-dir starts anew")
-    return str(newest)
+    for checkpoint in sorted(checkpoints, key=step_of, reverse=True):
+        damage = _damage(checkpoint)
+        if damage is None:
+            return str(checkpoint)
+        if not int(os.environ.get("RANK", "0")):
+            print(f"passed over: {checkpoint} is damaged: {damage}")
+    return None
+
+
+def _damage(checkpoint: Path) -> str | None:
+    """Say which weights of a checkpoint cannot be read, such as a file that lost its end; None if all can."""
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            return f"{path.name}: {error}"
+    return None
 
 
 def _is_json(path: Path) -> bool:

@@ -17,6 +17,9 @@ def load_processor(model_id: str, revision: str | None = None) -> ProcessorMixin
 
     Without torchvision, transformers has no video processors and cannot build a processor that contains one.
     The same class is then loaded without that part, and with the Pillow image processor.
+
+    Raises:
+        ValueError: transformers knows no processor for the model, or it has no chat template.
     """
     if is_torchvision_available():
         processor = AutoProcessor.from_pretrained(model_id, revision=revision)
@@ -31,6 +34,10 @@ def load_processor(model_id: str, revision: str | None = None) -> ProcessorMixin
                 return [name for name in super().get_attributes() if name != "video_processor"]
 
         processor = WithoutVideo.from_pretrained(model_id, revision=revision)
+    if processor.chat_template is None and processor.tokenizer.chat_template is None:
+        raise ValueError(
+            "its files hold no chat template, so no prompt can be written for it; models for chats have one"
+        )
     processor.tokenizer.padding_side = "left"
     return processor
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import typer
 from click.testing import Result
 from PIL import Image
 from programs import EXAMPLES, RUNNER, WAYS, draw, launched, words
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny import IMAGE, TINY, randomise, relative_error
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -120,8 +122,12 @@ def test_only_missing_or_changed_pages_are_embedded_again(model: Path, pages: Pa
     assert embeddings(output)["a.png"].shape != before["a.png"].shape
     assert relative_error(embeddings(output)["a.png"], embedded_alone(model, pages / "a.png")) < 1e-5
     assert "4 pages, 4 of them to embed" in call(*arguments, "--max-pixels=1024").output, "another run"
-    (output / "pages-00000099-00000.safetensors").write_bytes(b"torn")
-    assert "passed over" in call(*arguments).output
+    torn = output / "pages-00000099-00000.safetensors"
+    torn.write_bytes(b"torn")
+    save_file({"a.png": torch.zeros(2, 2)}, output / "pages-00000098-00000.safetensors")
+    done = call(*arguments, "--max-pixels=2048")
+    assert words(done).count("passed over: ") == 2 and "not a file of this version" in words(done)
+    assert torn.read_bytes() == b"torn", "no file of others is overwritten"
 
 
 def test_queries_find_pages_by_their_largest_similarities(model: Path, pages: Path, tmp_path: Path) -> None:
@@ -140,6 +146,58 @@ def test_queries_find_pages_by_their_largest_similarities(model: Path, pages: Pa
         printed = re.findall(r"^ +(-?[\d.]+)  (\S+)$", result.output, re.M)
         assert [key for _, key in printed] == best
         assert all(abs(float(score) - scores[key]) < 2e-3 for score, key in printed)
+
+
+def found(result: Result) -> dict[str, float]:
+    """Read the scores of the pages that a query found."""
+    assert result.exit_code == 0, result.output
+    return {key: float(score) for score, key in re.findall(r"^ +(-?[\d.]+)  (\S+)$", result.output, re.M)}
+
+
+def test_a_query_searches_the_run_of_its_own_pages_and_options(model: Path, pages: Path, tmp_path: Path) -> None:
+    output = tmp_path / "index"
+    query = ("--query", "word1 word7")
+    arguments = (pages, "--output", output, "--model", model)
+    before = found(call(*arguments, *query))
+    assert before.keys() == PAGES
+    small = found(call(pages / "a.png", *arguments[1:], "--max-pixels=1024", *query))
+    assert small.keys() == {"a.png"}
+    again = call(*arguments, *query)
+    assert "4 pages, 0 of them to embed" in again.output and found(again) == before, "not the run that came last"
+    several = call("--output", output, *query)
+    assert several.exit_code == 2 and "holds several runs: " in words(several)
+    runs = re.findall(r"(\w{12}) \((\d) pages, ", words(several))
+    assert [count for _, count in runs] == ["4", "1"]
+    for (name, _), expected in zip(runs, (before, small), strict=True):
+        assert found(call("--output", output, *query, "--run", name)) == expected
+    assert "holds no run nope, but " in words(call("--output", output, *query, "--run=nope"))
+
+
+def test_a_query_never_meets_pages_of_other_weights(model: Path, pages: Path, tmp_path: Path) -> None:
+    trained = shutil.copytree(model, tmp_path / "trained")
+    output = tmp_path / "index"
+    query = ("--query", "word1 word7")
+    before = found(call(pages, "--output", output, "--model", trained, *query))
+    weights = {name: tensor * 1.05 for name, tensor in load_file(trained / "model.safetensors").items()}
+    save_file(weights, trained / "model.safetensors", {"format": "pt"})
+    stale = call("--output", output, *query)
+    assert stale.exit_code == 2 and "changed since run" in words(stale) and "Embed them again" in words(stale)
+    after = found(call(pages, "--output", output, "--model", trained, *query))
+    assert after.keys() == before.keys() and after != before
+
+
+def test_another_page_of_the_same_size_is_embedded_again(model: Path, pages: Path, tmp_path: Path) -> None:
+    draw(0)[0].resize((64, 64)).save(pages / "scan.bmp")
+    length = (pages / "scan.bmp").stat().st_size
+    arguments = (pages, "--output", tmp_path / "index", "--model", model)
+    assert "5 pages, 5 of them to embed" in call(*arguments).output
+    before = embeddings(tmp_path / "index")["scan.bmp"]
+    os.utime(pages / "scan.bmp", ns=(1, 1))
+    assert "5 pages, 0 of them to embed" in call(*arguments).output, "the bytes are the same"
+    draw(7)[0].resize((64, 64)).save(pages / "scan.bmp")
+    assert (pages / "scan.bmp").stat().st_size == length
+    assert "5 pages, 1 of them to embed" in call(*arguments).output
+    assert not torch.equal(embeddings(tmp_path / "index")["scan.bmp"], before)
 
 
 def test_damaged_or_refused_pages_are_reported_and_the_others_embedded(
@@ -190,6 +248,11 @@ def test_mistakes_are_refused_with_the_fix(model: Path, pages: Path, tmp_path: P
     assert "name pages to embed, or a --query" in words(call("--output", output))
     assert "such as vidore/colqwen2-v1.0-hf" in words(call(pages, "--output", output))
     assert "holds no embedded pages" in words(call("--output", output, "--query", "word1"))
+    assert "Invalid value for --query: it is empty" in words(call(pages, "--output", output, "--query="))
+    without_pages = call("--output", output, "--model", model, "--query", "word1")
+    assert "Invalid value for --model: without pages, a query takes the model of its run" in words(without_pages)
+    with_pages = call(pages, "--output", output, "--model", model, "--query", "word1", "--run=x")
+    assert "Invalid value for --run: pages and options name a run themselves" in words(with_pages)
     other = EXAMPLES / "tiny_captioner" / "qwen2_vl"
     assert "Name a checkpoint of ColQwen2ForRetrieval" in words(call(pages, "--output", output, "--model", other))
     arguments = (pages, "--output", output, "--model", model)

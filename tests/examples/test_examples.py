@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import pytest
 from captioning.journal import Journal, Record
 from click.testing import Result
 from media.files import lock
-from programs import EXAMPLES, RUNNER, UNIT, draw
+from programs import EXAMPLES, RUNNER, UNIT, draw, words
 from read_once import read_once
 
 
@@ -234,6 +235,16 @@ def test_paths_without_a_model_are_refused(folder: Path, model: str) -> None:
     done = RUNNER.invoke(batch_caption.app, [*arguments, "--model", model.replace("{folder}", str(folder))])
     assert done.exit_code == 2 and "Traceback" not in done.output and isinstance(done.exception, SystemExit)
     assert re.search("holds no checkpoint|cannot load|name the folder of the checkpoint", done.output), done.output
+
+
+def test_a_model_without_a_chat_template_is_refused_before_pictures_are_read(folder: Path) -> None:
+    base = shutil.copytree(EXAMPLES / "tiny_captioner" / "qwen2_5_vl", folder.parent / "base")
+    (base / "chat_template.jinja").unlink()
+    done = RUNNER.invoke(
+        batch_caption.app, ["caption", str(folder), f"--output={folder.parent / 'captions'}", "--model", str(base)]
+    )
+    assert done.exit_code == 2 and "its files hold no chat template" in words(done), done.output
+    assert not list(folder.parent.glob("captions/captions-*"))
 
 
 def test_samples_do_not_depend_on_batches_or_order(folder: Path) -> None:

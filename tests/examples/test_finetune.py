@@ -162,9 +162,13 @@ def test_a_resumed_run_equals_an_uninterrupted_one(data: Path, patched: Path, tm
     (tmp_path / "checkpoint-5" / "trainer_state.json").unlink()
     shutil.copytree(patched / "checkpoint-3", tmp_path / "checkpoint-4")
     (tmp_path / "checkpoint-4" / "trainer_state.json").write_text('{"epoch": 1.0, "global')
+    torn = shutil.copytree(patched / "checkpoint-3", tmp_path / "checkpoint-6") / "model.safetensors"
+    torn.write_bytes(torn.read_bytes()[:1000])
     refused = RUNNER.invoke(finetune.app, arguments(data, tmp_path, "qwen3_vl"))
     assert refused.exit_code == 2 and "--resume goes on from it" in refused.output
-    assert f"going on from {tmp_path / 'checkpoint-3'}" in run(data, tmp_path, "qwen3_vl", "--resume")
+    output = run(data, tmp_path, "qwen3_vl", "--resume")
+    assert f"passed over: {tmp_path / 'checkpoint-6'} is damaged: model.safetensors: " in output
+    assert f"going on from {tmp_path / 'checkpoint-3'}" in output
     assert losses(tmp_path) == losses(patched)
     assert_same_weights(tmp_path, patched)
     for file in tmp_path.glob("*.*"):  # as if the run was killed after its last checkpoint, while it wrote the model

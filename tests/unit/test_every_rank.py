@@ -163,7 +163,7 @@ def test_another_text_model_gets_the_dummy() -> None:
 
 
 def test_transformers_without_features_as_an_object_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in 4.57, where the method returns tensors."""
+    """The method returns tensors, as in transformers 4.57."""
     model = TINY["qwen2_5_vl"].build()
     method = type(model.model).get_image_features
 
