@@ -102,7 +102,7 @@ def _captioning(ours: str = "`patch` and `graphed_decoding`") -> list[str]:
         rates = f"{digits(row['stock'])} → {digits(row['patched'])} ({row['patched'] / row['stock']:.1f}x)"
         by_tokens.setdefault(row["tokens"], []).append(f"{title(row['model'])} {rates}")
     lines = []
-    files = "Captioning JPEG files of up to 1700x2200 from disk"
+    files = "Captioning JPEG files from disk in batches, up to 1700x2200,"
     for number, texts in by_tokens.items():
         tokens = f"{number} token{'s' * (number > 1)}"
         lines.append(_line(f"{files} with {ours}, {tokens}, pictures per second", texts, document, file))
