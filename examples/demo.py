@@ -157,7 +157,7 @@ class Comparison:
 
     def __str__(self) -> str:
         ratio = self.stock_ms / self.patched_ms
-        where = "for this tiny tower" if self.on_cuda else "(on a CPU this is mostly noise; the gain is on a GPU)"
+        where = "for this tiny tower" if self.on_cuda else "(few runs on a CPU: noise, and no sign of a GPU's gain)"
         return f"stock {self.stock_ms:.1f} ms, patched {self.patched_ms:.1f} ms: {ratio:.2f}x {where}"
 
 

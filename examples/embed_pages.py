@@ -9,7 +9,8 @@ is skipped if it was embedded with the same model and settings, and has the same
 `batch_caption.py`.
 
 A run is all that was embedded with one model and the same settings. A query searches the run of the pages and options
-beside it. Without pages, it searches the only run, or that of `--run`. Pages that were removed later are still found.
+beside it. Without pages, it searches the only run, or that of `--run`. Pages that are gone or unreadable now are still
+found. A page is named by its path below the folder that held all inputs of the run's first call.
 """
 
 from __future__ import annotations
@@ -331,6 +332,9 @@ def main(
         if query and state.is_main_process:
             name = run if inputs and run is not None else choose_run(output, run)
             search(output, name, query, top, dtype, state.device)
+    except KeyboardInterrupt:
+        print("stopped; start the same command to go on", file=sys.stderr)
+        raise typer.Exit(130) from None
     except (OSError, ValueError, hf_vit_accel.BackendUnavailableError) as error:
         raise (typer.BadParameter(str(error)) if state.is_main_process else typer.Exit(2)) from None
     finally:

@@ -155,7 +155,7 @@ def mistake_in(arguments: argparse.Namespace) -> str | None:
     except ValueError as error:
         return str(error)
     if not is_torchvision_available():
-        return "--model needs torchvision for videos: pip install torchvision av"
+        return "--model needs a decoder (pip install av) and the torchvision that belongs to your torch"
     if arguments.video is not None:
         try:
             clip_of(transformers.AutoProcessor.from_pretrained(arguments.model), arguments, arguments.fps)

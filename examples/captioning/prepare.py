@@ -11,6 +11,7 @@ from pathlib import Path
 from media.checkpoints import identity
 from media.files import Settings, fingerprint, lock, say, some
 from media.items import Item
+from media.places import kept_root
 from media.sources import Found, find
 
 from captioning.journal import Entry, Journal
@@ -156,11 +157,7 @@ def _root(request: Request, last_run: Entry) -> str | None:
         if not request.root.is_dir():
             raise ValueError(f"--root {request.root} is no folder")
         return str(request.root.resolve())
-    root: str | None = last_run.get("root")
-    if root and not Path(root).is_dir():
-        say(f"the last run's pictures were in {root}, which is gone: these are taken for the same ones")
-        return None
-    return root
+    return kept_root(last_run.get("root"))
 
 
 def _has_text_beside(item: Item, extension: str | None) -> bool:

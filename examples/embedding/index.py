@@ -11,13 +11,14 @@ from typing import Any
 from media.batches import Task
 from media.files import fingerprint, say
 from media.items import Item, checksum, open_item, stamp
+from media.places import kept_root
 from media.sources import find
 from safetensors import safe_open
 
 __all__ = ["Plan", "Run", "Settings", "choose_run", "find_runs", "name_of", "paths_of_files", "plan"]
 
-IDENTITY = ("model", "revision", "checkpoint")
-"""The metadata that name the model of a run."""
+NAMES = ("model", "revision", "checkpoint", "root")
+"""The metadata of a run: the model, its revision, the fingerprint of its files, the folder of the keys."""
 FILES = "pages-[0-9]*-[0-9]*.safetensors"
 Settings = dict[str, Any]
 """Everything that changes the embeddings: the model, its revision, the size of pages, the dtype."""
@@ -28,12 +29,12 @@ class Run:
     """The embeddings that were made with one model and the same settings.
 
     Args:
-        metadata: the metadata of its files: the model, its revision and the fingerprint of its checkpoint
+        metadata: the metadata of its newest file: what names the model, and the folder that keys are relative to
         files: its files, the oldest first
         pages: the checksum and the stamp of every page when it was embedded last, by the name of its tensor
     """
 
-    metadata: dict[str, str]
+    metadata: dict[str, str] = field(default_factory=dict)
     files: list[Path] = field(default_factory=list)
     pages: dict[str, dict[str, str | None]] = field(default_factory=dict)
 
@@ -45,8 +46,10 @@ def find_runs(output: Path) -> dict[str, Run]:
         try:
             with safe_open(path, "pt") as file:
                 metadata = file.metadata() or {}
-            run = runs.setdefault(metadata["run"], Run({name: metadata[name] for name in IDENTITY}))
-            run.pages |= json.loads(metadata["pages"])
+            pages = json.loads(metadata["pages"])
+            run = runs.setdefault(metadata["run"], Run())
+            run.metadata = {name: metadata[name] for name in NAMES}
+            run.pages |= pages
             run.files.append(path)
         except KeyError:
             say(f"passed over: {path}: not a file of this version of embed_pages.py")
@@ -118,16 +121,16 @@ def plan(
         split: the split of datasets
     """
     run = fingerprint(settings)
-    runs = find_runs(output)
-    embedded = runs[run].pages if run in runs else {}
+    former = find_runs(output).get(run, Run())
+    root = kept_root(former.metadata.get("root"))
     numbers = [int(path.stem.split("-")[1]) for path in output.glob(FILES)]
-    sources = find(inputs, column=column, split=split)
+    sources = find(inputs, column=column, split=split, root=root)
     pages = [item for item in sources.items if item.kind == "image"]
-    to_embed = [item for item in pages if not _is_same(item, embedded.get(name_of(item)))]
+    to_embed = [item for item in pages if not _is_same(item, former.pages.get(name_of(item)))]
     others = len(sources.items) - len(pages) + sum(len(files) for files in sources.passed_over.values())
     say(f"{len(pages)} pages, {len(to_embed)} of them to embed (run {run}); {others} other files are passed over")
     tasks = [Task(item=item, prompts=(), tokens=0) for item in to_embed]
-    return Plan(tasks, identity | {"run": run}, max(numbers, default=-1) + 1)
+    return Plan(tasks, identity | {"run": run, "root": sources.root or ""}, max(numbers, default=-1) + 1)
 
 
 def _is_same(item: Item, embedded: dict[str, str | None] | None) -> bool:

@@ -188,7 +188,7 @@ def read_frames(
         Exception: The decoders raise errors of any class for damaged data.
     """
     if getattr(processor, "video_processor", None) is None:
-        raise ValueError("videos need torchvision and a decoder: pip install torchvision av")
+        raise ValueError("videos need a decoder (pip install av) and the torchvision that belongs to your torch")
     decoder = _video_decoder()
     if not file.seek(0, 2):
         raise ValueError("the file is empty")

@@ -12,7 +12,9 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["PassedOver", "key_of", "matches", "open_file", "read_list", "root_of", "walk"]
+from media.files import say
+
+__all__ = ["PassedOver", "kept_root", "key_of", "matches", "open_file", "read_list", "root_of", "walk"]
 
 PassedOver = defaultdict[str, list[str]]
 """The files and folders that were left out, by reason."""
@@ -63,6 +65,14 @@ def root_of(inputs: list[str]) -> str | None:
         return os.path.commonpath(folders) if folders else None
     except ValueError:
         return _real_folder(".")
+
+
+def kept_root(root: str | None) -> str | None:
+    """Return the root of an earlier run, so that files keep their keys; None, with a message, if it is gone."""
+    if root and not Path(root).is_dir():
+        say(f"the last run's pictures were in {root}, which is gone: these are taken for the same ones")
+        return None
+    return root
 
 
 def _folder_of(name: str) -> str:

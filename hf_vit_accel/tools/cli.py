@@ -24,7 +24,7 @@ MODELS = "qwen2-vl-7b,qwen2.5-vl-7b,qwen3-vl-8b"
 CPU_MODEL = "qwen3-vl-2b"
 CPU_SIZE = "1x4x4"
 """Model and size timed by default on a CPU, small enough to end within a minute."""
-NOISE = "few rounds on a CPU: the errors count, the times are noise; take --rounds 5, or a GPU"
+NOISE = "few rounds on a CPU: the errors count, the times are noise and no sign of a GPU's; take --rounds 5, or a GPU"
 """The warning beside times that nobody should quote."""
 _ENOUGH_ROUNDS = 5
 """Rounds on a CPU from which on times are no noise."""

@@ -33,6 +33,11 @@ from hf_vit_accel.versions import POPPED
 HooksOf = Callable[[dict[str, Any]], Mapping[int, Callable[..., object]]]
 """Reads the hooks of one kind from the dictionary of a module."""
 
+REQUESTS = {
+    "output_hidden_states": " of the tower; config.text_config.output_hidden_states asks the language model alone",
+    "output_attentions": "",
+}
+"""Outputs of the tower that only stock returns, and what to do instead."""
 _GLOBAL_HOOKS = tuple(
     hooks for name, hooks in vars(torch_module).items() if name.startswith("_global_") and isinstance(hooks, dict)
 )
@@ -194,9 +199,9 @@ def reasons_slow(
             reasons += _reasons_hooked(snapshot, hooks_of)
     if snapshot.sharded_layers:
         reasons += fsdp.reasons_against(snapshot.sharded_layers.values(), weights.dtype)
-    for name in ("output_hidden_states", "output_attentions"):
+    for name, advice in REQUESTS.items():
         if options.get(name, getattr(tower.config, name, False)):
-            reasons.append(f"{name} is requested")
+            reasons.append(f"{name} is requested{advice}")
     if snapshot.dropout and any(block.attention.training for block in snapshot.parts.blocks):
         reasons.append("attention weights are dropped out")
     if snapshot.proof.why_not_autocast is not None:

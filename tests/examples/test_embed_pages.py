@@ -173,6 +173,26 @@ def test_a_query_searches_the_run_of_its_own_pages_and_options(model: Path, page
     assert "holds no run nope, but " in words(call("--output", output, *query, "--run=nope"))
 
 
+def test_pages_of_two_folders_with_the_same_names_are_all_found(model: Path, pages: Path, tmp_path: Path) -> None:
+    later = tmp_path / "later"
+    for index, name in enumerate(sorted(PAGES)):
+        (later / name).parent.mkdir(parents=True, exist_ok=True)
+        draw(20 + index)[0].save(later / name)
+    settings = ("--output", tmp_path / "index", "--model", model)
+    query = ("--query", "word1 word7", "--top=20")
+    assert found(call(pages, *settings, *query)).keys() == PAGES
+    both = PAGES | {f"../later/{name}" for name in PAGES}
+    for folders in ((later,), (pages,), (pages, later)):
+        done = call(*folders, *settings, *query)
+        assert found(done).keys() == both
+        assert ("4 of them to embed" in done.output) == (folders == (later,))
+    before = embeddings(tmp_path / "index")
+    moved = pages.rename(tmp_path / "moved")
+    done = call(moved, *settings, *query)
+    assert "which is gone: these are taken for the same ones" in words(done) and "0 of them to embed" in words(done)
+    assert embeddings(tmp_path / "index").keys() == before.keys()
+
+
 def test_a_query_never_meets_pages_of_other_weights(model: Path, pages: Path, tmp_path: Path) -> None:
     trained = shutil.copytree(model, tmp_path / "trained")
     output = tmp_path / "index"

@@ -197,7 +197,10 @@ RANDOM = "--random=qwen3-vl-8b"
     ("options", "message"),
     [
         (["--model=./nope"], "cannot load ./nope: "),
-        ([f"--model={EXAMPLES / 'tiny_captioner' / 'qwen3_vl'}"], "--model needs torchvision"),
+        (
+            [f"--model={EXAMPLES / 'tiny_captioner' / 'qwen3_vl'}"],
+            "--model needs a decoder (pip install av) and the torchvision",
+        ),
         ([RANDOM, "--video=nope.mp4"], "nope.mp4 is not there: name a video file"),
         ([RANDOM, f"--video={EXAMPLES}"], f"{EXAMPLES} is a folder: name a video file"),
         ([RANDOM, f"--video={__file__}"], "--random has no processor for --video: name a checkpoint with --model"),

@@ -24,6 +24,7 @@ from tiny import (
     GRIDS,
     TINY,
     assert_close,
+    chat_inputs,
     doubled,
     merged_of,
     outputs_of,
@@ -248,6 +249,22 @@ def test_frozen_tower_keeps_the_fast_path_with_grad_enabled(model: PreTrainedMod
     hf_vit_accel.patch(model, strict=True)
     out = tower(pixels_for(tower, GRIDS["image"]), grid_thw=torch.tensor(GRIDS["image"]))
     assert not merged_of(out).requires_grad and state_of(tower).fast_calls == 1
+
+
+def test_hidden_states_of_the_language_model_leave_the_tower_fast(model: PreTrainedModel) -> None:
+    """Both ways that docs/faq.md names. The argument asks the tower, too, in newer transformers."""
+    inputs = chat_inputs(model, [(1, 8, 12), (1, 4, 4)])
+    with torch.no_grad():
+        expected = model(**inputs, output_hidden_states=True).hidden_states
+        hf_vit_accel.patch(model, strict=True)
+        assert_close([model.model(**inputs).last_hidden_state], [expected[-1]])
+        model.config.get_text_config().output_hidden_states = True
+        assert_close(list(model(**inputs).hidden_states), list(expected))
+        assert state_of(tower_of(model)).fast_calls == 2
+        with pytest.raises(FallbackError, match=r"config\.text_config\.output_hidden_states asks"):
+            tower_of(model)(
+                pixels_for(tower_of(model), [(1, 4, 4)]), torch.tensor([(1, 4, 4)]), output_hidden_states=True
+            )
 
 
 @pytest.mark.parametrize("option", ["output_hidden_states", "output_attentions"])
