@@ -225,7 +225,9 @@ def warmup(model: nn.Module, sizes: Iterable[Grid] | None = None, *, progress: b
         if state is not None:
             patched_towers.append((tower, state))
     if not patched_towers:
-        raise ValueError("expected a model that hf_vit_accel.patch has patched, with more than attention")
+        raise ValueError(
+            "no tower to warm up: call hf_vit_accel.patch(model) first; with attention alone there is nothing"
+        )
     towers = [pair for pair in patched_towers if calls is not None or _captures_budgets(*pair)]
     if not towers:
         raise ValueError(

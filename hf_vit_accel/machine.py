@@ -220,7 +220,8 @@ def raise_if_any(reasons: list[str], what: str = "this call", *, because: str = 
 
 def one_line(error: Exception) -> str:
     """Format an error as its class and its message, on one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 class Fault(RuntimeError):

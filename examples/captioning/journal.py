@@ -260,9 +260,12 @@ class Journal:
 
     def newest(self, run: str | None = None) -> Entry:
         """Return the manifest's last entry, or the last one of a run. ValueError if there is none."""
-        entries = [entry for entry in self.manifest()["runs"] if run in (None, entry["run"])]
+        all_entries = self.manifest()["runs"]
+        entries = [entry for entry in all_entries if run in (None, entry["run"])]
         if not entries:
-            raise ValueError(f"no run {run or ''} has written to {self.folder}".replace("  ", " "))
+            names = ", ".join(dict.fromkeys(entry["run"] for entry in all_entries))
+            others = f", but {names}" if names else ""
+            raise ValueError(f"no run {run or ''} has written to {self.folder}".replace("  ", " ") + others)
         newest: Entry = entries[-1]
         return newest
 

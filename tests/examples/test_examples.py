@@ -184,6 +184,8 @@ def test_merge_refuses_unknown_runs_and_targets(folder: Path) -> None:
     for run, message in refusals:
         done = run()
         assert done.exit_code == 2 and message in done.output, done.output
+    [run_name] = {entry["run"] for entry in Journal(captions_of(folder)).manifest()["runs"]}
+    assert f", but {run_name}" in words(merge(folder, "--run=unknown"))
     done = merge(folder, target=folder / "0.png" / "x.jsonl")
     assert done.exit_code == 1 and "cannot write" in done.output and "0.png" in done.output, done.output
 

@@ -22,6 +22,7 @@ from tiny import TINY, chat_inputs, left_padded, tower_of
 from torch import nn
 
 import hf_vit_accel
+from hf_vit_accel.machine import one_line
 from hf_vit_accel.model import around, host
 from hf_vit_accel.model.host import HostCopies
 
@@ -290,6 +291,11 @@ def test_another_number_of_placeholders_raises_the_error_of_stock(
             model(**moved(inputs))
         errors.append(str(raised.value))
     assert errors[0] == errors[1] and "do not match" in errors[0]
+
+
+def test_an_error_is_written_on_one_line_also_without_a_message() -> None:
+    assert one_line(StopIteration()) == "StopIteration"
+    assert one_line(ValueError("first\n  second")) == "ValueError: first second"
 
 
 def shifted(self: Model, *args: Model, **kwargs: Model) -> torch.Tensor:
