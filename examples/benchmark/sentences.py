@@ -251,7 +251,7 @@ SENTENCES = (
     ),
     Sentence(
         page="README.md",
-        text="with neither, its one-picture time grows by [up to {}%]",
+        text="the patched tower needs [up to {}% more time]",
         numbers=lambda: [at_most(max(without_flash()[model] for model in ("qwen2.5-vl-7b", "qwen3-vl-8b")))],
     ),
     Sentence(
