@@ -42,7 +42,6 @@ from finetuning.data import (
     count_workers,
     describe,
     find_examples,
-    find_text_column,
     hold_out,
 )
 from finetuning.folder import (
@@ -165,16 +164,15 @@ def run(options: SimpleNamespace) -> None:
         check_kind(options.output_dir, with_adapters=options.lora_rank > 0)
         if checkpoint and is_complete(checkpoint, options.max_steps, options.num_train_epochs):
             end_done_run(options, checkpoint, is_first=arguments.process_index == 0)
-        column = find_text_column(trained, options.text_column)
         for examples in (trained, held_out) if held_out else (trained,):
             check_prompt(options.prompt, examples)
         model, processor = load(options, checkpoint)
-        datasets = [
-            Examples(examples, processor, prompt=options.prompt, text=column) for examples in (trained, held_out)
-        ]
+        datasets = [Examples(examples, processor, prompt=options.prompt) for examples in (trained, held_out)]
         collate = Collator(processor)
-        for dataset in datasets[: 2 if held_out else 1]:
-            collate([dataset[0]])  # a wrong prompt, text column or template fails here, before the training
+        collate([datasets[0][0]])  # a wrong prompt, text column or template fails here, before the training
+        if held_out:
+            with _mistakes("of the held-out pictures (--eval-file, or --eval-fraction 0 for none): "):
+                collate([datasets[1][0]])
     trainer = ResumedTrainer(
         model=model,
         args=arguments,
@@ -188,7 +186,7 @@ def run(options: SimpleNamespace) -> None:
     )
     if arguments.process_index == 0:
         begin(options.output_dir)
-        print(f"{describe(trained, column)} to train on, {len(held_out)} to evaluate by")
+        print(f"{describe(trained)} to train on, {len(held_out)} to evaluate by")
         announce(options, checkpoint, model)
         warn_of_new_length(checkpoint, settings)
     with _interruptions(options.output_dir):
@@ -298,7 +296,8 @@ def find_all_examples(options: SimpleNamespace) -> tuple[list[Example], list[Exa
     """Find the examples to train on, and those to evaluate with."""
 
     def find(inputs: list[str]) -> list[Example]:
-        return find_examples(inputs, column=options.image_column, split=options.split, root=options.image_root)
+        columns = dict(column=options.image_column, text_column=options.text_column)
+        return find_examples(inputs, **columns, split=options.split, root=options.image_root)
 
     examples = find(options.train_file)
     if options.eval_file:

@@ -9,7 +9,7 @@ import os
 import os.path
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ __all__ = [
     "count_workers",
     "describe",
     "find_examples",
-    "find_text_column",
     "fingerprint",
     "hold_out",
 ]
@@ -55,10 +54,12 @@ class Example:
     Args:
         item: the picture
         values: the fields of its line of JSON; None if the fields are read where the picture is
+        text: the name of the field with its text, the same in one input
     """
 
     item: Item
     values: Fields | None = None
+    text: str = TEXTS[0]
 
     @property
     def picture(self) -> str:
@@ -71,18 +72,24 @@ class Example:
 
 
 def find_examples(
-    inputs: Sequence[str], *, column: str | None = None, split: str = "train", root: Path | None = None
+    inputs: Sequence[str],
+    *,
+    column: str | None = None,
+    text_column: str | None = None,
+    split: str = "train",
+    root: Path | None = None,
 ) -> list[Example]:
     """Find all examples of the inputs, in their order.
 
     Args:
         inputs: .jsonl files, folders with a `metadata.jsonl`, and all inputs of the captioning example
         column: the column of the pictures; by default the first of PICTURES that exists
+        text_column: the column of the texts; by default the first of TEXTS that an input has
         split: the split of datasets
         root: the folder of relative paths in .jsonl files; by default the file's folder
 
     Raises:
-        ValueError: if an input does not exist or holds no pictures, or a folder has two texts of a picture
+        ValueError: if an input does not exist, or holds no pictures or no texts, or a folder has two texts of a picture
     """
     examples: list[Example] = []
     for name in inputs:
@@ -99,7 +106,8 @@ def find_examples(
             of_input = [Example(item) for item in items if item.kind == "image"]
         if not of_input:
             raise ValueError(f"no pictures in {name}")
-        examples += of_input
+        text = _find_text_column(of_input, text_column)
+        examples += [replace(example, text=text) for example in of_input]
     return examples
 
 
@@ -135,11 +143,11 @@ def _read_lines(path: Path, column: str | None, root: Path) -> Iterator[Example]
             yield Example(Item(key=f"{path}:{number}", file=os.path.normpath(root / picture)), values)
 
 
-def find_text_column(examples: Sequence[Example], column: str | None) -> str:
+def _find_text_column(examples: Sequence[Example], column: str | None) -> str:
     """Return the name of the texts' column.
 
     Args:
-        examples: all examples; the first ones are looked at
+        examples: the examples of an input; the first ones are looked at
         column: the only allowed name; by default the names of TEXTS
 
     Raises:
@@ -223,13 +231,13 @@ def fingerprint(examples: Sequence[Example]) -> str:
     return f"{len(examples)} examples, {digest.hexdigest()[:16]}"
 
 
-def describe(examples: Sequence[Example], column: str) -> str:
+def describe(examples: Sequence[Example]) -> str:
     """Return the number of examples, and how many of the first ones have no text, so that training passes them over."""
     looked_at = examples[:_TRIES]
     without_text = 0
     for example in looked_at:
         try:
-            without_text += not _text_of(example.fields({column}), column)
+            without_text += not _text_of(example.fields({example.text}), example.text)
         except Exception:  # metadata that cannot be read
             without_text += 1
     if not without_text:
@@ -268,15 +276,13 @@ class Examples(Dataset[Row]):
         examples: the examples
         processor: the model's processor
         prompt: the prompt, which may name fields in braces
-        text: the name of the texts' column
     """
 
-    def __init__(self, examples: Sequence[Example], processor: ProcessorMixin, *, prompt: str, text: str) -> None:
+    def __init__(self, examples: Sequence[Example], processor: ProcessorMixin, *, prompt: str) -> None:
         self.examples = examples
         self.processor = processor
         self.prompt = prompt
-        self.text = text
-        self._fields = {text, *named([prompt])}
+        self._fields = named([prompt])
         self._reported: set[str] = set()
 
     def __len__(self) -> int:
@@ -300,10 +306,10 @@ class Examples(Dataset[Row]):
 
     def _read(self, example: Example) -> Row:
         """Read one example; raise any error of a damaged one."""
-        values = example.fields(self._fields)
-        text = _text_of(values, self.text)
+        values = example.fields({example.text, *self._fields})
+        text = _text_of(values, example.text)
         if not text:
-            raise ValueError(f"the column or file {self.text!r} is missing, empty or neither text nor number")
+            raise ValueError(f"the column or file {example.text!r} is missing, empty or neither text nor number")
         with open_item(example.item) as file:
             image, _ = read_image(file)
         if not vision_tokens(self.processor, *image.size):

@@ -36,7 +36,6 @@ from finetuning.data import (  # noqa: E402
     Examples,
     describe,
     find_examples,
-    find_text_column,
     fingerprint,
     hold_out,
 )
@@ -348,8 +347,12 @@ def test_a_folder_with_the_other_kind_of_result_is_refused(
 @pytest.mark.parametrize(
     ("row", "prompt", "message"),
     [
-        ({"caption": "a star"}, PROMPT, "the column or file 'text' is missing"),
-        ({"text": "a star", "image": "none.png"}, PROMPT, "No such file"),
+        ({"label": "a star"}, PROMPT, "expected a text in text or caption"),
+        (
+            {"text": "a star", "image": "none.png"},
+            PROMPT,
+            "of the held-out pictures (--eval-file, or --eval-fraction 0",
+        ),
         ({"text": "a star"}, "{question}", "the prompt names {question}"),
     ],
 )
@@ -426,7 +429,7 @@ def test_help_is_not_cut_at_80_columns() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_only_answers_have_labels(data: Path, family: str) -> None:
     processor = load_processor_once(str(checkpoint_of(family)))
-    rows = Examples(find_examples([str(data)]), processor, prompt=PROMPT, text="text")
+    rows = Examples(find_examples([str(data)]), processor, prompt=PROMPT)
     chosen = sorted((rows[index] for index in range(6)), key=lambda row: len(row.text))
     chosen = [chosen[0], chosen[-1]]  # of different lengths
     batch = Collator(processor)(chosen)
@@ -446,7 +449,7 @@ def test_only_answers_have_labels(data: Path, family: str) -> None:
 
 def test_pictures_above_max_pixels_are_reduced(data: Path) -> None:
     processor = load_processor_once(str(checkpoint_of("qwen3_vl")))
-    rows = Examples(find_examples([str(data)]), processor, prompt=PROMPT, text="text")
+    rows = Examples(find_examples([str(data)]), processor, prompt=PROMPT)
     before = Collator(processor)([rows[0]])["image_grid_thw"]
     limit_pixels(processor, 2 * 2 * 32 * 32, 3 * 3 * 32 * 32)
     after = Collator(processor)([rows[0]])["image_grid_thw"]
@@ -470,7 +473,7 @@ def test_every_kind_of_input_gives_the_same_examples(data: Path, tmp_path: Path)
     contents = []
     for source, root in ((data, None), (listed, data), (folder, None), (table, None)):
         examples = find_examples([str(source)], root=root)
-        rows = Examples(examples, processor, prompt=PROMPT, text=find_text_column(examples, None))
+        rows = Examples(examples, processor, prompt=PROMPT)
         contents.append([(rows[index].text, rows[index].image.tobytes()) for index in range(len(rows))])
     assert len(contents[0]) == 20 and all(content == contents[0] for content in contents)
 
@@ -479,7 +482,7 @@ def test_prompts_name_columns(data: Path, tmp_path: Path) -> None:
     line = {"path": str(data / "00.png"), "question": "what is this ?", "answer": "a circle"}
     (tmp_path / "qa.jsonl").write_text(json.dumps(line))
     processor = load_processor_once(str(checkpoint_of("qwen3_vl")))
-    row = Examples(find_examples([str(tmp_path / "qa.jsonl")]), processor, prompt="{question}", text="answer")[0]
+    row = Examples(find_examples([str(tmp_path / "qa.jsonl")]), processor, prompt="{question}")[0]
     assert (row.prompt, row.text) == ("what is this ?", "a circle")
 
 
@@ -523,7 +526,7 @@ def test_unreadable_examples_are_passed_over(data: Path, tmp_path: Path, capsys:
     ]
     (tmp_path / "r.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     processor = load_processor_once(str(checkpoint_of("qwen3_vl")))
-    examples = Examples(find_examples([str(tmp_path / "r.jsonl")]), processor, prompt=PROMPT, text="text")
+    examples = Examples(find_examples([str(tmp_path / "r.jsonl")]), processor, prompt=PROMPT)
     assert [examples[index].text for index in range(6)] == ["a whole picture"] * 6
     errors = capsys.readouterr().err
     assert errors.count("passed over: ") == 5 and "none.png" in errors
@@ -549,18 +552,18 @@ def test_a_number_is_a_text(data: Path, tmp_path: Path) -> None:
     rows = [{"image": str(data / "00.png"), "answer": answer} for answer in (7, 0, 2.5, "3", True, [1], None)]
     (tmp_path / "r.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     examples = find_examples([str(tmp_path / "r.jsonl")])
-    read = Examples(examples, load_processor_once(str(checkpoint_of("qwen3_vl"))), prompt=PROMPT, text="answer")
+    read = Examples(examples, load_processor_once(str(checkpoint_of("qwen3_vl"))), prompt=PROMPT)
     assert [read[index].text for index in range(4)] == ["7", "0", "2.5", "3"]
-    assert read[4].text == "7" and describe(examples, "answer") == "4 of 7 examples (the others have no text)"
+    assert read[4].text == "7" and describe(examples) == "4 of 7 examples (the others have no text)"
 
 
 def test_examples_without_a_text_are_counted_before_the_training(data: Path, tmp_path: Path) -> None:
     rows = [{"image": str(data / "00.png"), "text": text} for text in ("a star", " ", None)]
     (tmp_path / "r.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     examples = find_examples([str(tmp_path / "r.jsonl")])
-    assert describe(examples, "text") == "1 of 3 examples (the others have no text)"
-    assert describe(examples[:1], "text") == "1 examples"
-    many = describe(examples * 400, "text")
+    assert describe(examples) == "1 of 3 examples (the others have no text)"
+    assert describe(examples[:1]) == "1 examples"
+    many = describe(examples * 400)
     assert many == "1200 examples (66 of the first 100 have no text and are passed over)"
 
 
@@ -594,6 +597,7 @@ def test_texts_and_pictures_of_other_sizes_are_other_examples(data: Path, tmp_pa
     folder = tmp_path / "folder"
     shutil.copytree(data, folder, ignore=shutil.ignore_patterns("*.jsonl"))
     text = folder / "07.txt"
+    (folder / "05.txt").write_text("a dot")
     (tmp_path / "r.jsonl").write_text(json.dumps({"image": str(folder / "01.png"), "text": "a star"}))
     inputs = [str(folder), str(tmp_path / "r.jsonl")]
     digests = {fingerprint(find_examples(inputs))}
@@ -615,7 +619,27 @@ def test_texts_and_pictures_of_other_sizes_are_other_examples(data: Path, tmp_pa
 def test_the_first_example_may_have_no_text(data: Path, tmp_path: Path) -> None:
     shutil.copytree(data, tmp_path / "folder", ignore=shutil.ignore_patterns("*.jsonl"))
     (tmp_path / "folder" / "07.txt").write_text("a star")
-    assert find_text_column(find_examples([str(tmp_path / "folder")]), None) == "txt"
+    assert {example.text for example in find_examples([str(tmp_path / "folder")])} == {"txt"}
+
+
+def test_every_input_has_its_own_name_for_texts(data: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(data, folder, ignore=shutil.ignore_patterns("*.jsonl"))
+    for picture in folder.glob("*.png"):
+        picture.with_suffix(".txt").write_text(f"text of {picture.stem}")
+    (tmp_path / "r.jsonl").write_text(json.dumps({"image": str(folder / "01.png"), "caption": "a star"}))
+    inputs = [str(folder), str(tmp_path / "r.jsonl"), str(data)]
+    examples = find_examples(inputs)
+    rows = Examples(examples, load_processor_once(str(checkpoint_of("qwen3_vl"))), prompt=PROMPT)
+    count = len(list(folder.glob("*.png")))
+    assert [example.text for example in examples] == ["txt"] * count + ["caption"] + ["text"] * count
+    assert rows[1].text == "text of 01" and rows[count].text == "a star"
+    assert all(row.text and not row.text.startswith("text of") for row in (rows[count + 1], rows[2 * count]))
+    assert describe(examples) == f"{2 * count + 1} examples"
+    named = find_examples([str(tmp_path / "r.jsonl")], text_column="caption")
+    assert [example.text for example in named] == ["caption"]
+    with pytest.raises(ValueError, match=r"expected a text in caption, 00\.png has .*name it with --text-column"):
+        find_examples(inputs, text_column="caption")
 
 
 def test_the_folder_of_the_model_is_refused_as_output(data: Path, tmp_path: Path) -> None:
