@@ -86,23 +86,24 @@ def max_sim(query: torch.Tensor, page: torch.Tensor) -> float:
     return float((query.float() @ page.float().t()).amax(1).sum())
 
 
-def search(output: Path, name: str, queries: Sequence[str], top: int, dtype: torch.dtype, device: torch.device) -> None:
+def search(
+    output: Path, name: str | None, queries: Sequence[str], top: int, dtype: torch.dtype, device: torch.device
+) -> None:
     """Print the best pages of a run for every query.
 
     Args:
         output: the folder of the embeddings
-        name: the name of the run
+        name: the name of the run; None for the only one
         queries: the texts to search for
         top: the number of pages to print for a query
         dtype: the dtype of the model
         device: the device of the model
 
     Raises:
-        ValueError: if the run has no pages, or its model changed since
+        ValueError: if there is no such run, no name for one of several, or if the run's model changed since
     """
     runs = find_runs(output)
-    if name not in runs:
-        raise ValueError(f"no page of this run (run {name}) is embedded in {output}")
+    name = choose_run(runs, output, name)
     run = runs[name]
     checkpoint = run.metadata["model"]
     revision = run.metadata["revision"] or None
@@ -330,8 +331,7 @@ def main(
             )
             run, failures = embed_pages(options, dtype, state)
         if query and state.is_main_process:
-            name = run if inputs and run is not None else choose_run(output, run)
-            search(output, name, query, top, dtype, state.device)
+            search(output, run, query, top, dtype, state.device)
     except KeyboardInterrupt:
         print("stopped; start the same command to go on", file=sys.stderr)
         raise typer.Exit(130) from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,17 +58,17 @@ def find_runs(output: Path) -> dict[str, Run]:
     return runs
 
 
-def choose_run(output: Path, name: str | None) -> str:
-    """Choose the run that queries search.
+def choose_run(runs: Mapping[str, Run], output: Path, name: str | None) -> str:
+    """Return the name of the run that queries search.
 
     Args:
+        runs: the runs in the folder
         output: the folder of the embeddings
         name: the name of the run; None for the only one
 
     Raises:
         ValueError: if there is no run, no run of this name, or no name for one of several
     """
-    runs = find_runs(output)
     if not runs:
         raise ValueError(f"{output} holds no embedded pages. Name pages to embed, and --model.")
     if name in runs:
