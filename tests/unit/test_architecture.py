@@ -1,8 +1,9 @@
-"""Check the rules of the house in its source: imports between rooms, length of files, docstrings, private names."""
+"""Check the rules of the house in its source: imports between rooms, docstrings of what users call, private names."""
 
 from __future__ import annotations
 
 import ast
+import inspect
 from pathlib import Path
 
 import pytest
@@ -35,10 +36,6 @@ IMPORTS = {
     "__main__": "tools",
 }
 """The rooms, and which rooms above it each of them imports."""
-
-OVERRIDES = {"plan", "attend", "prepare", "lacks", "close", "graph_bounds", "needs_on", "attend_layers"}
-OVERRIDES |= {"reasons_against", "reasons_against_layout", "why_not_worth", "forward", "backward"}
-"""Methods whose docstring is in the class that they override one of: a backend, an autograd.Function."""
 
 
 def nodes_of(path: Path) -> list[ast.AST]:
@@ -92,24 +89,20 @@ def test_every_file_is_in_a_room() -> None:
 
 
 @every_file
-def test_files_are_short_and_documented(path: Path) -> None:
-    source = path.read_text()
-    assert len(source.splitlines()) <= 400
-    assert ast.get_docstring(ast.parse(source)), "a file needs a docstring"
+def test_files_are_documented(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text())), "a file needs a docstring"
     assert path.name != "utils.py"
 
 
-@every_file
-def test_public_functions_and_classes_are_documented(path: Path) -> None:
-    nodes = nodes_of(path)
-    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
-    for node in nodes:
-        if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
+def test_what_users_call_is_documented_field_by_field() -> None:
+    for name in hf_vit_accel.__all__:
+        value = getattr(hf_vit_accel, name)
+        if not callable(value):
             continue
-        is_override = isinstance(node, ast.FunctionDef) and node.name in OVERRIDES
-        is_nested = isinstance(node, ast.FunctionDef) and node.col_offset > 4
-        is_local = any(function.lineno < node.lineno <= (function.end_lineno or 0) for function in functions)
-        assert is_override or is_nested or is_local or ast.get_docstring(node), f"{path}: {node.name}"
+        docstring = inspect.getdoc(value) or ""
+        assert docstring, name
+        if inspect.isfunction(value) and inspect.signature(value).parameters:
+            assert "Args:" in docstring, name
 
 
 def is_of_self(node: ast.Attribute) -> bool:
