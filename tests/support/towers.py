@@ -33,6 +33,8 @@ That tower has no part that the others lack: no windows, no table of positions, 
 NARROW = replace(TINY["qwen3_vl"], vision=TINY["qwen3_vl"].vision | dict(hidden_size=32, intermediate_size=32))
 """A quick model for tests of many calls, where no width matters."""
 
+SHALLOW = replace(NARROW, vision=NARROW.vision | dict(depth=2, deepstack_visual_indexes=[0]))
+"""A still quicker model: most tests of graphs make many calls, and which are replayed depends on no width or depth."""
 
 ONE_TOWER = list(TOWERS) if torch.cuda.is_available() else alike("qwen2_5_vl", "qwen3_vl", "qwen2_vl")
 """Families for tests of what the library stores, counts or refuses between calls, which depends on no tower's parts.

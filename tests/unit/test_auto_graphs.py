@@ -19,7 +19,7 @@ import pytest
 import torch
 from support.cpu_graphs import Masked, Recorder, status_of
 from support.graphs import Grid, draw_grid, patch, patch_training
-from support.towers import NARROW
+from support.towers import SHALLOW
 from tiny import assert_close, outputs_of, pixels_for, run_tower, tower_of
 from torch import nn
 
@@ -40,10 +40,6 @@ from hf_vit_accel.tower.state import TowerState, state_of
 
 IMAGE: Grid = [(1, 6, 8)]
 COMES_AGAIN = "a size is captured when it comes again"
-
-
-SHALLOW = replace(NARROW, vision=NARROW.vision | dict(depth=2, deepstack_visual_indexes=[0]))
-"""A quick tower: most tests make many calls, and which of them are replayed depends on no width or depth."""
 
 
 @pytest.fixture

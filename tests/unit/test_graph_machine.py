@@ -1,0 +1,250 @@
+"""CUDA graphs as a state machine: random calls, changes and faults, and what must hold after every one of them.
+
+On a CPU a recorder stands in that replays by running again, on poisoned buffers. No rule knows how the policy decides:
+
+- outputs and gradients are stock's,
+- captures stay within what replays have paid for,
+- memory stays within its bound,
+- after any fault, at any point, every later call is answered.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from support.cpu_graphs import Masked, Recorder, status_of
+from support.graphs import Grid, patch, patch_training
+from support.towers import SHALLOW
+from tiny import assert_close, outputs_of, pixels_for, tower_of
+from torch import nn
+
+import hf_vit_accel
+from hf_vit_accel import GraphConfig
+
+GRIDS: dict[str, Grid] = {
+    "small": [(1, 4, 4)],
+    "image": [(1, 6, 8)],
+    "strip": [(1, 2, 24)],  # as many rows as "image"
+    "two": [(1, 4, 6), (1, 6, 4)],  # as many rows, in another layout
+    "clip": [(3, 4, 4)],
+    "large": [(1, 16, 16), (1, 12, 8)],
+}
+FREE_CAPTURES = 4
+STALE_TIMES = 4
+REPLAYS_PER_CAPTURE = 8
+CALLS_PER_CAPTURE = 256
+"""What captures cost, as docs/cuda-graphs.md tells users."""
+
+OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
+FAULTS = st.sampled_from([OUT_OF_MEMORY, RuntimeError("operation not permitted when stream is capturing")])
+
+
+class GraphMachine(RuleBasedStateMachine):
+    """A patched tower beside a stock one that sees the same changes."""
+
+    recorder: type[Recorder]
+    config: GraphConfig | str = "auto"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recorder.fail = None
+        self.recorder.reason = None
+        self.recorder.free_bytes = 64 << 30
+        self.recorder.nbytes = 1000
+        self.attend_faults: list[Exception] = []
+        self.calls = 0
+        self.seed = 0
+
+    @initialize()
+    def build(self) -> None:
+        self.stock: Any = SHALLOW.build(fresh=True)
+        self.model: Any = copy.deepcopy(self.stock)
+        self.patch()
+
+    def patch(self) -> None:
+        patch(self.model, self.config)
+        patch_training(tower_of(self.model), self.config)
+        self.captured_before = 0
+
+    @property
+    def towers(self) -> tuple[Any, Any]:
+        return tower_of(self.stock), tower_of(self.model)
+
+    def run(self, grid: Grid, *, grad: bool) -> None:
+        """Make a call of both towers, and a backward of both; compare all results."""
+        self.calls += 1
+        self.seed += 1
+        results = []
+        for tower in self.towers:
+            pixels_TP = pixels_for(tower, grid, self.seed)
+            tower.zero_grad()
+            with torch.set_grad_enabled(grad):
+                outputs = outputs_of(tower(pixels_TP, grid_thw=torch.tensor(grid)))
+            if grad and any(output.requires_grad for output in outputs):
+                sum((output * output).sum() for output in outputs[1:]).backward()
+            gradients = [parameter.grad for parameter in tower.parameters() if parameter.grad is not None]
+            results.append(([output.detach() for output in outputs], gradients))
+        (expected, expected_gradients), (ours, our_gradients) = results
+        assert_close(ours, expected)
+        assert len(our_gradients) == len(expected_gradients)
+        if expected_gradients:
+            assert_close(our_gradients, expected_gradients, 1e-4)
+
+    @rule(name=st.sampled_from(sorted(GRIDS)), count=st.integers(1, 4), grad=st.booleans())
+    def call(self, name: str, count: int, grad: bool) -> None:
+        for _ in range(count):
+            self.run(GRIDS[name], grad=grad)
+
+    @rule(grad=st.booleans())
+    def call_all(self, grad: bool) -> None:
+        for grid in GRIDS.values():
+            self.run(grid, grad=grad)
+
+    @rule(factor=st.sampled_from([0.5, 1.5]))
+    def write_weights(self, factor: float) -> None:
+        with torch.no_grad():
+            for tower in self.towers:
+                for parameter in tower.parameters():
+                    parameter.mul_(factor)
+
+    @rule(which=st.integers(0, 200))
+    def replace_a_weight(self, which: int) -> None:
+        """As `load_state_dict(assign=True)` and optimizers with flat storage do: other memory, other values."""
+        for tower in self.towers:
+            parameters = list(tower.parameters())
+            parameter = parameters[which % len(parameters)]
+            parameter.data = parameter.data * 0.9 + 0.01
+
+    @rule(trained=st.sampled_from(["all", "none", "merger"]))
+    def choose_trained(self, trained: str) -> None:
+        for tower in self.towers:
+            for name, parameter in tower.named_parameters():
+                parameter.requires_grad_(trained == "all" or (trained == "merger" and name.startswith("merger")))
+
+    @rule(mode=st.booleans())
+    def toggle_training(self, mode: bool) -> None:
+        for model in (self.stock, self.model):
+            model.train(mode)
+
+    @rule()
+    def hook_for_one_call(self) -> None:
+        handles = [tower.blocks[0].register_forward_hook(lambda *_: None) for tower in self.towers]
+        self.run(GRIDS["image"], grad=False)
+        for handle in handles:
+            handle.remove()
+
+    @rule(error=FAULTS, count=st.integers(1, 5), grad=st.booleans())
+    def captures_fail(self, error: Exception, count: int, grad: bool) -> None:
+        self.recorder.fail = error
+        for _ in range(count):
+            self.run(GRIDS["image"], grad=grad)
+            self.run(GRIDS["two"], grad=grad)
+        self.recorder.fail = None
+
+    @rule(grad=st.booleans(), name=st.sampled_from(sorted(GRIDS)))
+    def memory_runs_out_in_attention(self, grad: bool, name: str) -> None:
+        """The call itself may raise; the tower must answer the next one."""
+        self.attend_faults.append(OUT_OF_MEMORY)
+        try:
+            self.run(GRIDS[name], grad=grad)
+        except torch.OutOfMemoryError:
+            pass
+        self.attend_faults.clear()
+
+    @rule(gibibytes=st.sampled_from([0, 1, 64]))
+    def others_take_memory(self, gibibytes: int) -> None:
+        self.recorder.free_bytes = gibibytes << 30
+
+    @rule(reason=st.sampled_from([None, "a CUDA graph is being captured around the call"]))
+    def nothing_can_be_replayed_now(self, reason: str | None) -> None:
+        self.recorder.reason = reason
+
+    @rule()
+    def copy_the_model(self) -> None:
+        self.model = copy.deepcopy(self.model)
+        self.captured_before = 0
+
+    @rule()
+    def patch_again(self) -> None:
+        self.patch()
+
+    @invariant()
+    def captures_are_paid_for(self) -> None:
+        if self.config != "auto" or not hasattr(self, "model"):
+            return
+        status = hf_vit_accel.status(self.model).towers[0]
+        for graphs in (status.graphs, status.training):
+            if graphs is None:
+                continue
+            stale = min(sum(graphs.stale.values()), STALE_TIMES)
+            rebuilt = status.rebuilds
+            free = FREE_CAPTURES * (1 + stale + rebuilt)
+            paid = graphs.replays // REPLAYS_PER_CAPTURE + self.calls // CALLS_PER_CAPTURE
+            assert graphs.captures <= free + paid + 1
+
+    @invariant()
+    def memory_is_bounded(self) -> None:
+        if not hasattr(self, "model"):
+            return
+        status = hf_vit_accel.status(self.model).towers[0]
+        bound = 1 << 30 if self.config == "auto" else self.config.max_bytes
+        for graphs in (status.graphs, status.training):
+            if graphs is not None:
+                # The arena of static buffers, and the last graph that was captured, come on top.
+                assert graphs.nbytes <= bound + 2 * self.recorder.nbytes + (64 << 20)
+
+
+class ScarceMemory(GraphMachine):
+    """Graphs of a third of a gigabyte each: the bound is reached after three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recorder.nbytes = 350 << 20
+
+    @invariant()
+    def captures_are_paid_for(self) -> None:
+        """Dropped for lack of room, graphs may be captured anew: `memory_is_bounded` counts here."""
+
+
+class AskedFor(GraphMachine):
+    """Graphs that the user asked for, at the first call."""
+
+    config = GraphConfig(max_tokens=128, exact_after=2)
+
+
+@pytest.mark.parametrize("machine", [GraphMachine, ScarceMemory, AskedFor], ids=["auto", "scarce memory", "asked for"])
+def test_whatever_happens(
+    on_cpu: type[Recorder], monkeypatch: pytest.MonkeyPatch, machine: type[GraphMachine]
+) -> None:
+    current: list[GraphMachine] = []
+    attend = Masked.attend
+
+    def attend_or_fail(self: Masked, *args: Any) -> torch.Tensor:
+        if current and current[-1].attend_faults:
+            raise current[-1].attend_faults.pop()
+        return attend(self, *args)
+
+    def make() -> GraphMachine:
+        current.append(machine())
+        return current[-1]
+
+    monkeypatch.setattr(Masked, "attend", attend_or_fail)
+    monkeypatch.setattr(machine, "recorder", on_cpu, raising=False)
+    options = settings(
+        max_examples=6,
+        stateful_step_count=20,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run_state_machine_as_test(make, settings=options)
