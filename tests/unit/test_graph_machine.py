@@ -10,6 +10,7 @@ On a CPU a recorder stands in that replays by running again, on poisoned buffers
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from typing import Any
@@ -19,11 +20,10 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
-from support.cpu_graphs import Masked, Recorder, status_of
+from support.cpu_graphs import Masked, Recorder
 from support.graphs import Grid, patch, patch_training
 from support.towers import SHALLOW
 from tiny import assert_close, outputs_of, pixels_for, tower_of
-from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel import GraphConfig
@@ -152,10 +152,8 @@ class GraphMachine(RuleBasedStateMachine):
     def memory_runs_out_in_attention(self, grad: bool, name: str) -> None:
         """The call itself may raise; the tower must answer the next one."""
         self.attend_faults.append(OUT_OF_MEMORY)
-        try:
+        with contextlib.suppress(torch.OutOfMemoryError):
             self.run(GRIDS[name], grad=grad)
-        except torch.OutOfMemoryError:
-            pass
         self.attend_faults.clear()
 
     @rule(gibibytes=st.sampled_from([0, 1, 64]))
@@ -220,9 +218,7 @@ class AskedFor(GraphMachine):
 
 
 @pytest.mark.parametrize("machine", [GraphMachine, ScarceMemory, AskedFor], ids=["auto", "scarce memory", "asked for"])
-def test_whatever_happens(
-    on_cpu: type[Recorder], monkeypatch: pytest.MonkeyPatch, machine: type[GraphMachine]
-) -> None:
+def test_whatever_happens(on_cpu: type[Recorder], monkeypatch: pytest.MonkeyPatch, machine: type[GraphMachine]) -> None:
     current: list[GraphMachine] = []
     attend = Masked.attend
 
