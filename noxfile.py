@@ -139,6 +139,13 @@ def ways(session: nox.Session, transformers: str) -> None:
     run_suite(session, "--matrix")
 
 
+@nox.session(tags=["nightly"])
+def seeded(session: nox.Session) -> None:
+    """Seed sixty faults one at a time, and see that the suite catches each."""
+    install(session)
+    session.run("python", "tests/seeded/run.py", *session.posargs)
+
+
 @nox.session
 @nox.parametrize("transformers", TESTED["transformers"])
 def upstream(session: nox.Session, transformers: str) -> None:

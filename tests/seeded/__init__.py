@@ -1,0 +1,1 @@
+"""Faults that are seeded one at a time, to see that the suite catches them."""

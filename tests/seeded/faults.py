@@ -1,0 +1,484 @@
+"""Sixty faults, a few lines each, that a rebuild could bring in unseen; `run.py` seeds one at a time.
+
+Each names its kind, the place, and the tests that should catch it. A rebuilt part gets the same kinds anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault of a few lines.
+
+    Attributes:
+        kind: What goes wrong.
+        path: The file, below the package.
+        before: Text that stands there once.
+        after: Text that takes its place.
+        tests: Arguments of pytest: where the fault should be caught.
+    """
+
+    kind: str
+    path: str
+    before: str
+    after: str
+    tests: str
+
+
+LAYOUT = "tests/unit/test_layout.py"
+FAMILIES = "tests/unit/test_families.py"
+TOWER = "tests/unit/test_tower.py"
+KERNELS = "tests/unit/test_kernels.py tests/unit/test_interpreted.py"
+BACKWARD = "tests/unit/test_backward.py tests/unit/test_interpreted.py"
+OPS = "tests/unit/test_ops.py"
+GRAPHS = "tests/unit/test_graphs.py tests/unit/test_graph_machine.py"
+AUTO = "tests/unit/test_auto_graphs.py tests/unit/test_graph_machine.py"
+STEPS = "tests/unit/test_training_graphs.py tests/unit/test_graph_machine.py"
+PASSES = "tests/unit/test_passes.py"
+REUSE = "tests/unit/test_reuse.py"
+RANKS = "tests/unit/test_data_parallel.py tests/unit/test_ranks.py tests/unit/test_split.py"
+CHANGES = "tests/unit/test_snapshot.py tests/integration/test_replaced.py tests/integration/test_structures.py"
+PROOF = "tests/unit/test_proof.py tests/unit/test_newer_transformers.py"
+LIKE = "tests/integration/test_like.py"
+FP8 = "tests/unit/test_fp8.py"
+LORA = "tests/unit/test_adapter.py"
+POSITIONS = "tests/unit/test_positions.py"
+EVERY_RANK = "tests/unit/test_every_rank.py"
+DECODING = "tests/unit/test_decoding.py tests/unit/test_decode_attention.py tests/unit/test_decoding_fuzz.py"
+FAULTS_OF_PARTS = "tests/integration/test_faults.py tests/integration/test_faults_of_backends.py"
+
+FAULTS = (
+    # --- metadata ---
+    Fault(
+        "an offset of clips is that of frames",
+        "layout.py",
+        "t_F * h_F * w_F if geometry.clips else np.repeat(h_F * w_F, t_F)",
+        "np.repeat(h_F * w_F, t_F)",
+        LAYOUT,
+    ),
+    Fault(
+        "windows of a frame are counted by the height alone",
+        "layout.py",
+        "row // side * -(-w // side) + column // side",
+        "row // side * -(-h // side) + column // side",
+        LAYOUT,
+    ),
+    Fault(
+        "the inverse order is the order",
+        "layout.py",
+        "inverse_index_M[window_index_M] = np.arange(len(window_index_M))",
+        "inverse_index_M[:] = window_index_M",
+        LAYOUT,
+    ),
+    Fault(
+        "positions lie in row-major order",
+        "layout.py",
+        "blocks = positions.reshape(h // merge, merge, w // merge, merge, 2).swapaxes(1, 2)",
+        "blocks = positions",
+        LAYOUT,
+    ),
+    Fault(
+        "weights of the table's other axis",
+        "layout.py",
+        "weights_TK = (weights[0][:, :, None] * weights[1][:, None, :])",
+        "weights_TK = (weights[1][:, :, None] * weights[0][:, None, :])",
+        LAYOUT,
+    ),
+    Fault(
+        "arrays overlap when they are packed",
+        "layout.py",
+        "total += -(-array.nbytes // _ALIGN) * _ALIGN",
+        "total += array.nbytes // _ALIGN * _ALIGN",
+        LAYOUT,
+    ),
+    # --- the encoder ---
+    Fault(
+        "features stay in the order of windows",
+        "engine/encoder.py",
+        'outputs[-1] = outputs[-1][tensors["inverse_index"]]',
+        'outputs[-1] = outputs[-1][tensors["window_index"]]',
+        FAMILIES,
+    ),
+    Fault(
+        "positions are not reordered with the rows",
+        "engine/encoder.py",
+        "positions_T2 = positions_T2.unflatten(0, merges)[window_index_M].flatten(0, 1)",
+        "pass",
+        FAMILIES,
+    ),
+    Fault(
+        "the residual is kept beside deepstack, and added twice",
+        "engine/encoder.py",
+        "            del merged\n            delta_TE = None\n",
+        "            del merged\n",
+        FAMILIES,
+    ),
+    # --- routes and caches ---
+    Fault(
+        "a layout is found by the number of its rows",
+        "engine/route.py",
+        "return self.cache.get((grid, spec, budget, stream), make)",
+        "return self.cache.get((sum(t * h * w for t, h, w in grid), spec, budget, stream), make)",
+        TOWER,
+    ),
+    Fault(
+        "segments of an attention-only tower are found by the number of rows",
+        "engine/route.py",
+        "return self.cache.get((grid, device, geometry, stream), make)",
+        "return self.cache.get((sum(t * h * w for t, h, w in grid), device, geometry, stream), make)",
+        "tests/unit/test_attention_only.py",
+    ),
+    # --- inputs ---
+    Fault(
+        "pixels of another grid are taken",
+        "engine/inputs.py",
+        "if rows != pixels.shape[0]:",
+        "if rows < 0:",
+        "tests/unit/test_checks.py " + TOWER,
+    ),
+    Fault(
+        "frames that pad a batch count as images",
+        "engine/inputs.py",
+        "if t or h < 0 or w < 0])",
+        "])",
+        "tests/unit/test_checks.py " + TOWER,
+    ),
+    # --- graphs ---
+    Fault(
+        "arrays of the layout are not copied before a replay",
+        "graphs/runner.py",
+        "graph.packed.copy_(packed)",
+        "pass",
+        GRAPHS,
+    ),
+    Fault(
+        "pixels of the last call stay behind those of this one",
+        "graphs/runner.py",
+        "            graph.pixels_TP[rows:].zero_()",
+        "            pass",
+        GRAPHS,
+    ),
+    Fault(
+        "outputs are those of the graph, not copies",
+        "graphs/runner.py",
+        "return [static[: tokens * rows].clone() for static, rows in parts]",
+        "return [static[: tokens * rows] for static, rows in parts]",
+        GRAPHS,
+    ),
+    Fault(
+        "a graph is found by the number of its rows",
+        "graphs/identity.py",
+        "route.signature = Signature((route.metadata.rows, arrays, plans))",
+        "route.signature = Signature(route.metadata.rows)",
+        GRAPHS,
+    ),
+    Fault(
+        "padding rows join the last image",
+        "graphs/buffers.py",
+        "    if parts:\n        shares",
+        "    lengths_S[segments.count - 1] += spare_rows\n    if False:\n        shares",
+        "tests/unit/test_budgets.py " + GRAPHS,
+    ),
+    Fault(
+        "padding tokens are permuted among those of images",
+        "graphs/buffers.py",
+        "padded[name][len(array) :] = np.arange(len(array), shape.tokens)",
+        "pass",
+        GRAPHS,
+    ),
+    Fault(
+        "weights that moved do not make graphs stale",
+        "graphs/identity.py",
+        "    if captured == current:\n",
+        "    if captured._replace(memory=current.memory) == current:\n",
+        GRAPHS,
+    ),
+    Fault(
+        "trained tensors do not make graphs stale",
+        "graphs/identity.py",
+        "    if captured == current:\n",
+        "    if captured._replace(requires_grad=current.requires_grad) == current:\n",
+        STEPS,
+    ),
+    Fault(
+        "a second call overwrites the activations of the first",
+        "graphs/training.py",
+        "if last is not None and not last.is_over:",
+        "if False:",
+        STEPS,
+    ),
+    Fault(
+        "gradients of an overwritten call come from the graph",
+        "graphs/training.py",
+        "is_overwritten = was_over or self._last is None or self._last() is not call",
+        "is_overwritten = False",
+        STEPS,
+    ),
+    Fault(
+        "gradients of the graph are not copied",
+        "graphs/step.py",
+        "copies = [torch.empty_like(gradient) for gradient in self.gradients]\n"
+        "        if copies:\n            torch._foreach_copy_(copies, self.gradients)",
+        "copies = list(self.gradients)",
+        STEPS,
+    ),
+    Fault(
+        "a shared parameter keeps the gradient of one stage",
+        "graphs/step.py",
+        "gradient if earlier is None else earlier.add_(gradient)",
+        "gradient",
+        STEPS,
+    ),
+    Fault(
+        "captures need not be paid for",
+        "graphs/automatic.py",
+        "if store.captures > self._free_captures + paid:",
+        "if False:",
+        AUTO,
+    ),
+    Fault(
+        "graphs take all the memory that is free",
+        "graphs/automatic.py",
+        "is_full = store.nbytes >= most_bytes and not store.will_make_room",
+        "is_full = False",
+        AUTO,
+    ),
+    Fault(
+        "graphs stay when memory runs out",
+        "graphs/automatic.py",
+        'store.give_up("device memory ran out after graphs were captured")',
+        "pass",
+        AUTO,
+    ),
+    Fault(
+        "a failed capture leaves the recorder in use",
+        "graphs/store.py",
+        "not_before=_NEVER) from error\n        finally:\n            recorder.done()",
+        "not_before=_NEVER) from error\n        else:\n            recorder.done()",
+        AUTO,
+    ),
+    # --- passes, reuse, ranks ---
+    Fault(
+        "a pass begins a frame late",
+        "engine/passes.py",
+        "        begin = end\n    return tuple(passes)",
+        "        begin = end if len(units) < 3 else end + (remaining_passes == 2)\n    return tuple(passes)",
+        PASSES,
+    ),
+    Fault(
+        "clips are cut between their frames",
+        "engine/passes.py",
+        "units += [_Unit(image, t, h, w)] if clips else [_Unit(image, 1, h, w)] * t",
+        "units += [_Unit(image, 1, h, w)] * t",
+        PASSES,
+    ),
+    Fault(
+        "an output of a pass is written to the rows of another",
+        "engine/joined.py",
+        "start = rows.start * len(output) // self._rows",
+        "start = rows.start",
+        PASSES,
+    ),
+    Fault(
+        "a weight written before the backward goes unseen",
+        "engine/recorded.py",
+        "return _version(self._version_source) != self._version",
+        "return False",
+        PASSES + " " + STEPS,
+    ),
+    Fault(
+        "pictures of equal checksums are equal",
+        "sharing/reuse.py",
+        "            if is_equal:\n                sources[index] = candidate",
+        "            sources[index] = candidate",
+        REUSE,
+    ),
+    Fault(
+        "features of earlier weights are used",
+        "sharing/reuse.py",
+        "identity = weights_sum, table.form,",
+        "identity = table.form,",
+        REUSE,
+    ),
+    Fault(
+        "the gradient of a repeated picture is that of its last copy",
+        "sharing/reuse.py",
+        "return zeros.index_add(0, source_rows_T, grad.to(dtype)).to(grad.dtype), None, None",
+        "return zeros.index_copy(0, source_rows_T, grad.to(dtype)).to(grad.dtype), None, None",
+        REUSE,
+    ),
+    Fault(
+        "kept features are the caller's tensors",
+        "sharing/reuse.py",
+        "clones_by_index[index] = [tensor.clone() for tensor in tensors]",
+        "clones_by_index[index] = tensors",
+        REUSE,
+    ),
+    Fault(
+        "gradients of one rank are scaled by the number of ranks",
+        "sharing/share.py",
+        "dweights[index] = total if ranks_reached or has_hooks else None",
+        "dweights[index] = total / len(assignment.rows) if ranks_reached or has_hooks else None",
+        RANKS,
+    ),
+    Fault(
+        "a rank takes the outputs of its neighbour",
+        "sharing/share.py",
+        "assignment.put_together([outputs[index] for outputs in outputs_by_rank], output)",
+        "assignment.put_together([outputs[index] for outputs in outputs_by_rank[::-1]], output)",
+        RANKS,
+    ),
+    # --- operations ---
+    Fault(
+        "values are normalised like keys",
+        "ops/heads.py",
+        "x = tl.where(kind == 2, x, tl.where(kind == 0, q, k)",
+        "x = tl.where(kind == 3, x, tl.where(kind == 0, q, k)",
+        KERNELS,
+    ),
+    Fault(
+        "the norm of a LayerNorm's gradient keeps its mean",
+        "ops/training/norm_backward.py",
+        "        y1 = y1 - level\n        y2 = y2 - level\n",
+        "        pass\n",
+        BACKWARD,
+    ),
+    Fault(
+        "the gradient of the sum is dropped",
+        "ops/training/norm_backward.py",
+        "HAS_DSUM=dsum_TE is not None,",
+        "HAS_DSUM=False,",
+        BACKWARD,
+    ),
+    Fault(
+        "the gradient of the gate lacks its second term",
+        "ops/training/swiglu_backward.py",
+        "dx = dz * y * (gate + x * gate * (1.0 - gate))",
+        "dx = dz * y * gate",
+        BACKWARD,
+    ),
+    Fault(
+        "the last rows of a window attend to nothing of it",
+        "ops/window_attention.py",
+        'scores = tl.where((t < length)[None, :], scores * scale_log2, float("-inf"))',
+        'scores = tl.where((t < length - 1)[None, :], scores * scale_log2, float("-inf"))',
+        KERNELS,
+    ),
+    Fault(
+        "rotated gradients are not rotated back",
+        "ops/window_attention.py",
+        "_store(dqkv + cell, y1 * c + y2 * s, y2 * c - y1 * s, sums, inside, d, half, NEED_COLUMN_SUM)",
+        "_store(dqkv + cell, y1, y2, sums, inside, d, half, NEED_COLUMN_SUM)",
+        BACKWARD,
+    ),
+    Fault(
+        "a missing bias of a joined product is not made",
+        "ops/base.py",
+        "return [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in pairs]",
+        "return [weight.new_ones(len(weight)) if bias is None else bias for weight, bias in pairs]",
+        OPS,
+    ),
+    Fault(
+        "weights are read once",
+        "ops/base.py",
+        "        if not (cast and self.casts_weights):\n            return read",
+        "        if not (cast and self.casts_weights):\n            values = read()\n            return lambda: values",
+        CHANGES + " " + TOWER,
+    ),
+    Fault(
+        "a changed attribute of a module goes unseen",
+        "ops/base.py",
+        "            return [get(attributes) for get, attributes in self._getters] == self._values and not any(",
+        "            return not any(",
+        CHANGES,
+    ),
+    Fault(
+        "the merger writes into rows that a module keeps",
+        "ops/merger.py",
+        "x_TE = x_TE if in_place else x_TE.clone()",
+        "pass",
+        OPS + " " + CHANGES,
+    ),
+    Fault(
+        "LoRA's factor is left out",
+        "ops/lora/adapter.py",
+        "adapters.append(Adapter(linear, active.scaling))",
+        "adapters.append(Adapter(linear, 1.0))",
+        LORA,
+    ),
+    # --- what may change ---
+    Fault(
+        "a hook inside is not called",
+        "tower/checks.py",
+        '                return [f"hooks on {name}"]',
+        "                return []",
+        "tests/unit/test_checks.py " + CHANGES,
+    ),
+    Fault(
+        "a replaced function of the tower's file goes unseen",
+        "tower/snapshot.py",
+        "list(map(code.module_globals.get, code.names)),",
+        "[],",
+        CHANGES,
+    ),
+    Fault(
+        "a replaced class of a module goes unseen",
+        "tower/snapshot.py",
+        "[type(tower), *map(type, self._modules)],",
+        "[],",
+        CHANGES,
+    ),
+    Fault(
+        "global hooks are not called",
+        "tower/checks.py",
+        "    if any(_GLOBAL_HOOKS):",
+        "    if False:",
+        "tests/unit/test_checks.py " + CHANGES,
+    ),
+    Fault(
+        "dropout is left out in training",
+        "tower/checks.py",
+        "if snapshot.dropout and any(",
+        "if False and any(",
+        "tests/unit/test_checks.py " + CHANGES,
+    ),
+    # --- proofs ---
+    Fault(
+        "gradients of a class are not compared",
+        "tower/proof.py",
+        "    if why := _difference(our_gradients, stock_gradients, _GRADIENT_BOUND):",
+        "    if why := None:",
+        PROOF,
+    ),
+    Fault(
+        "a class is compared in one grid",
+        "tower/proof.py",
+        "why_not_fast = why_not_fast or _compare(twin, family, GRIDS[1])[0]",
+        "pass",
+        PROOF,
+    ),
+    Fault(
+        "training mode is not compared",
+        "tower/proof.py",
+        "why_not_fast or _compare(twin.train(), family, GRIDS[0])[0]",
+        "why_not_fast",
+        PROOF,
+    ),
+    # --- faults and backends ---
+    Fault(
+        "a failed backend is tried at every call",
+        "tower/retry.py",
+        "state.set_faults({**state.faults, fault.name: fault.why})",
+        "pass",
+        FAULTS_OF_PARTS,
+    ),
+    Fault(
+        "offsets are those of contiguous queries",
+        "backends/flashinfer_cudnn.py",
+        '"packed": padded_S1 * np.int32(3 * width),',
+        '"packed": padded_S1 * np.int32(width),',
+        "tests/unit/test_backends.py",
+    ),
+)
