@@ -26,7 +26,7 @@ from hf_vit_accel.ops.fp8.scales import Amax
 from hf_vit_accel.sharing.ranks import ranks_of
 from hf_vit_accel.status import Status, ignored_options, reasons_now, status, towers_of
 from hf_vit_accel.tower import checks
-from hf_vit_accel.tower.install import former_of, install, uninstall
+from hf_vit_accel.tower.install import foreign_forward, install, uninstall
 from hf_vit_accel.tower.loading import restore_name
 from hf_vit_accel.tower.state import TowerState, state_of
 
@@ -118,7 +118,9 @@ def _prepare(path: str, tower: Tower, family: Family, settings: Settings) -> tup
         The tower, its new state and the attention name for its config.
     """
     _check_amax(path, tower, family, settings)
-    former_name, former_forward = former_of(tower)
+    former_state = state_of(tower)
+    former_name = tower.config._attn_implementation if former_state is None else former_state.former_name
+    former_forward = foreign_forward(tower)
     state = TowerState(family, settings, former_name=former_name)
     is_copy = isinstance(family, CopyFamily)
     if is_copy and former_forward is not None:

@@ -24,7 +24,7 @@ from hf_vit_accel.ops.window_attention import LONGEST
 from hf_vit_accel.sharing.reuse import ReuseStatus
 from hf_vit_accel.tower import checks, fsdp
 from hf_vit_accel.tower.decide import spec_of
-from hf_vit_accel.tower.install import towers_in
+from hf_vit_accel.tower.install import Forward, foreign_forward, towers_in
 from hf_vit_accel.tower.modules import WeightMemory
 from hf_vit_accel.tower.snapshot import Snapshot
 from hf_vit_accel.tower.state import TowerState, state_of
@@ -246,7 +246,7 @@ def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
         fields["proven"] = str(snapshot.copy_proof.report)
     name = tower.config._attn_implementation
     fields |= dict(rebuilds=state.rebuilds, rebuild_reason=state.rebuild_reason)
-    against, spec = reasons_now(tower, state, snapshot, name, state.former_forward)
+    against, spec = reasons_now(tower, state, snapshot, name, foreign_forward(tower))
     last = _last_route(state, snapshot, spec)
     choices = {} if last is None else last.choices
     if spec is not None and not choices:
@@ -336,7 +336,7 @@ def _weights_of_calls(tower: Tower, snapshot: Snapshot) -> WeightMemory:
 
 
 def reasons_now(
-    tower: Tower, state: TowerState, snapshot: Snapshot, name: str | None, former_forward: object
+    tower: Tower, state: TowerState, snapshot: Snapshot, name: str | None, former_forward: Forward | None
 ) -> tuple[list[str], Spec | None]:
     """List what keeps every call off the fast path, and return what decides its routes.
 
@@ -345,7 +345,7 @@ def reasons_now(
         state: Its state.
         snapshot: What the tower holds now.
         name: The name of the attention to assume.
-        former_forward: A forward that was replaced on the instance before patching; None for the class's own.
+        former_forward: A forward of others that does not call the class's; None for the class's own.
 
     Returns:
         The reasons, and the spec of a call without gradients. The spec is None if no call can be fast.

@@ -27,6 +27,7 @@ from hf_vit_accel.tower import copies, fsdp, proof
 from hf_vit_accel.tower.code import names_of_forwards
 from hf_vit_accel.tower.differences import CallDtypes
 from hf_vit_accel.tower.modules import WeightMemory, is_inert
+from hf_vit_accel.tower.slots import name_of
 from hf_vit_accel.tower.snapshot import HOOKS, Snapshot
 from hf_vit_accel.versions import POPPED
 
@@ -61,21 +62,20 @@ def reasons_fake() -> list[str]:
 
 
 def reasons_stock(
-    tower: Tower, former_forward: object, name: str | None, snapshot: Snapshot, kwargs: Mapping[str, object]
+    tower: Tower, former_forward: Any, name: str | None, snapshot: Snapshot, kwargs: Mapping[str, object]
 ) -> list[str]:
     """Return why a call must reach the stock forward as it is.
 
     Args:
         tower: The tower.
-        former_forward: The forward that its instance had before; None for the class's.
+        former_forward: A forward of others on the instance, which does not call the class's; None for none.
         name: The attention name that the call runs under.
         snapshot: The tower as it is now.
         kwargs: The keyword arguments of the call.
     """
     reasons = list(snapshot.reasons_stock)
-    # accelerate leaves the class's forward on the instance when its hooks come off: that is no other forward.
-    if former_forward is not None and getattr(former_forward, "__func__", None) is not type(tower).forward:
-        reasons.append("the tower has a forward of its own")
+    if former_forward is not None:
+        reasons.append(f"the tower has a forward of its own: {name_of(former_forward)} does not call the class's")
     if any(popped in kwargs for popped in POPPED):
         reasons.append("the caller supplies sequence metadata")
     is_own_code = snapshot.copy_proof is not None and name == "eager"  # which the proof of a copy ran

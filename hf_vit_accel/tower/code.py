@@ -115,7 +115,7 @@ class CopyCode(Code):
 
     def attributes_of_tower(self, tower: nn.Module) -> frozenset[str]:
         """Return the same as for other towers, without the attributes that may hold our forward."""
-        return super().attributes_of_tower(tower) - {"forward", "_old_forward"}
+        return super().attributes_of_tower(tower) - {"forward"}
 
     def config_fields(self, tower: Tower) -> list[str]:
         """Return nothing: `CopyState` compares complete configs."""
@@ -181,16 +181,16 @@ def _names_in(function: Any) -> frozenset[str]:
     if isinstance(function, property):
         function = function.fget
     code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
-    return _names_in_code(code) if isinstance(code, CodeType) else frozenset()
+    return names_in_code(code) if isinstance(code, CodeType) else frozenset()
 
 
 @lru_cache(maxsize=1024)
-def _names_in_code(code: CodeType) -> frozenset[str]:
+def names_in_code(code: CodeType) -> frozenset[str]:
     """Return all names in a piece of code and in the functions that it defines; string constants serve `getattr`."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            names |= _names_in_code(constant)
+            names |= names_in_code(constant)
         elif isinstance(constant, str) and constant.isidentifier():
             names.add(constant)
     return frozenset(names)

@@ -49,9 +49,6 @@ Options = dict[str, object]
 CALLED_ON = "_hf_vit_accel_called_on"
 """Keyword argument that names the instance of a call, where it is not the forward's own (a shallow copy)."""
 
-FORWARD_ATTRIBUTES = ("forward", "_old_forward")
-"""Attributes of an instance that may hold our forward: accelerate's hooks keep the one that they wrap in the second."""
-
 
 class AcceleratedForward:
     """Replacement for a tower's `forward`. Takes pixels (T, P) and the grid, returns the stock output class.
@@ -62,26 +59,31 @@ class AcceleratedForward:
 
     Holds its tower weakly, so that a deleted model is freed at once. A caller may keep the forward alone: then the
     stock forward runs on the attributes that the tower had.
+
+    Attributes:
+        former: The callable in whose place it was put; None where the instance had no forward.
     """
 
-    __slots__ = ("__signature__", "__weakref__", "_class", "_state", "_tower")
+    __slots__ = ("__signature__", "__weakref__", "_class", "_state", "_tower", "former")
 
-    def __init__(self, tower: nn.Module, state: TowerState) -> None:
+    def __init__(self, tower: nn.Module, state: TowerState, former: Callable[..., object] | None = None) -> None:
         _exclude_from_compile()
         self._tower = weakref.ref(tower)
         self._state = state
         self._class: Any = type(tower)
+        self.former = former
         self.__signature__ = inspect.signature(self._class.forward.__get__(tower))
         if state.former_forward is not None:
             with suppress(TypeError, ValueError):  # raised for callables that are not written in Python
                 self.__signature__ = inspect.signature(state.former_forward)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self._tower(), self._state)
+        return type(self), (self._tower(), self._state, self.former)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AcceleratedForward:
         tower: Any = self._tower()
-        return type(self)(memo.get(id(tower), tower), copy.deepcopy(self._state, memo))
+        former = copy.deepcopy(self.former, memo) if id(tower) in memo else self.former  # bound to the copy, as it is
+        return type(self)(memo.get(id(tower), tower), copy.deepcopy(self._state, memo), former)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("__func__", "__wrapped__"):  # code that unwraps methods would reach the stock forward
@@ -143,16 +145,15 @@ def redirect_shallow_copies(module: nn.Module, args: Arguments, kwargs: Options)
     A shallow copy holds the forward of the original: `copy.copy` makes one, and `nn.DataParallel` its replicas. That
     forward cannot see the instance that it is called on, but a hook can. From then on the copy has its own forward.
     """
-    forward = vars(module).get("forward")
+    forward: Any = vars(module).get("forward")
     if type(forward) is AcceleratedForward and forward._tower() is module:
         return None
-    attribute = our_forward_attribute(module)
     state = state_of(module)
-    if attribute is None or state is None or vars(module)[attribute].__self__ is module:
+    if state is None or not is_our_forward(forward) or forward.__self__ is module:
         return None
     state = state.copy()
     vars(module)[STATE] = state
-    vars(module)[attribute] = AcceleratedForward(module, state)
+    vars(module)["forward"] = AcceleratedForward(module, state)
     own_hooks(module)
     return args, {**kwargs, CALLED_ON: module}
 
@@ -163,14 +164,16 @@ def own_hooks(tower: nn.Module) -> None:
         vars(tower)[name] = OrderedDict(vars(tower)[name])
 
 
-def our_forward_attribute(tower: nn.Module) -> str | None:
-    """Return the attribute that holds our forward; None where other code has replaced or wrapped it."""
-    return next((name for name in FORWARD_ATTRIBUTES if is_our_forward(vars(tower).get(name))), None)
-
-
 def is_our_forward(forward: object) -> bool:
     """Return whether a forward is ours, also where accelerate's `unwrap_model` has bound it as a method."""
     return isinstance(getattr(forward, "__func__", forward), AcceleratedForward)
+
+
+def is_class_forward(forward: object, tower: nn.Module) -> bool:
+    """Return whether a callable is the forward of the tower's class: bound to it, or the function of the class."""
+    function = type(tower).forward
+    is_bound = getattr(forward, "__func__", None) is function and getattr(forward, "__self__", None) is tower
+    return forward is function or is_bound
 
 
 def _call(tower: Tower, state: TowerState, original: Original, args: Arguments, kwargs: Options) -> object:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -11,14 +11,17 @@ from hf_vit_accel.backends import BACKENDS
 from hf_vit_accel.families import FAMILIES_OF_COPIES, Family, Tower, family_of
 from hf_vit_accel.families.copies import CopyFamily, class_in, copy_family, misfits
 from hf_vit_accel.tower.forward import (
-    FORWARD_ATTRIBUTES,
     AcceleratedForward,
+    is_class_forward,
     is_our_forward,
-    our_forward_attribute,
     own_hooks,
     redirect_shallow_copies,
 )
+from hf_vit_accel.tower.proof import warn_once
+from hf_vit_accel.tower.slots import Slot, name_of, slots_of
 from hf_vit_accel.tower.state import STATE, TowerState, attributes_of, state_of
+
+Forward = Callable[..., object]
 
 
 def towers_in(model: nn.Module, like: Mapping[str, str]) -> list[tuple[str, Tower, Family]]:
@@ -60,45 +63,48 @@ def _family_of_copy(tower: Tower, copied: str, name: str) -> CopyFamily:
     return copy_family(tower, base, copied)
 
 
-def former_of(tower: Tower) -> tuple[str | None, Any]:
-    """Return the attention name and the instance forward that a tower has, or had before it was patched."""
-    state = state_of(tower)
-    if state is not None:
-        return state.former_name, state.former_forward
-    return tower.config._attn_implementation, vars(tower).get(_forward_attribute(tower))
+def foreign_forward(tower: Tower) -> Forward | None:
+    """Return the forward that other code gave a tower, if its calls cannot reach the class's; None otherwise."""
+    for slot in _slots_for_ours(tower):
+        former = _former_of(slot.value)
+        if former is not None and not is_class_forward(former, tower):
+            return former
+    return None
 
 
 def install(tower: nn.Module, state: TowerState) -> None:
-    """Give a tower its state and, on the instance, the accelerated forward. Replaces the state of a patched one."""
+    """Give a tower its state and put the accelerated forward where the class's was. Replaces a former state."""
     former_state = state_of(tower)
     vars(tower)[STATE] = state
-    our_attribute = our_forward_attribute(tower)
-    attribute = our_attribute or _forward_attribute(tower)
-    if former_state is None or our_attribute is None:  # other code may have wrapped our forward: keep its wrapper
-        state.former_forward = vars(tower).get(attribute)
-    else:
-        state.former_forward = former_state.former_forward
     if former_state is not None and former_state is not state:
         former_state.drop_caches()
-    vars(tower)[attribute] = AcceleratedForward(tower, state)
+    state.former_forward = foreign_forward(tower)
+    if state.former_forward is not None:
+        name = name_of(state.former_forward)
+        warn_once(
+            f"{type(tower).__name__} stays stock: {name} took the place of its forward, and holds no forward of the "
+            f"class that could be exchanged. Call hf_vit_accel.patch before {name} is put there; it must call the "
+            f"forward that it finds on the instance."
+        )
+    for slot in _slots_for_ours(tower):
+        slot.put(AcceleratedForward(tower, state, _former_of(slot.value)))
     state.attributes = attributes_of(tower)
     if redirect_shallow_copies not in tower._forward_pre_hooks.values():
         tower.register_forward_pre_hook(redirect_shallow_copies, prepend=True, with_kwargs=True)
 
 
 def uninstall(tower: nn.Module) -> TowerState | None:
-    """Take state and forward off a tower, and put back an instance forward that was there before."""
+    """Take state and forward off a tower, and put back what was in the place of each forward of ours."""
     state: TowerState | None = vars(tower).pop(STATE, None)
     if state is None:
         return None
-    for attribute in FORWARD_ATTRIBUTES:
-        if is_our_forward(vars(tower).get(attribute)):
-            if state.former_forward is not None:
-                vars(tower)[attribute] = state.former_forward
-            elif attribute == "forward":
-                del vars(tower)[attribute]
-            else:  # accelerate's hook calls what it holds: give it the forward that it would have found
-                vars(tower)[attribute] = type(tower).forward.__get__(tower)
+    for slot in _slots_for_ours(tower):
+        if is_our_forward(slot.value):
+            former = _former_of(slot.value)
+            if former is None and slot.value is vars(tower).get("forward"):
+                del vars(tower)["forward"]
+            else:  # code that wrapped ours calls what it holds: give it the forward that it would have found
+                slot.put(former or type(tower).forward.__get__(tower))
     own_hooks(tower)
     for key, hook in list(tower._forward_pre_hooks.items()):
         if hook is redirect_shallow_copies:
@@ -110,6 +116,27 @@ def uninstall(tower: nn.Module) -> TowerState | None:
     return state
 
 
-def _forward_attribute(tower: nn.Module) -> str:
-    """Return the attribute that holds the forward of a tower: accelerate's hooks move it, and so run before it."""
-    return "_old_forward" if "_old_forward" in vars(tower) else "forward"
+def _slots_for_ours(tower: nn.Module) -> list[Slot]:
+    """Return the slots that hold the class's forward, or ours; the tower's own `forward` if its calls reach none."""
+    class_forward = type(tower).forward
+    slots = list(slots_of(tower, lambda value: _is_ours_or(class_forward, value)))
+    held = [slot for slot in slots if _holds_forward(slot.value, tower)]
+    return held if any(slot.is_called for slot in held) else slots[:1]
+
+
+def _is_ours_or(class_forward: Forward, value: object) -> bool:
+    return is_our_forward(value) or getattr(value, "__func__", value) is class_forward
+
+
+def _holds_forward(value: Any, tower: nn.Module) -> bool:
+    """Return whether a slot's value is the forward of this tower's class, or ours that took the place of one."""
+    if is_our_forward(value):
+        return value.__self__ is tower or _former_of(value) is type(tower).forward
+    return value is None or is_class_forward(value, tower)
+
+
+def _former_of(value: Any) -> Forward | None:
+    """Return what a slot holds, or held before ours."""
+    ours = getattr(value, "__func__", value)
+    former: Forward | None = ours.former if isinstance(ours, AcceleratedForward) else value
+    return former

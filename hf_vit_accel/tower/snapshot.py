@@ -126,9 +126,7 @@ class Snapshot:
         """
         code = self.proof.code
         self._attention = attention
-        self._tower_names = (
-            code.attributes_of_tower(tower) - _BASE_NAMES - {"forward", "_old_forward"}
-        )  # `checks` reads them
+        self._tower_names = code.attributes_of_tower(tower) - _BASE_NAMES - {"forward"}  # `checks` reads them
         present = vars(tower).keys() | set(dir(type(tower)))
         # A tensor there is what a hook keeps of a call.
         tensors = {name for name, value in vars(tower).items() if isinstance(value, Tensor)}

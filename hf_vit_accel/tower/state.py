@@ -56,7 +56,7 @@ class TowerState:
         family: The family of the tower.
         settings: What `patch` was asked for.
         former_name: The attention name that the config had; None if it was loaded with one of ours.
-        former_forward: The forward that the instance had; None for the class's.
+        former_forward: The forward of others that the instance had, if it does not call the class's; None otherwise.
         fast_calls: Calls that ran our operations, or attended through our backends alone.
         stock_calls: All others.
         fallbacks: Why calls got less than was requested, with the number of calls.
@@ -305,8 +305,11 @@ _INSENSITIVE = {"patch_embed", "norms", "mergers", "mlp"}
 
 def attributes_of(tower: nn.Module) -> dict[str, object]:
     """Return the attributes of a tower, without what patching added."""
-    ours = (STATE, "forward", "_old_forward")
-    return {name: value for name, value in vars(tower).items() if name not in ours}
+    return {
+        name: value
+        for name, value in vars(tower).items()
+        if name not in (STATE, "forward") and getattr(value, "__self__", None) is not tower
+    }
 
 
 def state_of(tower: nn.Module) -> TowerState | None:

@@ -126,7 +126,7 @@ def traces_of(model: PreTrainedModel) -> Traces:
 
 
 def double_output(tower: nn.Module) -> None:
-    """Give a tower a forward of its own, which doubles an output."""
+    """Give a tower a forward of its own, which doubles an output of the class's."""
     class_forward = type(tower).forward
 
     def forward(*args: object, **kwargs: object) -> ModelOutput:
@@ -144,7 +144,7 @@ def test_unpatch_leaves_everything_as_before(model: PreTrainedModel, has_own_for
     expected = run_tower(tower, GRIDS["mixed"])
     assert hf_vit_accel.patch(model) is model
     assert_close(run_tower(tower, GRIDS["mixed"]), expected)
-    assert state_of(tower).fast_calls == (0 if has_own_forward else 1)
+    assert (state_of(tower).fast_calls, state_of(tower).stock_calls) == (1, 0), "also inside of a forward of its own"
     assert hf_vit_accel.unpatch(model) is model
     assert traces_of(model) == before
     assert_close(run_tower(tower, GRIDS["mixed"]), expected, 0.0)

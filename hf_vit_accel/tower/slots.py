@@ -1,0 +1,136 @@
+"""Find the class's own forward below wrappers that other code put around it.
+
+Frameworks replace `visual.forward` on the instance by a function that calls the forward that was there. A wrapper keeps
+that forward where its code finds it: in a closure, a partial, a default, an attribute of the tower (ms-swift,
+accelerate's hooks) or of an object. A `Slot` is one such place. Our forward goes into the slots that hold the class's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from dataclasses import dataclass
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+from hf_vit_accel.tower.code import names_in_code
+
+_MOST_SLOTS = 2000
+"""Wrappers have some ten slots. The names in their code may also lead to functions of their file."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place that holds a callable.
+
+    Attributes:
+        value: What it holds; None for a tower without a forward on the instance.
+        put: Puts another callable there.
+        is_called: False for a `__wrapped__`, from which code unwraps a function.
+    """
+
+    value: Any
+    put: Callable[[Any], None]
+    is_called: bool = True
+
+
+def slots_of(tower: nn.Module, is_forward: Callable[[object], bool]) -> Iterator[Slot]:
+    """Yield the slots that calls of a tower may reach, the tower's own `forward` first.
+
+    Args:
+        tower: The tower.
+        is_forward: Whether a callable is the class's forward, or ours, so that there is nothing to find inside.
+    """
+    attributes = vars(tower)
+    pending = [Slot(attributes.get("forward"), functools.partial(attributes.__setitem__, "forward"))]
+    followed: dict[int, object] = {}
+    while pending and len(followed) < _MOST_SLOTS:
+        slot = pending.pop(0)
+        yield slot
+        if slot.is_called and id(slot.value) not in followed and not is_forward(slot.value):
+            followed[id(slot.value)] = slot.value
+            inner = _slots_in(slot.value, tower)
+            pending += [slot for slot in inner if callable(slot.value) or isinstance(slot.value, dict)]
+
+
+def _slots_in(value: Any, tower: nn.Module) -> Iterator[Slot]:
+    """Yield the slots in a callable, or in a dictionary of them."""
+    if isinstance(value, type | nn.Module):
+        return
+    if isinstance(value, dict):
+        yield from _entries(value, list(value))
+    elif isinstance(value, functools.partial):
+        yield from _slots_of_partial(value)
+    elif isinstance(value, MethodType):
+        yield from _slots_in(value.__func__, tower)
+        yield from _slots_in_attributes(value.__self__)
+    elif isinstance(value, FunctionType):
+        yield from _slots_of_function(value, tower)
+    elif callable(value):
+        yield from _slots_in_attributes(value)
+        call: Any = type(value).__call__
+        if isinstance(call, FunctionType):  # written in Python
+            yield from _slots_of_function(call, tower)
+
+
+def _slots_of_function(function: FunctionType, tower: nn.Module) -> Iterator[Slot]:
+    names = names_in_code(function.__code__)
+    for cell in function.__closure__ or ():
+        try:
+            yield Slot(cell.cell_contents, functools.partial(setattr, cell, "cell_contents"))
+        except ValueError:  # empty
+            continue
+    defaults = function.__defaults__ or ()
+    for index, value in enumerate(defaults):
+        yield Slot(value, functools.partial(_put_default, function, index))
+    keyword_defaults = function.__kwdefaults__ or {}
+    yield from _entries(keyword_defaults, list(keyword_defaults))
+    for entries in (function.__globals__, vars(function), vars(tower)):
+        yield from _entries(entries, names & entries.keys())
+    yield from _wrapped(function)
+
+
+def _put_default(function: FunctionType, index: int, value: object) -> None:
+    defaults = function.__defaults__ or ()
+    function.__defaults__ = (*defaults[:index], value, *defaults[index + 1 :])
+
+
+def _slots_of_partial(value: Any) -> Iterator[Slot]:
+    yield Slot(value.func, lambda func: value.__setstate__((func, value.args, value.keywords, vars(value))))
+    for index, argument in enumerate(value.args):
+        yield Slot(argument, functools.partial(_put_argument, value, index))
+    yield from _entries(value.keywords, list(value.keywords))
+    yield from _wrapped(value)
+
+
+def _put_argument(value: Any, index: int, argument: object) -> None:
+    args = (*value.args[:index], argument, *value.args[index + 1 :])
+    value.__setstate__((value.func, args, value.keywords, vars(value)))
+
+
+def _wrapped(value: object) -> Iterator[Slot]:
+    attributes = vars(value)
+    if "__wrapped__" in attributes:
+        put = functools.partial(attributes.__setitem__, "__wrapped__")
+        yield Slot(attributes["__wrapped__"], put, is_called=False)
+
+
+def _slots_in_attributes(value: object) -> Iterator[Slot]:
+    """Yield the slots of an object that is no module: of a module, code names what it calls."""
+    attributes = {} if isinstance(value, type | nn.Module) else getattr(value, "__dict__", {})
+    yield from _entries(attributes, list(attributes))
+
+
+def _entries(entries: MutableMapping[str, Any], names: Iterable[str]) -> Iterator[Slot]:
+    for name in names:
+        yield Slot(entries[name], functools.partial(entries.__setitem__, name))
+
+
+def name_of(forward: Callable[..., object]) -> str:
+    """Return the name of a forward of others, and where it is written; `functools.wraps` borrows names."""
+    code = getattr(forward, "__code__", None)
+    if code is None:
+        return f"{type(forward).__module__}.{type(forward).__qualname__}"
+    return f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"

@@ -1,0 +1,343 @@
+"""Wrappers that frameworks put around a tower's forward: ours runs below them, and comes off without a trace."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import pickle
+import warnings
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from peft import LoraConfig, get_peft_model
+from support.patching import check_calls, gradients, run, status_of
+from support.towers import ONE_TOWER
+from tiny import GRIDS, TINY, assert_close, doubled, merged_of, pixels_for, relative_error, tower_of
+from torch import nn
+
+import hf_vit_accel
+
+GRID = GRIDS["mixed"]
+
+
+@pytest.fixture(params=ONE_TOWER)
+def model(request: pytest.FixtureRequest) -> nn.Module:
+    return TINY[request.param].build()
+
+
+def keep_frozen(tower: Any) -> None:
+    """Run a frozen tower without gradients, as ms-swift's `patch_frozen_module` does before it trains."""
+    tower._kept_forward = tower.forward
+
+    @functools.wraps(tower.forward)
+    def frozen_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        trains = any(parameter.requires_grad for parameter in self.parameters())
+        with torch.set_grad_enabled(torch.is_grad_enabled() and trains):
+            return self._kept_forward(*args, **kwargs)
+
+    tower.forward = MethodType(frozen_forward, tower)
+
+
+def drop_text_arguments(tower: Any) -> None:
+    """Drop what a packed text hands to every module, as ms-swift's `_patch_qwen3_vl_vision_kwargs` does at loading."""
+    inner = tower.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("cu_seq_lens_q", None)
+        return inner(*args, **kwargs)
+
+    tower.forward = forward
+
+
+def bind_function_of_class(tower: Any) -> None:
+    """Call the class's function, and keep it by `__func__`."""
+    inner = tower.forward.__func__
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return inner(self, *args, **kwargs)
+
+    tower.forward = MethodType(forward, tower)
+
+
+def hand_on(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return inner(*args, **kwargs)
+
+
+class Handler:
+    """An object that keeps the forward, as ms-swift's offloading of activations does."""
+
+    def __init__(self, inner: Callable[..., Any]) -> None:
+        self.inner = {"forward": inner}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner["forward"](*args, **kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        return self(*args, **kwargs)
+
+
+def keep_in_default(tower: Any) -> None:
+    def forward(*args: Any, inner: Any = tower.forward, **kwargs: Any) -> Any:
+        return inner(*args, **kwargs)
+
+    tower.forward = forward
+
+
+def keep_in_positional_default(tower: Any) -> None:
+    def forward(pixels: Any, grid_thw: Any, inner: Any = tower.forward, **kwargs: Any) -> Any:
+        return inner(pixels, grid_thw, **kwargs)
+
+    tower.forward = forward
+
+
+def keep_on_the_function(tower: Any) -> None:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return forward.inner(*args, **kwargs)
+
+    forward.inner = tower.forward
+    tower.forward = forward
+
+
+def keep_in_the_module(tower: Any) -> None:
+    """Keep the forward in a global, as a notebook does."""
+    global kept_forward
+    kept_forward = tower.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return kept_forward(*args, **kwargs)
+
+    tower.forward = forward
+
+
+def set_forward(make: Callable[[Any], Any]) -> Callable[[Any], None]:
+    def wrap(tower: Any) -> None:
+        tower.forward = make(tower.forward)
+
+    return wrap
+
+
+WRAPS: dict[str, Callable[[Any], None]] = {
+    "attribute": keep_frozen,
+    "closure": drop_text_arguments,
+    "function of the class": bind_function_of_class,
+    "partial": set_forward(lambda inner: functools.partial(hand_on, inner)),
+    "partial of it": set_forward(lambda inner: functools.partial(inner)),
+    "keyword of a partial": set_forward(lambda inner: functools.partial(lambda *a, f, **k: f(*a, **k), f=inner)),
+    "object": set_forward(Handler),
+    "method": set_forward(lambda inner: Handler(inner).run),
+    "default": keep_in_default,
+    "positional default": keep_in_positional_default,
+    "attribute of the function": keep_on_the_function,
+    "global": keep_in_the_module,
+    "not compiled": set_forward(torch.compiler.disable),  # tenstorrent's wrapper of Qwen2.5-VL
+    "no gradients": set_forward(lambda inner: torch.set_grad_enabled(True)(inner)),
+    "hook of accelerate": lambda tower: add_hook_to_module(tower, ModelHook()),
+}
+"""Where a wrapper keeps the forward that it calls."""
+
+
+def traces_of(tower: nn.Module) -> list[object]:
+    """Return what `unpatch` must leave as it was: the attributes, and every value inside of the wrapper."""
+    forward: Any = vars(tower).get("forward")
+    cells = [cell.cell_contents for cell in getattr(forward, "__closure__", None) or ()]
+    defaults = [getattr(forward, name, None) for name in ("__defaults__", "__kwdefaults__", "func", "args", "keywords")]
+    kept = {name: value for name, value in vars(tower).items() if callable(value)}
+    return [kept, cells, copy.copy(defaults), getattr(forward, "__wrapped__", None), inspect.signature(tower.forward)]
+
+
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=list(WRAPS))
+def test_ours_runs_below_a_wrapper(model: nn.Module, wrap: Callable[[Any], None]) -> None:
+    tower = tower_of(model)
+    expected = run(tower, GRID)
+    expected_gradients = gradients(tower, GRID)
+    wrap(tower)
+    before = traces_of(tower)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hf_vit_accel.patch(model, strict=True)
+    assert_close(run(tower, GRID), expected)
+    assert_close(gradients(tower, GRID), expected_gradients)
+    check_calls(model, 2, 0)
+    assert not status_of(model).against_fast
+    with hf_vit_accel.patched(model, fuse=False):
+        assert_close(run(tower, GRID), expected)
+        check_calls(model, 1, 0)
+    assert_close(run(tower, GRID), expected)
+    check_calls(model, 3, 0)
+    hf_vit_accel.unpatch(model)
+    assert traces_of(tower) == before
+    assert_close(run(tower, GRID), expected, 0.0)
+
+
+@pytest.mark.parametrize("order", ["wrap patch wrap patch", "patch wrap patch", "wrap wrap patch", "patch wrap wrap"])
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=list(WRAPS))
+def test_the_order_of_patching_and_wrapping(wrap: Callable[[Any], None], order: str) -> None:
+    """The attribute and the global of such a wrapper would be overwritten by its second turn, also in stock."""
+    model = TINY["qwen3_vl"].build()
+    tower = tower_of(model)
+    expected = run(tower, GRID)
+    steps = order.split()
+    for index, step in enumerate(steps):
+        if step == "patch":
+            hf_vit_accel.patch(model)
+        elif "wrap" in steps[:index] or wrap is bind_function_of_class:
+            drop_text_arguments(tower)
+        else:
+            wrap(tower)
+    assert_close(run(tower, GRID), expected)
+    check_calls(model, 1, 0)
+    hf_vit_accel.unpatch(model)
+    assert not any("hf_vit_accel" in str(type(value)) for value in vars(tower).values())
+    assert_close(run(tower, GRID), expected, 0.0)
+    hf_vit_accel.patch(model)
+    assert_close(run(tower, GRID), expected)
+    check_calls(model, 1, 0)
+
+
+def test_a_wrapper_may_change_what_goes_in_and_out(model: nn.Module) -> None:
+    tower = tower_of(model)
+    inner = tower.forward
+
+    def forward(pixels: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return doubled(inner(pixels * 0.5, *args, **kwargs))
+
+    tower.forward = forward
+    expected = run(tower, GRID)
+    hf_vit_accel.patch(model)
+    assert_close(run(tower, GRID), expected)
+    check_calls(model, 1, 0)
+    hf_vit_accel.unpatch(model)
+    assert_close(run(tower, GRID), expected, 0.0)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_wrapper_without_the_forward_of_the_class_stays(model: nn.Module, when: str) -> None:
+    """It computes by itself, or calls the class by name: then nothing of ours may run, and `patch` says so once."""
+    tower = tower_of(model)
+    expected = run(tower, GRID)
+    if when == "after":
+        hf_vit_accel.patch(model)
+
+    def by_name(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return doubled(type(self).forward(self, *args, **kwargs))
+
+    tower.kept_for_later = tower.forward
+    tower.forward = MethodType(functools.wraps(tower.forward)(by_name), tower)
+    before = traces_of(tower)
+    if when == "before":
+        with pytest.warns(
+            UserWarning, match=r"Call hf_vit_accel.patch before by_name \(.*test_wrapped_forward.py:"
+        ) as caught:
+            hf_vit_accel.patch(model)
+            hf_vit_accel.patch(model)
+        assert len(caught) == 1
+        with pytest.raises(hf_vit_accel.FallbackError, match="does not call the class's"):
+            hf_vit_accel.patch(model, strict=True)
+    [reason] = status_of(model).against_fast
+    assert "by_name (" in reason and "does not call the class's" in reason
+    assert_close(run(tower, GRID), [expected[0] * 2, *expected[1:]])
+    assert status_of(model).calls == 0
+    if when == "before":
+        check_calls(model, 0, 1, "the tower has a forward of its own")
+    hf_vit_accel.unpatch(model)
+    if when == "before":
+        assert traces_of(tower) == before
+
+
+def pickled(model: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("wrap", [keep_frozen, set_forward(Handler)], ids=["attribute", "object"])
+@pytest.mark.parametrize(
+    "how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_copies_of_a_wrapped_tower(
+    model: nn.Module, wrap: Callable[[Any], None], how: Callable[[nn.Module], nn.Module]
+) -> None:
+    tower = tower_of(model)
+    wrap(tower)
+    if wrap is keep_frozen and how is not copy.deepcopy:
+        pytest.skip("a local function has no pickle, in stock either")
+    hf_vit_accel.patch(model)
+    other = how(model)
+    with torch.no_grad():
+        tower_of(other).patch_embed.proj.weight.mul_(-1.5)
+    expected = run(tower, GRID)
+    changed = run(tower_of(other), GRID)
+    check_calls(model, 1, 0)
+    check_calls(other, 1, 0)
+    assert relative_error(changed[0], expected[0]) > 1e-3
+    hf_vit_accel.unpatch(other)
+    assert_close(run(tower_of(other), GRID), changed)
+    assert_close(run(tower, GRID), expected)
+    check_calls(model, 2, 0)
+
+
+def test_two_towers_that_share_a_wrapper() -> None:
+    """One function, bound to both towers, calls the class's function that it keeps."""
+    models = [TINY["qwen2_5_vl"].build() for _ in range(2)]
+    towers = [tower_of(model) for model in models]
+    with torch.no_grad():
+        towers[1].patch_embed.proj.weight.mul_(-1.5)
+    expected = [run(tower, GRID) for tower in towers]
+    bind_function_of_class(towers[0])
+    towers[1].forward = MethodType(towers[0].forward.__func__, towers[1])
+    hf_vit_accel.patch(models[0])
+    for tower, outputs in zip(towers, expected, strict=True):
+        assert_close(run(tower, GRID), outputs)
+    check_calls(models[0], 1, 0)
+    hf_vit_accel.patch(models[1])
+    for tower, outputs in zip(towers, expected, strict=True):
+        assert_close(run(tower, GRID), outputs)
+    check_calls(models[0], 2, 0)
+    check_calls(models[1], 1, 0)
+    for model in models:
+        hf_vit_accel.unpatch(model)
+    for tower, outputs in zip(towers, expected, strict=True):
+        assert_close(run(tower, GRID), outputs, 0.0)
+
+
+def test_shallow_copies_and_adapters_of_a_wrapped_tower() -> None:
+    """A shallow copy runs the wrapper of its original, as in stock."""
+    model = TINY["qwen2_5_vl"].build()
+    tower = tower_of(model)
+    keep_frozen(tower)
+    expected = run(copy.copy(tower), GRID)
+    hf_vit_accel.patch(model)
+    assert_close(run(copy.copy(tower), GRID), expected)
+    check_calls(model, 1, 0)
+    config = LoraConfig(r=4, init_lora_weights=False, target_modules=r".*visual.blocks.*(qkv|proj)$")
+    adapted = get_peft_model(model, config)
+    stock = copy.deepcopy(adapted)
+    hf_vit_accel.unpatch(stock)
+    hf_vit_accel.patch(adapted)
+    losses = []
+    for base in (adapted, stock):
+        output = merged_of(tower_of(base.base_model.model)(pixels_for(tower, GRID), torch.tensor(GRID)))
+        output.square().mean().backward()
+        losses.append([parameter.grad for parameter in base.parameters() if parameter.grad is not None])
+    assert losses[0]
+    assert_close(*losses)
+    check_calls(adapted.base_model.model, 1, 0)
+
+
+def test_hooks_of_accelerate_come_and_go_around_a_wrapper(model: nn.Module) -> None:
+    tower = tower_of(model)
+    expected = run(tower, GRID)
+    keep_frozen(tower)
+    add_hook_to_module(tower, ModelHook())
+    hf_vit_accel.patch(model)
+    assert_close(run(tower, GRID), expected)
+    remove_hook_from_module(tower)
+    assert_close(run(tower, GRID), expected)
+    add_hook_to_module(tower, ModelHook())
+    assert_close(run(tower, GRID), expected)
+    check_calls(model, 3, 0)
+    hf_vit_accel.unpatch(model)
+    assert_close(run(tower, GRID), expected, 0.0)
