@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
+from types import MappingProxyType, MethodType
 
 from torch import Tensor, nn
 
@@ -235,13 +235,16 @@ def _run_checkpointed(
     x_TE: Tensor,
     delta_TE: Tensor | None,
 ) -> Tensor:
-    """Run a layer as stock checkpoints it: one tensor goes in, one comes out."""
+    """Run a layer as stock checkpoints it: one tensor goes in, one comes out.
+
+    The function is a method of the block: LLaMA-Factory's and ms-swift's checkpoint functions ask for `__self__`.
+    """
     x_TE = x_TE if delta_TE is None else x_TE + delta_TE
     if checkpoint.is_reentrant and not x_TE.requires_grad:
         x_TE = x_TE.detach().requires_grad_()
 
-    def run_rows(x_TE: Tensor) -> Tensor:
+    def run_rows(_: nn.Module, x_TE: Tensor, **ignored: object) -> Tensor:
         x_TE, delta_TE = run_layer(x_TE, None)
         return x_TE if delta_TE is None else x_TE + delta_TE
 
-    return checkpoint.function(run_rows, x_TE)
+    return checkpoint.function(MethodType(run_rows, checkpoint.block), x_TE)
