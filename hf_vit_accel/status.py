@@ -298,7 +298,9 @@ def _last_route(state: TowerState, snapshot: Snapshot, spec: Spec | None) -> Rou
 def _choices_now(spec: Spec, family: Family) -> dict[LayerKind, Choice]:
     """Choose the backend of every kind of layer, for a call whose layout is unknown."""
     kinds: tuple[LayerKind, ...] = ("full", "window") if family.windows else ("full",)
-    return {kind: resolve(spec.settings.attention, replace(spec.request, kind=kind)) for kind in kinds}
+    replay: Replay = "padded" if isinstance(spec.settings.graphs, GraphConfig) else "never"
+    requests = {kind: replace(spec.request, kind=kind, replay=replay) for kind in kinds}
+    return {kind: resolve(spec.settings.attention, request) for kind, request in requests.items()}
 
 
 def _uses_window_kernel(snapshot: Snapshot, last: Route | None) -> bool:
@@ -357,8 +359,7 @@ def reasons_now(
     reasons += checks.reasons_of_copy(tower, state.family, snapshot, weights, {})
     reasons += checks.reasons_slow(tower, snapshot, weights, {}, grad=False)
     weight = snapshot.parts.projection.weight
-    replay: Replay = "padded" if isinstance(state.settings.graphs, GraphConfig) else "never"
-    spec = spec_of(state, snapshot, weights, weight.device, fast=not reasons, grad=False, replay=replay)
+    spec = spec_of(state, snapshot, weights, weight.device, fast=not reasons, grad=False)
     return reasons, spec
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_vit_accel.backends import FP8, Attend, Choice, LayerKind, Plan, Request, resolve
+from hf_vit_accel.backends import FP8, Attend, Choice, LayerKind, Plan, Replay, Request, resolve
 from hf_vit_accel.config import Settings
 from hf_vit_accel.layout import Array, Geometry, Grid, Segments, VisionMetadata, build, pack, send, to_device, unpack
 from hf_vit_accel.machine import KERNELS, LRU, guarded, outside_modes
@@ -61,6 +61,7 @@ class Route:
 
     Attributes:
         spec: The decisions that do not depend on the layout.
+        replay: How a CUDA graph may replay the route, which decides its backends.
         metadata: The metadata of the layout.
         arrays: The arrays that the device needs, by name.
         plans: The plan of the backend for every kind of layer, except windows that our kernel attends.
@@ -73,6 +74,7 @@ class Route:
     """
 
     spec: Spec
+    replay: Replay
     metadata: VisionMetadata
     arrays: Mapping[str, Array]
     plans: Mapping[LayerKind, Plan]
@@ -164,7 +166,7 @@ class Route:
         return keyword_arguments({**metadata, ROUTE: self}, taken)
 
 
-def make_route(layout: Grid | VisionMetadata, spec: Spec) -> Route:
+def make_route(layout: Grid | VisionMetadata, spec: Spec, replay: Replay = "never") -> Route:
     """Make the route of a layout on the host. Windows that our kernel attends need no plan."""
     metadata = layout if isinstance(layout, VisionMetadata) else build(layout, spec.geometry)
     arrays = metadata.arrays()
@@ -176,7 +178,7 @@ def make_route(layout: Grid | VisionMetadata, spec: Spec) -> Route:
     for kind, segments in metadata.segments().items():
         if kind == "window" and spec.ops and spec.ops.attend_window and segments.max_seqlen <= LONGEST:
             continue
-        request = replace(spec.request, kind=kind, max_seqlen=segments.max_seqlen, rows=metadata.rows)
+        request = replace(spec.request, kind=kind, replay=replay, max_seqlen=segments.max_seqlen, rows=metadata.rows)
         choice = resolve(spec.settings.attention, request, segments, faults)
         plan = guarded(choice.backend.name, choice.backend.plan)(segments, request)
         choices[kind] = choice
@@ -184,7 +186,7 @@ def make_route(layout: Grid | VisionMetadata, spec: Spec) -> Route:
         for name, array in plan.arrays.items():
             arrays[f"{kind}/{name}"] = array
     unmet = _unmet(spec, choices, plans)
-    return Route(spec=spec, metadata=metadata, arrays=arrays, plans=plans, choices=choices, unmet=unmet)
+    return Route(spec=spec, replay=replay, metadata=metadata, arrays=arrays, plans=plans, choices=choices, unmet=unmet)
 
 
 def _unmet(spec: Spec, choices: Mapping[LayerKind, Choice], plans: Mapping[LayerKind, Plan]) -> list[str]:
@@ -250,7 +252,12 @@ class Routes:
         self.cache.cost = max(1 << 20, weights_bytes // 50)
 
     def get(
-        self, grid: Grid, spec: Spec, budget: int | None = None, layout: Callable[[], VisionMetadata] | None = None
+        self,
+        grid: Grid,
+        spec: Spec,
+        replay: Replay = "never",
+        budget: int | None = None,
+        layout: Callable[[], VisionMetadata] | None = None,
     ) -> Route:
         """Return the route of a grid, decided if it is not cached.
 
@@ -259,6 +266,7 @@ class Routes:
         Args:
             grid: The images and videos of the call.
             spec: The decisions that do not depend on the grid.
+            replay: How a CUDA graph may replay the route.
             budget: The budget of a CUDA graph; None for the layout's own shape.
             layout: Returns the metadata, padded to the budget.
         """
@@ -266,10 +274,10 @@ class Routes:
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
         def make() -> tuple[Route, int]:
-            route = make_route(grid if layout is None else layout(), spec)
+            route = make_route(grid if layout is None else layout(), spec, replay)
             return route, sum(array.nbytes for array in route.arrays.values())
 
-        return self.cache.get((grid, spec, budget, stream), make)
+        return self.cache.get((grid, spec, replay, budget, stream), make)
 
     def segment_arguments(
         self,

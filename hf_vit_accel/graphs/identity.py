@@ -12,8 +12,7 @@ class Identity(NamedTuple):
     """The state that all graphs of a store share; another identity makes them stale.
 
     Attributes:
-        spec: Stands for modules, settings, device and dtypes: one object while these stay. In inference it is that
-            of padded calls, and an exact graph runs on the spec of its own call.
+        spec: Stands for modules, settings, device and dtypes: one object while these stay.
         memory: Equal while weights and buffers stay at their addresses.
         pixel_width: Values per patch (P).
         numerics: torch's settings of precision and determinism.

@@ -180,22 +180,19 @@ class Runner(GraphStore[_Graph]):
                 if self.auto is not None:
                     self.auto.add_free_captures(self.captures - captures_before)
 
-    def run(
-        self, route: Route, pixels_TP: Tensor, memory: list[object], identity_spec: Spec, *, exact: Grid | None
-    ) -> list[Tensor] | Eager:
+    def run(self, route: Route, pixels_TP: Tensor, memory: list[object], *, exact: Grid | None) -> list[Tensor] | Eager:
         """Replay a call.
 
         Args:
             route: The call's route, in its own shape.
             pixels_TP: The call's pixels.
             memory: Equal while weights and buffers stay at their addresses (see `Identity`).
-            identity_spec: The spec that identifies all graphs of this runner; the route's own may differ.
             exact: See `GraphUse`.
 
         Returns:
             Fresh output tensors, or why the call runs eagerly (counted).
         """
-        identity = Identity(identity_spec, memory, pixels_TP.shape[1], machine.numerics())
+        identity = Identity(route.spec, memory, pixels_TP.shape[1], machine.numerics())
         with self._lock:
             device = route.spec.request.device
             refused = self._begin(identity, device)
@@ -255,10 +252,11 @@ class Runner(GraphStore[_Graph]):
         """Return the route of a bin's images, padded to the shape of its graph."""
         spec = route.spec
         grid = route.metadata.grid[bin_.first : bin_.last]
-        plain = route if len(grid) == len(route.metadata.grid) else self._routes.get(grid, spec)
+        plain = route if len(grid) == len(route.metadata.grid) else self._routes.get(grid, spec, route.replay)
         if bin_.budget is None:
             return plain
-        return self._routes.get(grid, spec, bin_.budget, lambda: pad(plain.metadata, self._shape(bin_, plain)))
+        shape = self._shape(bin_, plain)
+        return self._routes.get(grid, spec, route.replay, bin_.budget, lambda: pad(plain.metadata, shape))
 
     def _shape(self, bin_: budgets.Bin, plain: Route) -> Shape:
         """Return the shape that a bin is padded to, as coarse as its backend allows at no cost."""

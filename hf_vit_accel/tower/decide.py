@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hf_vit_accel.backends import Backend, Replay, backend_named
 from hf_vit_accel.engine.encoder import Checkpoint, checkpoints_of
@@ -85,8 +85,7 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
     if not state.family.videos and any(frames > 1 for frames, _, _ in inputs.grid):
         reasons_slow.append("this family takes the frames of a video one by one")
     runs_stock_blocks = bool(reasons_slow)
-    eager_spec = spec_of(state, snapshot, weights, device, fast=not runs_stock_blocks, grad=grad)
-    spec = eager_spec
+    spec = spec_of(state, snapshot, weights, device, fast=not runs_stock_blocks, grad=grad)
     if runs_stock_blocks:
         return _decide_metadata(tower, state, call, spec, reasons_slow, shared)
     reasons = list(shared.reasons)
@@ -108,17 +107,15 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
     if grid and runner is not None and may_be_automatic and not is_replayable:
         graphs = GraphChoice(runner=runner, use=GraphUse(eager_reason="long calls of several passes"))
     elif grid and runner is not None and is_replayable:
-        graphs = _choose_graphs(state, snapshot, weights, call.parameters, device, grid, checkpoints, grad=grad)
-        if graphs.replay != "never":
-            spec = spec_of(state, snapshot, weights, device, fast=True, grad=grad, replay=graphs.replay)
+        graphs = _choose_graphs(state, call, spec, grid, checkpoints)
     if grid is inputs.grid and is_whole:
-        passes = [Pass(grid=grid, rows=slice(0, len(inputs.pixels)), route=state.routes.get(grid, spec))]
+        route = state.routes.get(grid, spec, graphs.replay)
+        passes = [Pass(grid=grid, rows=slice(0, len(inputs.pixels)), route=route)]
     else:
-        passes = _passes(state, spec, grid, most_rows)
+        passes = _passes(state, spec, grid, most_rows, graphs.replay)
     if grad and len(passes) > 1 and graphs.runner is not None:  # such passes run again in the backward pass
         graphs = GraphChoice(use=GraphUse(eager_reason="steps of several passes"))
-        spec = eager_spec
-        passes = _passes(state, spec, grid, most_rows)
+        passes = _passes(state, spec, grid, most_rows, "never")
     for one_pass in passes:
         reasons += [reason for reason in one_pass.route.unmet if reason not in reasons]
     if state.settings.strict:
@@ -130,7 +127,6 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
         parameters=call.parameters,
         weights=weights,
         spec=spec,
-        eager_spec=eager_spec,
         passes=passes,
         most_rows=most_rows,
         checkpoints=checkpoints,
@@ -162,7 +158,6 @@ def spec_of(
     *,
     fast: bool,
     grad: bool,
-    replay: Replay = "never",
 ) -> Spec:
     """Return the spec of calls like this one; the same object while nothing of it changes.
 
@@ -173,12 +168,11 @@ def spec_of(
         device: The device of the call.
         fast: Whether our operations run.
         grad: Whether gradients are required.
-        replay: How a CUDA graph may replay them.
     """
     autocast = checks.autocast_dtype(device, weights.dtype)
     scales = None if state.settings.fp8 is None else state.scales(snapshot, device)
     halvings = len(state.pass_limit.rows_after_oom)
-    key = SpecKey(device, autocast, fast, grad, weights.dtype, weights.key, scales, halvings, replay)
+    key = SpecKey(device, autocast, fast, grad, weights.dtype, weights.key, scales, halvings)
     spec = snapshot.specs.get(key)
     return state.make_spec(snapshot, weights, key) if spec is None else spec
 
@@ -251,7 +245,7 @@ def _decide_metadata(
     )
 
 
-def _passes(state: TowerState, spec: Spec, grid: Grid, most_rows: int | None) -> list[Pass]:
+def _passes(state: TowerState, spec: Spec, grid: Grid, most_rows: int | None, replay: Replay) -> list[Pass]:
     """Return the passes of a grid, of at most `most_rows` rows each where frames allow that."""
     if not grid:
         return []
@@ -262,7 +256,8 @@ def _passes(state: TowerState, spec: Spec, grid: Grid, most_rows: int | None) ->
     start = 0
     for pass_grid in grids:
         stop = start + rows_of(pass_grid)
-        passes.append(Pass(grid=pass_grid, rows=slice(start, stop), route=state.routes.get(pass_grid, spec)))
+        route = state.routes.get(pass_grid, spec, replay)
+        passes.append(Pass(grid=pass_grid, rows=slice(start, stop), route=route))
         start = stop
     return passes
 
@@ -284,32 +279,25 @@ def _most_rows(
 
 
 def _choose_graphs(
-    state: TowerState,
-    snapshot: Snapshot,
-    weights: WeightMemory,
-    parameters: Sequence[Tensor],
-    device: torch.device,
-    grid: Grid,
-    checkpoints: Sequence[Checkpoint | None],
-    *,
-    grad: bool,
+    state: TowerState, call: Call, spec: Spec, grid: Grid, checkpoints: Sequence[Checkpoint | None]
 ) -> GraphChoice:
     """Return the CUDA graphs of a call.
 
     Args:
         state: The state of the tower.
-        snapshot: The tower as it is now.
-        weights: Where its parameters lie in memory.
-        parameters: Its parameters.
-        device: The device of the call.
+        call: The call.
+        spec: The decisions about calls of its kind.
         grid: The images that this rank encodes.
         checkpoints: By layer, None for a layer that keeps what its gradient needs.
-        grad: Whether gradients are required.
     """
+    grad = spec.request.grad
+    device = spec.request.device
+    snapshot = call.snapshot
     runner = state.training_runner if grad else state.inference_runner
     if runner is None:
         return NO_GRAPHS
-    reason = _reason_against_graphs(snapshot, weights, device, checkpoints)
+    assert snapshot is not None and call.weights is not None
+    reason = _reason_against_graphs(snapshot, call.weights, device, checkpoints)
     if reason is not None:
         return GraphChoice(runner=runner, use=GraphUse(eager_reason=reason))
     width = snapshot.heads * snapshot.head_dim
@@ -317,13 +305,12 @@ def _choose_graphs(
         if runner.auto is None:
             return GraphChoice(runner=runner, use=GraphUse(exact=grid))
         values_per_row = len(snapshot.parts.blocks) * width
-        use = runner.choose(grid, values_per_row, parameters, device)
+        use = runner.choose(grid, values_per_row, call.parameters, device)
         return GraphChoice(runner=runner, use=use)
 
     def backends_of(replay: Replay) -> list[Backend]:
         """Return the backends that the call would use, by kind of layer."""
-        spec = spec_of(state, snapshot, weights, device, fast=True, grad=False, replay=replay)
-        return [choice.backend for choice in state.routes.get(grid, spec).choices.values()]
+        return [choice.backend for choice in state.routes.get(grid, spec, replay).choices.values()]
 
     def is_padding_worse(is_large: bool) -> bool:
         """See `AutoGraphs.choose`."""
@@ -336,10 +323,7 @@ def _choose_graphs(
     if not can_pad:  # another backend serves calls that the named one refuses
         can_pad = all(backend.name != attention for backend in backends_of("never"))
     use = runner.choose(grid, snapshot.geometry.merge, width, device, is_padding_worse, can_pad=can_pad)
-    if use.eager_reason is not None:
-        return GraphChoice(runner=runner, use=use)
-    spec = spec_of(state, snapshot, weights, device, fast=True, grad=False, replay="padded")
-    return GraphChoice(runner=runner, use=use, identity_spec=spec)
+    return GraphChoice(runner=runner, use=use)
 
 
 def _reason_against_graphs(

@@ -345,8 +345,8 @@ def _encode_pass(
         if state.settings.strict and not result.allowed_under_strict:
             raise_if_any([f"not replayed from a CUDA graph: {result.why}"])
         runs_failed_part = result.part_failed and not state.settings.strict  # it fails again, and is disabled
-        if plan.eager_spec is not plan.spec and not runs_failed_part:
-            route = state.routes.get(one_pass.grid, plan.eager_spec)
+        if route.replay != "never" and not runs_failed_part:  # another backend may be faster eagerly
+            route = state.routes.get(one_pass.grid, plan.spec)
     blocks = plan.snapshot.sharded_layers
     outputs = encode(
         route.ready(), pixels_or_rows, plan.checkpoints, blocks, output_slices=output_slices, is_embedded=is_embedded
@@ -360,8 +360,7 @@ def _replay(plan: FastPlan, runner: Runner | TrainingRunner, one_pass: Pass, pix
     """Return the outputs of one pass from CUDA graphs, or why it runs eagerly."""
     memory = [plan.weights, *[buffer.data_ptr() for buffer in plan.snapshot.buffers()]]
     if isinstance(runner, Runner):
-        identity_spec = plan.graphs.identity_spec or plan.spec
-        return runner.run(one_pass.route, pixels_TP, memory, identity_spec, exact=plan.graphs.use.exact)
+        return runner.run(one_pass.route, pixels_TP, memory, exact=plan.graphs.use.exact)
     return runner.run(one_pass.route, pixels_TP, plan.parameters, plan.snapshot.parameter_dicts, memory)
 
 

@@ -117,21 +117,18 @@ class GraphChoice:
     Attributes:
         runner: Their runner; None for a call that no runner counts.
         use: How the runner serves the call, or why there is none.
-        identity_spec: The spec that identifies all graphs of inference; None for a step, whose own spec does. Exact and
-            padded calls share it. So neither makes the graphs of the other stale. A graph of an exact shape is captured
-            with the call's own spec in any case.
+        replay: How the call is replayed. It decides which backends are chosen.
     """
 
     runner: Runner | TrainingRunner | None = None
     use: GraphUse
-    identity_spec: Spec | None = None
+    replay: Replay = field(init=False)
 
-    @property
-    def replay(self) -> Replay:
-        """How the call is replayed. It decides which backends are chosen."""
+    def __post_init__(self) -> None:
+        replay: Replay = "padded" if self.use.exact is None else "exactly"
         if self.runner is None or self.use.eager_reason is not None:
-            return "never"
-        return "padded" if self.use.exact is None else "exactly"
+            replay = "never"
+        object.__setattr__(self, "replay", replay)
 
 
 NO_GRAPHS = GraphChoice(use=GraphUse(eager_reason="such calls are never replayed"))
@@ -148,7 +145,6 @@ class FastPlan:
         parameters: Of the tower, as they are now.
         weights: Their addresses, dtypes and sizes.
         spec: Of every route.
-        eager_spec: Of the routes of passes that are not replayed. Another backend may be faster there.
         passes: In order. More than one for a long call, none if there is nothing to encode.
         most_rows: Rows of a pass at most; None for a call that may not be cut.
         checkpoints: By layer, None for a layer that keeps what its gradient needs.
@@ -166,7 +162,6 @@ class FastPlan:
     parameters: list[nn.Parameter]
     weights: WeightMemory
     spec: Spec
-    eager_spec: Spec
     passes: Sequence[Pass]
     most_rows: int | None
     checkpoints: Sequence[Checkpoint | None]

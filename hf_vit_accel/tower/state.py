@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from hf_vit_accel.backends import Replay, Request
+from hf_vit_accel.backends import Request
 from hf_vit_accel.config import GraphConfig, Settings
 from hf_vit_accel.engine.passes import PassLimit
 from hf_vit_accel.engine.route import Route, Routes, Spec
@@ -35,7 +35,6 @@ class SpecKey(NamedTuple):
     """The key of a kind of calls: decides their spec, with the snapshot and the settings of the tower.
 
     `fast` is false for calls that go `plan.Way.METADATA`. `halvings` counts `PassLimit.rows_after_oom`: 0, 1 or 2.
-    `replay` decides which backends are chosen: a CUDA graph that replays other layouts takes fewer.
     """
 
     device: torch.device
@@ -46,7 +45,6 @@ class SpecKey(NamedTuple):
     weights_key: tuple[object, ...]
     scales: Scales | None
     halvings: int
-    replay: Replay
 
 
 class TowerState:
@@ -248,7 +246,6 @@ class TowerState:
             packed=key.fast,
             fp8=key.scales,
             grad=grad,
-            replay=key.replay,
             score_mod=settings.score_mod,
         )
         never_cut = bool(snapshot.sharded_layers or snapshot.mixing)

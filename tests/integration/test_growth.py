@@ -126,7 +126,7 @@ def test_graphs_do_not_grow(on_cpu: type[Recorder], monkeypatch: pytest.MonkeyPa
     def call(grid: Grid) -> None:
         rows = sum(t * h * w for t, h, w in grid)
         use = runner.choose(grid, 2, 32, torch.device("cpu"), lambda is_large: False)
-        result = runner.run(routes.get(grid, spec), torch.zeros(rows, 1), [1], spec, exact=use.exact)
+        result = runner.run(routes.get(grid, spec), torch.zeros(rows, 1), [1], exact=use.exact)
         assert isinstance(result, store.Eager) == fails
 
     growth = growth_of(call)

@@ -109,7 +109,7 @@ def test_backends_are_chosen_for_the_replay(
         requests.clear()
     new_routes = [{"never"}, {"padded"}] if config == "auto" else [{"padded"}, set()]
     assert replays_of_calls == [*new_routes, {"exactly"}, set()]
-    assert state_of(tower_of(model)).last_route.spec.request.replay == "exactly"
+    assert state_of(tower_of(model)).last_route.replay == "exactly"
 
 
 @pytest.mark.parametrize("fails", [True, False], ids=["the capture fails", "weights move at every call"])
@@ -135,7 +135,7 @@ def test_what_is_not_replayed_after_all_has_the_backends_of_eager_calls(
         run_tower(tower, IMAGE)
         is_replayed = last_call(model).startswith("replayed")
         assert (attended[-1] == "never") == (not is_replayed), (call, last_call(model))
-        assert state_of(tower).last_route.spec.request.replay == attended[-1], call
+        assert state_of(tower).last_route.replay == attended[-1], call
     assert not is_replayed, "else this tests nothing"
 
 
@@ -146,7 +146,7 @@ def test_requested_graphs_leave_other_calls_the_backends_of_eager_calls(
     patch(model, GraphConfig(max_tokens=16, exact_after=0))
     for grid, replay in ((IMAGE, "padded"), ([(1, 8, 12)], "never"), (IMAGE, "padded")):
         run_tower(tower, grid)
-        assert state_of(tower).last_route.spec.request.replay == replay, grid
+        assert state_of(tower).last_route.replay == replay, grid
     assert len(status_of(model).graphs) == 1 and not status_of(model).stale
 
 
@@ -490,7 +490,7 @@ def test_a_step_of_several_passes_after_replays_is_the_last_step(
     assert str(runner.status().last).startswith("replayed")
     train(tower_of(model), [(2, 6, 8)])
     assert runner.status().last == "eager: steps of several passes"
-    assert state_of(tower_of(model)).last_route.spec.request.replay == "never"
+    assert state_of(tower_of(model)).last_route.replay == "never"
     train(tower_of(model), IMAGE)
     assert str(runner.status().last).startswith("replayed")
 
