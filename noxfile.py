@@ -19,6 +19,7 @@ nox.options.default_venv_backend = "venv"
 ROOT = Path(__file__).parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 TESTED = PROJECT["tool"]["hf-vit-accel"]["tested"]
+STACKS = PROJECT["tool"]["hf-vit-accel"]["stacks"]
 NEWEST = {package: TESTED[package][-1] for package in ("transformers", "torch")}
 OLDEST = {package: TESTED[package][0] for package in ("transformers", "torch")}
 PYTHONS = [name.rsplit(" ", 1)[1] for name in PROJECT["project"]["classifiers"] if ":: 3." in name]
@@ -144,6 +145,20 @@ def seeded(session: nox.Session) -> None:
     """Seed sixty faults one at a time, and see that the suite catches each."""
     install(session)
     session.run("python", "tests/seeded/run.py", *session.posargs)
+
+
+@nox.session(tags=["nightly"])
+@nox.parametrize("framework", list(STACKS))
+def stacks(session: nox.Session, framework: str) -> None:
+    """Run a framework's own programs, stock and by the recipes of docs/migrate.md; record the table of frameworks.
+
+    The environment has the transformers that the framework asks for. `make support` writes the table.
+    """
+    session.install("-e", SELF, "hypothesis", "pytest", "torchvision", *STACKS[framework])
+    session.run("python", "-c", "import torch, transformers; print(torch.__version__, transformers.__version__)")
+    shims = {"PYTHONPATH": str(ROOT / "tests" / "stacks" / "site")}
+    programs = ("pytest", "-q", "-W", "default", f"tests/stacks/test_{framework}.py")
+    session.run(*programs, *session.posargs, env={"RECORD_STACKS": "1"} | shims)
 
 
 @nox.session

@@ -16,6 +16,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from support import stacks  # noqa: E402
 from support import versions as record  # noqa: E402
 from support.generate_arguments import ARGUMENTS  # noqa: E402
 from support.matrix import ELSEWHERE, ORDERS, ROWS, Row  # noqa: E402
@@ -92,6 +93,16 @@ def page() -> str:
         "computes its own metadata, and in 4.57 its own attention, too, unless the fast path serves the call.",
         "",
         *_table(("family", "tower class", "transformers", *record.USES), record.table()),
+        "",
+        "## Frameworks",
+        "",
+        "Each framework ran its own trainer or encoder on a tiny model on the CPU, stock and by the recipe of",
+        "docs/migrate.md (`nox -s stacks`, which writes the table). `status` counted fast calls alone. Losses,",
+        "gradients, embeddings or tokens were compared with stock: the table has the largest relative difference.",
+        "",
+        *_table(
+            ("framework", "transformers / torch", "job", "recipe", "calls", "results of stock", "date"), stacks.table()
+        ),
         "",
         "## Attention backends",
         "",

@@ -196,8 +196,13 @@ def test_sessions_that_workflows_run_are_in_the_noxfile() -> None:
         return {session["session"] for session in json.loads(process.stdout)}
 
     assert any("nox --list --json --tags ci" in line for line in commands(ROOT / ".github/workflows/tests.yml"))
-    nightly = yaml.safe_load((ROOT / ".github/workflows/nightly.yml").read_text())["jobs"]["coming"]
-    assert {f"coming(of='{of}')" for of in nightly["strategy"]["matrix"]["of"]} == sessions("nightly")
+    workflow = ROOT / ".github/workflows/nightly.yml"
+    jobs = yaml.safe_load(workflow.read_text())["jobs"]
+    for job, argument in {"coming": "of", "versions": "transformers"}.items():
+        named = {f"{job}({argument}='{value}')" for value in jobs[job]["strategy"]["matrix"][argument]}
+        assert named == {session for session in sessions("nightly") if session.startswith(job)}
+    assert any("nox --list --json --session stacks" in line for line in commands(workflow))
+    assert {"coming", "versions", "stacks"} <= {session.partition("(")[0] for session in sessions("nightly")}
     kinds = {session.partition("(")[0].partition("-")[0] for session in sessions("ci")}
     assert kinds == {"transformers", "torch", "python", "oldest", "floors"}
 

@@ -1,0 +1,92 @@
+"""sentence-transformers on tiny captioners: pictures, texts and both embedded, hidden states, and training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from PIL import Image
+from sentence_transformers import (
+    SentenceTransformer,
+    SentenceTransformerTrainer,
+    SentenceTransformerTrainingArguments,
+    losses,
+)
+from sentence_transformers.base.modules import Transformer
+from sentence_transformers.sentence_transformer.modules import Pooling
+from support.stacks import FAMILIES, Job, pictures, recipe
+from support.stacks import losses as logged
+
+Checkpoint = Callable[[str], str]
+every_family = pytest.mark.parametrize("family", FAMILIES)
+FEW: list[Image.Image] = pictures(4)
+INPUTS: dict[str, list[Any]] = {
+    "pictures": FEW,
+    "pictures and texts": [{"text": "describe this picture", "image": picture} for picture in FEW],
+    "some with a picture": ["a small red circle", FEW[0], {"text": "describe this picture", "image": FEW[1]}],
+}
+
+
+def run(path: str, inputs: list[Any], *, patched: bool, make: Callable[[str], SentenceTransformer]) -> Any:
+    """Run a side of the page's recipe; return the model and the embeddings."""
+    names = {"SentenceTransformer": make, "name": path, "inputs": inputs}
+    names = recipe("sentence-transformers").run(patched=patched, names=names)
+    return names["model"], torch.as_tensor(names["embeddings"])
+
+
+@every_family
+@pytest.mark.parametrize("kind", INPUTS)
+def test_encode(family: str, kind: str, checkpoint: Checkpoint) -> None:
+    path = checkpoint(family)
+    _, stock = run(path, INPUTS[kind], patched=False, make=SentenceTransformer)
+    model, patched = run(path, INPUTS[kind], patched=True, make=SentenceTransformer)
+    Job("sentence_transformers", f"encode, {kind}", "sentence-transformers").expect(family, stock, patched, model)
+
+
+@every_family
+def test_hidden_states(family: str, checkpoint: Checkpoint) -> None:
+    """A config may name the hidden state of a layer as its output."""
+
+    def make(path: str) -> SentenceTransformer:
+        usual = Transformer(path)
+        config = {
+            modality: entry | {"method": "forward", "method_output_name": ("hidden_states", -2)}
+            for modality, entry in usual.modality_config.items()
+        }
+        transformer = Transformer(path, modality_config=config, module_output_name="token_embeddings")
+        return SentenceTransformer(modules=[transformer, Pooling(transformer.get_embedding_dimension(), "mean")])
+
+    _, stock = run(checkpoint(family), FEW, patched=False, make=make)
+    model, patched = run(checkpoint(family), FEW, patched=True, make=make)
+    job = Job("sentence_transformers", "encode, hidden states of a layer", "sentence-transformers")
+    job.expect(family, stock, patched, model)
+
+
+@every_family
+def test_train(family: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    data = Dataset.from_list([{"anchor": "a small red circle", "positive": picture} for picture in pictures(8)])
+    runs = []
+    for patched in (False, True):
+        model, _ = run(checkpoint(family), FEW, patched=patched, make=SentenceTransformer)
+        args = SentenceTransformerTrainingArguments(
+            str(tmp_path),
+            per_device_train_batch_size=4,
+            max_steps=3,
+            logging_steps=1,
+            learning_rate=1e-4,
+            report_to=[],
+            use_cpu=True,
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        loss = losses.MultipleNegativesRankingLoss(model)
+        torch.manual_seed(0)
+        trainer = SentenceTransformerTrainer(model=model, args=args, train_dataset=data, loss=loss)
+        trainer.train()
+        runs.append(logged(trainer.state.log_history))
+    job = Job("sentence_transformers", "train, all weights", "sentence-transformers")
+    job.expect(family, *runs, model, bound=1e-3)

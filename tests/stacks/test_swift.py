@@ -1,0 +1,93 @@
+"""ms-swift: `swift sft` of tiny captioners with LoRA and all weights, the tower frozen and trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from support.stacks import FAMILIES, Job, block, losses, pictures, recipe
+from swift.pipelines import sft_main
+from swift.template.templates import qwen
+from torch import Tensor, nn
+from transformers import AutoTokenizer
+
+Checkpoint = Callable[[str], str]
+LORA = {"tuner_type": "lora", "lora_rank": "4", "target_modules": "all-linear"}
+WAYS = {
+    "LoRA": LORA,
+    "LoRA, tower trained": LORA | {"freeze_vit": "false"},
+    "all weights": {"tuner_type": "full"},
+    "all weights, tower trained": {"tuner_type": "full", "freeze_vit": "false", "freeze_aligner": "false"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _tiny(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the templates the ids of a tiny vocabulary: they hold those of Qwen's."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint(FAMILIES[0]))
+    for template in (qwen.Qwen2VLTemplate, qwen.Qwen3VLTemplate):
+        monkeypatch.setattr(template, "image_token_id", tokenizer.convert_tokens_to_ids("<|image_pad|>"))
+        monkeypatch.setattr(template, "video_token_id", tokenizer.convert_tokens_to_ids("<|video_pad|>"))
+    monkeypatch.setenv("MAX_PIXELS", "50176")
+    monkeypatch.setenv("IMAGE_MAX_TOKEN_NUM", "64")
+
+
+def dataset(folder: Path) -> Path:
+    rows = []
+    for index, picture in enumerate(pictures(8)):
+        picture.save(folder / f"{index}.png")
+        messages = [
+            {"role": "user", "content": "<image>describe this picture"},
+            {"role": "assistant", "content": "a small red circle ."},
+        ]
+        rows.append({"messages": messages, "images": [str(folder / f"{index}.png")]})
+    file = folder / "data.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def train(family: str, path: str, folder: Path, *options: str, **settings: str) -> Tensor:
+    """Run `swift sft`; return the losses."""
+    output = folder / f"run{len(list(folder.iterdir()))}"
+    fixed = {
+        "model": path,
+        "model_type": family,
+        "template": family,
+        "dataset": str(dataset(folder)),
+        "output_dir": str(output),
+        "add_version": "false",
+        "max_steps": "4",
+        "logging_steps": "1",
+        "per_device_train_batch_size": "2",
+        "gradient_accumulation_steps": "1",
+        "learning_rate": "1e-3",
+        "lr_scheduler_type": "constant",
+        "save_strategy": "no",
+        "eval_strategy": "no",
+        "split_dataset_ratio": "0",
+        "report_to": "none",
+        "use_cpu": "true",
+        "torch_dtype": "float32",
+        "dataset_num_proc": "1",
+        "dataloader_num_workers": "0",
+        "seed": "0",
+    }
+    arguments = [word for name, value in (fixed | settings).items() for word in (f"--{name}", value)]
+    torch.manual_seed(0)
+    sft_main([*arguments, *options])
+    (log,) = output.rglob("logging.jsonl")
+    return losses([json.loads(line) for line in log.read_text().splitlines()])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("way", WAYS)
+def test_sft(way: str, family: str, checkpoint: Checkpoint, tmp_path: Path, patched_models: list[nn.Module]) -> None:
+    (plugin := tmp_path / "fast_vision.py").write_text(recipe("ms-swift", "callbacks_map").patched)
+    command = next(line for line in block("ms-swift", "diff", "swift sft").splitlines() if line.startswith("+"))
+    options = command.split("data.jsonl ")[1].replace("fast_vision.py", str(plugin)).split()
+    stock = train(family, checkpoint(family), tmp_path, **WAYS[way])
+    patched = train(family, checkpoint(family), tmp_path, *options, **WAYS[way])
+    Job("swift", f"swift sft, {way}", "ms-swift").expect(family, stock, patched, patched_models[-1], bound=1e-3)

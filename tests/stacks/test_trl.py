@@ -1,0 +1,167 @@
+"""TRL's trainers on tiny captioners: SFT with LoRA, all weights, QLoRA and Liger; DPO and GRPO."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from peft import LoraConfig
+from support.stacks import FAMILIES, Job, Names, losses, pictures, recipe
+from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
+
+import hf_vit_accel
+
+every_family = pytest.mark.parametrize("family", FAMILIES)
+Checkpoint = Callable[[str], str]
+
+
+def settings(folder: Path, **options: Any) -> Names:
+    """Return the arguments of a short training on the CPU."""
+    defaults = dict(
+        output_dir=str(folder),
+        per_device_train_batch_size=2,
+        max_steps=4,
+        logging_steps=1,
+        learning_rate=1e-3,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        bf16=False,
+        seed=0,
+        disable_tqdm=True,
+    )
+    return defaults | options
+
+
+def chats() -> Dataset:
+    """Return prompts with one or two pictures."""
+    drawn = pictures(8)
+    rows = [
+        {
+            "images": [drawn[index]] if index % 3 else [drawn[index], drawn[index - 1]],
+            "prompt": [{"role": "user", "content": "describe this picture"}],
+            "completion": [{"role": "assistant", "content": "a small red circle ."}],
+        }
+        for index in range(8)
+    ]
+    return Dataset.from_list(rows)
+
+
+def run(trainer: str, names: Names, *, patched: bool) -> Any:
+    """Run a side of the page's recipe with a trainer of TRL; return the trainer."""
+    torch.manual_seed(0)
+    names = {trainer: getattr(trl, trainer)} | names
+    return recipe("TRL").run(patched=patched, names=names, SFTTrainer=trainer)["trainer"]
+
+
+def lora() -> LoraConfig:
+    return LoraConfig(r=4, target_modules="all-linear")
+
+
+def sft(path: str, folder: Path, *, patched: bool, model: Any = None, peft_config: Any = None, **options: Any) -> Any:
+    args = trl.SFTConfig(**settings(folder, max_length=None, **options))
+    names = {"model": model or path, "args": args, "data": chats(), "lora": peft_config}
+    return run("SFTTrainer", names, patched=patched)
+
+
+def expect_same(job: str, family: str, trainers: Sequence[Any], bound: float = 1e-3, section: str = "TRL") -> None:
+    logs = [losses(trainer.state.log_history) for trainer in trainers]
+    Job("trl", job, section).expect(family, *logs, trainers[-1].model, bound=bound)
+
+
+@every_family
+@pytest.mark.parametrize("way", ["LoRA", "all weights"])
+def test_sft(family: str, way: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    runs = [
+        sft(checkpoint(family), tmp_path, patched=patched, peft_config=lora() if way == "LoRA" else None)
+        for patched in (False, True)
+    ]
+    expect_same(f"SFTTrainer, {way}", family, runs)
+
+
+@every_family
+@pytest.mark.parametrize("tower", ["quantised", "left out"])
+def test_qlora(family: str, tower: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Stock trains the model that is loaded by the old side of the recipe; without the tower, by the new side."""
+    quantised = recipe("QLoRA", "bnb_4bit_quant_type" if tower == "quantised" else "llm_int8_skip_modules")
+    names = {
+        "name": checkpoint(family),
+        "torch": torch,
+        "AutoModelForImageTextToText": AutoModelForImageTextToText,
+        "BitsAndBytesConfig": BitsAndBytesConfig,
+    }
+    runs = []
+    for patched in (False, True):
+        model = quantised.run(patched=patched or tower == "left out", names=names)["model"]
+        if not patched:
+            hf_vit_accel.unpatch(model)
+        runs.append(sft(checkpoint(family), tmp_path, patched=patched, model=model, peft_config=lora()))
+    expect_same(f"SFTTrainer, QLoRA, tower {tower}", family, runs, 2e-2, "QLoRA")
+
+
+@every_family
+def test_liger(family: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    pytest.importorskip("liger_kernel")
+    if not torch.cuda.is_available():
+        pytest.skip("Liger's kernels need a GPU")
+    options = dict(use_liger_kernel=True, peft_config=lora())
+    runs = [sft(checkpoint(family), tmp_path, patched=patched, **options) for patched in (False, True)]
+    expect_same("SFTTrainer, Liger", family, runs, section="Liger")
+
+
+@every_family
+def test_dpo(family: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    rows = [
+        {
+            "images": [picture],
+            "prompt": [{"role": "user", "content": "describe this picture"}],
+            "chosen": [{"role": "assistant", "content": "a small red circle ."}],
+            "rejected": [{"role": "assistant", "content": "a large blue square ."}],
+        }
+        for picture in pictures(8)
+    ]
+    runs = []
+    for patched in (False, True):
+        args = trl.DPOConfig(**settings(tmp_path, max_length=None))
+        names = {"model": checkpoint(family), "args": args, "data": Dataset.from_list(rows), "lora": None}
+        runs.append(run("DPOTrainer", names, patched=patched))
+    expect_same("DPOTrainer", family, runs)
+
+
+def variety(completions: list[Any], **_: object) -> list[float]:
+    """Reward many different letters."""
+    return [float(len(set(completion[0]["content"]))) for completion in completions]
+
+
+@every_family
+@pytest.mark.parametrize("decoding", ["stock", "graphed"])
+def test_grpo(family: str, decoding: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """It toggles gradient checkpointing at each step, and calls `generate` itself."""
+    rows = [
+        {"image": picture, "prompt": [{"role": "user", "content": "describe this picture"}]} for picture in pictures(8)
+    ]
+    runs = []
+    for patched in (False, True):
+        args = trl.GRPOConfig(**settings(tmp_path, num_generations=2, max_completion_length=8, max_steps=3))
+        model = AutoModelForImageTextToText.from_pretrained(checkpoint(family))
+        if patched and decoding == "graphed":
+            model.generate = functools.partial(model.generate, custom_generate=hf_vit_accel.graphed_decoding)
+        names = {"model": model, "args": args, "data": Dataset.from_list(rows), "lora": lora()}
+        trainer = functools.partial(trl.GRPOTrainer, reward_funcs=variety)
+        torch.manual_seed(0)
+        replaced = recipe("TRL").run(patched=patched, names=names | {"GRPO": trainer}, SFTTrainer="GRPO")
+        runs.append(replaced["trainer"])
+    logged = [[(log["reward"], log["grad_norm"]) for log in run.state.log_history if "reward" in log] for run in runs]
+    job = Job("trl", f"GRPOTrainer, LoRA, {decoding} decoding", "TRL")
+    stock, patched = (torch.tensor(values, dtype=torch.float64) for values in logged)
+    job.expect(family, stock, patched, runs[-1].model, bound=1e-2)
+    status = hf_vit_accel.status(runs[-1].model)
+    assert all(tower.rebuilds <= 2 for tower in status.towers), str(status)
+    if decoding == "graphed":
+        assert status.decoding is not None and "stock" not in status.decoding, status.decoding

@@ -1,0 +1,83 @@
+"""verl: the steps in which its FSDP engine builds a model, with its own forward for the family, on one CPU rank.
+
+Its engine finds a device by CUDA alone, so the test gives it a mesh on the CPU. No rollout runs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from media.processors import load_processor
+from support.stacks import FAMILIES, Job, block, pictures
+from torch import Tensor, nn
+from verl.trainer.config import CheckpointConfig
+from verl.utils import fsdp_utils
+from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.workers.engine.fsdp import transformer_impl
+
+Checkpoint = Callable[[str], str]
+
+
+@pytest.fixture(autouse=True)
+def _one_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(transformer_impl, "log_gpu_memory_usage", lambda *_, **__: None)
+    monkeypatch.setattr(fsdp_utils, "get_device_id", lambda: torch.device("cpu"))
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def settings_of_the_page() -> dict[str, Any]:
+    """Return the settings of a model that the page adds to the command line."""
+    command = block("verl", "diff")
+    ((names, value),) = re.findall(r"\.override_config\.(\S+)=(\S+)", command)
+    override: Any = value
+    for name in reversed(names.split(".")):
+        override = {name: override}
+    (library,) = re.findall(r"\.model\.external_lib=(\S+)", command)
+    return {"external_lib": library, "override_config": override}
+
+
+def build(path: str, *, patched: bool, **options: Any) -> nn.Module:
+    """Build and shard a model as verl's worker does."""
+    settings = settings_of_the_page() if patched else {}
+    override = {"attn_implementation": "sdpa"} | settings.pop("override_config", {})  # its default needs flash-attn
+    model = HFModelConfig(path=path, override_config=override, use_remove_padding=False, **settings, **options)
+    in_fp32 = {"model_dtype": "float32", "mixed_precision": {"param_dtype": "fp32"}}
+    (strategy,) = re.findall(r"\.actor\.strategy=(\S+)", block("verl", "diff"))
+    config = FSDPEngineConfig(strategy=strategy, use_torch_compile=False, **in_fp32)
+    engine = transformer_impl.FSDPEngineWithLMHead(model, config, FSDPOptimizerConfig(), CheckpointConfig())
+    engine.device_mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    module = engine._build_module()
+    if model.lora_rank:
+        torch.manual_seed(0)
+        module = engine._build_lora_module(module)
+    return engine._build_fsdp_module(module).train()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("way", ["all weights", "LoRA"])
+def test_the_engine_s_model(family: str, way: str, checkpoint: Checkpoint) -> None:
+    processor = load_processor(checkpoint(family))
+    prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "describe this picture"}]}]
+    text = processor.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    inputs = dict(processor(text=[text], images=pictures(1), return_tensors="pt"))
+    inputs["position_ids"] = torch.arange(inputs["input_ids"].shape[1]).expand(4, 1, -1)  # of text, and three of M-RoPE
+    runs = []
+    for patched in (False, True):
+        module = build(checkpoint(family), patched=patched, **({"lora_rank": 4} if way == "LoRA" else {}))
+        logits = module(**inputs).logits
+        logits.square().mean().backward()
+        gradients = [parameter.grad.full_tensor() for parameter in module.parameters() if parameter.grad is not None]
+        runs.append(flat([logits.detach(), *gradients]))
+    Job("verl", f"FSDP2 engine, {way}, checkpointing", "verl").expect(family, *runs, module, bound=1e-3)
+
+
+def flat(tensors: list[Tensor]) -> Tensor:
+    """Join tensors, each divided by its size, so that all count."""
+    return torch.cat([tensor.flatten() / tensor.norm().clamp_min(1e-6) for tensor in tensors])

@@ -1,0 +1,207 @@
+"""Run a framework's own program on a tiny captioner, stock and by a recipe of docs/migrate.md, and compare.
+
+A recipe is a diff of the page. A test runs its old side, which is stock, and its new side. Results that are equal and
+fast are recorded for the table of frameworks in SUPPORT.md where RECORD_STACKS is set, as `nox -s stacks` does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+from tiny import relative_error
+from torch import Tensor, nn
+
+import hf_vit_accel
+
+ROOT = Path(__file__).parents[2]
+RECORD = Path(__file__).parents[1] / "stacks.json"
+"""Framework -> job -> recipe, versions, date and the result of every model."""
+REQUIREMENTS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hf-vit-accel"][
+    "stacks"
+]
+"""Framework -> what its environment installs. Its programs are in `tests/stacks/test_NAME.py`."""
+FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+PAGE = (ROOT / "docs" / "migrate.md").read_text()
+Names = dict[str, Any]
+Result = dict[str, float]
+"""The number of fast calls, and the relative difference from stock."""
+
+
+# --- The recipes of docs/migrate.md ---
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A diff of docs/migrate.md: the code of a user before and after."""
+
+    stock: str
+    patched: str
+
+    def run(self, *, patched: bool, names: Names, **replaced: str) -> Names:
+        """Run one side of the recipe.
+
+        Args:
+            patched: Whether to run the new side.
+            names: What the page assumes, such as the path of a model.
+            replaced: Words of the recipe that are others here, such as the name of a class.
+
+        Returns:
+            All names, with those that the code defines.
+        """
+        code = self.patched if patched else self.stock
+        for word, other in replaced.items():
+            assert word in code, f"the recipe has no {word!r}"
+            code = code.replace(word, other)
+        names = dict(names)
+        exec(compile(code, "docs/migrate.md", "exec"), names)
+        return names
+
+
+def block(section: str, language: str = "diff", containing: str = "") -> str:
+    """Return the first block of code of a section, in a language and with some text in it."""
+    (text,) = re.findall(rf"^## {re.escape(section)}\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
+    blocks = re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return next(code for code in blocks if containing in code)
+
+
+def recipe(section: str, containing: str = "") -> Recipe:
+    """Return the diff of a section."""
+    lines = block(section, containing=containing).splitlines()
+    stock, patched = ("\n".join(line[2:] for line in lines if (line[:1] or " ") in side) for side in (" -", " +"))
+    return Recipe(stock, patched)
+
+
+# --- Tiny models and pictures ---
+
+
+def save_captioner(family: str, folder: Path) -> str:
+    """Save a tiny captioner of examples/ in fp32, with its processor; return its path."""
+    source = ROOT / "examples" / "tiny_captioner" / family
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(source, dtype=torch.float32)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def pictures(count: int) -> list[Image.Image]:
+    """Draw pictures of several sizes."""
+    sizes = [(120, 90), (64, 200), (310, 100), (150, 150)]
+    random = np.random.default_rng(0)
+    drawn = []
+    for index in range(count):
+        width, height = sizes[index % len(sizes)]
+        coarse = random.integers(0, 256, (height // 8 + 1, width // 8 + 1, 3), dtype=np.uint8)
+        drawn.append(Image.fromarray(coarse).resize((width, height)))
+    return drawn
+
+
+def losses(log: Sequence[Mapping[str, float]]) -> Tensor:
+    """Return the losses that a transformers Trainer logged."""
+    return torch.tensor([entry["loss"] for entry in log if "loss" in entry], dtype=torch.float64)
+
+
+# --- Results ---
+
+
+def calls_of(*models: nn.Module) -> tuple[int, int, list[str]]:
+    """Return the fast and the stock calls of all towers, and the reasons for stock."""
+    towers = [tower for model in models for tower in hf_vit_accel.status(model).towers]
+    reasons = [reason for tower in towers for reason in (*tower.fallbacks, *tower.against_fast)]
+    fast_calls = sum(tower.calls for tower in towers)
+    stock_calls = sum(tower.stock_calls for tower in towers)
+    return fast_calls, stock_calls, list(dict.fromkeys(reasons))
+
+
+def expect_same_and_fast(stock: Tensor, patched: Tensor, *models: nn.Module, bound: float = 1e-4) -> Result:
+    """Expect results of stock and, from `status`, only fast calls.
+
+    Args:
+        stock: The results of stock: losses, embeddings or tokens.
+        patched: The same of the patched model.
+        models: The patched models.
+        bound: The largest relative difference.
+    """
+    assert stock.numel() > 0 and stock.any()
+    difference = relative_error(patched, stock)
+    assert difference <= bound, f"{difference:.1e} from stock\n{patched}\n{stock}"
+    fast_calls, stock_calls, reasons = calls_of(*models)
+    assert fast_calls > 0 and stock_calls == 0 and not reasons, (fast_calls, stock_calls, reasons)
+    return {"fast": fast_calls, "difference": float(f"{difference:.1e}")}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job of a framework.
+
+    Args:
+        framework: A name of `REQUIREMENTS`.
+        name: What it does.
+        recipe: The section of docs/migrate.md that it follows.
+    """
+
+    framework: str
+    name: str
+    recipe: str
+
+    def expect(self, family: str, stock: Tensor, patched: Tensor, *models: nn.Module, bound: float = 1e-4) -> None:
+        """Expect results of stock and only fast calls, as `expect_same_and_fast`, and record them for a family."""
+        result = expect_same_and_fast(stock, patched, *models, bound=bound)
+        if os.environ.get("RECORD_STACKS"):
+            self._record(family, result)
+
+    def _record(self, family: str, result: Result) -> None:
+        record = read()
+        jobs = record.setdefault(self.framework, {})
+        packages = [re.split(r"[=<>!\[ ;]", requirement)[0] for requirement in REQUIREMENTS[self.framework]]
+        now: dict[str, Any] = {
+            "recipe": self.recipe,
+            "versions": {name: version(name) for name in (*packages, "transformers", "torch")},
+            "date": datetime.now(UTC).date().isoformat(),
+        }
+        former = jobs.get(self.name, {})
+        families = former.get("families", {}) if all(former.get(key) == now[key] for key in now) else {}
+        jobs[self.name] = now | {"families": families | {family: result}}
+        RECORD.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+
+
+def read() -> dict[str, Any]:
+    """Return the committed record."""
+    record: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    return record
+
+
+def table() -> list[tuple[str, ...]]:
+    """Return the rows of the table of frameworks, in the order of their declaration."""
+    record = read()
+    return [
+        (*_versions(job["versions"]), name, job["recipe"], *_results(job), job["date"])
+        for framework in REQUIREMENTS
+        for name, job in record.get(framework, {}).items()
+    ]
+
+
+def _versions(versions: dict[str, str]) -> tuple[str, str]:
+    base = ("transformers", "torch")
+    own = ", ".join(f"{name} {number}" for name, number in versions.items() if name not in base)
+    return own or "transformers alone", " / ".join(versions[name].partition("+")[0] for name in base)
+
+
+def _results(job: dict[str, Any]) -> tuple[str, str]:
+    results = job["families"].values()
+    largest = max(result["difference"] for result in results)
+    fast = sum(result["fast"] for result in results)
+    return f"{fast} fast", "equal" if largest == 0 else f"to {largest:.0e}"
