@@ -1,10 +1,10 @@
 """One call shared by the ranks of a process group: each encodes a part of the images and frames, all get all features.
 
 Every rank holds the whole tower and makes the same calls, as beside a text model under tensor parallelism. All ranks
-derive the same split from the grid. A rank that is done with its share, or has failed, says so in a header of 520
-bytes. When all are done, one grouped exchange brings the rows of every rank to all ranks; shares may be uneven.
-The header carries a checksum of the call's pixels and of the weight that embeds them. If ranks disagree there, each
-encodes the whole call alone, as stock does.
+derive the same split from the grid. A rank that is done with its share, or has failed, says so in a header of 4 kB.
+When all are done, one grouped exchange brings the rows of every rank to all ranks; shares may be uneven. The header
+carries a checksum of the call's pixels and of the weight that embeds them. If ranks disagree there, each encodes the
+whole call alone, as stock does.
 
 With gradients, all ranks must compute the same loss. Each rank then has its own part of the gradients of pixels and
 weights. Their sum over ranks, made once, is the gradient that one process would have.
@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_vit_accel.engine.facts import TowerFacts
 from hf_vit_accel.layout import Grid
 from hf_vit_accel.sharing.checksum import words_of
-from hf_vit_accel.sharing.header import MOST_OUTPUTS, Header, OutputShape, ShareResult, digest
+from hf_vit_accel.sharing.header import Header, OutputShape, ShareResult, digest
 from hf_vit_accel.sharing.ranks import RankError, Ranks
 from hf_vit_accel.sharing.share import Share
 from hf_vit_accel.sharing.split import Assignment, loads, split
@@ -115,8 +115,6 @@ class Sharing:
         if torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             # A rank without a share saves nothing: under an outer checkpoint it would not run the tower again.
             reasons.append("saved-tensor hooks are active (checkpointing?)")
-        if len(facts.parts.deepstack) > MOST_OUTPUTS - 2:
-            reasons.append(f"more than {MOST_OUTPUTS} outputs")
         return [f"not shared by ranks: {reason}" for reason in reasons]
 
     def note_others_wait(self, grid: Grid) -> None:

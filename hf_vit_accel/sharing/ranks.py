@@ -1,20 +1,14 @@
 """The ranks that share calls: their process group, and how they exchange data. Nothing here knows towers.
 
-Errors of torch.distributed are raised as a `RankError` that names likely causes.
-
-NCCL's exchanges are awaited here, on the host and with a time limit. A rank that dies leaves NCCL's kernels on the
-others spinning, and a rank that waits for its own GPU then hangs. torch's watchdog ends such a process a minute after
-the timeout (`ProcessGroupNCCL::Watchdog::runLoop`). A thread that aborted those kernels later would not help: the
-caller would go on with memory that was never filled.
+Time-outs are torch's. gloo raises in the exchange; under NCCL torch's watchdog ends a process whose exchange hangs
+(`ProcessGroupNCCL::Watchdog::runLoop`). Errors of torch.distributed are raised as a `RankError` with likely causes.
 """
 
 from __future__ import annotations
 
-import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -67,11 +61,10 @@ class Ranks:
         sent = torch.cat([torch.tensor(mine, dtype=torch.int64).to(device), last])
         with _as_rank_error(when):
             dist.all_gather(list(received), sent, group=self.group)
-        self.settle(device, when=when)
-        return received.tolist()
+            return received.tolist()
 
     def to_all(self, mine: Tensor, received: Sequence[Tensor], *, when: str) -> list[Tensor]:
-        """Begin to send this rank's tensor to all others and to receive theirs; `settle` waits for the data.
+        """Send this rank's tensor to all others and receive theirs, in the order of the current stream.
 
         NCCL runs one group of sends and receipts as one kernel, so nothing is padded to the largest size.
 
@@ -98,7 +91,7 @@ class Ranks:
         return by_rank
 
     def add_up(self, tensors: Sequence[Tensor], *, when: str) -> list[Tensor]:
-        """Begin to add up every tensor over all ranks, by one reduction for each dtype; `settle` waits for the sums."""
+        """Add up every tensor over all ranks, by one reduction for each dtype, in the order of the current stream."""
         sums: dict[int, Tensor] = {}
         for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
             indices = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
@@ -109,66 +102,6 @@ class Ranks:
             for index, piece in zip(indices, pieces, strict=True):
                 sums[index] = piece.view(tensors[index].shape)
         return [sums[index] for index in range(len(tensors))]
-
-    def settle(self, device: torch.device, *, when: str) -> None:
-        """Wait until the current stream has all exchanged data. Call this last: earlier launches run meanwhile.
-
-        gloo has waited already. With NCCL, abort and raise after 0.9 of the timeout, since torch's watchdog decides to
-        end the process when the timeout is over.
-        """
-        if device.type != "cuda":
-            return
-        timeout = self.group._get_backend(device).options._timeout  # NCCL's own: gloo beside it waits for longer
-        limit = 0.9 * float(timeout.total_seconds())
-        done = torch.cuda.Event()
-        begin = time.monotonic()
-        with _as_rank_error(when):
-            done.record()
-            waited = 0.0
-            while not done.query():
-                # The clock was read before the query: a process may be stopped, and go on.
-                if waited > limit:
-                    _, absent = _run_together(1.5, self._abort, self._absent)
-                    from_whom = f" from rank {absent} of the group" if absent else ""
-                    raise RuntimeError(f"no answer within {limit:.1f} s{from_whom}")
-                waited = time.monotonic() - begin
-                if waited > _SPINS:
-                    time.sleep(1e-4)
-
-    def _abort(self) -> None:
-        """End NCCL's kernels, so that the process can use its GPU and leave. The group is unusable afterwards."""
-        self.group._get_backend(torch.device("cuda")).abort()
-
-    def _absent(self) -> str:
-        """Return the ranks that did not come to wait for the others: those that wait all set a key at one time."""
-        store = dist.distributed_c10d._get_process_group_store(self.group)
-        store.set(f"{_WAITED}{self.rank}", "")
-        time.sleep(1.0)
-        return ", ".join(str(rank) for rank in range(self.size) if not store.check([f"{_WAITED}{rank}"]))
-
-
-_SPINS = 0.05
-"""Seconds of waiting without sleep in between."""
-
-_WAITED = "hf_vit_accel/gave_up/"
-"""Prefix of the key that a waiting rank sets in its group's store."""
-
-
-def _run_together(seconds: float, *functions: Callable[[], object]) -> list[object]:
-    """Run functions concurrently with a timeout; return None for those that fail or hang."""
-    results: list[object] = [None] * len(functions)
-
-    def run(index: int) -> None:
-        with suppress(Exception):
-            results[index] = functions[index]()
-
-    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    end = time.monotonic() + seconds
-    for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
-    return results
 
 
 @contextmanager

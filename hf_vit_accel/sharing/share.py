@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hf_vit_accel import machine
 from hf_vit_accel.ops.base import Slots, replaced
 from hf_vit_accel.ops.training.context import FunctionContext
-from hf_vit_accel.sharing.header import MOST_OUTPUTS, Header, OutputShape, ShareResult
+from hf_vit_accel.sharing.header import Header, OutputShape, ShareResult
 from hf_vit_accel.sharing.ranks import Ranks
 from hf_vit_accel.sharing.split import Assignment
 
@@ -91,7 +91,6 @@ class Share(AbstractContextManager[None]):
         assignment = self.assignment
         device = self._device
         rank = self.ranks.rank
-        assert len(outputs) <= MOST_OUTPUTS
         shapes = [OutputShape(len(output), output.shape[1], output.dtype) for output in outputs]
         parts = [output.contiguous().view(-1).view(torch.uint8) for output in outputs]
         message = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)
@@ -102,11 +101,8 @@ class Share(AbstractContextManager[None]):
             outputs_by_rank = [header.outputs for header in headers]
             first = max(range(len(headers)), key=lambda index: len(outputs_by_rank[index]))
             buffers = _Buffers(assignment, outputs_by_rank[first], first, rank, device)
-        when = "while features were exchanged"
-        messages_by_rank = self.ranks.to_all(message, buffers.messages, when=when)
-        complete = buffers.join(assignment, messages_by_rank)
-        self.ranks.settle(device, when=when)
-        return complete
+        messages_by_rank = self.ranks.to_all(message, buffers.messages, when="while features were exchanged")
+        return buffers.join(assignment, messages_by_rank)
 
 
 class _Buffers:
@@ -214,7 +210,6 @@ class _TakeShare(torch.autograd.Function):
             by_rank = ranks.to_all(dshare_TP.contiguous(), buffers, when="while gradients of pixels were exchanged")
             dpixels_TP = dshare_TP.new_empty(assignment.total, dshare_TP.shape[1])
             assignment.put_together(by_rank, dpixels_TP)
-        ranks.settle(dshare_TP.device, when="while gradients were exchanged")
         dweights: list[Tensor | None] = [None] * len(needs_weights)
         for index, total, ranks_reached in zip(needed, sums, sums[-1].tolist(), strict=False):
             weight = ctx.weights[index]

@@ -1,4 +1,4 @@
-"""Checkpoint functions and wrappers of frameworks around the layers of a tower: ours run inside, with stock's gradients."""
+"""Checkpoint functions and wrappers of frameworks around the layers of a tower: ours run inside."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from support.patching import check_calls, gradients
 from support.towers import ONE_TOWER
 from tiny import GRIDS, TINY, assert_close, checkpoint_layers, tower_of
@@ -37,7 +36,7 @@ def check_gradients(model: nn.Module, change: Callable[[nn.Module], None]) -> nn
 
 
 class AsksForTheModule:
-    """LLaMA-Factory's checkpoint function: it asks for the module of what it runs, to make its input require gradients."""
+    """LLaMA-Factory's checkpoint function: it asks for the module, to make its input require gradients."""
 
     def __init__(self, inner: Callable[..., Any]) -> None:
         self.inner = inner

@@ -189,21 +189,10 @@ def call_with_reentrant_checkpoints() -> nn.Module:
     return model
 
 
-def call_with_many_outputs() -> nn.Module:
-    tower = tower_of(TINY["qwen3_vl"].build())
-    config = copy.deepcopy(tower.config)
-    config.depth = 7
-    config.deepstack_visual_indexes = list(range(7))
-    model = hf_vit_accel.patch(type(tower)._from_config(config).eval(), data_parallel=True)
-    run_tower(model, MIXED)
-    return model
-
-
 NOT_SHARED: dict[str, Callable[[], nn.Module]] = {
     "DDP averages gradients over the same ones": call_under_ddp,
     "FSDP2 shards layers": call_under_fsdp,
     "reentrant checkpoints": call_with_reentrant_checkpoints,
-    "more than 8 outputs": call_with_many_outputs,
 }
 """The beginning of each reason, and a function that makes such a call and returns the model."""
 
@@ -220,19 +209,33 @@ def test_reasons_not_to_share_a_call(on_ranks: OnRanks) -> None:
     on_ranks(check_calls_that_are_not_shared, 2)
 
 
-def check_hooked_blocks_with_many_outputs(rank: int) -> None:
-    model = call_with_many_outputs()
-    model.blocks[1].register_forward_hook(lambda *_: None)
-    run_tower(model, MIXED)
-    reasons = list(status_of(model).fallbacks)
-    assert status_of(model).stock_calls == 1
-    assert any("hook" in reason for reason in reasons)
-    assert sum(reason.startswith("not shared by ranks: more than 8 outputs") for reason in reasons) == 1
-    assert status_of(model).fallbacks[next(reason for reason in reasons if "8 outputs" in reason)] == 2
+def check_tower_of_many_outputs(rank: int) -> None:
+    model = tower_of(TINY["qwen3_vl"].build())
+    config = copy.deepcopy(model.config)
+    config.depth = 12
+    config.deepstack_visual_indexes = list(range(12))
+    tower = type(model)._from_config(config).eval()
+    expected = run_tower(tower, MIXED)
+    hf_vit_accel.patch(tower, data_parallel=True, strict=True)
+    assert_close(run_tower(tower, MIXED), expected)
+    assert "1 calls shared" in status_of(tower).ranks
+
+
+def test_a_tower_of_many_outputs_is_shared(on_ranks: OnRanks) -> None:
+    on_ranks(check_tower_of_many_outputs, 2)
+
+
+def check_stock_under_fsdp(rank: int) -> None:
+    model = call_under_fsdp()
+    with torch.no_grad():
+        tower_of(model)(pixels_for(tower_of(model), MIXED), grid_thw=torch.tensor(MIXED), output_attentions=True)
+    status = status_of(model)
+    assert status.stock_calls == 1 and any("output_attentions" in reason for reason in status.fallbacks)
+    assert status.fallbacks["not shared by ranks: FSDP2 shards layers"] == 2
 
 
 def test_a_call_by_the_stock_forward_tells_also_why_it_is_not_shared(on_ranks: OnRanks) -> None:
-    on_ranks(check_hooked_blocks_with_many_outputs, 2)
+    on_ranks(check_stock_under_fsdp, 2)
 
 
 def check_checkpointed_call(rank: int) -> None:
