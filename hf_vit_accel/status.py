@@ -329,11 +329,12 @@ def _weights_of_calls(tower: Tower, snapshot: Snapshot) -> WeightMemory:
     If a parent of the tower is sharded with it, the policy of the layers counts. The parent's is unknown here.
     """
     weights = snapshot.weights()[1]
-    if snapshot.uses_fsdp and weights.reasons:
+    if snapshot.uses_fsdp and (weights.reasons or weights.mixed):
         holder = tower if isinstance(tower, fsdp.wrapper()) else next(iter(snapshot.sharded_layers.values()))
         weights = copy.copy(weights)
         weights.dtype = fsdp.gathered_dtype(holder, weights.dtype)
         weights.reasons = []
+        weights.mixed = None
     return weights
 
 

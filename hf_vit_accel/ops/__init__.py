@@ -178,15 +178,18 @@ def _final_norm(parts: Parts, built: BuiltOperations, context: Context) -> AddTh
 
 
 def _layer(block: Block, built: BuiltOperations, context: Context) -> LayerOps:
+    norm1: AddThen = built["norms"][id(block.norm1)]
     norm2: AddThen = built["norms"][id(block.norm2)]
     if not mlp.is_mixture_of_experts(block.mlp):
         mlp_op: Apply = built["mlp"][id(block.mlp)]
     else:
         mlp_op = context.called(block.mlp)
-        if context.casts_weights:  # router and sum over experts keep the dtype that autocast chooses for norms
-            norm2 = norm.plain(block.norm2, context, in_rows_dtype=False)
+    if linear.is_foreign(block.mlp, context):
+        norm2 = norm.before_foreign(block.norm2, context)
+    if any(linear.is_foreign(module, context) for module in block.qkv):
+        norm1 = norm.before_foreign(block.norm1, context)
     return LayerOps(
-        norm1=built["norms"][id(block.norm1)],
+        norm1=norm1,
         qkv=project.build(block, context, built["heads"][id(block)] if block.shapes_heads else None),
         proj=linear.build(block.proj, context),
         norm2=norm2,

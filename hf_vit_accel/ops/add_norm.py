@@ -32,15 +32,15 @@ def add_norm_reference(
 
     Args:
         rms: RMSNorm instead of LayerNorm.
-        dtype: dtype of the normed rows; None for x's. Autocast's products round to it.
+        dtype: dtype of the normed rows; None for stock's, which is that of x or, of an RMSNorm, of x and its weight.
     """
     sum_TE = x_TE if delta_TE is None else x_TE + delta_TE
     if rms:
         wide_TE = sum_TE.to(torch.promote_types(sum_TE.dtype, torch.float32))
         wide_TE = wide_TE * torch.rsqrt(wide_TE.square().mean(-1, keepdim=True) + eps)
         normed_TE = weight_E * wide_TE.to(sum_TE.dtype)
-    else:
-        normed_TE = F.layer_norm(sum_TE, sum_TE.shape[1:], weight_E, bias_E, eps)
+        return sum_TE, normed_TE if dtype is None else normed_TE.to(dtype)
+    normed_TE = F.layer_norm(sum_TE, sum_TE.shape[1:], weight_E, bias_E, eps)
     return sum_TE, normed_TE.to(dtype or x_TE.dtype)
 
 
@@ -109,8 +109,15 @@ def _add_norm_kernel(
 
 def add_norm_(x_TE: Tensor, delta_TE: Tensor | None, *settings: Any) -> tuple[Tensor, Tensor]:
     """Run `add_norm_reference_` as one kernel: x and delta are read once, x and the result written once."""
+    if delta_TE is not None and delta_TE.dtype != x_TE.dtype:
+        x_TE = widened(x_TE, delta_TE)
     assert x_TE.is_contiguous()
     return x_TE, add_norm_rows(x_TE, x_TE, delta_TE, *settings)
+
+
+def widened(x_TE: Tensor, delta_TE: Tensor) -> Tensor:
+    """Return x in the dtype of x + delta: a module that is called may return wider rows than it takes."""
+    return x_TE.to(torch.promote_types(x_TE.dtype, delta_TE.dtype))
 
 
 def add_norm_rows(
@@ -134,7 +141,7 @@ def add_norm_rows(
         bias_E: its bias; None for an RMSNorm.
         eps: its epsilon.
         rms: RMSNorm instead of LayerNorm.
-        dtype: dtype of the normed rows; None for x's.
+        dtype: see `add_norm_reference`.
         statistics_2T: receives 1 / standard deviation of every row, then its mean. Of an RMSNorm it is (1, T), and
             receives 1 / root mean square.
     """
@@ -145,6 +152,8 @@ def add_norm_rows(
         delta_TE = delta_TE.contiguous()
     if bias_E is not None:
         bias_E = bias_E.contiguous()
+    if dtype is None and rms and weight_E.dtype != x_TE.dtype:
+        dtype = torch.promote_types(x_TE.dtype, weight_E.dtype)
     out_TE = torch.empty_like(x_TE, dtype=dtype)
     # The kernel does not read the pointers that stand for a missing delta, bias or statistics.
     _add_norm_kernel[(rows,)](

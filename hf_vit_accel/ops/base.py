@@ -69,12 +69,24 @@ def reasons_replaced(
         return [f"a {name} stands where a plain {kind.__name__} was"]
     if own_forward(module) is not None:
         return [f"a {name} has a forward of its own"]
+    kind_of_weight = class_of_own_weight(module)
+    if kind_of_weight is not None:
+        return [f"a {name} holds a {kind_of_weight.__name__}"]
     if type(module) not in trusted and not machine.is_upstream(type(module).forward):
         module_name = type(module).__module__
         if module_name.startswith(("torch.", "transformers.")):
             return [f"the forward of {name} was replaced by another"]
         return [f"a {module_name}.{name} is neither torch's nor transformers'"]
     return []
+
+
+def class_of_own_weight(module: nn.Module) -> type | None:
+    """Return a class that computes with a module's parameters in its own way, as those of quantisers do; or None."""
+    for parameter in module._parameters.values():
+        kind = type(parameter)
+        if parameter is not None and kind not in (nn.Parameter, Tensor) and kind.__name__ != "DTensor":
+            return kind
+    return None
 
 
 class RecordedAttributes:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_vit_accel import machine
 from hf_vit_accel.families.base import Block
@@ -252,9 +252,7 @@ def _reasons_against(block: Block, context: Context) -> list[str]:
 
 def _fused(block: Block, context: Context) -> Apply:
     heads, key_heads, eps = sizes_of(block, context)
-    # A module that is not torch's may keep its output: then nothing is written in place.
-    owns_input = len(block.qkv) > 1 or not context.reasons_replaced(block.qkv[0], nn.Linear)
-    kernel: Any = shape_heads_ if owns_input and not context.grad else ShapeHeads.apply
+    kernel: Any = ShapeHeads.apply if context.grad else shape_heads_
     function = shape_heads_reference if context.reference else kernel
 
     def shape(qkv_TF: Tensor) -> Tensor:

@@ -62,6 +62,12 @@ class LinearFunction(torch.autograd.Function):
         return dx_TE, dweight_FE, dbias_F, None
 
 
+def is_foreign(module: Part, context: Context) -> bool:
+    """Return whether a module has weights that no plain Linear holds: autocast may not decide the dtypes inside."""
+    inner_modules = [inner for inner in module.modules() if inner._parameters]
+    return any(context.reasons_replaced(inner, nn.Linear) for inner in inner_modules)
+
+
 def build(module: Part, context: Context) -> Apply:
     """Build a projection: the module itself, a trained function, or a product with LoRA adapters."""
     if context.reasons_replaced(module, nn.Linear):

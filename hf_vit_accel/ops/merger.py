@@ -55,7 +55,8 @@ def fused(merger: Part, context: Context) -> AddThen:
     layers = layers_of(merger)
     assert layers is not None
     norm, modules = layers
-    add_norm = guarded(KERNELS, norms.fused(norm, context))
+    is_foreign = any(linear.is_foreign(module, context) for module in modules)
+    add_norm = guarded(KERNELS, norms.fused(norm, context, in_rows_dtype=not is_foreign))
     width = norm.weight.shape[0]
     merged_width = context.read(merger, "hidden_size")
     for module in modules:

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from hf_vit_accel.families.base import Part, Parts
+from hf_vit_accel.machine import KERNELS, guarded
 from hf_vit_accel.ops.add_norm import add_norm_, add_norm_reference
 from hf_vit_accel.ops.base import AddThen, Context, Operation
 from hf_vit_accel.ops.training.nodes import NormWithBackward
@@ -26,20 +28,26 @@ def reasons_against(norm: Part, context: Context) -> list[str]:
     return []
 
 
-def fused(norm: Part, context: Context) -> AddThen:
+def fused(norm: Part, context: Context, *, in_rows_dtype: bool = True) -> AddThen:
     """Build the kernel that adds and normalises; without gradients it writes the sum to x.
 
     x may be of a wider dtype than the normed rows: under autocast, where the embedding has a norm.
+
+    Args:
+        in_rows_dtype: see `plain`.
     """
     rms = _is_rms(norm)
+    dtype = context.rows_dtype
+    if dtype is not None and not in_rows_dtype:  # autocast computes a LayerNorm in fp32, but on the CPU
+        dtype = None if rms or context.device.type == "cpu" else torch.float32
     if rms:
         read_weights = context.reader((norm, "weight"), cast=False)
         no_bias = None  # the argument after the weight; an RMSNorm has no bias to read
         eps = context.read(norm, "variance_epsilon" if hasattr(norm, "variance_epsilon") else "eps")
-        after_weights: tuple[object, ...] = (no_bias, eps, rms, context.rows_dtype)
+        after_weights: tuple[object, ...] = (no_bias, eps, rms, dtype)
     else:
         read_weights = context.reader((norm, "weight"), (norm, "bias"), cast=False)
-        after_weights = context.read(norm, "eps"), rms, context.rows_dtype
+        after_weights = context.read(norm, "eps"), rms, dtype
     if context.grad and not context.reference:
         return NormWithBackward(function=AddNormFunction, weights=read_weights, settings=after_weights)
     run = add_norm_reference if context.reference else add_norm_
@@ -68,6 +76,13 @@ def plain(norm: nn.Module, context: Context, *, in_rows_dtype: bool = True) -> A
         return x_TE, normed_TE if dtype is None else normed_TE.to(dtype)
 
     return add_norm
+
+
+def before_foreign(norm: Part, context: Context) -> AddThen:
+    """Build a norm before `linear.is_foreign`: under autocast its rows have the dtype that stock's norm gives them."""
+    if "norms" in context.fused:
+        return guarded(KERNELS, fused(norm, context, in_rows_dtype=False))
+    return plain(norm, context, in_rows_dtype=False)
 
 
 def _subjects(parts: Parts) -> list[nn.Module]:

@@ -44,10 +44,12 @@ def build(block: Block, context: Context, shape: Apply | None) -> Apply:
             settings=settings,
             takes_norm=True,
         )
-    if len(modules) == 1:
-        product: Apply = linear.build(modules[0], context)
+    projections = [linear.build(module, context) for module in modules]
+    if any(isinstance(projection, nn.Module) for projection in projections):
+        product: Apply = _called(projections, context)
+    elif len(modules) == 1:
+        product = projections[0]
     elif is_replaced:
-        projections = [linear.build(module, context) for module in modules]
 
         def product(x_TE: Tensor) -> Tensor:
             return torch.cat([projection(x_TE) for projection in projections], dim=-1)
@@ -58,6 +60,24 @@ def build(block: Block, context: Context, shape: Apply | None) -> Apply:
             return F.linear(x_TE, *_joined(weights(), len(modules)))
 
     return product if shape is None else lambda x_TE: shape(product(x_TE))
+
+
+def _called(projections: Sequence[Apply], context: Context) -> Apply:
+    """Build a projection some modules of which are called: in memory of its own, since a module may keep its output.
+
+    Attention casts to the dtype of autocast.
+    """
+    dtype = context.rows_dtype
+
+    def product(x_TE: Tensor) -> Tensor:
+        results = []
+        for projection in projections:
+            is_called = dtype is None or isinstance(projection, nn.Module)
+            results.append(projection(x_TE if is_called else x_TE.to(dtype)))
+        qkv_TF = results[0] if len(results) == 1 else torch.cat(results, dim=-1)
+        return qkv_TF.to(dtype or qkv_TF.dtype, copy=len(results) == 1)
+
+    return product
 
 
 def _joined(weights: list[Any], products: int) -> tuple[Tensor, Tensor | None]:

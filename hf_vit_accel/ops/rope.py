@@ -14,7 +14,6 @@ from hf_vit_accel import machine, versions
 from hf_vit_accel.families.base import Part, Parts
 from hf_vit_accel.ops.base import Context, Operation
 from hf_vit_accel.ops.launch import kernel, next_power_of_2, tl
-from hf_vit_accel.ops.lora.modules import reasons_against as lora_reasons
 from hf_vit_accel.ops.training.column_sum import MANY_ROWS, attach_column_sum, runs, store_sum
 from hf_vit_accel.ops.training.context import FunctionContext, Gradients
 
@@ -306,18 +305,12 @@ def tables(rotary: Part, context: Context) -> Callable[[Tensor, Tensor], tuple[T
 
 
 def reasons_against_rotation(parts: Parts, context: Context) -> list[str]:
-    """Report why q and k cannot be rotated in place on the projection: a replaced module may keep its output."""
-    for block in parts.blocks:
-        if len(block.qkv) > 1 or block.shapes_heads:  # an operation of ours makes the packed rows
-            continue
-        reasons = lora_reasons(block.qkv[0], context)
-        if reasons:
-            return reasons
+    """Report why q and k cannot be rotated by kernels."""
     return context.reasons_replaced(parts.rotary)
 
 
 def rotate(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    """Run `Rope` where a gradient flows, else `rope_`: a plain Linear does not keep its output."""
+    """Run `Rope` where a gradient flows, else `rope_`: nobody else holds the packed projection."""
     if torch.is_grad_enabled() and qkv_T3HD.requires_grad:
         return Rope.apply(qkv_T3HD, cos_TD, sin_TD)
     return rope_(qkv_T3HD, cos_TD, sin_TD)

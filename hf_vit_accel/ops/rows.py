@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from hf_vit_accel import machine
-from hf_vit_accel.ops.base import own_forward
+from hf_vit_accel.ops.base import class_of_own_weight, own_forward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,9 @@ _PEFT_METHODS = "adalora", "boft", "hra", "ia3", "loha", "lokr", "lora", "lycori
 # The last two hold tensors, and whole modules that are trained.
 _PEFT_PARTS = (
     *(f"tuners.{method}.layer" for method in _PEFT_METHODS),
+    "tuners.lora.bnb",
     "tuners.lora.dora",
+    "tuners.lora.torchao",
     "tuners._buffer_dict",
     "utils.other",
 )
@@ -211,6 +213,9 @@ def _reason_mixing(
         return f"a {kind.__name__ if is_torch else f'{kind.__module__}.{kind.__name__}'} is inside"
     if is_upstream and not machine.is_upstream(type(module).forward):
         return f"the forward of {kind.__name__} was replaced by another"
+    kind_of_weight = class_of_own_weight(module)
+    if is_upstream and kind_of_weight is not None:
+        return f"a {kind.__name__} holds a {kind_of_weight.__module__}.{kind_of_weight.__name__}"
     if not entry.holds(module) or (entry.of_patches and not is_of_patches):
         description = str(module)
         return f"a {kind.__name__ if chr(10) in description else description} is inside"

@@ -101,6 +101,8 @@ def reasons_of_copy(
     copy_proof = snapshot.copy_proof
     if copy_proof is None or not isinstance(family, CopyFamily):
         return []
+    if weights.mixed is not None:
+        return [weights.mixed]
     device = snapshot.parts.projection.weight.device
     dtypes = CallDtypes(weights.dtype, autocast_dtype(device, weights.dtype))
     reasons = copies.reasons_of_call(tower, family, copy_proof, dtypes, options)
@@ -204,9 +206,11 @@ def reasons_slow(
             reasons.append(f"{name} is requested{advice}")
     if snapshot.dropout and any(block.attention.training for block in snapshot.parts.blocks):
         reasons.append("attention weights are dropped out")
-    if snapshot.proof.why_not_autocast is not None:
+    if weights.mixed is not None or snapshot.proof.why_not_autocast is not None:
         autocast = autocast_dtype(snapshot.parts.projection.weight.device, weights.dtype)
-        if autocast not in (None, weights.dtype):
+        if autocast is None and weights.mixed is not None and weights.mixed not in reasons:
+            reasons.append(f"{weights.mixed} without autocast")
+        if snapshot.proof.why_not_autocast is not None and autocast is not None and weights.dtypes != {autocast}:
             reasons.append(snapshot.proof.why_not_autocast)
     return reasons + reasons_untraceable()
 

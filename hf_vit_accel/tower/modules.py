@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_vit_accel.families import Parts
+from hf_vit_accel.ops.base import class_of_own_weight
+from hf_vit_accel.tower import fsdp
+
+_CAST_BY_AUTOCAST = {torch.bfloat16, torch.float16, torch.float32}
 
 
 class WeightMemory:
@@ -18,27 +22,35 @@ class WeightMemory:
     CUDA graphs compare it by identity: the snapshot makes a new one when an address changes.
 
     Args:
-        parameters: All of them, in the order of the snapshot.
+        parameters: All of them, in the order of the snapshot: those that our operations read come first.
         pointers: See the attribute.
         offloaded: Whether accelerate moves weights or inputs itself.
-        adapters: How many of the last parameters are adapters'.
+        read: How many of the first parameters our operations read. The others belong to adapters and called modules.
+        called: The ids of the dictionaries that belong to called modules.
 
     Attributes:
         indices: 0, 1, 2, ...: all parameters, for torch's comparison of addresses.
         pointers: The addresses of all parameters; None if a tensor class has none.
         dtype: Of the first parameter.
+        dtypes: Of all parameters that our operations read.
         contiguous: Whether every parameter is contiguous.
         transposable: The indices of contiguous parameters with two equal sizes. Transposed, such a parameter keeps its
             address and its shape.
         count: The number of parameters.
         nbytes: Their bytes in all.
-        key: Their part of the key of a spec: the number of parameters, and the dtype of every adapter's.
+        key: Their part of the key of a spec: all dtypes, and which modules are called.
         reasons: Why kernels cannot read them.
+        mixed: Why kernels cannot read them without autocast, which casts them to one dtype; None for one dtype.
         holds_plain_tensors: The answer of `Snapshot.holds_plain_tensors`; None before it was computed.
     """
 
     def __init__(
-        self, parameters: list[nn.Parameter], pointers: list[int] | None, offloaded: bool, adapters: int = 0
+        self,
+        parameters: list[nn.Parameter],
+        pointers: list[int] | None,
+        offloaded: bool,
+        read: int = 0,
+        called: tuple[int, ...] = (),
     ) -> None:
         self.indices = list(range(len(parameters)))
         self.pointers = pointers
@@ -53,12 +65,15 @@ class WeightMemory:
         self.nbytes = sum(parameter.nbytes for parameter in parameters)
         self.holds_plain_tensors: bool | None = None
         self.reasons: list[str] = []
-        own_count = self.count - adapters  # adapters may have other dtypes: PEFT casts their inputs and outputs
-        dtypes = {parameter.dtype for parameter in parameters[:own_count]}
-        self.key = (self.count, *(parameter.dtype for parameter in parameters[own_count:]))
-        classes = {type(parameter) for parameter in parameters} - {nn.Parameter}
-        if len(dtypes) > 1:
-            self.reasons.append(f"parameters of several dtypes ({', '.join(sorted(map(str, dtypes)))})")
+        self.dtypes = frozenset(parameter.dtype for parameter in parameters[:read])
+        dtypes = enumerate(parameter.dtype for parameter in parameters)
+        self.key = frozenset([*dtypes, ("read", read), ("called", called)])  # a frozenset computes its hash once
+        classes = {type(parameter) for parameter in parameters[:read]} - {nn.Parameter}
+        self.mixed: str | None = None
+        if len(self.dtypes) > 1:
+            self.mixed = f"parameters of several dtypes ({', '.join(sorted(map(str, self.dtypes)))})"
+        if self.mixed and not self.dtypes <= _CAST_BY_AUTOCAST:
+            self.reasons.append(self.mixed)
         if classes:
             names = sorted(kind.__name__ for kind in classes)
             self.reasons.append(f"parameters of a class of their own ({', '.join(names)})")
@@ -84,22 +99,27 @@ class ParameterDicts:
     Attributes:
         complete: Of modules none of whose parameters is None.
         partial: Of modules with a parameter that is None.
-        adapters: Of PEFT's modules beside a layer.
+        adapters: Of PEFT's modules beside a layer. PEFT casts their inputs and outputs.
+        called: Of modules that are called as they are: of a third party's class, or with weights of a class of its own.
         sharded: Of modules that FSDP2 shards apart from the tower.
     """
 
     complete: list[dict[str, Any]] = field(default_factory=list)
     partial: list[dict[str, Any]] = field(default_factory=list)
     adapters: list[dict[str, Any]] = field(default_factory=list)
+    called: list[dict[str, Any]] = field(default_factory=list)
     sharded: list[dict[str, Any]] = field(default_factory=list)
 
 
-def parameter_dicts_of(modules: Sequence[nn.Module], wrapped: Sequence[nn.Module]) -> ParameterDicts:
+def parameter_dicts_of(
+    modules: Sequence[nn.Module], wrapped: Sequence[nn.Module], known: Collection[type]
+) -> ParameterDicts:
     """Group the dictionaries of parameters by kind.
 
     Args:
         modules: The tower and the modules inside.
         wrapped: The modules inside that FSDP2 wraps.
+        known: The classes, beside torch's, whose parameters our operations read.
     """
     dicts = ParameterDicts()
     sharded_ids = {id(inner) for module in wrapped for inner in module.modules()}
@@ -110,11 +130,19 @@ def parameter_dicts_of(modules: Sequence[nn.Module], wrapped: Sequence[nn.Module
             dicts.sharded.append(parameters)
         elif id(module) in adapter_ids:
             dicts.adapters.append(parameters)
+        elif parameters and _is_called(module, known):
+            dicts.called.append(parameters)
         elif parameters and any(value is None for value in parameters.values()):
             dicts.partial.append(parameters)
         elif parameters:
             dicts.complete.append(parameters)
     return dicts
+
+
+def _is_called(module: nn.Module, known: Collection[type]) -> bool:
+    kind = fsdp.class_of(module)
+    is_known = kind in known or kind.__module__.startswith("torch.nn.")
+    return not is_known or class_of_own_weight(module) is not None
 
 
 def _unregistered_modules(parts: Parts, modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:

@@ -93,7 +93,7 @@ class Snapshot:
         self._pixel_dims = family.pixel_dims
         self.reasons_stock = self._read_parts(tower, family)
         self._read_modules(tower)
-        self._read_parameters(tower)
+        self._read_parameters()
         self._read_attributes(tower, attention)
         self._find_reasons(tower)
         self.recorded.seal()
@@ -109,14 +109,16 @@ class Snapshot:
         self._methods = method_readers({type(module) for module in complete})
         self._own_forwards = [attributes for attributes in self.attributes_inside if "forward" in attributes]
 
-    def _read_parameters(self, tower: Tower) -> None:
+    def _read_parameters(self) -> None:
         """Note where modules hold parameters."""
         self._fsdp_modules = [module for module in self._modules if isinstance(module, fsdp.wrapper())]
-        dicts = parameter_dicts_of([tower, *self._modules], self._fsdp_modules)
-        self.parameter_dicts = [*dicts.complete, *dicts.partial, *dicts.adapters]
+        tower: Tower = self._tower()
+        dicts = parameter_dicts_of([tower, *self._modules], self._fsdp_modules, self.proof.classes)
+        self.parameter_dicts = [*dicts.complete, *dicts.partial, *dicts.adapters, *dicts.called]
         self._parameters = [parameters.values() for parameters in dicts.complete]
         self._partial = [parameters.values() for parameters in dicts.partial]
-        self._adapters = [parameters.values() for parameters in dicts.adapters]
+        self._others = [parameters.values() for parameters in (*dicts.adapters, *dicts.called)]
+        self._called_ids = tuple(map(id, dicts.called))
         self._sharded_parameters = [parameters.values() for parameters in dicts.sharded]
 
     def _read_attributes(self, tower: Tower, attention: str | None) -> None:
@@ -298,8 +300,7 @@ class Snapshot:
         weights = self._weights
         parameters = list(chain.from_iterable(self._parameters))
         parameters += [value for value in chain.from_iterable(self._partial) if value is not None]
-        own_count = len(parameters)
-        parameters += [value for value in chain.from_iterable(self._adapters) if value is not None]
+        parameters += [value for value in chain.from_iterable(self._others) if value is not None]
         pointers = weights.pointers
         try:
             comparable = _SAME_POINTERS is not None and pointers and len(parameters) == weights.count
@@ -309,9 +310,20 @@ class Snapshot:
             if is_same and not [index for index in weights.transposable if not parameters[index].is_contiguous()]:
                 return parameters, weights
         except (RuntimeError, TypeError):  # a tensor class without memory; a parameter that became None
-            parameters = [parameter for parameter in parameters if parameter is not None]
+            pass
+        called_ids = self._called_ids
+        self._read_parameters()  # a weight that was replaced may be None, or of another class
+        if self._called_ids != called_ids:
+            self._find_reasons(self._tower())
+        parameters = [*chain.from_iterable(self._parameters), *chain.from_iterable(self._partial)]
+        parameters = [parameter for parameter in parameters if parameter is not None]
+        read = len(parameters)
+        parameters += [value for value in chain.from_iterable(self._others) if value is not None]
+        try:
+            pointers = list(map(_POINTER, parameters))
+        except RuntimeError:
             pointers = None
-        self._weights = WeightMemory(parameters, pointers, self.offloaded, len(parameters) - own_count)
+        self._weights = WeightMemory(parameters, pointers, self.offloaded, read, self._called_ids)
         self._read_weights()
         return parameters, self._weights
 

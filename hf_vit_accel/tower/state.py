@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +42,7 @@ class SpecKey(NamedTuple):
     fast: bool
     grad: bool
     weights_dtype: torch.dtype
-    weights_key: tuple[object, ...]
+    weights_key: Hashable
     scales: Scales | None
     halvings: int
 
@@ -206,7 +206,7 @@ class TowerState:
         context = Context(
             device=request.device,
             dtype=request.dtype,
-            weights_dtype=weights.dtype,
+            weights_dtype=next(iter(weights.dtypes - {request.dtype}), request.dtype),
             no_kernels=self.faults.get(KERNELS) or why_not_triton(request.device, request.dtype),
             classes=snapshot.proof.classes,
             trusted=snapshot.proof.trusted,
@@ -239,7 +239,8 @@ class TowerState:
         """Make the spec of a kind of calls, with the operations for it, and keep it with the snapshot."""
         settings = self.settings
         grad = key.grad
-        dtype = key.autocast or (weights.dtype if snapshot.uses_fsdp else None)  # FSDP2's shards may have another
+        # Stock's blocks may attend in another dtype than that of the weights.
+        dtype = key.autocast or (weights.dtype if key.fast or snapshot.uses_fsdp else None)
         request = snapshot.request(
             key.device,
             dtype,
@@ -260,7 +261,7 @@ class TowerState:
         )
         snapshot.specs[key] = spec
         is_insensitive = spec.ops is not None and not snapshot.unpredictable and spec.ops.fused >= _INSENSITIVE
-        if is_insensitive and request.dtype == weights.dtype:  # autocast to that dtype changes nothing
+        if is_insensitive and weights.dtypes == {request.dtype}:  # autocast to that dtype changes nothing
             for autocast in (None, weights.dtype):
                 snapshot.specs[key._replace(autocast=autocast)] = spec
         return spec

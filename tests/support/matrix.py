@@ -112,8 +112,6 @@ BNB = dict(needs=("bitsandbytes",))
 LIGER = dict(needs=("liger_kernel",), obstacle=no_gpu, use=uses.features, bound=1e-4)
 RUN_OF_TRAINING = dict(exact=False, bound=1e-4)
 RUN_IN_BF16 = dict(exact=False, bound=2e-2)
-SEVERAL_DTYPES = "parameters of several dtypes"
-OWN_CLASS = "parameters of a class of their own"
 
 PLAIN = (
     fast("nothing"),
@@ -132,11 +130,12 @@ ADAPTED = (
 )
 
 QUANTISED = (
-    stock("Linears replaced by int8 ones", quantised.int8_linears, SEVERAL_DTYPES),
-    stock("weights replaced by a tensor subclass", quantised.int8_weights, OWN_CLASS),
-    stock("bitsandbytes, 4 bit", quantised.bitsandbytes_4bit, SEVERAL_DTYPES, OWN_CLASS, **BNB),
-    stock("bitsandbytes, 8 bit", quantised.bitsandbytes_8bit, SEVERAL_DTYPES, OWN_CLASS, **BNB),
-    stock("torchao, int8 weights", quantised.torchao_int8, OWN_CLASS, needs=("torchao",)),
+    fast("Linears replaced by int8 ones", quantised.int8_linears),
+    fast("weights replaced by a tensor subclass", quantised.int8_weights),
+    fast("bitsandbytes, 4 bit", quantised.bitsandbytes_4bit, **BNB),
+    fast("bitsandbytes, 8 bit", quantised.bitsandbytes_8bit, **BNB, bound=2e-2),
+    fast("torchao, int8 weights", quantised.torchao_int8, needs=("torchao",)),
+    fast("quanto, int8 weights", quantised.quanto_int8, needs=("optimum.quanto",)),
 )
 
 PLACED = (

@@ -116,3 +116,55 @@ def torchao_int8(model: nn.Module, _: ExitStack) -> nn.Module:
 
     quantize_(tower_of(model).blocks, Int8WeightOnlyConfig())
     return model
+
+
+class PackedWeight(nn.Parameter):
+    """A parameter of bytes, as bitsandbytes' `Params4bit`: the values are elsewhere."""
+
+
+class PackedLinear(nn.Linear):
+    """A Linear that acts like bitsandbytes' in 4 bit: any rows in, computed in its own dtype, and the same dtype out.
+
+    It casts its bias in place, and no gradient reaches its weight.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+        scale = linear.weight.detach().float().abs().amax(1, keepdim=True) / 7
+        values = (linear.weight.detach().float() / scale).round().add(8).to(torch.uint8)
+        self.weight = PackedWeight(values, requires_grad=False)
+        self.weight.scale = scale
+        self.bias = linear.bias
+        self.compute_dtype = linear.weight.dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product, in the dtype of `x`."""
+        if self.bias is not None and self.bias.dtype != self.compute_dtype:
+            self.bias.data = self.bias.data.to(self.compute_dtype)
+        weight = ((self.weight.float() - 8) * self.weight.scale).to(self.compute_dtype)
+        with torch.autocast(x.device.type, enabled=False):  # as inside a kernel
+            return F.linear(x.to(self.compute_dtype), weight, self.bias).to(x.dtype)
+
+
+def packed_linears(model: nn.Module, _: ExitStack) -> nn.Module:
+    """Replace every Linear by `PackedLinear`."""
+    return replace_linears(model, PackedLinear)
+
+
+def quanto_int8(model: nn.Module, _: ExitStack) -> nn.Module:
+    """Quantise the blocks' Linears with quanto."""
+    from optimum.quanto import freeze, qint8, quantize
+
+    for block in tower_of(model).blocks:
+        quantize(block, weights=qint8)
+        freeze(block)
+    return model
+
+
+def upcast(model: nn.Module) -> nn.Module:
+    """Freeze a model and cast its half-precision parameters to fp32, as `peft.prepare_model_for_kbit_training` does."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+        if parameter.dtype in (torch.float16, torch.bfloat16):
+            parameter.data = parameter.data.float()
+    return model

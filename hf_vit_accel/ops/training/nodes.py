@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_vit_accel import machine
+from hf_vit_accel.ops.add_norm import widened
 from hf_vit_accel.ops.training.column_sum import flattened
 from hf_vit_accel.ops.training.context import FunctionContext, Gradients, InnerContext, Saved
 from hf_vit_accel.ops.training.norm_recipe import NormRecipe, attach_recipe, attached_recipe
@@ -68,6 +69,8 @@ class NormWithBackward(OpWithBackward):
     def __call__(self, *rows: Any, recipe: NormRecipe | None = None) -> tuple[Rows, Rows]:
         x_TE, delta_TE = rows
         weights = self.weights()
+        if delta_TE is not None and delta_TE.dtype != x_TE.dtype:
+            x_TE = widened(x_TE, delta_TE)
         sum_TE, normed_TE = self._apply(x_TE.contiguous(), delta_TE, *weights, *self.settings)
         attach_recipe(normed_TE, NormRecipe(sum_TE, *weights, *self.settings))
         return sum_TE, normed_TE
@@ -103,6 +106,8 @@ class LayerNode:
         Args:
             qkv_shape: (3, H, D).
         """
+        if delta_TE is not None and delta_TE.dtype != x_TE.dtype:
+            x_TE = widened(x_TE, delta_TE)
         counts = []
         weights: list[Any] = []
         for part in self.parts:

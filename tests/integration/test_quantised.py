@@ -1,0 +1,163 @@
+"""Towers whose Linears are quantised: these are called, everything else is ours. Results and gradients are stock's.
+
+Stand-ins of the same shape run everywhere, bitsandbytes, torchao and quanto where they are installed.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import ExitStack
+
+import pytest
+import torch
+from support import quantised
+from support.changes import Change
+from support.patching import check_calls, check_stock, run
+from support.tensors import flat
+from support.uses import prompt_with_labels
+from tiny import FAMILIES, GRIDS, TINY, assert_close, checkpoint_layers, pixels_for, relative_error, tower_of
+from torch import nn
+
+import hf_vit_accel
+
+WAYS: dict[str, tuple[Change, str | None]] = {
+    "modules with a scale": (quantised.int8_linears, None),
+    "tensor subclasses": (quantised.int8_weights, None),
+    "packed": (quantised.packed_linears, None),
+    "bitsandbytes, 4 bit": (quantised.bitsandbytes_4bit, "bitsandbytes"),
+    "bitsandbytes, 8 bit": (quantised.bitsandbytes_8bit, "bitsandbytes"),
+    "torchao": (quantised.torchao_int8, "torchao"),
+    "quanto": (quantised.quanto_int8, "optimum.quanto"),
+}
+
+
+def quantise(model: nn.Module, way: str) -> nn.Module:
+    change, package = WAYS[way]
+    if package is not None:
+        pytest.importorskip(package)
+    return change(model, ExitStack())
+
+
+def call(tower: nn.Module, dtype: torch.dtype, *, autocast: bool) -> list[torch.Tensor]:
+    grid = GRIDS["mixed"]
+    pixels = pixels_for(tower, grid).to(tower.patch_embed.proj.weight.dtype)
+    with torch.no_grad(), torch.autocast("cpu", dtype, enabled=autocast):
+        return flat(tower(pixels, grid_thw=torch.tensor(grid)))
+
+
+@pytest.fixture(params=[FAMILIES[0], *(pytest.param(name, marks=pytest.mark.matrix) for name in FAMILIES[1:])])
+def model(request: pytest.FixtureRequest) -> nn.Module:
+    return TINY[request.param].build()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("prepared", [False, True], ids=["", "upcast"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_outputs_have_the_values_and_dtypes_of_stock(
+    model: nn.Module, way: str, dtype: torch.dtype, prepared: bool, autocast: bool
+) -> None:
+    """`from_pretrained(quantization_config=...)`, then perhaps `prepare_model_for_kbit_training`, as TRL does."""
+    model = quantise(model.to(dtype), way)
+    if prepared and not way.startswith(("packed", "bits")):
+        pytest.skip("PEFT does not upcast such models")
+    if prepared:
+        quantised.upcast(model)
+    tower = tower_of(model)
+    call(tower, dtype, autocast=autocast)  # bitsandbytes casts biases at the first call
+    expected = call(tower, dtype, autocast=autocast)
+    hf_vit_accel.patch(model)
+    results = call(tower, dtype, autocast=autocast)
+    assert [result.dtype for result in results] == [tensor.dtype for tensor in expected]
+    assert_close(results, expected, 2 * torch.finfo(dtype).eps)
+    check_calls(model, 1, 0)
+    hf_vit_accel.unpatch(model)
+    for result, value in zip(call(tower, dtype, autocast=autocast), expected, strict=True):
+        assert torch.equal(result, value)
+
+
+@pytest.mark.parametrize("way", ["packed", "bitsandbytes, 4 bit", "bitsandbytes, 8 bit"])
+@pytest.mark.parametrize("checkpointed", [None, True, False], ids=["", "reentrant", "checkpointed"])
+@pytest.mark.parametrize("adapted", [r".*(visual\.blocks|language_model).*(qkv|proj)", r".*language_model.*_proj"])
+def test_a_step_of_qlora(model: nn.Module, way: str, checkpointed: bool | None, adapted: str) -> None:
+    """TRL's and LLaMA-Factory's: quantised and upcast, LoRA on all Linears or the text's, bf16 autocast."""
+    peft = pytest.importorskip("peft")
+    model = quantised.upcast(quantise(model.bfloat16(), way))
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=adapted, init_lora_weights=False)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(model, config).train()
+    if checkpointed is not None:
+        model.enable_input_require_grads()
+        checkpoint_layers(model, reentrant=checkpointed)
+    inputs = prompt_with_labels(model)
+
+    def step() -> list[torch.Tensor]:
+        model.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(**inputs).loss
+        loss.backward()
+        return [loss.detach(), *(parameter.grad for parameter in model.parameters() if parameter.requires_grad)]
+
+    step()
+    expected = step()
+    hf_vit_accel.patch(model)
+    assert len(expected) > 1 and all(float(gradient.norm()) > 0 for gradient in expected)
+    for result, value in zip(step(), expected, strict=True):
+        assert result.dtype == value.dtype
+        assert relative_error(result, value) < 0.05  # of single gradients in bf16
+    status = hf_vit_accel.status(model).towers[0]
+    assert status.calls and not status.stock_calls, str(status)
+
+
+@pytest.mark.parametrize("way", ["packed", "tensor subclasses"])
+def test_gradients_through_called_modules_are_those_of_stock(model: nn.Module, way: str) -> None:
+    """In fp32 they are equal to rounding: of pixels, norms, positions and patch embedding."""
+    tower = tower_of(quantise(model, way))
+    grid = GRIDS["mixed"]
+
+    def step(tower: nn.Module) -> list[torch.Tensor]:
+        tower.zero_grad(set_to_none=True)
+        pixels = pixels_for(tower, grid).requires_grad_()
+        outputs = flat(tower(pixels, grid_thw=torch.tensor(grid)))
+        sum(output.square().mean() for output in outputs).backward()
+        trained = [parameter.grad for parameter in tower.parameters() if parameter.requires_grad]
+        return [*(output.detach() for output in outputs), pixels.grad, *trained]
+
+    expected = step(tower)
+    hf_vit_accel.patch(model)
+    assert_close(step(tower), expected, 1e-4)
+    check_calls(model, 1, 0)
+
+
+def test_a_weight_that_is_quantised_after_patching_is_used(model: nn.Module) -> None:
+    """`quantize_(model)` of torchao changes weights, and no module."""
+    tower = tower_of(model)
+    grid = GRIDS["images"]
+    plain = copy.deepcopy(model)
+    hf_vit_accel.patch(model)
+    assert_close(run(tower, grid), run(tower_of(plain), grid))
+    for quantised_model in (model, plain):
+        for block in tower_of(quantised_model).blocks[1:3]:
+            weight = quantised.Int8Weight(block.attn.qkv.weight.detach() * 1.5)
+            block.attn.qkv.weight = nn.Parameter(weight, requires_grad=False)
+    expected = run(tower_of(plain), grid)
+    assert_close(run(tower, grid), expected)
+    check_calls(model, 2, 0)
+    check_stock(model, grid, expected)
+
+
+def test_a_module_may_keep_its_output(model: nn.Module) -> None:
+    """Kernels rotate q and k in place, but never in memory that a called module returned."""
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    class Keeping(quantised.PackedLinear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            output = super().forward(x)
+            kept.append((output, output.clone()))
+            return output
+
+    tower = tower_of(quantised.replace_linears(model, Keeping))
+    hf_vit_accel.patch(model)
+    run(tower, GRIDS["image"])
+    check_calls(model, 1, 0)
+    assert kept and all(torch.equal(output, copied) for output, copied in kept)
