@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType, MethodType
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -48,13 +49,22 @@ class Checkpoint:
         return any(parameter.requires_grad for parameter in self.block.parameters())
 
 
-def checkpoints_of(parts: Parts) -> list[Checkpoint | None]:
-    """Return the checkpoint of every layer; None for a layer that transformers does not run again."""
+def checkpoints_of(parts: Parts, wrappers: Mapping[int, Any]) -> list[Checkpoint | None]:
+    """Return the checkpoint of every layer; None for a layer that stock does not run again.
+
+    Args:
+        parts: The parts of the tower.
+        wrappers: The modules around blocks that checkpoint them, by the index of the layer.
+    """
     checkpoints: list[Checkpoint | None] = []
-    for block in parts.blocks:
+    for index, block in enumerate(parts.blocks):
         module = block.module
-        runs_again = module.training and getattr(module, "gradient_checkpointing", False)
-        checkpoints.append(Checkpoint(module._gradient_checkpointing_func, module) if runs_again else None)
+        if index in wrappers:
+            checkpoints.append(Checkpoint(wrappers[index].checkpoint_fn, module))
+        elif module.training and getattr(module, "gradient_checkpointing", False):
+            checkpoints.append(Checkpoint(module._gradient_checkpointing_func, module))
+        else:
+            checkpoints.append(None)
     return checkpoints
 
 

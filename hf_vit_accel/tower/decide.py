@@ -78,7 +78,7 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(_OUTER_GRAPH)
     grad = torch.is_grad_enabled() and _may_train(inputs, snapshot, call.parameters)
-    checkpoints = checkpoints_of(snapshot.parts) if grad else []
+    checkpoints = checkpoints_of(snapshot.parts, snapshot.checkpoint_wrappers) if grad else []
     sharing = state.sharing
     shared = NOT_SHARED if sharing is None else _decide_sharing(state, sharing, call, checkpoints, not_shared)
     reasons_slow = list(call.reasons_slow)

@@ -30,6 +30,7 @@ from hf_vit_accel.ops.rows import reasons_mixing
 from hf_vit_accel.tower import copies, fsdp, proof
 from hf_vit_accel.tower.code import method_readers
 from hf_vit_accel.tower.modules import WeightMemory, is_output_marker, modules_of, parameter_dicts_of
+from hf_vit_accel.tower.wrappers import CHECKPOINTED, looked_through, module_inside
 
 # Read from every module at every call: code that sets hooks aside may put another dict in their place.
 HOOKS = tuple(map(itemgetter, ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")))
@@ -61,6 +62,7 @@ class Snapshot:
         dropout: Whether training drops out attention weights.
         offloaded: Whether accelerate's hooks on modules inside move weights or inputs.
         parameter_dicts: The `_parameters` of modules, in the order of the parameters of `weights`.
+        checkpoint_wrappers: The wrappers of blocks whose `checkpoint_fn` runs their layers, by the index of the layer.
         sharded_layers: The blocks whose weights FSDP2 gathers when they are called, by the index of their layer.
         names_inside: The names of all modules but the tower itself.
         attributes_inside: Their attribute dictionaries.
@@ -146,7 +148,8 @@ class Snapshot:
     def _find_reasons(self, tower: Tower) -> None:
         """Derive from the modules what is unpredictable, offloaded, mixing or sharded, and what keeps them slow."""
         self.unpredictable: str | None = None
-        for module in self._modules:
+        unwrapped = [module for module in self._modules if module_inside(module) is None]
+        for module in unwrapped:
             reasons = reasons_replaced(module, trusted=self.proof.trusted)
             if reasons:
                 self.unpredictable = reasons[0]
@@ -155,15 +158,21 @@ class Snapshot:
         if self.unpredictable is None and random:
             self.unpredictable = f"a {random[0]} is inside"
         self.offloaded = any("_hf_hook" in attributes for attributes in self.attributes_inside)
+        self.checkpoint_wrappers: dict[int, nn.Module] = {}
         self.sharded_layers: dict[int, nn.Module] = {}
         self.mixing: list[str] = []
         if not self.reasons_stock:
             patches = self.parts.projection, self.parts.downsample
             trusted = self.proof.trusted
-            self.mixing = reasons_mixing(self._modules, self.proof.classes, patches, fsdp.class_of, trusted)
-            for index, block in enumerate(self.parts.blocks):
-                if block.module in self._fsdp_modules:
-                    self.sharded_layers[index] = block.module
+            self.mixing = reasons_mixing(unwrapped, self.proof.classes, patches, fsdp.class_of, trusted)
+            layers = {id(block.module): index for index, block in enumerate(self.parts.blocks)}
+            for module in self._modules:  # a wrapper comes before what is inside
+                index = layers.get(id(looked_through(module)), -1)
+                is_checkpoint = CHECKPOINTED in module._modules
+                if index >= 0 and is_checkpoint:
+                    self.checkpoint_wrappers.setdefault(index, module)
+                if index >= 0 and module in self._fsdp_modules and (is_checkpoint or id(module) in layers):
+                    self.sharded_layers.setdefault(index, module)
         self._sharded_others = [module for module in self._fsdp_modules if module not in self.sharded_layers.values()]
         self.uses_fsdp = isinstance(tower, fsdp.wrapper()) or bool(self.sharded_layers)
         self.reasons_slow = [] if self.reasons_stock else list(self._find_reasons_slow(tower))
@@ -240,7 +249,7 @@ class Snapshot:
         if self.proof.why_not_metadata is not None:
             return [*reasons, self.proof.why_not_metadata]
         try:
-            self.parts = family.parts(tower)
+            self.parts = looked_through(family.parts(tower))
             self.geometry = family.geometry(tower)
             weight = self.parts.projection.weight
         except (AttributeError, TypeError, ValueError) as error:
@@ -280,6 +289,12 @@ class Snapshot:
                 break
         if self._sharded_others:
             yield f"FSDP2 shards a {type(self._sharded_others[0]).__name__}, which is no layer, by itself"
+        for index, block in enumerate(self.parts.blocks):
+            if index not in self.checkpoint_wrappers:
+                wrappers = [module for module in block.module.modules() if CHECKPOINTED in module._modules]
+                if wrappers:
+                    yield f"a {type(wrappers[0]).__name__} is inside layer {index}"
+                    break
         skipped = [("the tower", module) for module in self.parts.around]
         for index, block in enumerate(self.parts.blocks):
             skipped += [(f"layer {index}", block.module), (f"layer {index}", block.attention)]

@@ -1,4 +1,4 @@
-"""Checkpoint functions and wrappers of frameworks around the layers of a tower: ours run inside."""
+"""Checkpoint functions and wrappers of frameworks around layers: ours run inside, with the gradients of stock."""
 
 from __future__ import annotations
 
@@ -8,12 +8,29 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.patching import check_calls, gradients
+import torch
+from support.patching import check_calls, gradients, run
 from support.towers import ONE_TOWER
-from tiny import GRIDS, TINY, assert_close, checkpoint_layers, tower_of
+from tiny import (
+    GRIDS,
+    TINY,
+    assert_close,
+    checkpoint_layers,
+    outputs_of,
+    pixels_for,
+    relative_error,
+    tower_of,
+)
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import hf_vit_accel
+from hf_vit_accel.tower.state import state_of
 
 GRID = GRIDS["mixed"]
 
@@ -36,7 +53,7 @@ def check_gradients(model: nn.Module, change: Callable[[nn.Module], None]) -> nn
 
 
 class AsksForTheModule:
-    """LLaMA-Factory's checkpoint function: it asks for the module, to make its input require gradients."""
+    """LLaMA-Factory's checkpoint function: it asks what it runs for the module, whose weights may be trained."""
 
     def __init__(self, inner: Callable[..., Any]) -> None:
         self.inner = inner
@@ -77,3 +94,132 @@ def test_an_option_that_stock_ignores_is_ignored(model: nn.Module) -> None:
             block._gradient_checkpointing_func = functools.partial(block._gradient_checkpointing_func, offload=True)
 
     check_gradients(model, change)
+
+
+# --- wrappers of layers -----------------------------------------------------------------------------------------------
+
+
+def is_block(module: nn.Module) -> bool:
+    return type(module).__name__.endswith(("VisionBlock", "VLVisionBlock"))
+
+
+def wrap_blocks(model: nn.Module, impl: CheckpointImpl = CheckpointImpl.NO_REENTRANT, **kwargs: Any) -> None:
+    """Checkpoint every block, as accelerate does with `fsdp_activation_checkpointing`."""
+    wrapper = functools.partial(checkpoint_wrapper, checkpoint_impl=impl, **kwargs)
+    apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrapper, check_fn=is_block)
+
+
+WRAPS: dict[str, Callable[[nn.Module], None]] = {
+    "blocks": wrap_blocks,
+    "blocks, reentrant": functools.partial(wrap_blocks, impl=CheckpointImpl.REENTRANT),
+    "blocks, no random state": functools.partial(wrap_blocks, preserve_rng_state=False),
+    "every module": lambda model: apply_activation_checkpointing(
+        tower_of(model), checkpoint_wrapper, check_fn=lambda module: not isinstance(module, nn.ModuleList)
+    ),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=list(WRAPS))
+def test_a_wrapper_that_checkpoints_a_layer(model: nn.Module, wrap: Callable[[nn.Module], None]) -> None:
+    saved: list[int] = []
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor.nbytes)
+        return tensor
+
+    def bytes_of_step() -> int:
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            output = outputs_of(tower_of(model)(pixels_for(tower_of(model), GRID), grid_thw=torch.tensor(GRID)))
+        return sum(saved) if output else 0
+
+    stock = check_gradients(model, wrap)
+    hf_vit_accel.unpatch(model)
+    stock_bytes = bytes_of_step()
+    hf_vit_accel.patch(model)
+    assert bytes_of_step() <= 1.1 * stock_bytes, "layers are run again in the backward, as in stock"
+    tower = tower_of(model)
+    assert_close(run(tower, GRID), run(tower_of(stock), GRID))
+    tower.blocks[1].register_forward_hook(lambda module, args, output: output * 2)
+    tower_of(stock).blocks[1].register_forward_hook(lambda module, args, output: output * 2)
+    assert_close(run(tower, GRID), run(tower_of(stock), GRID))
+
+
+def test_a_wrapper_is_seen_when_it_comes_and_goes(model: nn.Module) -> None:
+    tower = tower_of(model)
+    expected = gradients(tower, GRID)
+    hf_vit_accel.patch(model)
+    assert_close(gradients(tower, GRID), expected)
+    tower.blocks[1] = checkpoint_wrapper(tower.blocks[1])
+    assert_close(gradients(tower, GRID), expected)
+    assert state_of(tower).last_snapshot.checkpoint_wrappers.keys() == {1}
+    tower.blocks[1] = tower.blocks[1]._checkpoint_wrapped_module
+    assert_close(gradients(tower, GRID), expected)
+    assert not state_of(tower).last_snapshot.checkpoint_wrappers
+    check_calls(model, 3, 0)
+
+
+def doubled_checkpoint(function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    return checkpoint(function, *args, use_reentrant=False, **kwargs) * 2
+
+
+def test_a_checkpoint_function_of_a_wrapper_runs_as_it_is(model: nn.Module) -> None:
+    """It may do anything with the output, which stock then uses."""
+    plain = run(tower_of(model), GRID)
+    stock = check_gradients(model, functools.partial(wrap_blocks, checkpoint_fn=doubled_checkpoint))
+    assert relative_error(run(tower_of(stock), GRID)[0], plain[0]) > 0.1
+
+
+def select_products() -> Any:
+    return create_selective_checkpoint_contexts([torch.ops.aten.mm.default, torch.ops.aten.addmm.default])
+
+
+def wrap_attention(model: nn.Module) -> None:
+    for block in tower_of(model).blocks:
+        block.attn = checkpoint_wrapper(block.attn)
+
+
+@pytest.mark.parametrize(
+    "wrap", [wrap_attention, functools.partial(wrap_blocks, context_fn=select_products)], ids=["attention", "selective"]
+)
+def test_other_checkpoints_are_left_to_stock(model: nn.Module, wrap: Callable[[nn.Module], None]) -> None:
+    stock = copy.deepcopy(model)
+    wrap(model)
+    hf_vit_accel.patch(model)
+    assert_close(gradients(tower_of(model), GRID), gradients(tower_of(stock), GRID))
+    check_calls(model, 0, 1, "CheckpointWrapper")
+
+
+def compile_blocks(model: nn.Module) -> None:
+    for index, block in enumerate(tower_of(model).blocks):
+        tower_of(model).blocks[index] = torch.compile(block, backend="eager")
+
+
+def compile_parts(model: nn.Module) -> None:
+    """Compile every part, as accelerate's `compile_regions` does."""
+    compile_blocks(model)
+    tower = tower_of(model)
+    for name in ("patch_embed", "rotary_pos_emb", "merger"):
+        setattr(tower, name, torch.compile(getattr(tower, name), backend="eager"))
+
+
+@pytest.mark.parametrize("change", [compile_blocks, compile_parts])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_ours_run_in_the_place_of_compiled_modules(
+    model: nn.Module, change: Callable[[nn.Module], None], when: str
+) -> None:
+    stock = copy.deepcopy(model)
+    if when == "before":
+        change(model)
+    hf_vit_accel.patch(model)
+    if when == "after":
+        run(tower_of(model), GRID)
+        change(model)
+    assert_close(run(tower_of(model), GRID), run(tower_of(stock), GRID))
+    assert_close(gradients(tower_of(model), GRID), gradients(tower_of(stock), GRID))
+    check_calls(model, 2 + (when == "after"), 0)
+    with torch.no_grad():
+        for changed in (model, stock):
+            for parameter in changed.parameters():
+                parameter.mul_(1.25)
+    assert_close(run(tower_of(model), GRID), run(tower_of(stock), GRID))

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from tiny import FAMILIES, TINY, checkpoint_layers, outputs_of, pixels_for, relative_error, tower_of
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.multiprocessing.spawn import start_processes
@@ -23,7 +24,11 @@ from hf_vit_accel.tower.state import state_of
 GRIDS = [[(1, 4, 6), (1, 2, 10)], [(2, 4, 4)]]
 """The pictures of every rank."""
 CASES = [*((family, None) for family in FAMILIES), (FAMILIES[1], False), (FAMILIES[2], True)]
-"""Families, and whether their checkpoints are reentrant; None without checkpoints."""
+CASES += [(FAMILIES[1], "blocks"), (FAMILIES[2], "wrappers")]
+"""Families, and whether their checkpoints are reentrant; None without checkpoints.
+
+With wrappers that checkpoint, accelerate shards the blocks inside, and torchtitan the wrappers.
+"""
 
 
 def loss_of(tower: nn.Module, rank: int) -> torch.Tensor:
@@ -31,10 +36,15 @@ def loss_of(tower: nn.Module, rank: int) -> torch.Tensor:
     return torch.stack([tensor.float().square().mean() for tensor in outputs_of(output)]).sum()
 
 
-def shard(tower: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy | None = None) -> None:
+def shard(
+    tower: nn.Module,
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy | None = None,
+    blocks: list[nn.Module] | None = None,
+) -> None:
     """Shard every block, then the tower around them."""
     policy = policy or MixedPrecisionPolicy()
-    for module in (*tower.blocks, tower):
+    for module in (*(blocks or tower.blocks), tower):
         fully_shard(module, mesh=mesh, mp_policy=policy)
 
 
@@ -47,11 +57,14 @@ def check_gradients(rank: int, folder: str) -> None:
         model = TINY[family].build().train()
         expected = tower_of(copy.deepcopy(model))
         ((loss_of(expected, 0) + loss_of(expected, 1)) / 2).backward()
-        if reentrant is not None:
+        if isinstance(reentrant, bool):
             checkpoint_layers(model, reentrant=reentrant)
         tower = tower_of(hf_vit_accel.patch(model, strict=True))
         next(tower.blocks[0].parameters()).requires_grad_(False)
-        shard(tower, mesh)
+        blocks = list(tower.blocks)
+        if isinstance(reentrant, str):
+            tower.blocks = nn.ModuleList(checkpoint_wrapper(block) for block in blocks)
+        shard(tower, mesh, blocks=blocks if reentrant == "blocks" else None)
         for _ in range(2):  # at the second step, weights have been gathered and freed before
             tower.zero_grad()
             loss_of(tower, rank).backward()
@@ -59,7 +72,8 @@ def check_gradients(rank: int, folder: str) -> None:
         for name, parameter in tower.named_parameters():
             if parameter.requires_grad:
                 gradient = parameter.grad.full_tensor()
-                assert relative_error(gradient, expected.get_parameter(name).grad) < 1e-4, (family, name)
+                name = name.replace("_checkpoint_wrapped_module.", "")
+                assert relative_error(gradient, expected.get_parameter(name).grad) < 1e-4, (family, reentrant, name)
     dist.destroy_process_group()
 
 
