@@ -6,16 +6,17 @@ In training: one graph of the forward of `encode` over one layout, and up to eig
 A graph reads weights and buffers where they lie in memory. Pixels are copied in before a replay, in inference also the
 arrays of the layout. A training graph keeps the arrays of its own layout.
 
-**How a call finds its graph.** By a signature, once its identity is known to be current.
+**How a call finds its graph.** By its `identity.Identity`, and by a signature.
 In inference the signature is `identity.Signature`: rows, array shapes and dtypes, and the host decisions of all plans.
 In training it is the call's grid, and which outputs receive gradients.
 
 **What drops graphs.**
 
-- A call whose `identity.Identity` differs makes all graphs stale; `stale_reason` decides, and names the reason.
+- Weights or buffers that move make all graphs stale. Graphs of several identities are otherwise kept beside each
+  other: the least recently used go first, and all if there is no room (`GraphStore._change_identity`).
 - `TowerState.drop_caches()`: after `unpatch`, another `patch`, or the failure of a backend or a kernel. Also if a
-  module, an attribute or a config field of the tower changed: then the tower is read again, and `status` counts it as
-  `rebuilt`.
+  module or a function of the tower was replaced. (If a plain value changed, as by switching an adapter, the tower is
+  read again, and graphs stay: the value may be set back.)
 - `max_graphs`: the least recently used graph goes.
 - `max_bytes` and `max_training_bytes`: all graphs go, since they share one memory pool (`GraphStore._make_room`).
 - An allocation on the device fails while automatic graphs are held (`GraphStore.give_up`).

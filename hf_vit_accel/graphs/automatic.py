@@ -40,8 +40,8 @@ _COMMON_CALLS = 32
 _FREE_CAPTURES = 4
 _REPLAYS_PER_CAPTURE = 8
 """Replays that pay for a capture. A capture takes 25 to 75 ms, a replay saves 4 to 9 ms (H100, 98f4b93)."""
-_FREE_STALE_TIMES = 4
-"""Times that all graphs may go stale, as when weights are replaced, before replays have to pay for capturing anew."""
+_FREE_IDENTITIES = 4
+"""Times that all may be captured anew, as when weights are replaced, before replays have to pay for it."""
 _CALLS_PER_CAPTURE = 256
 """Calls of any kind that allow one more. Without them a tower whose graphs were dropped unpaid would stay eager."""
 _SHARE = 8
@@ -118,7 +118,7 @@ class AutoGraphs:
         self._known: OrderedDict[Hashable, None] = OrderedDict()
         """Exact grids and budgets that were captured, or were about to be."""
         self._free_captures = _FREE_CAPTURES
-        self._stale_times = 0
+        self._identities = 0
 
     def choose(
         self,
@@ -217,21 +217,25 @@ class AutoGraphs:
             return "another graph is captured when replays have paid for those before"
         if _is_profiling():
             return "no graph is captured under a profiler"
-        assert store.device is not None
-        most_bytes = min(free_bytes(store.device) // _SHARE, store.max_bytes)
+        most_bytes = self.most_bytes(store)
         if store.needed_bytes >= most_bytes:
             return "too little memory of the device is free for another graph"
         is_full = store.nbytes >= most_bytes and not store.will_make_room
         return NO_ROOM if is_full else None
 
-    def count_stale(self, captures: int) -> None:
-        """Count that all graphs went stale. The first few times, replays need not pay for the graphs that went.
+    def most_bytes(self, store: Store) -> int:
+        """Return the device memory that all graphs may hold now."""
+        assert store.device is not None
+        return min(free_bytes(store.device) // _SHARE, store.max_bytes)
+
+    def count_identity(self, captures: int) -> None:
+        """Count that all is captured anew. The first few times, replays need not pay for the graphs before.
 
         Args:
             captures: Graphs that were captured so far.
         """
-        self._stale_times += 1
-        if self._stale_times <= _FREE_STALE_TIMES:
+        self._identities += 1
+        if self._identities <= _FREE_IDENTITIES:
             self._free_captures = captures + _FREE_CAPTURES
 
     def _know(self, keys: Sequence[Hashable]) -> None:

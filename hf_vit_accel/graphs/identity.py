@@ -1,4 +1,4 @@
-"""Identifies graphs: by what all of a tower share, which tells whether they are stale, and by the key of each."""
+"""Identifies graphs: by the state of the tower, which tells whether they are stale, and by the key of each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from hf_vit_accel.engine.route import Route, Spec
 
 
 class Identity(NamedTuple):
-    """The state that all graphs of a store share; another identity makes them stale.
+    """The state that graphs were captured under. They are replayed under an equal identity alone.
+
+    Another memory makes the graphs of all identities stale. Otherwise those of several are kept beside each other.
 
     Attributes:
         spec: Stands for modules, settings, device and dtypes: one object while these stay.
@@ -33,18 +35,11 @@ STALE_REASONS: Mapping[str, str] = {
     "numerics": "torch computes in another precision",
     "requires_grad": "other tensors require gradients",
 }
-"""Field of `Identity` -> why graphs captured under another value are stale."""
+"""Field of `Identity` -> why graphs captured under another value cannot be replayed."""
 
 
-def stale_reason(captured: Identity, current: Identity) -> str | None:
-    """Return why graphs are stale, or None if they may be replayed.
-
-    Args:
-        captured: The identity under which the graphs were captured.
-        current: The identity of the call at hand.
-    """
-    if captured == current:
-        return None
+def what_differs(captured: Identity, current: Identity) -> str:
+    """Return what differs between two identities."""
     return next(why for name, why in STALE_REASONS.items() if getattr(captured, name) != getattr(current, name))
 
 

@@ -9,7 +9,7 @@ All graphs of a runner share one memory pool and one set of buffers, so replays 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -76,19 +76,19 @@ class Runner(GraphStore[_Graph]):
         self._rows_replayed = 0
         self._exactly: bool | None = None
         self._replayed_exactly: set[Grid] = set()  # grids of calls
-        self._arena: list[Tensor] = []  # buffers that all budgets share: pixels, then every output
+        self._arena: dict[Hashable, Tensor] = {}  # buffers that all budgets share: for pixels, and for every output
         self._width = 0  # values per patch of the last call
         self._tower_budgets: tuple[int, ...] = ()  # in the tokens of the last call's tower
         self._budgets_by_merge: dict[int, tuple[int, ...]] = {}
 
     def _drop(self) -> None:
         super()._drop()
-        self._arena = []
+        self._arena = {}
         self._replayed_exactly = set()
 
     def static_buffers(self) -> list[Tensor]:
         """List the tensors that the next call writes before a graph reads them."""
-        return [*self._arena, *(graph.packed for graph in self._graphs.values())]
+        return [*self._arena.values(), *(graph.packed for graph in self._graphs.values())]
 
     def budgets_of(self, merge: int) -> tuple[int, ...]:
         """Return the budgets in a tower's own tokens, `merge` x `merge` patches each.
@@ -217,8 +217,7 @@ class Runner(GraphStore[_Graph]):
     def _choose_anew(self, grid: Grid, error: CaptureError) -> None:
         """Choose anew how calls of a grid are replayed. While no capture of their shape may be tried, pad them."""
         self._replayed_exactly.discard(grid)
-        if self.auto is not None:
-            self.auto.forget(grid)
+        self._forget_grid(grid)
         if error.not_before > self._calls:
             _, end = self._not_exact.pop(grid, ("", 0))  # of another pass
             if len(self._not_exact) >= store.REMEMBERED:
@@ -317,28 +316,33 @@ class Runner(GraphStore[_Graph]):
         )
 
     def _pixel_buffer(self, rows: int, per_token: int, spec: Spec) -> Tensor:
-        """Return static pixels (T, P).
-
-        They are a slice of one shared buffer. A layout beyond the largest budget gets a buffer of its own.
-        """
-        largest = self._tower_budgets[-1] * per_token
+        """Return static pixels (T, P)."""
         request = spec.request
-        if rows <= largest and self._arena:
-            return self._arena[0][:rows]
-        buffer = torch.empty(max(rows, largest), self._width, dtype=request.dtype, device=request.device)
-        if rows <= largest:
-            self._arena.append(buffer)
-        return buffer[:rows]
+        empty_TP = torch.empty(0, self._width, dtype=request.dtype, device=request.device)
+        return self._buffer("pixels", empty_TP, rows, rows, per_token)
 
     def _output_buffers(self, encoded: list[Tensor], rows: int, per_token: int) -> list[Tensor]:
-        """Return a static buffer for every output, sliced from shared ones like the pixels."""
+        """Return a static buffer for every output."""
+        return [self._buffer(index, output, len(output), rows, per_token) for index, output in enumerate(encoded)]
+
+    def _buffer(self, name: Hashable, like: Tensor, length: int, rows: int, per_token: int) -> Tensor:
+        """Return a slice of a buffer that all layouts share. A layout beyond the largest budget gets its own buffer.
+
+        Args:
+            name: Tells the buffers of one call apart.
+            like: A tensor of the same columns and dtype.
+            length: Rows of the slice.
+            rows: Patch rows of the layout.
+            per_token: Patch rows of a token.
+        """
         largest = self._tower_budgets[-1] * per_token
+        columns = like.shape[1:]
         if rows > largest:
-            return [torch.empty_like(output) for output in encoded]
-        if len(self._arena) == 1:
-            # All or none: if memory runs out at the second buffer, a later capture begins anew.
-            self._arena += [output.new_empty(len(output) * largest // rows, *output.shape[1:]) for output in encoded]
-        return [buffer[: len(output)] for buffer, output in zip(self._arena[1:], encoded, strict=True)]
+            return like.new_empty(length, *columns)
+        key = (name, columns, like.dtype, length * largest // rows)
+        if key not in self._arena:
+            self._arena[key] = like.new_empty(length * largest // rows, *columns)
+        return self._arena[key][:length]
 
     def _replay(
         self, pixels_TP: Tensor, per_token: int, bins: list[budgets.Bin], graphs: list[tuple[_Graph, Route]]

@@ -17,6 +17,7 @@ class GraphStatus:
         captures: Graphs that were captured.
         eager: Reason -> passes that ran without graphs.
         stale: Reason -> times that all graphs went stale.
+        kept: Reason -> times that graphs could not be replayed, and stay for a time when they can.
         padding: Replayed rows per row of the calls.
         nbytes: Device memory of graphs. It includes dropped graphs, whose memory only later graphs can take.
         off: Why no capture is tried any more.
@@ -29,6 +30,7 @@ class GraphStatus:
     captures: int = 0
     eager: Mapping[str, int] = field(default_factory=dict)
     stale: Mapping[str, int] = field(default_factory=dict)
+    kept: Mapping[str, int] = field(default_factory=dict)
     padding: float = 1.0
     nbytes: int = 0
     off: str | None = None
@@ -48,5 +50,6 @@ class GraphStatus:
         if self.off:
             lines.append(f"  {name} off {self.off}")
         lines += [f"  stale      {count} x {why}" for why, count in self.stale.items()]
+        lines += [f"  kept       {count} x {why}" for why, count in self.kept.items()]
         lines += [f"  eager      {count} x {why}" for why, count in self.eager.items()]
         return "\n".join(lines)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_vit_accel.config import GraphConfig
 from hf_vit_accel.graphs.automatic import NO_ROOM, AutoGraphs, capture_of_ours, drop_when_memory_runs_out
-from hf_vit_accel.graphs.identity import Identity, stale_reason
+from hf_vit_accel.graphs.identity import Identity, what_differs
 from hf_vit_accel.graphs.recorder import CudaRecorder
 from hf_vit_accel.graphs.status import GraphStatus
 from hf_vit_accel.graphs.waits import CaptureWaits
@@ -32,6 +32,8 @@ _CHANGES = 4
 """Times that graphs go stale at call after call before calls run eagerly."""
 REMEMBERED = 4096
 """Grids whose calls are counted."""
+_IDENTITIES = 4
+"""Identities whose graphs are kept beside each other: what a trainer switches at every step."""
 _PATIENCE = 16
 """Calls that find no room for a graph before all graphs are dropped; doubled each time."""
 _NEVER = sys.maxsize
@@ -104,7 +106,9 @@ def _ordinal(number: int) -> str:
 
 
 class GraphStore(ABC, Generic[G]):
-    """The graphs of one kind of one tower. They go stale together, and share one memory pool.
+    """The graphs of one kind of one tower. They share one memory pool.
+
+    Those of several identities are kept beside each other while there is room. All go stale if weights move.
 
     Args:
         config: The bounds.
@@ -129,8 +133,9 @@ class GraphStore(ABC, Generic[G]):
         self._changes = 0
         self._eager: Counter[str] = Counter()
         self._stale: Counter[str] = Counter()
+        self._kept: Counter[str] = Counter()
 
-        self._identity: Identity | None = None
+        self._identities: list[Identity] = []  # the current one last
         self.off: str | None = None  # why no other capture is tried
         self._failures = 0
         self._calls_without_room = 0
@@ -141,13 +146,18 @@ class GraphStore(ABC, Generic[G]):
 
         self.nbytes = 0
         self._recorder: Any = None  # a CudaRecorder from the first call on
-        self._graphs: OrderedDict[Hashable, G] = OrderedDict()
+        self._graphs: OrderedDict[tuple[int, Hashable], G] = OrderedDict()  # by id of the identity, and signature
         self._seen: OrderedDict[Grid, int] = OrderedDict()
         self._retired: list[G] = []  # dropped graphs whose last replay may still run
 
     def _reset(self) -> None:
         """Forget all graphs, and every capture that failed."""
-        self._identity = None
+        self._identities = []
+        self._forget_failures()
+        self._drop()
+
+    def _forget_failures(self) -> None:
+        """Forget every capture that failed, or found no room."""
         self.off = None
         self._failures = 0
         self._calls_without_room = 0
@@ -155,7 +165,6 @@ class GraphStore(ABC, Generic[G]):
         self._refused = {}
         self._waits = CaptureWaits()
         self._not_exact = {}
-        self._drop()
 
     def _forget_waits(self) -> None:
         """Forget all captures that ran out of memory."""
@@ -195,6 +204,7 @@ class GraphStore(ABC, Generic[G]):
                 captures=self.captures,
                 eager=dict(self._eager),
                 stale=dict(self._stale),
+                kept=dict(self._kept),
                 nbytes=self.nbytes,
                 off=self._given_up or self.off,
                 last=self.last_way,
@@ -252,15 +262,8 @@ class GraphStore(ABC, Generic[G]):
         self.device = device
         if self._given_up is not None:  # since the call was planned
             return self.eager(self._given_up)
-        why_stale = None if self._identity is None else stale_reason(self._identity, identity)
-        if why_stale is not None:
-            self._stale[why_stale] += 1
-            if self.auto is not None:
-                self.auto.count_stale(self.captures)
-            self.drop_graphs()  # it also forgets the identity
-        if self._identity is None:
-            self._identity = identity
-            self._count_change(1)
+        if not self._identities or self._identities[-1] != identity:
+            self._change_identity(identity)
         else:
             self._changes = max(self._changes - 1, 0)
         if self._recorder is None:
@@ -269,6 +272,42 @@ class GraphStore(ABC, Generic[G]):
             return self.eager(_CHANGED, allowed_under_strict=True)
         why = self._recorder.against()
         return None if why is None else self.eager(why)
+
+    def _change_identity(self, identity: Identity) -> None:
+        """Find an earlier identity again, or begin to capture under another one. Drop the graphs that are stale."""
+        if identity in self._identities:
+            self._identities.append(self._identities.pop(self._identities.index(identity)))
+            return
+        if self._identities:
+            former = self._identities[-1]
+            if self.auto is not None:
+                self.auto.count_identity(self.captures)
+            is_stale = identity.memory != former.memory or not self._has_room()
+            counts = self._stale if is_stale else self._kept
+            counts[what_differs(former, identity)] += 1
+            if is_stale:
+                self.drop_graphs()
+            self._forget_failures()
+        self._count_change(1)
+        self._identities.append(identity)
+        if len(self._identities) > _IDENTITIES:
+            self._drop_identity(self._identities.pop(0))
+
+    def _has_room(self) -> bool:
+        """Return whether graphs of another identity may be captured beside those that are stored."""
+        most_bytes = self.max_bytes if self.auto is None else self.auto.most_bytes(self)
+        return max(self.nbytes, self.needed_bytes) < most_bytes
+
+    def _drop_identity(self, identity: Identity) -> None:
+        """Drop the graphs of one identity. Their memory stays with the pool, for later captures."""
+        self._recorder.settle()
+        for key in [key for key in self._graphs if key[0] == id(identity)]:
+            self._forget_grid(self._graphs.pop(key).grid)
+
+    def _forget_grid(self, grid: Grid | None) -> None:
+        """Let automatic graphs choose anew for a grid, unless a graph of another identity replays it."""
+        if self.auto is not None and all(graph.grid != grid for graph in self._graphs.values()):
+            self.auto.forget(grid)
 
     def _count_change(self, weight: int) -> None:
         """Count a change. Every call without a change takes one off again."""
@@ -284,27 +323,28 @@ class GraphStore(ABC, Generic[G]):
 
     def _find_or_capture(self, signature: Hashable, capture: Callable[[CudaRecorder], G]) -> G:
         """Return the graph of a signature, captured if none is stored. Raises `CaptureError`."""
-        graph = self._graphs.get(signature)
+        key = (id(self._identities[-1]), signature)
+        graph = self._graphs.get(key)
         if graph is None:
-            self._check_capture(signature)
-            graph = self._capture_once(signature, capture)
+            self._check_capture(key)
+            graph = self._capture_once(key, capture)
             self.captures += 1
             graph.captured_at = self._calls
             self._failures = 0
-            self._waits.note_success(signature)
-            self._graphs[signature] = graph
+            self._waits.note_success(key)
+            self._graphs[key] = graph
             self.nbytes += graph.nbytes
             if len(self._graphs) > self.config.max_graphs:
                 self._retire_least_used()
-        self._graphs.move_to_end(signature)
+        self._graphs.move_to_end(key)
         return graph
 
-    def _check_capture(self, signature: Hashable) -> None:
+    def _check_capture(self, key: Hashable) -> None:
         """Raise `CaptureError` where a capture failed before, or has no room."""
-        why = self.off or self._refused.get(signature)
+        why = self.off or self._refused.get(key)
         if why:
-            raise CaptureError(why, not_before=_NEVER if signature in self._refused else 0)
-        end_of_wait = 0 if self.is_warming_up else self._waits.end_of(signature)
+            raise CaptureError(why, not_before=_NEVER if key in self._refused else 0)
+        end_of_wait = 0 if self.is_warming_up else self._waits.end_of(key)
         if self._calls < end_of_wait:
             raise CaptureError(_RAN_OUT, not_before=end_of_wait)
         if self.auto is not None and not self.is_warming_up:
@@ -339,7 +379,7 @@ class GraphStore(ABC, Generic[G]):
         if why == NO_ROOM:
             self._calls_without_room += 1
 
-    def _capture_once(self, signature: Hashable, capture: Callable[[CudaRecorder], G]) -> G:
+    def _capture_once(self, key: Hashable, capture: Callable[[CudaRecorder], G]) -> G:
         """Capture a graph. Remember a failure, and raise it as `CaptureError`."""
         recorder = self._recorder
         if self.auto is not None:
@@ -354,10 +394,10 @@ class GraphStore(ABC, Generic[G]):
         except Exception as error:
             why = f"capture failed: {type(error).__name__}: {error}".split("\n")[0]
             if isinstance(error, torch.OutOfMemoryError):  # other programs may give memory back
-                end_of_wait = self._waits.begin(signature, self._calls, for_all=not self.is_warming_up)
+                end_of_wait = self._waits.begin(key, self._calls, for_all=not self.is_warming_up)
                 raise CaptureError(why, not_before=end_of_wait) from error
             self._failures += 1
-            self._refused[signature] = why
+            self._refused[key] = why
             if self._failures >= _FAILURES or len(self._refused) >= _REFUSED:
                 self.off = f"{len(self._refused)} captures failed, the last: {why}"
             raise CaptureError(why, not_before=_NEVER) from error
@@ -371,8 +411,7 @@ class GraphStore(ABC, Generic[G]):
             self._retired.clear()
         _, oldest = self._graphs.popitem(last=False)
         self._retired.append(oldest)
-        if self.auto is not None:
-            self.auto.forget(oldest.grid)
+        self._forget_grid(oldest.grid)
 
     def _make_room(self, device: torch.device) -> None:
         """Drop all graphs, if they hold too much memory and many calls found no room.

@@ -85,6 +85,11 @@ class TrainingRunner(GraphStore[CapturedStep]):
         super().__init__(config, config.max_training_bytes, auto)
         self._outputs_of_last_loss: tuple[bool, ...] = ()  # whether it used each output
         self._last: weakref.ref[_Call] | None = None
+        self._gradient_bytes: int | None = None  # of all gradients; None until a call of this identity
+
+    def _forget_failures(self) -> None:
+        super()._forget_failures()
+        self._gradient_bytes = None
 
     def _drop(self) -> None:
         super()._drop()
@@ -113,9 +118,10 @@ class TrainingRunner(GraphStore[CapturedStep]):
         if why is not None:
             return GraphUse(why)
         self.device = device
+        if self._gradient_bytes is None:
+            self._gradient_bytes = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
         activation_bytes = rows_of(grid) * values_per_row * _BYTES_PER_VALUE
-        gradient_bytes = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
-        self.needed_bytes = activation_bytes + gradient_bytes // 4
+        self.needed_bytes = activation_bytes + self._gradient_bytes // 4
         use = self.auto.choose_for_step(grid, self)
         self._count_refusal(use.eager_reason)
         return use

@@ -7,9 +7,19 @@ through a `Context` that records them: when one of them changes, the operations 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, MutableMapping, MutableSequence, MutableSet, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterator,
+    MutableMapping,
+    MutableSequence,
+    MutableSet,
+    Sequence,
+    ValuesView,
+)
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from operator import itemgetter
 from typing import Any
 
@@ -120,16 +130,42 @@ class RecordedAttributes:
     def seal(self) -> None:
         """Record the current values of all attributes that were read."""
         self._getters = [(itemgetter(*names), attributes) for attributes, names in self._names.values()]
-        self._values = [copied(get(attributes)) for get, attributes in self._getters]
+        self._values = copied(self._now())
+
+    def _now(self) -> list[object]:
+        return [get(attributes) for get, attributes in self._getters]
 
     def unchanged(self) -> bool:
         """Return whether all attributes still have the values that `seal` recorded."""
         try:
-            return [get(attributes) for get, attributes in self._getters] == self._values and not any(
-                name in attributes for name, attributes in self._absent
-            )
+            return self._now() == self._values and not any(name in attributes for name, attributes in self._absent)
         except (KeyError, RuntimeError):  # an attribute was deleted, or tensors were compared
             return False
+
+    def holds_same_objects(self) -> bool:
+        """Return whether at most plain values changed since `seal`, so that no replaced object is kept alive."""
+        try:
+            return have_same_objects(self._now(), self._values)
+        except KeyError:
+            return False
+
+
+def have_same_objects(now: Any, former: Any) -> bool:
+    """Return whether two nested containers differ in plain values alone, such as numbers, strings and switches."""
+    pairs = zip_longest(_objects_in(now), _objects_in(former))
+    # A method of a class is another object whenever it is read.
+    return all(value is earlier or (callable(value) and value == earlier) for value, earlier in pairs)
+
+
+def _objects_in(value: Any) -> Iterator[object]:
+    """Yield every value in nested containers that is not plain."""
+    if isinstance(value, dict):
+        value = value.values()
+    if isinstance(value, list | tuple | set | frozenset | ValuesView):
+        for item in value:
+            yield from _objects_in(item)
+    elif not isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | torch.device | None):
+        yield value
 
 
 def copied(value: Any) -> Any:

@@ -375,7 +375,7 @@ def _count(state: TowerState, outcome: Outcome) -> object:
     else:
         state.count_stock_call()
     if isinstance(plan, StockPlan):
-        state.last_route = plan.route or state.last_route  # an untouched call has no route
+        state.last_route = plan.route or state.last_route  # a call that goes STOCK has no route
         return outcome.output
     state.last_route = plan.routes_run[-1] if plan.routes_run else state.last_route
     runner = state.training_runner if plan.spec.request.grad else state.inference_runner

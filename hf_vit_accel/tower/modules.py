@@ -19,7 +19,7 @@ _CAST_BY_AUTOCAST = {torch.bfloat16, torch.float16, torch.float32}
 class WeightMemory:
     """Addresses, dtypes and sizes of a tower's parameters, adapters' last. It holds none of the parameters.
 
-    CUDA graphs compare it by identity: the snapshot makes a new one when an address changes.
+    Two that are equal were made of parameters at the same addresses, perhaps by two readings of one tower.
 
     Args:
         parameters: All of them, in the order of the snapshot: those that our operations read come first.
@@ -79,6 +79,16 @@ class WeightMemory:
             self.reasons.append(f"parameters of a class of their own ({', '.join(names)})")
         if offloaded and len({parameter.device for parameter in parameters}) > 1:
             self.reasons.append("parameters on several devices")
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, WeightMemory)
+            and self.pointers is not None
+            and (self.pointers, self.dtype, self.contiguous, self.nbytes, self.key)
+            == (other.pointers, other.dtype, other.contiguous, other.nbytes, other.key)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def modules_of(tower: nn.Module, parts: Parts | None) -> dict[str, nn.Module]:

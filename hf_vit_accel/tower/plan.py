@@ -34,7 +34,7 @@ class Way(Enum):
     FAST = "by our operations and attention"
     METADATA = "through the stock forward, with our metadata and attention"
     ATTENTION = "through the stock forward, with our attention alone: a family whose blocks we do not know"
-    STOCK = "through the stock forward, untouched"
+    STOCK = "through the stock forward, on what it was called with"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -36,7 +36,10 @@ def halve_passes(state: TowerState, plan: FastPlan) -> bool:
     if plan.most_rows is None or not plan.passes:
         return False
     longest = max((one_pass.grid for one_pass in plan.passes), key=rows_of)
-    return state.pass_limit.halve(longest, plan.spec)
+    is_halved = state.pass_limit.halve(longest, plan.spec)
+    if is_halved:
+        state.drop_graphs()
+    return is_halved
 
 
 def disable(state: TowerState, at_call: Mapping[str, str], at_attempt: Mapping[str, str], fault: Fault) -> None:

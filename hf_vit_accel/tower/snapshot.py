@@ -25,7 +25,13 @@ from hf_vit_accel.families import Family, Parts, Tower
 from hf_vit_accel.families.copies import CopyFamily, heads_of
 from hf_vit_accel.layout import Geometry
 from hf_vit_accel.machine import is_upstream
-from hf_vit_accel.ops.base import RecordedAttributes, accelerate_device, copied, reasons_replaced
+from hf_vit_accel.ops.base import (
+    RecordedAttributes,
+    accelerate_device,
+    copied,
+    have_same_objects,
+    reasons_replaced,
+)
 from hf_vit_accel.ops.rows import reasons_mixing
 from hf_vit_accel.tower import copies, fsdp, proof
 from hf_vit_accel.tower.code import method_readers
@@ -213,6 +219,18 @@ class Snapshot:
                 return False
             return self._now() == self._as_read and self.recorded.unchanged()
         except (AttributeError, RuntimeError, ValueError):  # a method is gone; tensors or arrays are compared
+            return False
+
+    def can_return(self) -> bool:
+        """Return whether the tower may be as it was read again, after a switch was set back.
+
+        It cannot where a module, a function or a tensor was replaced: this reading would keep that object alive.
+        """
+        try:
+            if self.proof.backoff is not None or self._reason_copy_changed() is not None:
+                return False
+            return have_same_objects(self._now(), self._as_read) and self.recorded.holds_same_objects()
+        except (AttributeError, ValueError):  # a method is gone; a buffer of a copy was made in inference mode
             return False
 
     def reason_changed(self) -> str | None:
@@ -421,4 +439,10 @@ _COMPARED = (
 )
 """The values that `Snapshot._now` returns, as `status` names them."""
 
-_BASE_NAMES = {"config", "generation_config", "name_or_path", "warnings_issued", "_hf_vit_accel", *vars(nn.Module())}
+_READ_AT_EVERY_CALL = {"gradient_checkpointing", "_gradient_checkpointing_func"}
+"""Attributes that `checkpoints_of` reads at every call. Trainers switch them at every step."""
+_BASE_NAMES = {
+    *("config", "generation_config", "name_or_path", "warnings_issued", "_hf_vit_accel"),
+    *_READ_AT_EVERY_CALL,
+    *vars(nn.Module()),
+}

@@ -29,6 +29,8 @@ from hf_vit_accel.tower.modules import WeightMemory
 from hf_vit_accel.tower.snapshot import Snapshot
 
 STATE = "_hf_vit_accel"
+_EARLIER_READINGS = 7
+"""Readings that are kept beside the current one: adapters and switches are set and set back at every step."""
 
 
 class SpecKey(NamedTuple):
@@ -64,7 +66,9 @@ class TowerState:
         popped: The metadata that such a tower pops; None before its first call.
         faults: Backends and kernels that failed, with the reason. They are unused until `patch` is called again.
         attributes: Of the tower when it was last read.
-        rebuilds: How often everything was built again because the tower changed.
+        last_snapshot: The reading of the tower; None before the first.
+        earlier: Other readings of the same modules, the last one first. The tower may be as they were again.
+        rebuilds: How often the tower was read, and built, again because it changed.
         rebuild_reason: Why it was last.
         keeps_attention: Whether an attention function that the user registers is kept.
     """
@@ -99,6 +103,7 @@ class TowerState:
 
         self.attributes: dict[str, object] = {}
         self.last_snapshot: Snapshot | None = None
+        self.earlier: tuple[Snapshot, ...] = ()
         self._scales: Scales | None = None
 
     def _make_options(self) -> None:
@@ -170,20 +175,32 @@ class TowerState:
         return snapshot if snapshot is not None and snapshot.current() else self.read_tower(tower)
 
     def read_tower(self, tower: nn.Module) -> Snapshot:
-        """Read a tower that changed, and drop everything that was made of its former modules."""
+        """Return the reading of a tower that changed: an earlier one that is current again, or a new one.
+
+        What was made of modules that are no longer there is dropped.
+        """
         former = self.last_snapshot
-        reason = None if former is None else former.reason_changed()
-        if reason is not None:
-            self.rebuilds += 1
-            self.rebuild_reason = reason
-        self.drop_caches()
-        self.follow_attention(tower)
-        self.last_snapshot = snapshot = Snapshot(tower, self.family, self.former_name)
+        readings = self.earlier if former is None else (former, *self.earlier)
+        snapshot = next((reading for reading in self.earlier if reading.current()), None)
+        if snapshot is None:
+            reason = None if former is None else former.reason_changed()
+            if reason is not None:
+                self.rebuilds += 1
+                self.rebuild_reason = reason
+            if not all(reading.can_return() for reading in readings):
+                self.drop_caches()
+                readings = ()
+            self.follow_attention(tower)
+            snapshot = Snapshot(tower, self.family, self.former_name)
+            if snapshot.copy_proof is None:
+                proof.warn_stock(fsdp.class_of(tower), snapshot.proof, snapshot.reasons_stock)
+            elif snapshot.reasons_stock and state_of(tower) is self:  # `patch` raises instead
+                proof.warn_once(f"{type(tower).__name__} stays stock: {snapshot.reasons_stock[0]}")
+        if self.reuse is not None:
+            self.reuse.drop_features()
+        self.earlier = tuple(reading for reading in readings if reading is not snapshot)[:_EARLIER_READINGS]
+        self.last_snapshot = snapshot
         self.attributes = attributes_of(tower)
-        if snapshot.copy_proof is None:
-            proof.warn_stock(fsdp.class_of(tower), snapshot.proof, snapshot.reasons_stock)
-        elif snapshot.reasons_stock and state_of(tower) is self:  # `patch` raises instead
-            proof.warn_once(f"{type(tower).__name__} stays stock: {snapshot.reasons_stock[0]}")
         return snapshot
 
     def follow_attention(self, tower: Tower) -> None:
@@ -282,17 +299,22 @@ class TowerState:
         self.faults = faults
         self.drop_caches()
 
-    def drop_caches(self) -> None:
-        """Drop the snapshot and everything that was built or kept, device memory included."""
+    def drop_graphs(self) -> None:
+        """Drop all CUDA graphs, and give their memory back."""
         for runner in (self.inference_runner, self.training_runner):
             if runner is not None:
                 runner.drop_graphs()
+
+    def drop_caches(self) -> None:
+        """Drop the snapshot and everything that was built or kept, device memory included."""
+        self.drop_graphs()
         if self.reuse is not None:
             self.reuse.drop_features()
         if self._scales is not None:
             self._scales.wait_for_writes()
         self.routes.cache.clear()
         self.last_snapshot = None
+        self.earlier = ()
         self._scales = None
         self.last_route = None
 

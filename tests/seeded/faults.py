@@ -190,16 +190,16 @@ FAULTS = (
     ),
     Fault(
         "weights that moved do not make graphs stale",
-        "graphs/identity.py",
-        "    if captured == current:\n",
-        "    if captured._replace(memory=current.memory) == current:\n",
+        "graphs/store.py",
+        "self._identities[-1] != identity:",
+        "self._identities[-1]._replace(memory=identity.memory) != identity:",
         GRAPHS,
     ),
     Fault(
         "trained tensors do not make graphs stale",
-        "graphs/identity.py",
-        "    if captured == current:\n",
-        "    if captured._replace(requires_grad=current.requires_grad) == current:\n",
+        "graphs/store.py",
+        "self._identities[-1] != identity:",
+        "self._identities[-1]._replace(requires_grad=identity.requires_grad) != identity:",
         STEPS,
     ),
     Fault(
@@ -390,8 +390,8 @@ FAULTS = (
     Fault(
         "a changed attribute of a module goes unseen",
         "ops/base.py",
-        "            return [get(attributes) for get, attributes in self._getters] == self._values and not any(",
-        "            return not any(",
+        "return self._now() == self._values and not any(",
+        "return not any(",
         CHANGES,
     ),
     Fault(

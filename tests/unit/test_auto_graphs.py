@@ -993,7 +993,7 @@ def test_weights_that_are_replaced_again_and_again_capture_little(on_cpu: type[R
         ways_of(model, [[(1, 4, 4)], [(1, 4, 8)], [(1, 4, 16)]] * 3)
     status = status_of(model)
     earned = status.replays // automatic._REPLAYS_PER_CAPTURE + 1
-    assert status.captures <= (1 + automatic._FREE_STALE_TIMES) * (automatic._FREE_CAPTURES + 1) + earned
+    assert status.captures <= (1 + automatic._FREE_IDENTITIES) * (automatic._FREE_CAPTURES + 1) + earned
 
 
 def test_every_missing_graph_of_a_known_budget_is_refused_alike(on_cpu: type[Recorder], model: nn.Module) -> None:

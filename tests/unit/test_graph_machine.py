@@ -181,7 +181,7 @@ class GraphMachine(RuleBasedStateMachine):
         for graphs in (status.graphs, status.training):
             if graphs is None:
                 continue
-            stale = min(sum(graphs.stale.values()), STALE_TIMES)
+            stale = min(sum(graphs.stale.values()) + sum(graphs.kept.values()), STALE_TIMES)
             rebuilt = status.rebuilds
             free = FREE_CAPTURES * (1 + stale + rebuilt)
             paid = graphs.replays // REPLAYS_PER_CAPTURE + self.calls // CALLS_PER_CAPTURE

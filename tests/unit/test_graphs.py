@@ -173,7 +173,6 @@ CHANGES = {
     "assign": (_assign, {MOVED: 1}),
     "move": (_move_data, {MOVED: 1}),
     "frequencies": (_replace_frequencies, {MOVED: 1}),
-    "layers": (_other_layers, {}),  # the tower notices, and closes its graphs
     "double": (lambda model: model.double(), {OTHER_SPEC: 1}),
 }
 
@@ -195,6 +194,25 @@ def test_graphs_go_stale_with_what_they_captured(
     assert_close(outputs, run_tower(tower_of(model), grid))
     difference = max(relative_error(now, earlier) for now, earlier in zip(outputs, before, strict=True))
     assert outputs[-1].dtype != before[-1].dtype or difference > 1e-4
+
+
+def test_graphs_of_a_value_that_is_set_back_are_replayed_again(on_cpu: type[Recorder], model: nn.Module) -> None:
+    """The graphs of both values are kept beside each other, and none is replayed for the other value."""
+    tower = tower_of(model)
+    if not hasattr(tower, "fullatt_block_indexes") and not hasattr(tower, "deepstack_visual_indexes"):
+        pytest.skip("this tower has no such value")
+    stock = copy.deepcopy(tower)
+    name = "fullatt_block_indexes" if hasattr(tower, "fullatt_block_indexes") else "deepstack_visual_indexes"
+    values = [getattr(tower, name), [0] if name == "fullatt_block_indexes" else [3]]
+    patch(model)
+    grid: Grid = [(1, 6, 8), (1, 12, 12)]
+    for value in values * 3:
+        for changed in (tower, stock):
+            setattr(changed, name, list(value))
+        assert_close(run_tower(tower, grid), run_tower(stock, grid))
+    status = hf_vit_accel.status(model).towers[0]
+    assert (status.rebuilds, status_of(model).captures, status_of(model).replays) == (1, 2, 6)
+    assert not status_of(model).stale
 
 
 @pytest.mark.parametrize("name", ["rotary_pos_emb", "merger"])

@@ -1,0 +1,307 @@
+"""Switches that trainers set and set back at every step: what was known of the tower for a value is found again.
+
+TRL's GRPO trainer switches checkpointing off for its rollouts and on for its step, and adapters off for the reference.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.cpu_graphs import SMALL, Recorder, status_of
+from support.graphs import Grid, patch
+from support.towers import NARROW, ONE_TOWER
+from tiny import TINY, assert_close, checkpoint_layers, merged_of, pixels_for, run_tower, tower_of
+from torch import nn
+
+import hf_vit_accel
+from hf_vit_accel import ReuseConfig
+
+GRID: Grid = [(1, 6, 8), (1, 4, 4)]
+ROUNDS = 4
+LINEARS = r".*visual.*\.(qkv|proj|fc1|linear_fc1|linear_fc2|up_proj|down_proj)"
+
+
+def pair_of(model: Any) -> tuple[Any, Any]:
+    """Return two equal models; the second is patched."""
+    stock = copy.deepcopy(model)
+    return stock, hf_vit_accel.patch(model)
+
+
+def train(model: Any, seed: int = 0) -> list[torch.Tensor]:
+    """Make a step of the tower alone; return the gradients of all parameters that have one."""
+    tower = tower_of(model)
+    model.zero_grad()
+    weight = tower.patch_embed.proj.weight
+    pixels = pixels_for(tower, GRID, seed, device=weight.device, dtype=weight.dtype)
+    merged_of(tower(pixels, grid_thw=torch.tensor(GRID, device=weight.device))).square().sum().backward()
+    return [parameter.grad for parameter in tower.parameters() if parameter.grad is not None]
+
+
+def rollout_and_step(model: Any, seed: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Run a forward as GRPO's rollouts do, then a step as its training does; return outputs and gradients."""
+    switch = "activation" if hasattr(model, "activation_checkpointing_disable") else "gradient"
+    getattr(model, f"{switch}_checkpointing_disable")()
+    model.eval()
+    outputs = run_tower(tower_of(model), GRID, seed)
+    model.train()
+    checkpoint_layers(model, reentrant=False)
+    return outputs, train(model, seed)
+
+
+def rebuilds(model: Any) -> int:
+    return hf_vit_accel.status(model).towers[0].rebuilds
+
+
+def layouts_decided(model: Any) -> int:
+    """Return how many layouts were decided, not found."""
+    return hf_vit_accel.status(model).towers[0].layouts[2]
+
+
+def assert_fast(model: Any) -> None:
+    status = hf_vit_accel.status(model).towers[0]
+    assert status.stock_calls == 0 and status.calls > 0, str(status)
+
+
+@pytest.fixture(params=ONE_TOWER)
+def model(request: pytest.FixtureRequest) -> Any:
+    return TINY[request.param].build()
+
+
+def test_checkpointing_that_is_switched_at_every_step(on_cpu: type[Recorder], model: Any) -> None:
+    stock = copy.deepcopy(model)
+    patch(model)  # graphs at the first call, on poisoned buffers
+    for seed in range(ROUNDS):
+        (outputs, gradients), (expected, expected_gradients) = (
+            rollout_and_step(changed, seed) for changed in (model, stock)
+        )
+        assert_close(outputs, expected)
+        assert_close(gradients, expected_gradients, 1e-4)
+        if seed == 1:
+            counts = rebuilds(model), layouts_decided(model), status_of(model).captures
+    assert (rebuilds(model), layouts_decided(model), status_of(model).captures) == counts
+    assert status_of(model).replays == ROUNDS and not status_of(model).stale
+    assert_fast(model)
+
+
+def test_automatic_graphs_survive_the_switch(on_cpu: type[Recorder], model: Any) -> None:
+    patch(model, "auto")
+    for seed in range(2 * ROUNDS):
+        rollout_and_step(model, seed)
+    assert status_of(model).replays >= ROUNDS and not status_of(model).stale
+
+
+@pytest.mark.parametrize("family", ONE_TOWER)
+def test_adapters_that_are_switched_at_every_step(family: str) -> None:
+    """Switch as GRPO does for its reference, and as trainers with a second adapter do (DPO, PPO)."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=LINEARS, init_lora_weights=False)
+    adapted = peft.get_peft_model(TINY[family].build(), config)
+    adapted.add_adapter("second", config)
+    stock, model = pair_of(adapted)
+    for seed in range(ROUNDS):
+        results = []
+        for changed in (model, stock):
+            tower = tower_of(changed)
+            with changed.disable_adapter():
+                reference = run_tower(tower, GRID, seed)
+            changed.set_adapter("second")
+            second = run_tower(tower, GRID, seed)
+            changed.set_adapter("default")
+            changed.merge_adapter()
+            merged = run_tower(tower, GRID, seed)
+            changed.unmerge_adapter()
+            results.append(([*reference, *second, *merged], train(changed, seed)))
+        (outputs, gradients), (expected, expected_gradients) = results
+        assert_close(outputs, expected, 1e-4)
+        assert_close(gradients, expected_gradients, 1e-3)
+        if seed == 1:
+            counts = rebuilds(model), layouts_decided(model)
+    assert (rebuilds(model), layouts_decided(model)) == counts
+    assert_fast(model)
+
+
+# --- changes in between -----------------------------------------------------------------------------------------------
+
+
+def _move_data(model: Any) -> None:
+    parameter = tower_of(model).blocks[1].attn.proj.weight
+    parameter.data = parameter.data * 1.5
+
+
+def _assign(model: Any) -> None:
+    model.load_state_dict({name: value * 1.1 for name, value in model.state_dict().items()}, assign=True)
+
+
+def _replace_module(model: Any) -> None:
+    block = tower_of(model).blocks[1]
+    block.attn.proj = copy.deepcopy(block.attn.proj)
+    with torch.no_grad():
+        block.attn.proj.weight.mul_(1.5)
+
+
+def _hook(model: Any) -> None:
+    tower_of(model).blocks[1].register_forward_hook(lambda module, args, output: output * 1.5)
+
+
+def _double(model: Any) -> None:
+    model.double()
+
+
+def _other_forward(model: Any) -> None:
+    norm = tower_of(model).blocks[1].norm1
+    former = norm.forward
+    norm.forward = lambda x: former(x) * 1.5
+
+
+CHANGES = [_move_data, _assign, _replace_module, _hook, _double, _other_forward]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
+@pytest.mark.parametrize("graphs", [False, SMALL], ids=["eager", "graphs"])
+def test_a_change_while_another_value_is_set_is_seen(
+    on_cpu: type[Recorder], change: Callable[[Any], None], graphs: object
+) -> None:
+    """The reading of the first value returns, in a tower that changed meanwhile."""
+    model = TINY["qwen2_5_vl"].build()
+    stock = copy.deepcopy(model)
+    hf_vit_accel.patch(model, cuda_graphs=graphs)
+    values = [[1, 3], [0, 1]]  # of the layers that attend to whole images
+    for value in values * 2:
+        for changed in (model, stock):
+            tower_of(changed).fullatt_block_indexes = list(value)
+        assert_close(run_tower(tower_of(model), GRID), run_tower(tower_of(stock), GRID))
+    assert rebuilds(model) == 1
+    before = run_tower(tower_of(stock), GRID)
+    for changed in (model, stock):
+        change(changed)
+    for value in values * 2:
+        for changed in (model, stock):
+            tower_of(changed).fullatt_block_indexes = list(value)
+        expected = run_tower(tower_of(stock), GRID)
+        assert_close(run_tower(tower_of(model), GRID), expected)
+    assert expected[0].dtype != before[0].dtype or (expected[0] - before[0]).norm() > 1e-3 * before[0].norm()
+
+
+@pytest.mark.parametrize("change", [_move_data, _assign, _replace_module], ids=["data", "assign", "module"])
+def test_readings_keep_no_replaced_weight_alive(
+    on_cpu: type[Recorder], references: list[str], change: Callable[[Any], None]
+) -> None:
+    model = NARROW.build()
+    tower = tower_of(model)
+    patch(model)
+    values = [[0, 2], [1]]
+    for value in values * 2:
+        tower.deepstack_visual_indexes = value
+        run_tower(tower, GRID)
+    storages = [weakref.ref(parameter.untyped_storage()) for parameter in tower.parameters()]
+    modules = weakref.ref(tower.blocks[1].attn.proj)
+    parameter = weakref.ref(tower.blocks[1].attn.proj.weight)
+    change(model)
+    run_tower(tower, GRID)
+    gc.collect()
+    assert len(storages) == len(list(tower.parameters()))
+    if change is _replace_module:
+        assert modules() is None
+    if change is not _move_data:
+        assert parameter() is None
+
+
+def test_features_of_another_value_are_not_reused() -> None:
+    stock = TINY["qwen2_5_vl"].build()
+    model = hf_vit_accel.patch(copy.deepcopy(stock), reuse=ReuseConfig(across_calls=True))
+    for value in [[1, 3], [0, 1]] * 2:
+        for changed in (model, stock):
+            tower_of(changed).fullatt_block_indexes = list(value)
+        for _ in range(2):
+            assert_close(run_tower(tower_of(model), GRID), run_tower(tower_of(stock), GRID))
+
+
+def test_values_beyond_the_last_few_are_read_again() -> None:
+    """Readings are bounded: a program that counts in an attribute of a module inside makes a new one at every call."""
+    stock = NARROW.build()
+    model = hf_vit_accel.patch(copy.deepcopy(stock))
+    for value in range(40):
+        tower_of(model).merger.norm.eps = tower_of(stock).merger.norm.eps = 1e-6 * (1 + value)
+        assert_close(run_tower(tower_of(model), GRID), run_tower(tower_of(stock), GRID))
+    assert rebuilds(model) == 39
+    snapshots = [each for each in gc.get_objects() if type(each).__name__ == "Snapshot"]
+    assert len([each for each in snapshots if each._tower() is tower_of(model)]) <= 8
+
+
+def test_autocast_that_is_switched_has_graphs_of_its_own(on_cpu: type[Recorder]) -> None:
+    """Evaluate in bf16 by autocast, then without: neither makes the graphs of the other stale."""
+    stock = NARROW.build()
+    model = copy.deepcopy(stock)
+    patch(model)
+    for _ in range(ROUNDS):
+        for is_enabled in (True, False):
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_enabled):
+                expected = run_tower(tower_of(stock), GRID)
+                outputs = run_tower(tower_of(model), GRID)
+            assert_close(outputs, expected, 3e-2 if is_enabled else 1e-5)
+    status = status_of(model)
+    assert (status.captures, status.replays, len(status.graphs)) == (2, 2 * ROUNDS, 2)
+    assert status.kept and "kept       1 x" in str(status)
+
+
+def test_the_least_recently_used_values_lose_their_graphs(on_cpu: type[Recorder]) -> None:
+    stock = NARROW.build()
+    model = copy.deepcopy(stock)
+    patch(model)
+    values = [[0], [1], [2], [3], [0, 1], [1, 2]]
+    for value in [*values, values[0]]:
+        tower_of(model).deepstack_visual_indexes = tower_of(stock).deepstack_visual_indexes = value
+        for changed in (model, stock):
+            mergers = tower_of(changed).deepstack_merger_list
+            assert len(mergers) >= len(value)
+        for _ in range(6):  # calm calls: values that change at call after call run eagerly
+            assert_close(run_tower(tower_of(model), GRID), run_tower(tower_of(stock), GRID))
+        assert len(status_of(model).graphs) <= 4
+    assert status_of(model).captures == len(values) + 1
+
+
+def test_graphs_without_room_for_others_go(on_cpu: type[Recorder]) -> None:
+    """A value that is set for good, as in the second stage of a training, gets the memory of the first."""
+    model = NARROW.build()
+    patch(model)
+    on_cpu.nbytes = 1 << 40
+    run_tower(tower_of(model), GRID)
+    tower_of(model).deepstack_visual_indexes = [1]
+    run_tower(tower_of(model), GRID)
+    status = status_of(model)
+    assert (status.captures, len(status.graphs), sum(status.stale.values())) == (2, 1, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ONE_TOWER)
+def test_gpu_rounds_of_grpo(family: str) -> None:
+    stock = TINY[family].build().to("cuda", torch.bfloat16)
+    model = hf_vit_accel.patch(copy.deepcopy(stock), cuda_graphs=SMALL)
+    for seed in range(ROUNDS):
+        outputs, gradients = rollout_and_step(model, seed)
+        expected, expected_gradients = rollout_and_step(stock, seed)
+        assert_close(outputs, expected, 3e-2)
+        assert_close(gradients, expected_gradients, 1e-1)
+        if seed == 1:
+            counts = rebuilds(model), status_of(model).captures
+    assert (rebuilds(model), status_of(model).captures) == counts
+    assert status_of(model).replays == ROUNDS and not status_of(model).stale
+
+
+def test_hooks_set_and_removed_lose_nothing() -> None:
+    """Hooks are read at every call."""
+    model: nn.Module = NARROW.build()
+    hf_vit_accel.patch(model)
+    run_tower(tower_of(model), GRID)
+    for _ in range(2):
+        handle = tower_of(model).blocks[0].attn.register_forward_hook(lambda *_: None)
+        run_tower(tower_of(model), GRID)
+        handle.remove()
+        run_tower(tower_of(model), GRID)
+    assert rebuilds(model) == 0
