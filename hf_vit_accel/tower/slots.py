@@ -8,13 +8,15 @@ accelerate's hooks) or of an object. A `Slot` is one such place. Our forward goe
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
 
+from hf_vit_accel.machine import is_upstream
 from hf_vit_accel.tower.code import names_in_code
 
 _MOST_SLOTS = 2000
@@ -56,58 +58,54 @@ def slots_of(tower: nn.Module, is_forward: Callable[[object], bool]) -> Iterator
 
 
 def _slots_in(value: Any, tower: nn.Module) -> Iterator[Slot]:
-    """Yield the slots in a callable, or in a dictionary of them."""
+    """Yield the slots in a callable, or in a dictionary of callables. Of a module, code names what it calls."""
     if isinstance(value, type | nn.Module):
         return
     if isinstance(value, dict):
         yield from _entries(value, list(value))
     elif isinstance(value, functools.partial):
-        yield from _slots_of_partial(value)
+        for index, item in enumerate([value.func, *value.args]):
+            yield Slot(item, functools.partial(_put_in_partial, value, index))
+        yield from _slots_in(value.keywords, tower)
+        yield from _wrapped(value)
     elif isinstance(value, MethodType):
         yield from _slots_in(value.__func__, tower)
-        yield from _slots_in_attributes(value.__self__)
+        yield from _slots_in(_attributes_of(value.__self__), tower)
     elif isinstance(value, FunctionType):
         yield from _slots_of_function(value, tower)
     elif callable(value):
-        yield from _slots_in_attributes(value)
+        yield from _slots_in(_attributes_of(value), tower)
         call: Any = type(value).__call__
         if isinstance(call, FunctionType):  # written in Python
             yield from _slots_of_function(call, tower)
 
 
 def _slots_of_function(function: FunctionType, tower: nn.Module) -> Iterator[Slot]:
-    names = names_in_code(function.__code__)
     for cell in function.__closure__ or ():
-        try:
+        with suppress(ValueError):  # an empty cell
             yield Slot(cell.cell_contents, functools.partial(setattr, cell, "cell_contents"))
-        except ValueError:  # empty
-            continue
-    defaults = function.__defaults__ or ()
-    for index, value in enumerate(defaults):
+    for index, value in enumerate(function.__defaults__ or ()):
         yield Slot(value, functools.partial(_put_default, function, index))
-    keyword_defaults = function.__kwdefaults__ or {}
-    yield from _entries(keyword_defaults, list(keyword_defaults))
-    for entries in (function.__globals__, vars(function), vars(tower)):
+    yield from _slots_in(function.__kwdefaults__ or {}, tower)
+    names = names_in_code(function.__code__)
+    named = [vars(function), vars(tower)]
+    if not is_upstream(function):
+        named.append(function.__globals__)
+    for entries in named:
         yield from _entries(entries, names & entries.keys())
     yield from _wrapped(function)
 
 
 def _put_default(function: FunctionType, index: int, value: object) -> None:
-    defaults = function.__defaults__ or ()
-    function.__defaults__ = (*defaults[:index], value, *defaults[index + 1 :])
+    defaults = list(function.__defaults__ or ())
+    defaults[index] = value
+    function.__defaults__ = tuple(defaults)
 
 
-def _slots_of_partial(value: Any) -> Iterator[Slot]:
-    yield Slot(value.func, lambda func: value.__setstate__((func, value.args, value.keywords, vars(value))))
-    for index, argument in enumerate(value.args):
-        yield Slot(argument, functools.partial(_put_argument, value, index))
-    yield from _entries(value.keywords, list(value.keywords))
-    yield from _wrapped(value)
-
-
-def _put_argument(value: Any, index: int, argument: object) -> None:
-    args = (*value.args[:index], argument, *value.args[index + 1 :])
-    value.__setstate__((value.func, args, value.keywords, vars(value)))
+def _put_in_partial(partial: Any, index: int, value: object) -> None:
+    items = [partial.func, *partial.args]
+    items[index] = value
+    partial.__setstate__((items[0], tuple(items[1:]), partial.keywords, vars(partial)))
 
 
 def _wrapped(value: object) -> Iterator[Slot]:
@@ -117,13 +115,13 @@ def _wrapped(value: object) -> Iterator[Slot]:
         yield Slot(attributes["__wrapped__"], put, is_called=False)
 
 
-def _slots_in_attributes(value: object) -> Iterator[Slot]:
-    """Yield the slots of an object that is no module: of a module, code names what it calls."""
+def _attributes_of(value: object) -> dict[str, Any]:
+    """Return the attributes of an object that is no module; `list[int]`, say, shows those of a class."""
     attributes = {} if isinstance(value, type | nn.Module) else getattr(value, "__dict__", {})
-    yield from _entries(attributes, list(attributes))
+    return attributes if isinstance(attributes, dict) else {}
 
 
-def _entries(entries: MutableMapping[str, Any], names: Iterable[str]) -> Iterator[Slot]:
+def _entries(entries: dict[str, Any], names: Iterable[str]) -> Iterator[Slot]:
     for name in names:
         yield Slot(entries[name], functools.partial(entries.__setitem__, name))
 

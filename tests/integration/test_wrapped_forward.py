@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import math
 import pickle
 import warnings
 from collections.abc import Callable
@@ -95,6 +96,18 @@ def keep_in_positional_default(tower: Any) -> None:
     tower.forward = forward
 
 
+def keep_beside_other_callables(tower: Any) -> None:
+    """Name values that are called, too, and have no attributes to look into."""
+    inner = tower.forward
+    kinds = list[int], {"length": len}
+
+    def forward(*args: Any, kind: Any = list[int], **kwargs: Any) -> Any:
+        kind(), kinds[0](), kinds[1]["length"](args), math.sqrt(1)
+        return inner(*args, **kwargs)
+
+    tower.forward = forward
+
+
 def keep_on_the_function(tower: Any) -> None:
     def forward(*args: Any, **kwargs: Any) -> Any:
         return forward.inner(*args, **kwargs)
@@ -132,6 +145,7 @@ WRAPS: dict[str, Callable[[Any], None]] = {
     "method": set_forward(lambda inner: Handler(inner).run),
     "default": keep_in_default,
     "positional default": keep_in_positional_default,
+    "beside other callables": keep_beside_other_callables,
     "attribute of the function": keep_on_the_function,
     "global": keep_in_the_module,
     "not compiled": set_forward(torch.compiler.disable),  # tenstorrent's wrapper of Qwen2.5-VL
