@@ -106,7 +106,8 @@ def _checked_holders(model: nn.Module, every_rank: bool) -> list[nn.Module]:
         why = around.reason_not_one_call(holder)  # runs the proof now, not in the first call
         if every_rank and why is not None:
             raise ValueError(f"every_rank=True does not work with {type(holder).__name__}: {why}")
-    if every_rank and len(holders) != len(towers_of(model)):
+    held = {id(tower) for holder in holders for _, tower, _ in towers_of(holder)}
+    if every_rank and any(id(tower) not in held for _, tower, _ in towers_of(model)):
         raise ValueError("every_rank=True needs a model with M-RoPE around every tower; pass the whole model")
     return holders
 

@@ -18,7 +18,6 @@ from hf_vit_accel.families import FAMILIES, FAMILIES_OF_COPIES, Family, Tower
 from hf_vit_accel.families.copies import CopyFamily, suggest_families
 from hf_vit_accel.graphs.status import GraphStatus
 from hf_vit_accel.model import around
-from hf_vit_accel.model.around import ModelState
 from hf_vit_accel.ops import PARTS, TABLE, why_not_triton
 from hf_vit_accel.ops.window_attention import LONGEST
 from hf_vit_accel.sharing.reuse import ReuseStatus
@@ -149,6 +148,7 @@ class ModelStatus:
         calls: How often positions were computed on the host.
         stock_calls: How often transformers computed them.
         fallbacks: Why it did, with the number of calls.
+        unknown: Methods that are not transformers' own, and so run as they are.
         every_rank: Forwards that called the tower once, and how many of them encoded a dummy. None without
             `every_rank`.
     """
@@ -157,6 +157,7 @@ class ModelStatus:
     calls: int
     stock_calls: int
     fallbacks: Mapping[str, int]
+    unknown: tuple[str, ...] = ()
     every_rank: tuple[int, int] | None = None
 
     def __str__(self) -> str:
@@ -167,6 +168,7 @@ class ModelStatus:
         if self.every_rank is not None:
             lines.append("  every rank {} forwards, {} of them with a dummy".format(*self.every_rank))
         lines += [f"  fallback   {count} x {why}" for why, count in self.fallbacks.items()]
+        lines += [f"  not fast   {name} is not transformers' own" for name in self.unknown]
         return "\n".join(lines)
 
 
@@ -208,19 +210,21 @@ def status(model: nn.Module) -> Status:
         ValueError: If the model has no supported tower.
     """
     towers = [_tower_status(path, tower, family) for path, tower, family in towers_of(model)]
-    states = [(path, around.state_of(holder)) for path, holder in around.holders_of(model)]
-    models = [_model_status(path, state) for path, state in states if state is not None]
+    models = [_model_status(path, holder) for path, holder in around.holders_of(model) if around.state_of(holder)]
     steps = sys.modules.get("hf_vit_accel.model.decode_steps")  # imported by the first call of `graphed_decoding`
     decoding = None if steps is None else steps.decoding_status(model)
     return Status(towers=tuple(towers), models=tuple(models), decoding=decoding, untested=tuple(untested()))
 
 
-def _model_status(path: str, state: ModelState) -> ModelStatus:
+def _model_status(path: str, model: nn.Module) -> ModelStatus:
+    state = around.state_of(model)
+    assert state is not None
     return ModelStatus(
         path=path,
         calls=state.calls,
         stock_calls=state.stock_calls,
         fallbacks=dict(state.fallbacks),
+        unknown=tuple(around.unknown_methods(model, around.SERVED)),
         every_rank=(state.features.calls, state.features.dummies) if state.every_rank else None,
     )
 

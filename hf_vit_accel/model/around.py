@@ -1,22 +1,26 @@
 """A patched model around its tower: its methods read small tensors on the host, where they wait for nothing.
 
-The code that runs is the model's own. Methods and hooks are on the instance.
+Only transformers' own functions run there, unmodified. A function of others runs as it is, and `status` says so.
+Methods and hooks are on the instance.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from functools import lru_cache
+from types import FunctionType
+from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
 
-from hf_vit_accel.families import Model, find_towers
-from hf_vit_accel.machine import one_line
+from hf_vit_accel.families import FAMILIES, Model, find_towers
+from hf_vit_accel.machine import is_upstream, one_line
 from hf_vit_accel.model.every_rank import (
     AddDummy,
     Features,
@@ -30,6 +34,7 @@ from hf_vit_accel.model.every_rank import (
 from hf_vit_accel.model.host import Arguments, HostCopies, Result, to_device
 from hf_vit_accel.model.positions import image_positions, numbers_images_alike
 from hf_vit_accel.tower import checks, fsdp
+from hf_vit_accel.tower.code import names_of_method
 from hf_vit_accel.tower.forward import is_our_forward, own_hooks, redirect_shallow_copies
 from hf_vit_accel.tower.modules import is_inert
 from hf_vit_accel.versions import cache_name
@@ -51,7 +56,7 @@ class ModelState:
         copies: Tensors of a forward on the host.
         features: Features of a forward that were encoded in one call of the tower.
         takes_host_grids: Whether the methods for features take a grid on the host; None before they were tried.
-        compared_methods: The methods that `numbers_images_alike` compared with ours.
+        compared_functions: The functions that `numbers_images_alike` compared with ours.
         is_numbering_proven: Whether they number images as ours.
     """
 
@@ -63,7 +68,7 @@ class ModelState:
         self.copies = HostCopies()
         self.features = Features()
         self.takes_host_grids: bool | None = None
-        self.compared_methods: tuple[object, ...] = ()
+        self.compared_functions: tuple[object, ...] = ()
         self.is_numbering_proven = False
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -72,17 +77,22 @@ class ModelState:
 
 def is_model(kind: type[Model]) -> bool:
     """Return whether a class has the methods of a model with M-RoPE, for grids."""
-    if not all(hasattr(kind, name) for name in _SERVED):
+    if not all(hasattr(kind, name) for name in SERVED):
         return False
     return "target_sizes" not in parameters_of(kind.get_rope_index)  # MiniCPM-V 4.7: its images are cut into slices
 
 
-def holders_of(model: nn.Module) -> Iterator[tuple[str, Model]]:
-    """Yield path and module of every model with M-RoPE that holds a supported tower directly."""
+def holders_of(model: nn.Module) -> list[tuple[str, Model]]:
+    """Return path and module of the nearest model with M-RoPE around every supported tower; none twice."""
+    holders: dict[str, Model] = {}
     for path, _, _ in find_towers(model):
-        holder_path = path.rpartition(".")[0]
-        if path and is_model(type(model.get_submodule(holder_path))):
-            yield holder_path, model.get_submodule(holder_path)
+        while path:
+            path = path.rpartition(".")[0]
+            holder = model.get_submodule(path)
+            if is_model(type(holder)):
+                holders[path] = holder
+                break
+    return list(holders.items())
 
 
 def state_of(model: nn.Module) -> ModelState | None:
@@ -91,20 +101,20 @@ def state_of(model: nn.Module) -> ModelState | None:
 
 
 def install(model: nn.Module, state: ModelState) -> None:
-    """Give a model its state, and put our methods and hooks on the instance. Methods of the instance stay."""
+    """Give a model its state, and put our methods and hooks on the instance. Methods of others stay."""
     uninstall(model)
-    _exclude_from_compile()
     vars(model)[STATE] = state
-    for name in _SERVED:
-        vars(model).setdefault(name, Method(model, name))
-    model.register_forward_pre_hook(before_forward, with_kwargs=True)
+    for name in SERVED:
+        if not unknown_methods(model, [name]):
+            vars(model)[name] = Method(model, name)
+    model.register_forward_pre_hook(BeforeForward(), with_kwargs=True)
     model.register_forward_hook(after_forward, always_call=True)
 
 
 def uninstall(model: nn.Module) -> ModelState | None:
     """Take state, methods and hooks off a model."""
     state: ModelState | None = vars(model).pop(STATE, None)
-    for name in _SERVED:
+    for name in SERVED:
         if isinstance(vars(model).get(name), Method):
             del vars(model)[name]
     _drop_hooks(model)
@@ -144,11 +154,12 @@ def follow_name(model: nn.Module, is_fast: bool) -> None:
 
 def reason_not_one_call(model: Model) -> str | None:
     """Return why images and videos cannot be encoded in one call; None if they can."""
-    method = getattr(type(model), "get_image_features", None)
-    if method is not None and type(model).__module__.startswith("transformers."):
-        parameters = inspect.signature(method).parameters.values()
-        if not any(entry.name == "return_dict" or entry.kind is entry.VAR_KEYWORD for entry in parameters):
-            return f"transformers {transformers.__version__} is too old for it; upgrade: pip install -U transformers"
+    parameters = inspect.signature(type(model).get_image_features).parameters.values()
+    if not any(entry.name == "return_dict" or entry.kind is entry.VAR_KEYWORD for entry in parameters):
+        return f"transformers {transformers.__version__} is too old for it; upgrade: pip install -U transformers"
+    unknown = unknown_methods(model, _FEATURES)
+    if unknown:
+        return f"methods of its own, {', '.join(unknown)}"
     why = try_out(try_one_call, model)
     return None if why is None else f"images and videos need more than one call: {why}"
 
@@ -156,22 +167,27 @@ def reason_not_one_call(model: Model) -> str | None:
 class Method:
     """Replacement for a method of a model. Behaves like the bound method, and holds the model weakly.
 
-    A deleted model is freed at once, and a copy gets methods of its own.
+    A deleted model is freed at once, and a copy gets methods of its own. A caller may keep a method alone, or pickle
+    it: then it runs on the attributes that the model had.
     """
 
-    def __init__(self, model: Model, name: str) -> None:
+    def __init__(self, model: Model, name: str, attributes: Arguments | None = None) -> None:
         self._model = weakref.ref(model)
+        self._class: Any = type(model)
+        self._attributes = attributes or _attributes_of(model)
         self.__name__ = name
         self.__signature__ = inspect.signature(getattr(type(model), name).__get__(model))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.__self__, self.__name__)
+        model = self.__self__  # it has no attributes yet where it is unpickled with its methods
+        return type(self), (model, self.__name__, _attributes_of(model))
 
     @property
     def __self__(self) -> Model:
         model = self._model()
         if model is None:
-            raise ReferenceError(f"the model of this {self.__name__} was deleted; keep a reference to the model")
+            model = self._class.__new__(self._class)
+            vars(model).update(self._attributes)
         return model
 
     def __call__(self, *args: object, **kwargs: Result) -> Result:
@@ -183,8 +199,51 @@ class Method:
         names = parameters_of(stock)
         if len(args) > len(names) or kwargs.keys() & set(names[: len(args)]):
             return stock(model, *args, **kwargs)  # raises
-        result = _SERVED[self.__name__](model, state, stock, dict(zip(names, args, strict=False)) | kwargs)
+        if _is_unknown(model, self.__name__):
+            state.stock_calls += self.__name__ == "get_rope_index"
+            state.fallbacks[f"{self.__name__} is not transformers' own"] += 1
+            return stock(model, *args, **kwargs)
+        result = SERVED[self.__name__](model, state, stock, dict(zip(names, args, strict=False)) | kwargs)
         return stock(model, *args, **kwargs) if result is None else result
+
+
+def _attributes_of(model: nn.Module) -> Arguments:
+    """Return the attributes of a model, without what patching added."""
+    return {name: x for name, x in vars(model).items() if name != STATE and not isinstance(x, Method)}
+
+
+def unknown_methods(model: Model, names: Iterable[str]) -> list[str]:
+    """List the methods that are not transformers' own, of the instance or its class; they run as they are."""
+    return [name for name in names if not isinstance(vars(model).get(name), Method | None) or _is_unknown(model, name)]
+
+
+def _is_unknown(model: Model, name: str) -> bool:
+    """Return whether the class has another method than transformers' own, or it calls another."""
+    kind: Any = type(model)
+    for called in {name, *names_of_method(kind, name)}:
+        method = getattr(kind, called, None)
+        if isinstance(method, FunctionType | property) and method is not getattr(nn.Module, called, None):
+            is_own = called != name and not isinstance(vars(model).get(called), Method | None)
+            if is_own or not _is_known(kind, called, method):
+                return True
+    return False
+
+
+@lru_cache(maxsize=256)
+def _is_known(kind: type, name: str, method: Any) -> bool:
+    """Return whether a declared file of transformers defines this method of a class, or of one that it inherits."""
+    owner = next(owner for owner in kind.__mro__ if name in vars(owner))
+    function: Any = method.fget if isinstance(method, property) else method
+    if owner in transformers.PreTrainedModel.__mro__:
+        return is_upstream(function)
+    if owner.__module__ not in _FILES or not is_upstream(function):
+        return False
+    code = inspect.unwrap(function).__code__
+    return code.co_filename == sys.modules[owner.__module__].__file__ and code.co_qualname == f"{owner.__name__}.{name}"
+
+
+_FILES = {"transformers.models.glm46v.modeling_glm46v", *(file for family in FAMILIES for file, _ in family.towers)}
+"""The files of transformers with the models around the declared towers. GLM-4.6V's has the tower of another."""
 
 
 @lru_cache(maxsize=64)
@@ -202,12 +261,11 @@ def _rope_index(model: Model, state: ModelState, stock: StockMethod, arguments: 
     Returns:
         None if the method raises.
     """
-    within = "get_vision_position_ids"
-    methods = type(model), stock, getattr(type(model), within, None), vars(model).get(within)
+    functions = stock, getattr(type(model), "get_vision_position_ids", None)
     try:
         host = state.copies.on_host(arguments, parameters_of(stock))
-        if state.compared_methods != methods:
-            state.compared_methods = methods
+        if state.compared_functions != functions:
+            state.compared_functions = functions
             state.is_numbering_proven = False  # also where the comparison raises
             state.is_numbering_proven = "mm_token_type_ids" in parameters_of(stock) and numbers_images_alike(model)
         result = None
@@ -262,7 +320,7 @@ def _features(model: Model, state: ModelState, stock: StockMethod, arguments: Ar
     if state.takes_host_grids is None:
         state.takes_host_grids = try_out(try_host_grids, model) is None
     in_model = tower_in(model)
-    if not state.takes_host_grids or in_model is None or not _passes_on_grids(in_model[1]):
+    if not state.takes_host_grids or in_model is None or not _passes_on_grids(model._modules[in_model[0]]):
         return None
     return stock(model, **state.copies.on_host(arguments, [grid_name]))
 
@@ -275,37 +333,42 @@ def _passes_on_grids(tower: nn.Module) -> bool:
     )
 
 
-_SERVED: dict[str, Callable[[Model, ModelState, StockMethod, Arguments], Result]] = {
+SERVED: dict[str, Callable[[Model, ModelState, StockMethod, Arguments], Result]] = {
     "get_rope_index": _rope_index,
     "get_placeholder_mask": _placeholder_mask,
     "get_image_features": _features,
     "get_video_features": _features,
 }
 """The methods that run on the host. Where a function returns None, `Method` calls stock's with the same arguments."""
+_FEATURES = ("get_image_features", "get_video_features")
+_PICTURES = ("pixel_values", "pixel_values_videos", "mm_encoder_outputs")
 
 
-def before_forward(model: Model, args: tuple[object, ...], kwargs: Arguments) -> None:
-    """Fetch small tensors in one transfer, before the tower fills the device's queue; a forward pre-hook."""
-    if model._hf_vit_accel_model.every_rank or not torch.compiler.is_compiling():
-        _before(model, args, kwargs)
+class BeforeForward:
+    """Forward pre-hook: fetch small tensors in one transfer, before the tower fills the device's queue."""
+
+    def __init__(self) -> None:
+        # A decorator would import `torch._dynamo` in a second.
+        self._before = torch.compiler.disable(_before, reason="positions are computed on the host")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), ()
+
+    def __call__(self, model: Model, args: tuple[object, ...], kwargs: Arguments) -> None:
+        if model._hf_vit_accel_model.every_rank or not torch.compiler.is_compiling():
+            self._before(model, args, kwargs)
 
 
 def after_forward(model: Model, args: object, output: object) -> None:
     """Drop what was kept for the forward; a forward hook."""
     if not torch.compiler.is_compiling():
         model._hf_vit_accel_model.copies.clear()
-        model._hf_vit_accel_model.features.outputs = []
+        model._hf_vit_accel_model.features.clear()
 
 
 def is_own_hook(hook: object) -> bool:
     """Return whether a hook of a module is one of this room's."""
-    return hook in (before_forward, after_forward) or isinstance(hook, AddDummy)
-
-
-@lru_cache(maxsize=1)
-def _exclude_from_compile() -> None:
-    """Exclude `_before` from `torch.compile`, once: a decorator would import `torch._dynamo` in a second."""
-    globals()["_before"] = torch.compiler.disable(_before, reason="positions are computed on the host")
+    return hook is after_forward or isinstance(hook, BeforeForward | AddDummy)
 
 
 def _before(model: Model, args: tuple[object, ...], kwargs: Arguments) -> None:
@@ -314,19 +377,22 @@ def _before(model: Model, args: tuple[object, ...], kwargs: Arguments) -> None:
     if len(args) > len(names) or checks.reasons_untraceable():
         return
     arguments: Arguments = dict(zip(names, args, strict=False)) | kwargs
-    if any(arguments.get(name) is not None for name in ("pixel_values", "pixel_values_videos", "mm_encoder_outputs")):
+    has_pictures = any(arguments.get(name) is not None for name in _PICTURES)
+    if has_pictures and isinstance(vars(model).get("get_rope_index"), Method):
         small = [arguments.get(name) for name in parameters_of(type(model).get_rope_index)]
         state.copies.fetch([tensor for tensor in small if isinstance(tensor, Tensor)])
-    in_model = tower_in(model)
-    if state.every_rank and in_model is not None and must_call_once(in_model[1], arguments.get(cache_name())):
-        methods = [vars(model).get(name) for name in ("get_image_features", "get_video_features")]
-        if not all(isinstance(method, Method) for method in methods):
-            raise ValueError(f"every_rank does not work with methods of its own on {type(model).__name__}; drop them")
+    in_model = tower_in(model) if state.every_rank else None
+    if state.every_rank and in_model is None:
+        raise ValueError(f"every_rank found no supported tower in {type(model).__name__}; patch the model again")
+    if in_model is not None and must_call_once(model._modules[in_model[0]], arguments.get(cache_name())):
+        unknown = unknown_methods(model, _FEATURES)
+        if unknown:
+            raise ValueError(f"every_rank does not work with methods of its own on {type(model).__name__}: {unknown}")
         hooks = [hook for hook in model.language_model._forward_pre_hooks.values() if isinstance(hook, AddDummy)]
         if len(hooks) != 1 or hooks[0].features is not state.features:  # the text model is new, or the model a copy
             _drop_hooks(model.language_model)
             model.language_model.register_forward_pre_hook(AddDummy(state.features), with_kwargs=True)
-        options = {name: value for name, value in kwargs.items() if name not in names}
+        options = {name: value for name, value in kwargs.items() if name not in (*names, "return_dict")}
         encode_once(state.features, model, arguments, options)
 
 

@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor, nn
 
 from hf_vit_accel import machine
-from hf_vit_accel.families import Family, Model, Tower, family_of
+from hf_vit_accel.families import Family, Model, Tower, find_towers
 from hf_vit_accel.model.host import Arguments, Result
 from hf_vit_accel.tower import fsdp
 
@@ -39,17 +39,24 @@ class Features:
     calls: int = 0
     dummies: int = 0
 
+    def __reduce__(self) -> tuple[object, ...]:  # copies keep nothing: a graph cannot be copied
+        return type(self), ()
+
+    def clear(self) -> None:
+        """Drop what was kept for the latest forward."""
+        self.outputs = []
+        self.zero = None
+
     def find(self, pixels: object) -> Result:
         """Return the output for these pixels; None if this forward has not encoded them."""
         return next((output for source, output in self.outputs if source is pixels), None)
 
 
 def tower_in(model: nn.Module) -> tuple[str, Tower, Family] | None:
-    """Return name, tower and family of the tower directly in a model; None without one."""
-    for name, module in model.named_children():
-        family = family_of(module)
-        if family is not None:
-            return name, module, family
+    """Return name, tower and family of the child of a model that is a tower, or wraps one; None without one."""
+    for name, child in model.named_children():
+        for _, tower, family in find_towers(child):
+            return name, tower, family
     return None
 
 
@@ -85,7 +92,7 @@ def encode_once(features: Features, model: Model, arguments: Arguments, options:
     in_model = tower_in(model)
     assert in_model is not None
     _, tower, family = in_model
-    features.zero = None
+    features.clear()
     features.calls += 1
     present = [names for names in KINDS.values() if arguments.get(names[0]) is not None]
     pictures = [(arguments[pixels], arguments[grid]) for pixels, grid in present]
@@ -93,7 +100,6 @@ def encode_once(features: Features, model: Model, arguments: Arguments, options:
         features.outputs = encode_together(model, family, pictures, options)
         return
     features.dummies += 1
-    features.outputs = []
     output = type(model).get_image_features(model, *_dummy(tower, arguments), return_dict=True, **options)
     # The weight comes before the sum, which could overflow in fp16.
     features.zero = torch.stack([(tensor * 0).sum() for tensor in _tensors_of(output)]).sum()

@@ -63,7 +63,7 @@ class Code:
 
     def attributes_of(self, kind: type) -> frozenset[str]:
         """Return every attribute name in the forward of a class, and in the methods that it may call."""
-        return _names_of_forward(kind)
+        return names_of_method(kind, "forward")
 
     def called_names(self) -> frozenset[str]:
         """Return every name, and every string constant, in the forwards of all module classes."""
@@ -128,7 +128,7 @@ _FIELDS_OF_A_CALL = {"return_dict", "output_attentions", "output_hidden_states"}
 
 def names_of_forwards(kinds: Iterable[type]) -> frozenset[str]:
     """Return every name, and every string constant, in the forwards of classes and in the methods that they call."""
-    return frozenset().union(*(_names_of_forward(kind) for kind in kinds))
+    return frozenset().union(*(names_of_method(kind, "forward") for kind in kinds))
 
 
 def method_readers(kinds: Iterable[type]) -> list[tuple[Callable[[type], object], type]]:
@@ -164,8 +164,9 @@ def _names_in_class(kind: type) -> frozenset[str]:
 
 
 @lru_cache(maxsize=256)
-def _names_of_forward(kind: type) -> frozenset[str]:
-    names = set(_names_in(getattr(kind, "forward", None)))
+def names_of_method(kind: type, name: str) -> frozenset[str]:
+    """Return every name, and every string constant, in a method of a class and in the methods that it calls."""
+    names = set(_names_in(getattr(kind, name, None)))
     followed: set[str] = set()
     while pending := names - followed:
         followed |= pending

@@ -162,6 +162,94 @@ def test_another_text_model_gets_the_dummy() -> None:
     assert len(model.model.language_model._forward_pre_hooks) == 1
 
 
+@pytest.mark.parametrize("order", ["before patching", "after patching"])
+def test_a_tower_that_is_saved_beside_its_original_is_trained(order: str) -> None:
+    """PEFT trains a copy of the tower: `LoraConfig(modules_to_save=["visual"])`, before and after `patch`."""
+    peft = pytest.importorskip("peft")
+    model = TINY["qwen2_5_vl"].build().train()
+    stock = copy.deepcopy(model)
+    if order == "after patching":
+        hf_vit_accel.patch(model, every_rank=True)
+    adapted = []
+    for candidate in (model, stock):
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=4, target_modules=r".*language_model.*q_proj", modules_to_save=["visual"])
+        adapted.append(peft.get_peft_model(candidate, config))
+    if order == "before patching":
+        hf_vit_accel.patch(adapted[0], every_rank=True)
+    for kind in ("none", "images", "both"):
+        for candidate in adapted:
+            candidate.zero_grad(set_to_none=True)
+            candidate(**batch_of(candidate, kind, 0)).loss.backward()
+        for (name, ours), expected in zip(adapted[0].named_parameters(), adapted[1].parameters(), strict=True):
+            if ours.requires_grad:
+                assert ours.grad is not None, name
+                expected = torch.zeros_like(ours) if expected.grad is None else expected.grad
+                torch.testing.assert_close(ours.grad, expected, atol=1e-5, rtol=1e-3)
+    [status] = hf_vit_accel.status(adapted[0]).models
+    assert status.every_rank == (3, 1)
+
+
+def test_a_compiled_tower_gets_the_dummy() -> None:
+    """`torch.compile` puts a wrapper in the place of the tower."""
+    model = hf_vit_accel.patch(TINY["qwen3_vl"].build().train(), every_rank=True)
+    tower = model.model.visual
+    model.model.visual = torch.compile(tower, backend="eager")
+    model(**batch_of(model, "none", 0)).loss.backward()
+    assert all(parameter.grad is not None for parameter in tower.parameters())
+
+
+def test_a_tower_that_is_gone_is_an_error() -> None:
+    model = hf_vit_accel.patch(TINY["qwen3_vl"].build().train(), every_rank=True)
+    batch = batch_of(model, "none", 0)
+    model.model.visual = nn.Identity()
+    with pytest.raises(ValueError, match="every_rank found no supported tower in Qwen3VLModel"):
+        model(**batch)
+
+
+def test_a_backbone_is_called_with_return_dict() -> None:
+    """As transformers' ColQwen2 and TRL's value heads call it."""
+    stock = TINY["qwen2_vl"].build().train()
+    model = hf_vit_accel.patch(copy.deepcopy(stock), every_rank=True)
+    for kind in GRIDS:
+        inputs = batch_of(stock, kind, 0)
+        inputs.pop("labels")
+        for return_dict in (True, False):
+            ours, expected = (z.model(**inputs, return_dict=return_dict) for z in (model, stock))
+            assert type(ours) is type(expected)
+            torch.testing.assert_close(ours[0], expected[0], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("error", [IndexError, KeyboardInterrupt])
+def test_a_model_is_copied_after_a_failed_step(error: type[BaseException]) -> None:
+    """A bad sample fails in the embedding, the loop goes on, and an average of the weights begins with a copy."""
+    model = hf_vit_accel.patch(TINY["qwen3_vl"].build().train(), every_rank=True)
+    model(**batch_of(model, "none", 0)).loss.backward()
+
+    def fail(*_: object) -> None:
+        raise error
+
+    hook = model.get_input_embeddings().register_forward_pre_hook(fail)
+    with pytest.raises(error):
+        model(**batch_of(model, "none", 0))
+    hook.remove()
+    twin = copy.deepcopy(model)
+    model.zero_grad(set_to_none=True)
+    for candidate in (model, twin):
+        candidate(**batch_of(model, "none", 0)).loss.backward()
+        assert all(parameter.grad is not None for parameter in tower_of(candidate).parameters())
+
+
+def test_features_of_others_are_refused() -> None:
+    """One trial with small pictures would not show what they do."""
+    model = TINY["qwen3_vl"].build()
+    kind = type(model.model)
+    features = kind.get_image_features
+    model.model.__class__ = type("Mine", (kind,), {"get_image_features": lambda self, *a, **k: features(self, *a, **k)})
+    with pytest.raises(ValueError, match=r"does not work with Mine: methods of its own, get_image_features"):
+        hf_vit_accel.patch(model, every_rank=True)
+
+
 def test_transformers_without_features_as_an_object_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     """The method returns tensors, as in transformers 4.57."""
     model = TINY["qwen2_5_vl"].build()
