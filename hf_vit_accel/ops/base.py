@@ -64,15 +64,17 @@ def own_forward(module: nn.Module) -> object:
 
 
 def reasons_replaced(
-    module: nn.Module, kind: type[nn.Module] | None = None, trusted: Collection[type] = ()
+    module: nn.Module, kind: type[nn.Module] | None = None, trusted: Collection[Any] = ()
 ) -> list[str]:
     """Report why a module may compute something else than its class in torch (`kind`) or transformers.
 
     Args:
         module: the module.
         kind: the class of torch that it must have; None for any class.
-        trusted: further classes, whose code a proof has run.
+        trusted: further classes, whose code a proof has run, and modules that are proven by themselves.
     """
+    if module in trusted:
+        return []
     name = type(module).__name__
     if kind is not None and type(module) is not kind:
         name = f"{type(module).__module__}.{name}" if name == kind.__name__ else name
@@ -228,7 +230,7 @@ class Context:
         reference: build plain torch instead of kernels, differentiable and on any device.
         grad: whether gradients flow through the operations.
         classes: classes whose forwards the proof covers; None for all of transformers.
-        trusted: those of them that belong to a copy's own code.
+        trusted: those of them that belong to a copy's own code, and modules that are proven by themselves.
         recorded: attributes of modules that were read.
         fused: operations earlier in the table that are fused.
         activations: results of `ops.mlp.activation_of`.
@@ -241,10 +243,10 @@ class Context:
     reference: bool = False
     grad: bool = False
     classes: frozenset[type] | None = None
-    trusted: frozenset[type] = frozenset()
+    trusted: frozenset[Any] = frozenset()
     recorded: RecordedAttributes = field(default_factory=RecordedAttributes)
     fused: set[str] = field(default_factory=set)
-    activations: dict[tuple[type, str], str | None] = field(default_factory=dict)
+    activations: dict[tuple[object, ...], str | None] = field(default_factory=dict)
 
     def read(self, module: nn.Module, name: str, default: object = None) -> Any:
         """Read and record an attribute of a module; see `RecordedAttributes`."""
@@ -314,7 +316,8 @@ class Context:
     def reasons_replaced(self, module: nn.Module, kind: type[nn.Module] | None = None) -> list[str]:
         """Report what `reasons_replaced` of this file does, and a class that the proof of the tower does not cover."""
         reasons = reasons_replaced(module, kind, self.trusted)
-        if not reasons and kind is None and self.classes is not None and type(module) not in self.classes:
+        is_known = self.classes is None or type(module) in self.classes or module in self.trusted
+        if not reasons and kind is None and not is_known:
             return [f"a {type(module).__name__} is none of this tower's own modules"]
         return reasons
 

@@ -29,15 +29,16 @@ KINDS = "gelu_tanh", "quick_gelu", "silu"
 
 def activation_of(activation: nn.Module, context: Context) -> str | None:
     """Return the name of `ACTIVATIONS` that a module computes, by trying it; None for any other function."""
-    key = type(activation), activation.extra_repr()
+    key = type(activation), getattr(activation.forward, "__func__", None), activation.extra_repr()
     if key not in context.activations:
-        context.activations[key] = _try_activation(activation)
+        kind = _try_activation(activation, torch.device("cpu"))
+        context.activations[key] = kind or _try_activation(activation, context.device)  # kernels run on a GPU only
     return context.activations[key]
 
 
-def _try_activation(activation: nn.Module) -> str | None:
-    x = torch.linspace(-6, 6, 97, device="cpu", dtype=torch.float32)
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+def _try_activation(activation: nn.Module, device: torch.device) -> str | None:
+    x = torch.linspace(-6, 6, 97, device=device, dtype=torch.float32)
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
         try:
             y = activation.forward(x.clone())
         except Exception:  # a third-party module may raise anything

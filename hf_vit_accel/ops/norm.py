@@ -23,7 +23,7 @@ def reasons_against(norm: Part, context: Context) -> list[str]:
     reasons = context.reasons_replaced(norm, nn.LayerNorm)
     if reasons:
         return reasons
-    if norm.weight is None or norm.bias is None or len(norm.normalized_shape) != 1:
+    if norm.weight is None or norm.bias is None or norm.weight.dim() != 1:
         return ["a LayerNorm without weight or bias, or over several dimensions"]
     return []
 
@@ -55,6 +55,8 @@ def fused(norm: Part, context: Context, *, in_rows_dtype: bool = True) -> AddThe
 
 
 def _is_rms(norm: nn.Module) -> bool:
+    if getattr(norm, "bias", None) is not None:  # Liger gives LayerNorms a `variance_epsilon`, too
+        return False
     if hasattr(norm, "variance_epsilon"):
         return True
     is_of_torch = hasattr(norm, "normalized_shape")  # torch's RMSNorm rounds otherwise

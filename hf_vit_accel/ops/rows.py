@@ -46,8 +46,8 @@ class RowWise:
 
 
 PROVEN = RowWise(
-    summary="transformers' classes of the tower itself",
-    condition="the proof of the tower has run them",
+    summary="transformers' classes of the tower itself, and norms, activations and MLPs that other code put in",
+    condition="a proof has run them",
 )
 """Declared by no name: `tower.proof` lists them."""
 
@@ -135,10 +135,6 @@ TABLE: tuple[RowWise, ...] = (
         holds=_has_known_variants,
     ),
     RowWise(
-        summary="Liger's norms and gated MLPs",
-        names=tuple(f"liger_kernel.transformers.{file}." for file in ("geglu", "layer_norm", "rms_norm", "swiglu")),
-    ),
-    RowWise(
         summary="bitsandbytes' 4-bit linears",
         names=tuple(f"bitsandbytes.nn.modules.{name}" for name in ("Linear4bit", "LinearFP4", "LinearNF4")),
     ),
@@ -152,7 +148,7 @@ def reasons_mixing(
     proven: Collection[type],
     patches: Iterable[nn.Module | None] = (),
     class_of: Callable[[nn.Module], type] = type,
-    trusted: Collection[type] = (),
+    trusted: Collection[Any] = (),
 ) -> list[str]:
     """Return why all rows of a call must be encoded together: the first module that may mix rows.
 
@@ -161,7 +157,7 @@ def reasons_mixing(
         proven: the classes that the proof of the tower has run.
         patches: the modules that get patches or merge blocks as a batch of images.
         class_of: returns the class that a module was written as, where a wrapper has given it another.
-        trusted: proven classes of a copy's own code.
+        trusted: proven classes of a copy's own code, and modules that are proven by themselves.
 
     Returns:
         One sentence, or none where every module treats each row by itself.
@@ -171,7 +167,7 @@ def reasons_mixing(
         kind = class_of(module)
         is_of_patches = id(module) in of_patches
         reason = _reason_mixing(module, kind, proven, is_trusted=kind in trusted, is_of_patches=is_of_patches)
-        if reason is not None:
+        if reason is not None and module not in trusted:
             return [f"{reason}, and may mix rows of several images"]
     return []
 

@@ -194,6 +194,8 @@ def reasons_slow(
         grad: Whether gradients may be required.
     """
     reasons = [*snapshot.reasons_slow, *weights.reasons]
+    if grad and snapshot.without_gradients:
+        reasons.append(f"the forward of a {snapshot.without_gradients[0]} was replaced by one without gradients")
     if any(_GLOBAL_HOOKS):
         reasons.append("global module hooks")
     for hooks_of in HOOKS if grad else HOOKS[:2]:  # without gradients, hooks of the forward alone

@@ -22,7 +22,7 @@ from hf_vit_accel.machine import one_line
 from hf_vit_accel.tower.code import CopyCode
 from hf_vit_accel.tower.copy_state import CopyState
 from hf_vit_accel.tower.differences import CallDtypes, Report
-from hf_vit_accel.tower.proof import Proof, warn_once
+from hf_vit_accel.tower.proof import Key, Proof, warn_once
 from hf_vit_accel.tower.trials import compare
 
 
@@ -60,7 +60,7 @@ def prove(tower: Tower, family: CopyFamily) -> CopyProof:
     if why is not None:
         why = _refusal(tower, family, why)
     return CopyProof(
-        key=(type(tower), ""),
+        key=Key(type(tower), ""),
         why_not_fast=why,
         why_not_metadata=why,
         classes=code.classes | {CopiedRotaryEmbedding},

@@ -1,4 +1,4 @@
-"""FlashAttention-2 takes no fp32. While the proof of a copy runs in fp32, plain attention stands in for it.
+"""Compute exactly while a proof runs in fp32: no product in TF32, and no attention that takes no fp32.
 
 `T` packed patch rows, `R` rows of a segment, `H` heads, `D` head dim, `S1` segments and one more.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,3 +56,18 @@ def attending_in_fp32(tower: nn.Module) -> Iterator[None]:
     finally:
         for namespace, original in replaced:
             namespace[_NAME] = original
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Compute fp32 products in fp32, whatever the process allows: TF32 would differ by more than the bounds."""
+    backends: Any = torch.backends
+    settings = (backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv)
+    former = [setting.fp32_precision for setting in settings]
+    try:
+        for setting in settings:
+            setting.fp32_precision = "ieee"
+        yield
+    finally:
+        for setting, value in zip(settings, former, strict=True):
+            setting.fp32_precision = value

@@ -7,6 +7,9 @@ Outputs and gradients are compared, over grids that tell layouts apart.
 The twin sees nothing of the process around it. It lives on the CPU in fp64, which no matmul precision reduces, in a
 thread of its own, which inherits no mode. Its parameters are drawn anew, wherever a patched torch has put them. Its
 attention is plain torch, since the choice of SDP kernels is process-wide. Its modules skip global hooks.
+
+Code that other libraries put in transformers' place may run on a GPU only, such as Liger's Triton function for the
+rotation. Then the twin lives on the device of the tower, and the proof holds for that kind of device alone.
 """
 
 from __future__ import annotations
@@ -14,7 +17,9 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import transformers
@@ -30,6 +35,7 @@ from hf_vit_accel.layout import Grid, rows_of
 from hf_vit_accel.machine import one_line
 from hf_vit_accel.ops import Context, build
 from hf_vit_accel.tower.code import Code
+from hf_vit_accel.tower.exact import exact_products
 from hf_vit_accel.tower.twin import STOCK, Isolated, build_twin
 
 NAMES = {"flashinfer_cudnn": "flashinfer_cudnn", "flash_vit_auto": "auto"}
@@ -65,12 +71,23 @@ class Backoff:
         return self._counted >= self.calls
 
 
+class Key(NamedTuple):
+    """What a proof is for: a class, the fields of its config that the run depended on, and the kind of device.
+
+    A proof on the CPU serves all devices.
+    """
+
+    kind: type
+    fields: str
+    device_type: str = "cpu"
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Proof:
     """The result of running one class of towers beside our operations.
 
     Attributes:
-        key: The class, and the fields of its config that the run depended on.
+        key: What it is for.
         why_not_fast: Why our operations may not take the place of its forward; None where that is proven.
         why_not_metadata: Why its forward may not be given metadata of ours; None where that is proven.
         why_not_autocast: Why our operations may not run under autocast; None where that is proven.
@@ -82,7 +99,7 @@ class Proof:
         trusted: Classes of other code than torch's and transformers' that the run covers, for a copy.
     """
 
-    key: tuple[type, str]
+    key: Key
     why_not_fast: str | None
     why_not_metadata: str | None
     why_not_autocast: str | None = None
@@ -94,7 +111,7 @@ class Proof:
     trusted: frozenset[type] = frozenset()
 
 
-_PROOFS: dict[tuple[type, str], Proof] = {}
+_PROOFS: dict[Key, Proof] = {}
 _WARNED: set[str] = set()
 
 
@@ -107,13 +124,24 @@ def prove(tower: nn.Module, family: Family) -> Proof:
     kind = family.tower_class(tower)
     assert kind is not None
     config: Config = tower.config
-    key = kind, repr(sorted(_fields(config, family)))
+    key = Key(kind, repr(sorted(_fields(config, family))))
+    proof = _current_proof(key, torch.device("cpu"), config, family)
+    device = next((parameter.device for parameter in tower.parameters()), torch.device("meta"))
+    if proof.backoff is not None and device.type not in ("cpu", "meta"):
+        proof = _current_proof(key._replace(device_type=device.type), device, config, family)
+    return proof
+
+
+def _current_proof(key: Key, device: torch.device, config: Config, family: Family) -> Proof:
+    """Return the cached proof, or a new one if code has changed or another attempt is due."""
     proof = _PROOFS.get(key)
     if proof is None or not proof.code.unchanged():
-        proof = _PROOFS[key] = machine.run_isolated(_prove, key, config, family, Backoff())
+        backoff = Backoff()
     elif proof.backoff is not None and proof.backoff.count_call():
-        next_backoff = Backoff(2 * proof.backoff.calls)
-        proof = _PROOFS[key] = machine.run_isolated(_prove, key, config, family, next_backoff)
+        backoff = Backoff(2 * proof.backoff.calls)
+    else:
+        return proof
+    proof = _PROOFS[key] = machine.run_isolated(_prove, key, device, config, family, backoff)
     return proof
 
 
@@ -137,6 +165,8 @@ def warn_stock(kind: type, proof: Proof, reasons: list[str]) -> None:
     elif why is None:
         return
     elif proof.backoff is not None:
+        if machine.has_cuda() and proof.key.device_type == "cpu" and proof.backoff.calls == 1:
+            return  # patched on the CPU, with code of others that runs on a GPU only: the tower will move there
         text = f"{why}. {name} stays stock for now; later calls try again."
     else:
         text = f"transformers {transformers.__version__}: {why}. {name} stays stock; look for a newer hf_vit_accel."
@@ -164,19 +194,22 @@ _UNREAD_FIELDS |= {"attn_implementation", "attention_dropout"}
 _UNREAD_FIELDS |= {"return_dict", "output_hidden_states", "output_attentions"}
 
 
-def _prove(key: tuple[type, str], config: Config, family: Family, backoff: Backoff) -> Proof:
+def _prove(key: Key, device: torch.device, config: Config, family: Family, backoff: Backoff) -> Proof:
     """Run a twin beside our operations; an error on the way is no verdict, and asks for another attempt."""
-    kind = key[0]
+    kind = key.kind
     classes: frozenset[type] = frozenset()
     why = ""
-    for dtype in _DTYPES:
-        try:
-            with torch.device("cpu"), Isolated():
-                twin = build_twin(kind, config, family, dtype)
-                classes = _classes(twin)
-                return _prove_twin(key, twin, family, Code(kind, classes))
-        except Exception as error:
-            why = f"{kind.__name__} could not be run beside our operations: {one_line(error)}"
+    is_cuda = device.type == "cuda"
+    # Threads share the precision of products: it is set only where products would be rounded.
+    with torch.cuda.device(device) if is_cuda else nullcontext(), exact_products() if is_cuda else nullcontext():
+        for dtype in _DTYPES:
+            try:
+                with torch.device(device), Isolated():
+                    twin = build_twin(kind, config, family, device, dtype)
+                    classes = _classes(twin)
+                    return _prove_twin(key, twin, family, Code(kind, classes))
+            except Exception as error:
+                why = f"{kind.__name__} could not be run beside our operations: {one_line(error)}"
     code = Code(kind, classes)
     return Proof(key=key, why_not_fast=why, why_not_metadata=why, classes=classes, code=code, backoff=backoff)
 
@@ -185,7 +218,7 @@ def _classes(twin: Tower) -> frozenset[type]:
     return frozenset(type(module) for module in twin.modules())
 
 
-def _prove_twin(key: tuple[type, str], twin: Tower, family: Family, code: Code) -> Proof:
+def _prove_twin(key: Key, twin: Tower, family: Family, code: Code) -> Proof:
     """Return why our operations are not the twin's forward, and which metadata of ours its forward takes."""
     parameters = inspect.signature(type(twin).forward).parameters
     unknown = [name for name in family.arguments if name not in parameters]
@@ -270,7 +303,7 @@ class _Expected:
 def _stock(twin: Tower, family: Family, expected: _Expected, **kwargs: object) -> object:
     """Return the output of the stock twin."""
     pixels = family.pixels(twin, expected.pixels_TP)
-    return twin(pixels, grid_thw=torch.tensor(expected.grid, device="cpu"), **kwargs)
+    return twin(pixels, grid_thw=torch.tensor(expected.grid, device=pixels.device), **kwargs)
 
 
 def _draw(twin: Tower, family: Family, grid: Grid) -> _Expected:
@@ -280,7 +313,7 @@ def _draw(twin: Tower, family: Family, grid: Grid) -> _Expected:
         grid = tuple((1, h, w) for t, h, w in grid for _ in range(t))
     weight = family.parts(twin).projection.weight
     shape = rows_of(grid), weight[0].numel()
-    pixels_TP = torch.randn(shape, generator=generator, device="cpu", dtype=weight.dtype)
+    pixels_TP = torch.randn(shape, generator=generator, device="cpu", dtype=weight.dtype).to(weight.device)
     return _Expected(grid=grid, pixels_TP=pixels_TP, tensors=[], is_bare=False)
 
 
@@ -314,7 +347,7 @@ def _compare(twin: Tower, family: Family, grid: Grid, *, gradients: bool = False
         return None, expected
     inputs = [drawn.pixels_TP, *(parameter for parameter in twin.parameters() if parameter.requires_grad)]
     generator = torch.Generator("cpu").manual_seed(2)
-    incoming = [torch.randn(x.shape, generator=generator, device="cpu", dtype=x.dtype) for x in expected.tensors]
+    incoming = [torch.randn(x.shape, generator=generator, device="cpu").to(x) for x in expected.tensors]
     our_gradients = torch.autograd.grad(ours, inputs, incoming, allow_unused=True)
     stock_gradients = torch.autograd.grad(expected.tensors, inputs, incoming, allow_unused=True)
     if why := _difference(our_gradients, stock_gradients, _GRADIENT_BOUND):
@@ -365,7 +398,7 @@ def _compare_under_autocast(twin: Tower, family: Family) -> str | None:
     """
     twin.float()
     expected = _draw(twin, family, GRIDS[0])
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+    with torch.no_grad(), torch.autocast(expected.pixels_TP.device.type, torch.bfloat16):
         output = _stock(twin, family, expected)
         ours = encode(make_route(expected.grid, _spec(twin, family, torch.bfloat16)).ready(), expected.pixels_TP)
     is_bare = isinstance(output, Tensor | tuple)

@@ -33,7 +33,7 @@ from hf_vit_accel.ops.base import (
     reasons_replaced,
 )
 from hf_vit_accel.ops.rows import reasons_mixing
-from hf_vit_accel.tower import copies, fsdp, proof
+from hf_vit_accel.tower import copies, fsdp, proof, substitutes
 from hf_vit_accel.tower.code import method_readers
 from hf_vit_accel.tower.modules import WeightMemory, is_output_marker, modules_of, parameter_dicts_of
 from hf_vit_accel.tower.wrappers import CHECKPOINTED, looked_through, module_inside
@@ -41,6 +41,7 @@ from hf_vit_accel.tower.wrappers import CHECKPOINTED, looked_through, module_ins
 # Read from every module at every call: code that sets hooks aside may put another dict in their place.
 HOOKS = tuple(map(itemgetter, ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")))
 _POINTER = Tensor.data_ptr
+_PLACE = attrgetter("device", "dtype")
 _REQUIRES_GRAD = attrgetter("requires_grad")
 # Only CUDA builds have it. `data_ptr` takes 25 us for 400 parameters, five times as long.
 _SAME_POINTERS: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
@@ -101,6 +102,7 @@ class Snapshot:
         self._pixel_dims = family.pixel_dims
         self.reasons_stock = self._read_parts(tower, family)
         self._read_modules(tower)
+        self._prove_substitutes(tower)
         self._read_parameters()
         self._read_attributes(tower, attention)
         self._find_reasons(tower)
@@ -121,13 +123,31 @@ class Snapshot:
         """Note where modules hold parameters."""
         self._fsdp_modules = [module for module in self._modules if isinstance(module, fsdp.wrapper())]
         tower: Tower = self._tower()
-        dicts = parameter_dicts_of([tower, *self._modules], self._fsdp_modules, self.proof.classes)
+        dicts = parameter_dicts_of([tower, *self._modules], self._fsdp_modules, self._known_classes)
         self.parameter_dicts = [*dicts.complete, *dicts.partial, *dicts.adapters, *dicts.called]
         self._parameters = [parameters.values() for parameters in dicts.complete]
+        self._proven_for = self._parameters[:1] if self._is_proven_for_a_device else []
         self._partial = [parameters.values() for parameters in dicts.partial]
         self._others = [parameters.values() for parameters in (*dicts.adapters, *dicts.called)]
         self._called_ids = tuple(map(id, dicts.called))
         self._sharded_parameters = [parameters.values() for parameters in dicts.sharded]
+
+    def _prove_substitutes(self, tower: Tower) -> None:
+        """Prove the modules whose forwards the proof of the class has not run: see `tower.substitutes`."""
+        is_fast = not self.reasons_stock and self.proof.why_not_fast is None
+        found = [module for module in self._modules if is_fast and self._is_substitute(module)]
+        self.trusted: frozenset[Any] = self.proof.trusted
+        self.without_gradients: list[str] = []
+        if found:
+            proven = substitutes.prove(found, self.proof.classes, self.trusted, next(tower.parameters()))
+            self.trusted, self.without_gradients = proven
+        self._known_classes = self.proof.classes | {type(module) for module in found if module in self.trusted}
+        self._is_proven_for_a_device = bool(found) or self.proof.key.device_type != "cpu"
+
+    def _is_substitute(self, module: nn.Module) -> bool:
+        kind = fsdp.class_of(module)
+        is_exchanged = kind not in self.proof.classes and kind.__module__.startswith("transformers.")
+        return is_exchanged or bool(reasons_replaced(module, trusted=self.proof.trusted))
 
     def _read_attributes(self, tower: Tower, attention: str | None) -> None:
         """Remember the attributes that a forward may read: of the tower, of its config and of the modules inside.
@@ -144,7 +164,9 @@ class Snapshot:
         self._config_fields = code.config_fields(tower)
         for module in self._modules:
             kind = fsdp.class_of(module)
-            if kind in self.proof.classes:
+            if module in self.trusted:
+                self.recorded.read_all(module)
+            elif kind in self.proof.classes:
                 attributes = vars(module)
                 for name in (code.attributes_of(kind) & attributes.keys()) - _BASE_NAMES:
                     if not isinstance(attributes[name], Tensor):
@@ -156,7 +178,7 @@ class Snapshot:
         self.unpredictable: str | None = None
         unwrapped = [module for module in self._modules if module_inside(module) is None]
         for module in unwrapped:
-            reasons = reasons_replaced(module, trusted=self.proof.trusted)
+            reasons = reasons_replaced(module, trusted=self.trusted)
             if reasons:
                 self.unpredictable = reasons[0]
                 break
@@ -169,8 +191,7 @@ class Snapshot:
         self.mixing: list[str] = []
         if not self.reasons_stock:
             patches = self.parts.projection, self.parts.downsample
-            trusted = self.proof.trusted
-            self.mixing = reasons_mixing(unwrapped, self.proof.classes, patches, fsdp.class_of, trusted)
+            self.mixing = reasons_mixing(unwrapped, self.proof.classes, patches, fsdp.class_of, self.trusted)
             layers = {id(block.module): index for index, block in enumerate(self.parts.blocks)}
             for module in self._modules:  # a wrapper comes before what is inside
                 index = layers.get(id(looked_through(module)), -1)
@@ -203,6 +224,7 @@ class Snapshot:
             list(map(len, self.attributes_inside)),  # a forward that is set on an instance is an attribute more
             [(attributes.get("forward"), attributes.get("_old_forward")) for attributes in self._own_forwards],
             [read(kind) for read, kind in self._methods],
+            list(map(_PLACE, chain.from_iterable(self._proven_for))),
             list(map(code.module_globals.get, code.names)),
             transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.get(self._attention),
             attributes.keys() & self._tower_names,
@@ -320,7 +342,7 @@ class Snapshot:
             if fsdp.class_of(module) not in self.proof.classes:
                 yield f"{where} has a {type(module).__name__}, which this tower's class does not make"
                 return
-            reasons = reasons_replaced(module, trusted=self.proof.trusted)
+            reasons = reasons_replaced(module, trusted=self.trusted)
             if reasons:
                 yield f"{where}: {reasons[0]}"
                 return
@@ -431,6 +453,7 @@ _COMPARED = (
     "the number of a module's attributes",
     "the forward of a module inside",
     "a method of a module's class",
+    "the device or the dtype",
     "a function in the tower's file",
     "the registered attention function",
     "the list of the tower's attributes",

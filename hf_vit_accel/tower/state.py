@@ -226,7 +226,7 @@ class TowerState:
             weights_dtype=next(iter(weights.dtypes - {request.dtype}), request.dtype),
             no_kernels=self.faults.get(KERNELS) or why_not_triton(request.device, request.dtype),
             classes=snapshot.proof.classes,
-            trusted=snapshot.proof.trusted,
+            trusted=snapshot.trusted,
             recorded=snapshot.recorded,
             grad=request.grad,
         )

@@ -10,10 +10,8 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +35,7 @@ from hf_vit_accel.tower.differences import (
     far_off_in_low_precision,
     trials,
 )
-from hf_vit_accel.tower.exact import attending_in_fp32
+from hf_vit_accel.tower.exact import attending_in_fp32, exact_products
 
 _ROWS_FOR_ROUNDING = 32
 """Fewer rows are compared in fp32 alone: their errors in a half precision vary too much."""
@@ -159,21 +157,6 @@ def _gradients(clone: nn.Module, trial: Trial, pixels_TP: Tensor, outputs: list[
     return list(torch.autograd.grad(outputs, inputs, incoming, allow_unused=True))
 
 
-@contextmanager
-def _exact_products() -> Iterator[None]:
-    """Compute fp32 products in fp32, whatever the process allows: TF32 would differ by more than the bounds."""
-    backends: Any = torch.backends
-    settings = (backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv)
-    former = [setting.fp32_precision for setting in settings]
-    try:
-        for setting in settings:
-            setting.fp32_precision = "ieee"
-        yield
-    finally:
-        for setting, value in zip(settings, former, strict=True):
-            setting.fp32_precision = value
-
-
 def compare(
     tower: Tower, family: CopyFamily, dtypes: CallDtypes, report: Report, is_first: bool
 ) -> tuple[Form, str | None]:
@@ -194,7 +177,7 @@ def compare(
     own_clone = None if dtypes == fp32 else _clone(tower)
     all_trials = trials(family.geometry(exact).merge, videos=family.videos)
     for trial in all_trials:
-        with _exact_products():
+        with exact_products():
             truth = _run(exact, family, trial, fp32)
         why = far_off(exact, truth, trial, fp32, report)
         if why is not None:
@@ -211,7 +194,7 @@ def compare(
                 return truth.form, why
     if is_first:
         _redraw(exact)
-        with _exact_products():
+        with exact_products():
             sides = _run(exact, family, all_trials[0], fp32)
         why = far_off(exact, sides, all_trials[0], fp32, report)
         if why is not None:
@@ -230,7 +213,7 @@ def _first_layer(clone: Tower, family: CopyFamily, trial: Trial) -> int | None:
     hooks = [block.module.register_forward_pre_hook(keep_rows) for block in parts.blocks]
     weight = parts.projection.weight
     pixels_TP = _pixels(trial, weight)
-    with torch.no_grad() if trial.grad else torch.inference_mode(), _exact_products():
+    with torch.no_grad() if trial.grad else torch.inference_mode(), exact_products():
         _call(clone, family, family.pixels(clone, pixels_TP), torch.tensor(trial.grid, device=weight.device))
         for hook in hooks:
             hook.remove()

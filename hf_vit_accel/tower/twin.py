@@ -33,7 +33,7 @@ def _plain_attention(
         v = v.repeat_interleave(groups, dim=-3)
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device="cpu").tril()
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         scores = scores.masked_fill(~attn_mask, float("-inf"))
     elif attn_mask is not None:
@@ -60,8 +60,10 @@ STOCK = "hf_vit_accel_stock"
 """The name of transformers' own sdpa attention for twins: anyone may register another function under the usual one."""
 
 
-def build_twin(kind: Callable[[Config], Tower], config: Config, family: Family, dtype: torch.dtype) -> Tower:
-    """Build a tiny tower of a class on the CPU, whose weights are random: none zero, and no norm's one."""
+def build_twin(
+    kind: Callable[[Config], Tower], config: Config, family: Family, device: torch.device, dtype: torch.dtype
+) -> Tower:
+    """Build a tiny tower of a class, whose weights are random: none zero, and no norm's one."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward  # slow; models have imported it
 
     transformers.modeling_utils.AttentionInterface.register(STOCK, sdpa_attention_forward)
@@ -78,20 +80,20 @@ def build_twin(kind: Callable[[Config], Tower], config: Config, family: Family, 
     for module in twin.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                values = _random_weight(name, parameter.shape, generator).to(dtype)
+                values = random_weight(name, parameter.shape, generator).to(device, dtype)
                 module._parameters[name] = nn.Parameter(values, requires_grad=parameter.requires_grad)
-        _skip_global_hooks(module)
+        skip_global_hooks(module)
     return twin
 
 
-def _random_weight(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
+def random_weight(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
     noise = torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
     if len(shape) > 1:
         return noise / shape[1:].numel() ** 0.5
     return noise * 0.1 + float(name == "weight")
 
 
-def _skip_global_hooks(module: nn.Module) -> None:
+def skip_global_hooks(module: nn.Module) -> None:
     """Call a module's forward directly: users' global hooks are not for the twin, and would count its calls.
 
     `nn.Module.compile` sets this attribute too. The dictionaries of global hooks cannot be emptied for a moment, since

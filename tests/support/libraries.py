@@ -150,7 +150,7 @@ def liger(*, classes: bool) -> Change:
         from liger_kernel.transformers import monkey_patch
 
         apply = getattr(monkey_patch, f"apply_liger_kernel_to_{model.config.model_type}")
-        options = dict(fused_linear_cross_entropy=False, rope=False, swiglu=False)
+        options = dict(fused_linear_cross_entropy=False)
         model = model.cuda()
         module = sys.modules[type(model).__module__]
         stack.callback(vars(module).update, dict(vars(module)))

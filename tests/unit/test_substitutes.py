@@ -1,0 +1,308 @@
+"""Test towers whose modules or functions other code has put in, as Liger and `kernels` do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import MethodType, SimpleNamespace
+
+import pytest
+import torch
+from support import substitutes
+from support.patching import gradients
+from support.substitutes import bind, bind_norms, exchanged
+from tiny import TINY, assert_close, pixels_for, randomise, run_tower, tower_of
+from torch import Tensor, nn
+
+import hf_vit_accel
+from hf_vit_accel.families import family_of
+from hf_vit_accel.ops import Context, mlp, norm
+from hf_vit_accel.tower import proof as proofs
+from hf_vit_accel.tower.state import state_of
+
+GRID = [(1, 4, 6), (2, 4, 4)]
+NORM_CLASS = "Qwen2_5_VLRMSNorm"
+
+
+def build(family: str = "qwen2_5_vl") -> nn.Module:
+    return TINY[family].build()
+
+
+def why_not_plain(tower: nn.Module) -> list[str]:
+    """Return why norms and MLPs are not fused, why no graph is captured, and why rows are not passed apart."""
+    snapshot = state_of(tower).snapshot(tower)
+    context = Context(
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        reference=True,
+        classes=snapshot.proof.classes,
+        trusted=snapshot.trusted,
+    )
+    reasons = [*snapshot.reasons_stock, *snapshot.reasons_slow, *snapshot.mixing]
+    reasons += [snapshot.unpredictable] if snapshot.unpredictable else []
+    for operation in (norm.OPERATION, mlp.OPERATION):
+        reason = operation.build(snapshot.parts, context, requested=True)[1]
+        reasons += [reason] if reason else []
+    return reasons
+
+
+def assert_same(tower: nn.Module, model: nn.Module) -> None:
+    """Compare outputs and gradients of a patched tower with its own forward, and expect that all calls were fast."""
+    actual = run_tower(tower, GRID)
+    actual_gradients = gradients(tower, GRID)
+    [status] = hf_vit_accel.status(tower).towers
+    assert (status.calls, status.stock_calls) == (2, 0)
+    hf_vit_accel.unpatch(model)
+    assert_close(actual, run_tower(tower, GRID))
+    assert_close(actual_gradients, gradients(tower, GRID), 1e-4)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(("family", "kind"), [("qwen2_5_vl", substitutes.RmsNorm), ("qwen2_vl", substitutes.LayerNorm)])
+def test_norms_bound_by_liger_are_plain(family: str, kind: type[nn.Module], when: str) -> None:
+    model = build(family)
+    tower = tower_of(model)
+    if when == "before":
+        bind_norms(model, kind)
+        hf_vit_accel.patch(model)
+    else:
+        hf_vit_accel.patch(model)
+        run_tower(tower, GRID)
+        bind_norms(model, kind)
+        hf_vit_accel.patch(model)
+    assert why_not_plain(tower) == []
+    assert_same(tower, model)
+
+
+def test_norms_bound_after_a_call_are_proven_at_the_next() -> None:
+    model = build()
+    tower = tower_of(hf_vit_accel.patch(model))
+    run_tower(tower, GRID)
+    bind_norms(model, substitutes.RmsNorm)
+    run_tower(tower, GRID)
+    assert why_not_plain(tower) == []
+    assert state_of(tower).stock_calls == 0
+
+
+@pytest.mark.parametrize("name", ["OffsetNorm", "OtherEpsilonNorm", "DetachedNorm", "TrainedNorm", "MeanNorm"])
+def test_a_bound_norm_that_computes_something_else_is_called(name: str) -> None:
+    model = build()
+    tower = tower_of(model)
+    bind_norms(model, getattr(substitutes, name))
+    hf_vit_accel.patch(model)
+    assert "forward of its own" in " ".join(why_not_plain(tower))
+    assert_same(tower, model)
+
+
+def test_a_bound_norm_that_writes_to_its_input_is_called() -> None:
+    model = build()
+    bind_norms(model, substitutes.WritingNorm)
+    hf_vit_accel.patch(model)
+    assert "forward of its own" in " ".join(why_not_plain(tower_of(model)))
+
+
+def test_a_closure_that_computes_the_same_is_called() -> None:
+    """A user's closure may count or draw; `tests.support.libraries.norms_bound` binds one that scales."""
+    model = build()
+    tower = tower_of(model)
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        return type(self).forward(self, x)
+
+    tower.blocks[0].norm1.forward = MethodType(forward, tower.blocks[0].norm1)
+    hf_vit_accel.patch(model)
+    assert "forward of its own" in " ".join(why_not_plain(tower))
+    assert_same(tower, model)
+
+
+def test_an_epsilon_that_changes_later_is_noticed() -> None:
+    model = build()
+    tower = tower_of(model)
+    bind_norms(model, substitutes.RmsNorm)
+    hf_vit_accel.patch(model)
+    run_tower(tower, GRID)
+    for block in tower.blocks:
+        block.norm1.variance_epsilon = 0.5
+    actual = run_tower(tower, GRID)
+    assert why_not_plain(tower) == []
+    hf_vit_accel.unpatch(model)
+    assert_close(actual, run_tower(tower, GRID))
+
+
+def test_a_left_over_epsilon_of_liger_is_not_read() -> None:
+    """Liger gives LayerNorms a `variance_epsilon`; without its forward, torch reads `eps`."""
+    model = build("qwen2_vl")
+    tower = tower_of(model)
+    bind_norms(model, substitutes.LayerNorm)
+    for block in tower.blocks:
+        block.norm1.variance_epsilon = 0.5
+        del block.norm2.forward
+        block.norm2.variance_epsilon = 0.5
+    hf_vit_accel.patch(model)
+    assert "forward of its own" in " ".join(why_not_plain(tower))
+    assert_same(tower, model)
+
+
+def test_another_forward_bound_later_is_proven_anew() -> None:
+    model = build()
+    tower = tower_of(model)
+    bind_norms(model, substitutes.RmsNorm)
+    hf_vit_accel.patch(model)
+    run_tower(tower, GRID)
+    bind(tower.blocks[1].norm2, substitutes.OffsetNorm)
+    actual = run_tower(tower, GRID)
+    hf_vit_accel.unpatch(model)
+    assert_close(actual, run_tower(tower, GRID))
+
+
+def test_a_method_of_an_exchanged_class_that_is_replaced_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    with exchanged(build(), NORM_CLASS, substitutes.RmsNorm):
+        model = randomise(TINY["qwen2_5_vl"].build(fresh=True), 0)
+        tower = tower_of(hf_vit_accel.patch(model))
+        assert why_not_plain(tower) == []
+        monkeypatch.setattr(substitutes.RmsNorm, "forward", substitutes.OffsetNorm.forward)
+        actual = run_tower(tower, GRID)
+        hf_vit_accel.unpatch(model)
+        assert_close(actual, run_tower(tower, GRID))
+
+
+@pytest.mark.parametrize("proven_first", [True, False])
+def test_a_tower_of_exchanged_classes(proven_first: bool) -> None:
+    """The proof of the class may have run before Liger exchanged the class of the norms, or after it."""
+    if proven_first:
+        hf_vit_accel.patch(build())
+    with exchanged(build(), NORM_CLASS, substitutes.RmsNorm):
+        model = randomise(TINY["qwen2_5_vl"].build(fresh=True), 0)
+        tower = tower_of(model)
+        assert type(tower.blocks[0].norm1) is substitutes.RmsNorm
+        hf_vit_accel.patch(model)
+        assert why_not_plain(tower) == []
+        assert_same(tower, model)
+
+
+@pytest.fixture
+def no_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proofs, "_PROOFS", {})
+
+
+@pytest.mark.usefixtures("no_proofs")
+def test_a_tower_of_former_classes_after_liger_exchanged_them() -> None:
+    """`apply_liger_kernel_to_qwen2_5_vl(model=model)` exchanges the class, too: the twin has norms of another class."""
+    model = build()
+    tower = tower_of(model)
+    with exchanged(model, NORM_CLASS, substitutes.RmsNorm):
+        bind_norms(model, substitutes.RmsNorm)
+        hf_vit_accel.patch(model)
+        assert why_not_plain(tower) == []
+        assert_same(tower, model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_norms_bound_in_a_half_precision(dtype: torch.dtype) -> None:
+    model = build().to(dtype)
+    bind_norms(model, substitutes.RmsNorm)
+    hf_vit_accel.patch(model)
+    assert why_not_plain(tower_of(model)) == []
+
+
+def test_a_dtype_that_changes_later_is_proven_anew() -> None:
+    model = build()
+    tower = tower_of(model)
+    bind_norms(model, substitutes.RmsNorm)
+    hf_vit_accel.patch(model)
+    run_tower(tower, GRID)
+    model.to(torch.bfloat16)
+    run_tower(tower, GRID)
+    assert state_of(tower).rebuild_reason == "the device or the dtype changed"
+    assert why_not_plain(tower) == []
+
+
+def test_an_mlp_bound_by_liger_is_plain() -> None:
+    """`apply_liger_kernel_to_glm4v(model=model)` binds a SwiGLU to the MLPs of the tower."""
+    model = build()
+    tower = tower_of(model)
+    for block in tower.blocks:
+        bind(block.mlp, substitutes.Mlp)
+    hf_vit_accel.patch(model)
+    assert why_not_plain(tower) == []
+    assert_same(tower, model)
+
+
+def test_an_activation_of_the_hub_has_no_gradients() -> None:
+    """`from_pretrained(use_kernels=True)` binds them for inference. With gradients, the blocks run as they are."""
+    model = build("qwen3_vl")
+    tower = tower_of(model)
+    for block in tower.blocks:
+        bind(block.mlp.act_fn, substitutes.InferenceActivation)
+    hf_vit_accel.patch(model)
+    assert why_not_plain(tower) == []
+    actual = run_tower(tower, GRID)
+    assert (state_of(tower).fast_calls, state_of(tower).stock_calls) == (1, 0)
+    output = tower(pixels_for(tower, GRID), grid_thw=torch.tensor(GRID)).pooler_output
+    output.sum().backward()
+    assert state_of(tower).stock_calls == 1
+    assert "without gradients" in str(hf_vit_accel.status(tower))
+    assert tower.blocks[0].mlp.linear_fc1.weight.grad is None
+    hf_vit_accel.unpatch(model)
+    assert_close(actual, run_tower(tower, GRID))
+
+
+def test_the_generator_of_the_process_stays_as_it_is() -> None:
+    model = build()
+    bind_norms(model, substitutes.RmsNorm)
+    for block in tower_of(model).blocks:
+        bind(block.mlp, substitutes.Mlp)
+    state = torch.get_rng_state()
+    hf_vit_accel.patch(model)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# --- twins on the device of the tower -------------------------------------------------------------------------------
+
+
+class Attempts:
+    """Records on which devices a proof was tried. On the CPU none can run, as with a Triton function."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.devices: list[str] = []
+        made = proofs.prove(tower_of(build()), family_of(tower_of(build())))
+        monkeypatch.setattr(proofs, "_PROOFS", {})
+
+        def prove(key: proofs.Key, device: torch.device, *args: object) -> proofs.Proof:
+            self.devices.append(str(device))
+            backoff = args[-1] if device.type == "cpu" else None
+            return replace(made, key=key, backoff=backoff, why_not_fast="no twin" if backoff else None)
+
+        monkeypatch.setattr(proofs, "_prove", prove)
+
+    def prove(self, device: str) -> proofs.Proof:
+        """Return the proof for a tower whose weights are on a device."""
+        tower = tower_of(build())
+        weights = [SimpleNamespace(device=torch.device(device))]
+        vars(tower)["parameters"] = lambda recurse=True: iter(weights)
+        return proofs.prove(tower, family_of(tower))
+
+
+@pytest.fixture
+def attempts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Attempts]:
+    yield Attempts(monkeypatch)
+
+
+def test_a_twin_that_cannot_run_on_the_cpu_runs_on_the_device_of_the_tower(attempts: Attempts) -> None:
+    proof = attempts.prove("cuda:1")
+    assert attempts.devices == ["cpu", "cuda:1"]
+    assert proof.why_not_fast is None and proof.key.device_type == "cuda"
+    assert not proofs.count_call(proof)
+    assert attempts.prove("cuda:0") is proof
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_proof_on_a_gpu_does_not_hold_on_a_cpu(attempts: Attempts, device: str) -> None:
+    attempts.prove("cuda:0")
+    assert attempts.prove(device).why_not_fast == "no twin"
+
+
+def test_a_tower_that_moves_to_a_gpu_is_proven_at_its_next_call(attempts: Attempts) -> None:
+    proof = attempts.prove("cpu")
+    assert attempts.devices == ["cpu"] and proofs.count_call(proof)
+    assert attempts.prove("cuda:0").why_not_fast is None
