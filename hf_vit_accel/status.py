@@ -273,7 +273,7 @@ def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
         rejected={kind: choice.rejected for kind, choice in choices.items() if choice.rejected},
         fused=tuple(part for part in PARTS if ops is not None and part in ops.fused),
         unfused=dict(ops.unfused) if ops is not None else {},
-        against_fast=tuple(against),
+        against_fast=tuple(dict.fromkeys(against)),
         graphs=_graph_status(state),
         training=None if training_runner is None or not training_runner.was_called else training_runner.status(),
         fp8=_fp8_status(state, choices),

@@ -367,7 +367,7 @@ def _replay(plan: FastPlan, runner: Runner | TrainingRunner, one_pass: Pass, pix
 def _count(state: TowerState, outcome: Outcome) -> object:
     """Count a call that is over, and return its output. A call that failed is not counted."""
     plan = outcome.plan
-    state.fallbacks.update((*plan.reasons, *outcome.reasons))
+    state.fallbacks.update({*plan.reasons, *outcome.reasons})
     if state.sharing is not None and plan.shared.result is not None:
         state.sharing.counts[plan.shared.result] += 1
     if plan.way is Way.FAST or (plan.way is Way.ATTENTION and not outcome.reasons):

@@ -12,6 +12,19 @@ from typing import Any
 import torch
 from torch import nn
 
+VERSION_1 = (
+    "FSDP 1 makes weights views of one flat tensor, which our operations do not read. FSDP2 is fast: set "
+    "fsdp_version: 2 in accelerate's config, or call fully_shard"
+)
+"""Why a tower that `FullyShardedDataParallel` shards is not fast, and what to do."""
+
+
+def is_version_1(module: nn.Module) -> bool:
+    """Return whether FSDP 1 wraps a module, or has flattened its weight: a plain tensor within a forward."""
+    weight = vars(module).get("weight", module._parameters.get("weight"))
+    is_view = "_is_fsdp_managed_module" in vars(module) and type(weight) is torch.Tensor
+    return is_view or hasattr(weight, "_fsdp_flattened") or "_fsdp_wrapped_module" in module._modules
+
 
 def wrapper() -> Any:
     """Return the class that FSDP2 adds to modules; an empty tuple where nothing has imported it."""

@@ -77,6 +77,8 @@ class WeightMemory:
         if classes:
             names = sorted(kind.__name__ for kind in classes)
             self.reasons.append(f"parameters of a class of their own ({', '.join(names)})")
+        if hasattr(next(iter(parameters), None), "ds_id"):
+            self.reasons.append("DeepSpeed ZeRO-3 gathers the weights of a module when it is called")
         if offloaded and len({parameter.device for parameter in parameters}) > 1:
             self.reasons.append("parameters on several devices")
 

@@ -315,6 +315,9 @@ class Snapshot:
         """Yield `reasons_slow`: what the fast path would miss, on modules that it never calls."""
         if self.proof.why_not_fast is not None:
             yield self.proof.why_not_fast
+        if any(map(fsdp.is_version_1, self._modules)):
+            yield fsdp.VERSION_1
+            return
         if self.has_varied_heads:
             yield "layers have different heads, or scale attention differently"
         device = accelerate_device(tower)

@@ -305,6 +305,21 @@ def test_hooks_run_until_they_are_removed(kind: str, index: int, name: str) -> N
     assert state_of(tower).stock_calls == stock_calls
 
 
+def test_a_reason_counts_once_a_call(tower: nn.Module) -> None:
+    """DeepSpeed's ZeRO-3 sets hooks of both kinds on every module, and names its parameters."""
+    for parameter in tower.parameters():
+        parameter.ds_id = 0
+    for module in tower.modules():
+        module.register_forward_pre_hook(lambda module, args: None)
+        module.register_forward_hook(lambda module, args, output: None)
+    hf_vit_accel.patch(tower)
+    run_tower(tower, GRID)
+    [status] = hf_vit_accel.status(tower).towers
+    assert status.stock_calls == 1 and set(status.fallbacks.values()) == {1}
+    assert len(set(status.against_fast)) == len(status.against_fast)
+    assert any("ZeRO-3" in reason for reason in status.against_fast)
+
+
 def test_a_hook_on_the_tower_itself_keeps_it_fast(tower: nn.Module) -> None:
     calls: list[str] = []
     hf_vit_accel.patch(tower, strict=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,12 @@ from tiny import FAMILIES, TINY, checkpoint_layers, outputs_of, pixels_for, rela
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.multiprocessing.spawn import start_processes
 
 import hf_vit_accel
-from hf_vit_accel.tower import fsdp
+from hf_vit_accel.tower import fsdp, proof
 from hf_vit_accel.tower.state import state_of
 
 GRIDS = [[(1, 4, 6), (1, 2, 10)], [(2, 4, 4)]]
@@ -32,7 +34,8 @@ With wrappers that checkpoint, accelerate shards the blocks inside, and torchtit
 
 
 def loss_of(tower: nn.Module, rank: int) -> torch.Tensor:
-    output = tower(pixels_for(tower, GRIDS[rank]), grid_thw=torch.tensor(GRIDS[rank]))
+    config_holder = tower.module if isinstance(tower, FullyShardedDataParallel) else tower
+    output = tower(pixels_for(config_holder, GRIDS[rank]), grid_thw=torch.tensor(GRIDS[rank]))
     return torch.stack([tensor.float().square().mean() for tensor in outputs_of(output)]).sum()
 
 
@@ -140,6 +143,38 @@ def test_mixed_precision_of_a_complete_tower(
     for spec in state.snapshot(tower).specs.values():
         assert spec.request.dtype == dtype and spec.ops is not None and ("norms" in spec.ops.fused) == kernels
     assert state.fast_calls == 1 and not state.faults
+
+
+@pytest.mark.parametrize("by_layer", [True, False], ids=["layers", "model"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_version_1_stays_stock_with_advice(mesh: DeviceMesh, by_layer: bool, when: str) -> None:
+    """accelerate's default: `fsdp_version: 1`, with `use_orig_params`."""
+    model = TINY["qwen2_5_vl"].build()
+    stock = tower_of(copy.deepcopy(model))
+    tower = tower_of(model)
+    policy = None
+    if by_layer:
+        policy = partial(transformer_auto_wrap_policy, transformer_layer_cls={type(tower.blocks[0])})
+    loss_of(stock, 0).backward()
+    expected = [parameter.grad for parameter in stock.parameters()]
+    with pytest.warns(UserWarning, match="fsdp_version: 2") as caught:
+        proof._WARNED.clear()
+        if when == "before":
+            hf_vit_accel.patch(model)
+        sharded = FullyShardedDataParallel(
+            tower, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True
+        )
+        if when == "after":
+            hf_vit_accel.patch(sharded)
+        for _ in range(2):
+            sharded.zero_grad()
+            loss_of(sharded, 0).backward()
+    assert len([warning for warning in caught if "FSDP 1" in str(warning.message)]) == 1
+    [status] = hf_vit_accel.status(sharded).towers
+    assert status.calls == 0 and status.fallbacks[fsdp.VERSION_1] == 2 and fsdp.VERSION_1 in status.against_fast
+    gradients = [parameter.grad for parameter in tower.parameters()]
+    for gradient, other in zip(gradients, expected, strict=True):
+        assert relative_error(gradient.flatten(), other.flatten()) < 1e-4
 
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
