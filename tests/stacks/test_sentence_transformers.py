@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from PIL import Image
 from sentence_transformers import (
     SentenceTransformer,
@@ -21,6 +20,7 @@ from sentence_transformers.sentence_transformer.modules import Pooling
 from support.stacks import FAMILIES, Job, pictures, recipe
 from support.stacks import losses as logged
 
+Dataset = pytest.importorskip("datasets").Dataset  # its trainer needs it, the package itself does not
 Checkpoint = Callable[[str], str]
 every_family = pytest.mark.parametrize("family", FAMILIES)
 FEW: list[Image.Image] = pictures(4)

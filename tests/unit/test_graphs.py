@@ -682,7 +682,7 @@ def usable(attention: str) -> str:
 
 def poison(graphs: runner.Runner) -> None:
     """Fill all static buffers with NaN."""
-    for buffer in graphs._arena:
+    for buffer in graphs._arena.values():
         buffer.fill_(float("nan"))
     for graph in graphs._graphs.values():
         graph.packed.fill_(251)
