@@ -8,6 +8,7 @@ A call goes one of the four ways of `Way`. Its plan says which, with every reaso
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from hf_vit_accel.engine.route import SEGMENTS, Spec
 from hf_vit_accel.families import Tower
 from hf_vit_accel.families.copies import CopyFamily
 from hf_vit_accel.graphs.automatic import GraphUse
+from hf_vit_accel.graphs.called import reason_against_capture
 from hf_vit_accel.graphs.recorder import why_not_graphs
 from hf_vit_accel.graphs.training import TrainingRunner
 from hf_vit_accel.layout import Grid, rows_of
@@ -139,7 +141,7 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
 def _may_train(inputs: Inputs, snapshot: Snapshot, parameters: list[nn.Parameter]) -> bool:
     """Return whether a backward of this call may reach parameters or pixels."""
     # An unpredictable module (an adapter) may train parameters outside of the tower.
-    has_unknown_parameters = bool(snapshot.unpredictable)
+    has_unknown_parameters = bool(snapshot.unpredictable_others)
     return has_unknown_parameters or inputs.pixels.requires_grad or snapshot.is_trained(parameters)
 
 
@@ -297,7 +299,7 @@ def _choose_graphs(
     if runner is None:
         return NO_GRAPHS
     assert snapshot is not None and call.weights is not None
-    reason = _reason_against_graphs(snapshot, call.weights, device, checkpoints)
+    reason = _reason_against_graphs(snapshot, call.weights, device, checkpoints, grad=grad)
     if reason is not None:
         return GraphChoice(runner=runner, use=GraphUse(eager_reason=reason))
     width = snapshot.heads * snapshot.head_dim
@@ -323,18 +325,26 @@ def _choose_graphs(
     if not can_pad:  # another backend serves calls that the named one refuses
         can_pad = all(backend.name != attention for backend in backends_of("never"))
     use = runner.choose(grid, snapshot.geometry.merge, width, device, is_padding_worse, can_pad=can_pad)
+    if use.eager_reason is None and snapshot.called_linears:
+        use = replace(use, eager_reason=reason_against_capture(snapshot.called_linears, spec.request.dtype, device))
     return GraphChoice(runner=runner, use=use)
 
 
 def _reason_against_graphs(
-    snapshot: Snapshot, weights: WeightMemory, device: torch.device, checkpoints: Sequence[Checkpoint | None]
+    snapshot: Snapshot,
+    weights: WeightMemory,
+    device: torch.device,
+    checkpoints: Sequence[Checkpoint | None],
+    *,
+    grad: bool,
 ) -> str | None:
     """Return why a call cannot be replayed from CUDA graphs, whatever its layout."""
     reason = why_not_graphs(device)
     if reason is not None:
         return reason
-    if snapshot.unpredictable:  # it may act on state that Python holds: an adapter that is switched off, a counter
-        return f"{snapshot.unpredictable}, and might act otherwise at a later call"
+    unpredictable = snapshot.unpredictable if grad else snapshot.unpredictable_others
+    if unpredictable:  # it may act on state that Python holds: an adapter that is switched off, a counter
+        return f"{unpredictable}, and might act otherwise at a later call"
     if snapshot.mixing:  # a graph pads its rows, and a module that mixes rows would see them
         return snapshot.mixing[0]
     if not weights.contiguous:  # a graph identifies weights by `data_ptr`, so a change of strides goes unseen

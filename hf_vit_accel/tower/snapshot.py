@@ -23,6 +23,7 @@ from hf_vit_accel.engine.inputs import Expected
 from hf_vit_accel.engine.route import Spec
 from hf_vit_accel.families import Family, Parts, Tower
 from hf_vit_accel.families.copies import CopyFamily, heads_of
+from hf_vit_accel.graphs.called import CalledMemory
 from hf_vit_accel.layout import Geometry
 from hf_vit_accel.machine import is_upstream
 from hf_vit_accel.ops.base import (
@@ -65,6 +66,8 @@ class Snapshot:
         reasons_slow: Why its blocks must be called, on our metadata (`plan.Way.METADATA`).
         parts, geometry, full_layers, heads, head_dim, scale, facts: Set only where `reasons_stock` is empty.
         unpredictable: Why every call may compute something else (code of others inside, randomness); None otherwise.
+        called_linears: The linears of third parties among them, which a trial may prove safe in CUDA graphs.
+        unpredictable_others: Why every call may compute something else without these linears; None otherwise.
         mixing: Why all rows of a call must be encoded together.
         dropout: Whether training drops out attention weights.
         offloaded: Whether accelerate's hooks on modules inside move weights or inputs.
@@ -175,16 +178,22 @@ class Snapshot:
 
     def _find_reasons(self, tower: Tower) -> None:
         """Derive from the modules what is unpredictable, offloaded, mixing or sharded, and what keeps them slow."""
-        self.unpredictable: str | None = None
+        reasons_of_linears: list[str] = []
+        reasons_of_others: list[str] = []
+        self.called_linears: list[nn.Module] = []
         unwrapped = [module for module in self._modules if module_inside(module) is None]
         for module in unwrapped:
             reasons = reasons_replaced(module, trusted=self.trusted)
-            if reasons:
-                self.unpredictable = reasons[0]
-                break
+            if reasons and hasattr(module, "in_features") and not module._modules:
+                self.called_linears.append(module)
+                reasons_of_linears += reasons
+            else:
+                reasons_of_others += reasons
         random = [type(module).__name__ for module in self._modules if isinstance(module, _RANDOM_OR_STATEFUL)]
-        if self.unpredictable is None and random:
-            self.unpredictable = f"a {random[0]} is inside"
+        reasons_of_others += [f"a {name} is inside" for name in random]
+        self.unpredictable = next(iter(reasons_of_linears + reasons_of_others), None)
+        self.unpredictable_others = next(iter(reasons_of_others), None)
+        self._called_memory: CalledMemory | None = None
         self.offloaded = any("_hf_hook" in attributes for attributes in self.attributes_inside)
         self.checkpoint_wrappers: dict[int, nn.Module] = {}
         self.sharded_layers: dict[int, nn.Module] = {}
@@ -408,6 +417,12 @@ class Snapshot:
     def buffers(self) -> list[Tensor]:
         """Return every buffer as it is now. `weights` must have run before."""
         return [buffer for buffers in self._buffers for buffer in buffers.values() if buffer is not None]
+
+    def called_memory(self) -> CalledMemory | None:
+        """Return what third-party linears hold: the same object until they hold another tensor; None without any."""
+        if self.called_linears and (self._called_memory is None or not self._called_memory.is_unchanged()):
+            self._called_memory = CalledMemory(self.called_linears)
+        return self._called_memory
 
     def holds_plain_tensors(self) -> bool:
         """Return whether a module holds a tensor as an attribute that is neither parameter nor buffer."""

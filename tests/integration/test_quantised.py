@@ -6,12 +6,15 @@ Stand-ins of the same shape run everywhere, bitsandbytes, torchao and quanto whe
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import pytest
 import torch
 from support import quantised
 from support.changes import Change
+from support.cpu_graphs import SMALL, Recorder
+from support.cpu_graphs import status_of as graphs_of
 from support.patching import check_calls, check_stock, run
 from support.tensors import flat
 from support.uses import prompt_with_labels
@@ -19,6 +22,7 @@ from tiny import FAMILIES, GRIDS, TINY, assert_close, checkpoint_layers, pixels_
 from torch import nn
 
 import hf_vit_accel
+from hf_vit_accel.graphs import called
 
 WAYS: dict[str, tuple[Change, str | None]] = {
     "modules with a scale": (quantised.int8_linears, None),
@@ -161,3 +165,50 @@ def test_a_module_may_keep_its_output(model: nn.Module) -> None:
     run(tower, GRIDS["image"])
     check_calls(model, 1, 0)
     assert kept and all(torch.equal(output, copied) for output, copied in kept)
+
+
+def known(name: str, forward: Callable[[nn.Linear, torch.Tensor], torch.Tensor] | None = None) -> type:
+    """Return a stand-in for bitsandbytes' 4-bit linear, which is known to treat each row by itself."""
+    methods = {} if forward is None else {"forward": forward}
+    return type(name, (quantised.PackedLinear,), {"__module__": "bitsandbytes.nn.modules", **methods})
+
+
+def test_graphs_replay_called_linears_and_follow_their_weights(on_cpu: type[Recorder], model: nn.Module) -> None:
+    """PEFT's `merge_adapter` puts other packed weights in the place of those that a graph has read."""
+    tower = tower_of(quantised.replace_linears(model, known("Linear4bit")))
+    grid = GRIDS["image"]
+    expected = run(tower, grid)
+    hf_vit_accel.patch(model, cuda_graphs=SMALL)
+    for _ in range(3):
+        assert_close(run(tower, grid), expected)
+    assert graphs_of(model).replays == 3 and not graphs_of(model).stale, graphs_of(model)
+    for block in tower.blocks:
+        block.attn.proj.weight.scale = block.attn.proj.weight.scale * 2
+    changed = run(tower, grid)
+    assert graphs_of(model).stale and graphs_of(model).replays == 4
+    assert relative_error(changed[0], expected[0]) > 1e-3
+    check_stock(model, grid, changed, 1e-5)
+
+
+def at_odds(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    self.calls = getattr(self, "calls", 0) + 1
+    return quantised.PackedLinear.forward(self, x) * self.calls
+
+
+def waiting(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
+@pytest.mark.parametrize(
+    ("forward", "reason"),
+    [(at_odds, "a replay of a Linear4bit computes something else"), (waiting, "a Linear4bit cannot be captured")],
+    ids=["a count in Python", "a kernel that waits"],
+)
+def test_a_trial_refuses_linears_that_graphs_replay_wrongly(
+    on_cpu: type[Recorder], model: nn.Module, forward: Callable[[nn.Linear, torch.Tensor], torch.Tensor], reason: str
+) -> None:
+    linear = known("Linear4bit", forward)
+    quantised.replace_linears(model, linear)
+    block = tower_of(model).blocks[0]
+    why = called.reason_against_capture([block.attn.proj], torch.float32, torch.device("cpu"))
+    assert why is not None and reason in why

@@ -13,7 +13,7 @@ import hf_vit_accel
 from hf_vit_accel import GraphConfig, backends
 from hf_vit_accel.backends import BACKENDS, Plan, Request
 from hf_vit_accel.backends.sdpa import Sdpa
-from hf_vit_accel.graphs import automatic, store
+from hf_vit_accel.graphs import automatic, called, store
 from hf_vit_accel.layout import Segments
 from hf_vit_accel.tower import decide as decide_module
 
@@ -119,6 +119,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
 
     masked = Masked()
     monkeypatch.setattr(store, "CudaRecorder", RecorderOfTest)
+    monkeypatch.setattr(called, "CudaRecorder", RecorderOfTest)
     monkeypatch.setattr(automatic, "free_bytes", lambda device: RecorderOfTest.free_bytes)
     monkeypatch.setattr(decide_module, "why_not_graphs", lambda device: None)
     monkeypatch.setattr(decide_module, "AUTOMATIC_ON", ("cpu",))
