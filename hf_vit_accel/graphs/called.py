@@ -24,8 +24,8 @@ def reason_against_capture(modules: Iterable[nn.Module], dtype: torch.dtype, dev
     kinds: dict[tuple[object, ...], Any] = {}
     for module in modules:
         weight = module._parameters.get("weight")
-        key = type(module), type(weight), module.in_features, module.out_features, dtype, device
-        kinds.setdefault(key, module)
+        sizes = module.in_features, module.out_features
+        kinds.setdefault((type(module), type(weight), sizes, dtype, device), module)
     for key, module in kinds.items():
         if key not in _TRIALS:
             _TRIALS[key] = _try(module, dtype, device)

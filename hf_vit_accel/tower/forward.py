@@ -358,7 +358,9 @@ def _encode_pass(
 
 def _replay(plan: FastPlan, runner: Runner | TrainingRunner, one_pass: Pass, pixels_TP: Tensor) -> list[Tensor] | Eager:
     """Return the outputs of one pass from CUDA graphs, or why it runs eagerly."""
-    memory = [plan.weights, plan.snapshot.called_memory(), *[buffer.data_ptr() for buffer in plan.snapshot.buffers()]]
+    memory: list[object] = [plan.weights, *[buffer.data_ptr() for buffer in plan.snapshot.buffers()]]
+    if plan.snapshot.called_linears:
+        memory.append(plan.snapshot.called_memory())
     if isinstance(runner, Runner):
         return runner.run(one_pass.route, pixels_TP, memory, exact=plan.graphs.use.exact)
     return runner.run(one_pass.route, pixels_TP, plan.parameters, plan.snapshot.parameter_dicts, memory)

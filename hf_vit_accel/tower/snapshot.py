@@ -418,9 +418,9 @@ class Snapshot:
         """Return every buffer as it is now. `weights` must have run before."""
         return [buffer for buffers in self._buffers for buffer in buffers.values() if buffer is not None]
 
-    def called_memory(self) -> CalledMemory | None:
-        """Return what third-party linears hold: the same object until they hold another tensor; None without any."""
-        if self.called_linears and (self._called_memory is None or not self._called_memory.is_unchanged()):
+    def called_memory(self) -> CalledMemory:
+        """Return what third-party linears hold: the same object until they hold another tensor."""
+        if self._called_memory is None or not self._called_memory.is_unchanged():
             self._called_memory = CalledMemory(self.called_linears)
         return self._called_memory
 
