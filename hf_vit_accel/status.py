@@ -362,7 +362,8 @@ def reasons_now(
         return reasons, None
     weights = _weights_of_calls(tower, snapshot)
     reasons += checks.reasons_of_copy(tower, state.family, snapshot, weights, {})
-    reasons += checks.reasons_slow(tower, snapshot, weights, {}, grad=False)
+    hidden_states = getattr(tower.config, "output_hidden_states", False)
+    reasons += checks.reasons_slow(tower, snapshot, weights, {}, hidden_states, grad=False)
     weight = snapshot.parts.projection.weight
     spec = spec_of(state, snapshot, weights, weight.device, fast=not reasons, grad=False)
     return reasons, spec

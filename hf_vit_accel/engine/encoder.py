@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType, MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hf_vit_accel.backends import Attend
@@ -77,7 +78,7 @@ def encode(
     is_embedded: bool = False,
     after_layer: AfterLayer | None = None,
 ) -> list[Tensor]:
-    """Encode pixels: return the last rows, the merged features if the tower merges them, and deepstack features.
+    """Encode pixels: return last rows, merged features if the tower merges them, deepstack features, hidden states.
 
     The layers only compute: the route holds all decisions, also whether gradients flow. Without gradients, tensors
     are freed as early as possible, since they limit the rows that fit. The returned tensors belong to the caller.
@@ -87,13 +88,15 @@ def encode(
         pixels_or_rows: The pixels (T, P), or their embedded rows (T, E).
         checkpoints: By layer, None for a layer that keeps what its gradient needs.
         blocks_to_call: By layer, the block whose call must surround the layer, since hooks on it gather the weights.
-        output_slices: The slices of the call's outputs for this pass. Deepstack features are written there at once.
+        output_slices: The slices of the call's outputs for this pass. Deepstack features and hidden states are written
+            there at once.
         is_embedded: Whether these are embedded rows. The caller keeps them, so they are not written to.
         after_layer: Replaces the residual stream after every layer.
 
     Shapes:
         rows: (T, E), or as they are downsampled.
         features: (M, width of the text), merged and of every deepstack layer that ran.
+        hidden states: (T, E), the rows that every layer takes.
     """
     ops = route.spec.ops
     tensors = route.tensors
@@ -102,8 +105,14 @@ def encode(
     x_TE, cos_TD, sin_TD = _with_positions(ops, tensors, x_TE)
     qkv_shape = 3, route.spec.request.heads, route.spec.request.head_dim
     merged_by_layer: list[Tensor] = []
-    deepstack_slices = output_slices[len(output_slices) - len(ops.deepstack) :]
     delta_TE: Tensor | None = None
+    states_count = len(ops.layers) if route.spec.hidden_states else 0
+    first_state = len(output_slices) - states_count
+    deepstack_slices = output_slices[first_state - len(ops.deepstack) : first_state]
+    state_slices = output_slices[first_state:]
+    states: list[Tensor] = []
+    if states_count:
+        x_TE, delta_TE = _keep_state(route, x_TE, delta_TE, states, state_slices)
     for index, (layer, attend, node) in enumerate(zip(ops.layers, route.attends, route.nodes, strict=True)):
         checkpoint = checkpoints[index] if checkpoints else None
         if checkpoint is not None and not checkpoint.has_gradient(x_TE, delta_TE):
@@ -118,6 +127,8 @@ def encode(
             handed_over = [delta_TE]
             delta_TE = None  # only the layer refers to it now
             x_TE, delta_TE = _layer(layer, attend, qkv_shape, cos_TD, sin_TD, x_TE, handed_over)
+        if index + 1 < states_count:
+            x_TE, delta_TE = _keep_state(route, x_TE, delta_TE, states, state_slices)
         if index in ops.deepstack:
             x_TE, merged = ops.deepstack[index](x_TE, delta_TE)
             merged_by_layer.append(deepstack_slices[len(merged_by_layer)].copy_(merged) if output_slices else merged)
@@ -128,7 +139,20 @@ def encode(
     outputs = list(ops.finish(x_TE, delta_TE))
     if "window_index" in tensors:
         outputs[-1] = outputs[-1][tensors["inverse_index"]]
-    return outputs + merged_by_layer
+    return outputs + merged_by_layer + states
+
+
+def _keep_state(
+    route: Route, x_TE: Tensor, delta_TE: Tensor | None, states: list[Tensor], slices: Sequence[Tensor]
+) -> Residual:
+    """Append the rows that the next layer takes to `states`; return the residual stream to go on with."""
+    if route.spec.request.grad:  # the very rows: their gradient includes that of later layers
+        x_TE = x_TE if delta_TE is None else x_TE + delta_TE
+        states.append(x_TE)
+        return x_TE, None
+    state_TE = slices[len(states)] if slices else torch.empty_like(x_TE)  # apart from x, to which kernels write
+    states.append(state_TE.copy_(x_TE) if delta_TE is None else torch.add(x_TE, delta_TE, out=state_TE))
+    return x_TE, delta_TE
 
 
 def _with_positions(ops: Ops, tensors: Mapping[str, Tensor], x_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:

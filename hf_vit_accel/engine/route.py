@@ -44,6 +44,7 @@ class Spec:
         faults: What failed when it ran, with the reason. It is not chosen again.
         max_rows: Rows of a pass; None for calls that are never cut.
         settings: The settings of the tower.
+        hidden_states: Whether the rows that each layer takes are returned, too.
     """
 
     geometry: Geometry
@@ -53,6 +54,7 @@ class Spec:
     faults: tuple[tuple[str, str], ...] = ()
     max_rows: int | None = None
     settings: Settings
+    hidden_states: bool = False
 
 
 @dataclass(kw_only=True, eq=False)

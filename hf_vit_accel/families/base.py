@@ -255,13 +255,18 @@ class Family:
         assert kind is not None
         return getattr(sys.modules[kind.__module__], self.output, None)
 
-    def output_of(self, output_class: Any, tensors: list[Tensor]) -> Any:
+    def output_of(self, output_class: Any, tensors: list[Tensor], states: int = 0) -> Any:
         """Return the tower's stock output.
 
         Args:
             output_class: The stock output class of the tower; None for a tower that returns bare tensors.
             tensors: The last rows, then the merged features if there are any, then the deepstack features.
+            states: How many more follow: the rows that each layer takes. The last rows end the hidden states.
         """
+        if states:
+            output = self.output_of(output_class, tensors[:-states])
+            output["hidden_states"] = (*tensors[-states:], tensors[0])
+            return output
         if output_class is None:  # the merged features alone, or a pair with the deepstack features
             return (tensors[1], tensors[2:]) if self.deepstack else tensors[-1]
         deepstack = {"deepstack_features": tensors[2:]} if self.deepstack else {}

@@ -29,7 +29,7 @@ class Identity(NamedTuple):
 
 
 STALE_REASONS: Mapping[str, str] = {
-    "spec": "the device or dtypes changed, or passes were halved after memory ran out",
+    "spec": "the device, dtypes or requested hidden states changed, or passes were halved after memory ran out",
     "memory": "weights or buffers moved, or were replaced",
     "pixel_width": "patches have another width",
     "numerics": "torch computes in another precision",

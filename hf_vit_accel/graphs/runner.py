@@ -290,6 +290,9 @@ class Runner(GraphStore[_Graph]):
 
         def run() -> None:
             encoded = encode(bound, pixels_TP)
+            if route.spec.hidden_states:  # too many to be copied twice: they stay in the graph's memory
+                outputs[:] = encoded
+                return
             if not outputs:
                 outputs.extend(self._output_buffers(encoded, metadata.rows, per_token))
             for static, fresh in zip(outputs, encoded, strict=True):

@@ -34,11 +34,6 @@ from hf_vit_accel.versions import POPPED
 HooksOf = Callable[[dict[str, Any]], Mapping[int, Callable[..., object]]]
 """Reads the hooks of one kind from the dictionary of a module."""
 
-REQUESTS = {
-    "output_hidden_states": " of the tower; config.text_config.output_hidden_states asks the language model alone",
-    "output_attentions": "",
-}
-"""Outputs of the tower that only stock returns, and what to do instead."""
 _GLOBAL_HOOKS = tuple(
     hooks for name, hooks in vars(torch_module).items() if name.startswith("_global_") and isinstance(hooks, dict)
 )
@@ -182,7 +177,13 @@ def attention_name(tower: Tower, settings: Settings, former_name: str | None) ->
 
 
 def reasons_slow(
-    tower: Tower, snapshot: Snapshot, weights: WeightMemory, options: Mapping[str, object], *, grad: bool
+    tower: Tower,
+    snapshot: Snapshot,
+    weights: WeightMemory,
+    options: Mapping[str, object],
+    hidden_states: object,
+    *,
+    grad: bool,
 ) -> list[str]:
     """Return why the blocks of a call must be called one by one.
 
@@ -191,6 +192,7 @@ def reasons_slow(
         snapshot: The tower as it is now.
         weights: Addresses, dtypes and sizes of its parameters.
         options: The other keyword arguments of the call.
+        hidden_states: The `output_hidden_states` of the call or of the config.
         grad: Whether gradients may be required.
     """
     reasons = [*snapshot.reasons_slow, *weights.reasons]
@@ -203,9 +205,12 @@ def reasons_slow(
             reasons += _reasons_hooked(snapshot, hooks_of)
     if snapshot.sharded_layers:
         reasons += fsdp.reasons_against(snapshot.sharded_layers.values(), weights.dtype)
-    for name, advice in REQUESTS.items():
-        if options.get(name, getattr(tower.config, name, False)):
-            reasons.append(f"{name} is requested{advice}")
+    if hidden_states and snapshot.proof.why_not_hidden_states is not None:
+        reasons.append(snapshot.proof.why_not_hidden_states)
+    elif hidden_states and hidden_states is not True:  # from 5.23 on a number, or several, select some
+        reasons.append(f"output_hidden_states={hidden_states!r} selects hidden states of the tower")
+    if options.get("output_attentions", getattr(tower.config, "output_attentions", False)):
+        reasons.append("output_attentions is requested")
     if snapshot.dropout and any(block.attention.training for block in snapshot.parts.blocks):
         reasons.append("attention weights are dropped out")
     if weights.mixed is not None or snapshot.proof.why_not_autocast is not None:

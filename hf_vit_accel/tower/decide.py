@@ -50,6 +50,8 @@ _OUTER_GRAPH = (
     "A patched tower cannot be captured in an outer CUDA graph. By default it captures its own where that pays, with "
     "hf_vit_accel.patch(model, cuda_graphs=True) at the first call"
 )
+_HIDDEN_STATES = "hidden states are requested"
+_HIDDEN_STATES_OF_STEP = "with gradients, hidden states are those that the layers take"
 AUTOMATIC_ON = ("cuda",)
 """The types of devices on which `cuda_graphs="auto"` captures."""
 
@@ -87,10 +89,14 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
     if not state.family.videos and any(frames > 1 for frames, _, _ in inputs.grid):
         reasons_slow.append("this family takes the frames of a video one by one")
     runs_stock_blocks = bool(reasons_slow)
-    spec = spec_of(state, snapshot, weights, device, fast=not runs_stock_blocks, grad=grad)
+    spec = spec_of(
+        state, snapshot, weights, device, fast=not runs_stock_blocks, grad=grad, hidden_states=call.hidden_states
+    )
     if runs_stock_blocks:
         return _decide_metadata(tower, state, call, spec, reasons_slow, shared)
     reasons = list(shared.reasons)
+    if call.hidden_states and state.reuse is not None:
+        reasons.append(f"equal pictures are encoded again: {_HIDDEN_STATES}")
     most_rows = spec.max_rows
     if any(checkpoints) or isinstance(state.settings.max_rows, int):  # else there is nothing to add to the spec
         most_rows, passes_reasons = _most_rows(state, spec, snapshot, checkpoints, len(inputs.pixels))
@@ -160,6 +166,7 @@ def spec_of(
     *,
     fast: bool,
     grad: bool,
+    hidden_states: bool = False,
 ) -> Spec:
     """Return the spec of calls like this one; the same object while nothing of it changes.
 
@@ -170,11 +177,12 @@ def spec_of(
         device: The device of the call.
         fast: Whether our operations run.
         grad: Whether gradients are required.
+        hidden_states: Whether hidden states are returned, too.
     """
     autocast = checks.autocast_dtype(device, weights.dtype)
     scales = None if state.settings.fp8 is None else state.scales(snapshot, device)
     halvings = len(state.pass_limit.rows_after_oom)
-    key = SpecKey(device, autocast, fast, grad, weights.dtype, weights.key, scales, halvings)
+    key = SpecKey(device, autocast, fast, grad, weights.dtype, weights.key, scales, halvings, hidden_states)
     spec = snapshot.specs.get(key)
     return state.make_spec(snapshot, weights, key) if spec is None else spec
 
@@ -201,6 +209,8 @@ def _decide_sharing(
         return SharedCall(result="too small to share")
     is_reentrant = any(checkpoint is not None and checkpoint.is_reentrant for checkpoint in checkpoints)
     reasons = sharing.reasons_against(snapshot.facts, reentrant=is_reentrant)
+    if call.hidden_states:
+        reasons.append(f"not shared by ranks: {_HIDDEN_STATES}")
     if reasons:
         return SharedCall(reasons=tuple(reasons))
     sharing.note_others_wait(inputs.grid)
@@ -274,6 +284,8 @@ def _most_rows(
     if spec.max_rows is not None and not any(checkpoints):
         return spec.max_rows, []
     reasons = reasons_not_cut(snapshot.facts, checkpoints)
+    if spec.hidden_states and spec.request.grad:
+        reasons.append(f"not cut by max_rows: {_HIDDEN_STATES_OF_STEP}")
     if spec.max_rows is not None and not reasons:
         return spec.max_rows, []
     too_long = isinstance(state.settings.max_rows, int) and rows > state.settings.max_rows
@@ -300,6 +312,8 @@ def _choose_graphs(
         return NO_GRAPHS
     assert snapshot is not None and call.weights is not None
     reason = _reason_against_graphs(snapshot, call.weights, device, checkpoints, grad=grad)
+    if call.hidden_states and grad:
+        reason = reason or _HIDDEN_STATES_OF_STEP
     if reason is not None:
         return GraphChoice(runner=runner, use=GraphUse(eager_reason=reason))
     width = snapshot.heads * snapshot.head_dim
@@ -324,6 +338,8 @@ def _choose_graphs(
     can_pad = not is_named or backend_named(attention).replays_other_layouts
     if not can_pad:  # another backend serves calls that the named one refuses
         can_pad = all(backend.name != attention for backend in backends_of("never"))
+    if call.hidden_states:  # of 36 bytes that a value needs, 4 again for each layer: in the graph, and returned
+        width += width * len(snapshot.parts.blocks) // 9
     use = runner.choose(grid, snapshot.geometry.merge, width, device, is_padding_worse, can_pad=can_pad)
     if use.eager_reason is None and snapshot.called_linears:
         use = replace(use, eager_reason=reason_against_capture(snapshot.called_linears, spec.request.dtype, device))

@@ -231,9 +231,11 @@ def read(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) -> C
         reasons = checks.reasons_of_copy(tower, state.family, snapshot, weights, kwargs)
         if reasons:
             return Call(reasons_stock=reasons)
-    reasons_slow = checks.reasons_slow(tower, snapshot, weights, kwargs, grad=torch.is_grad_enabled())
+    requested = kwargs.get("output_hidden_states", getattr(tower.config, "output_hidden_states", False))
+    hidden_states = bool(requested) and snapshot.proof.returns_hidden_states
+    reasons_slow = checks.reasons_slow(tower, snapshot, weights, kwargs, requested, grad=torch.is_grad_enabled())
     find_repeats = None
-    if state.reuse is not None and state.warming != threading.get_ident():
+    if state.reuse is not None and not hidden_states and state.warming != threading.get_ident():
         find_repeats = partial(state.find_repeats, snapshot, parameters, weights)
     read_inputs = inputs.read(snapshot.expected, find_repeats, *args, **kwargs)
     why_not_read = "arguments are missing, or pixel values are in a shape or of a class of their own"
@@ -241,6 +243,7 @@ def read(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) -> C
         inputs=read_inputs,
         reasons_stock=[] if read_inputs else [why_not_read],
         reasons_slow=reasons_slow,
+        hidden_states=hidden_states,
         snapshot=snapshot,
         parameters=parameters,
         weights=weights,
@@ -274,7 +277,8 @@ def run(tower: Tower, state: TowerState, plan: CallPlan, original: Original) -> 
             outputs = _encode_call(tower, state, plan)
     if plan.outputs_require_grad:  # copies: stock's outputs are no leaves either, and may be written to
         outputs = [output.requires_grad_().clone() for output in outputs]
-    output = state.family.output_of(plan.snapshot.output_class, outputs)
+    states = len(plan.snapshot.parts.blocks) if plan.spec.hidden_states else 0
+    output = state.family.output_of(plan.snapshot.output_class, outputs, states)
     has_class = plan.snapshot.copy_proof is None and plan.snapshot.output_class is not None
     if has_class and plan.inputs.options.get("return_dict", tower.config.return_dict) is False:
         output = output.to_tuple()

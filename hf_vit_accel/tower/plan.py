@@ -45,6 +45,7 @@ class Call:
         inputs: Pixels and grid, checked; None for a call that `read` sends STOCK.
         reasons_stock: Why it does.
         reasons_slow: Why the blocks must be called one by one.
+        hidden_states: Whether hidden states are returned, too.
         snapshot: The tower as it is now; None for a call that goes STOCK or ATTENTION.
         parameters: Of the tower, as they are now.
         weights: Their addresses, dtypes and sizes.
@@ -53,6 +54,7 @@ class Call:
     inputs: Inputs | None = None
     reasons_stock: Sequence[str] = ()
     reasons_slow: Sequence[str] = ()
+    hidden_states: bool = False
     snapshot: Snapshot | None = None
     parameters: list[nn.Parameter] = field(default_factory=list)
     weights: WeightMemory | None = None

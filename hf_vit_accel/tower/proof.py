@@ -95,6 +95,8 @@ class Proof:
         is_bare: Whether it returns tensors without an output class.
         classes: The classes of all its modules.
         code: The functions that ran.
+        why_not_hidden_states: Why our operations may not return hidden states; None where that is proven.
+        returns_hidden_states: Whether its forward returns them at all. Older ones ignore the request.
         backoff: When to try again, where no numbers could be compared; None for a verdict, which stands.
         trusted: Classes of other code than torch's and transformers' that the run covers, for a copy.
     """
@@ -107,6 +109,8 @@ class Proof:
     is_bare: bool = False
     classes: frozenset[type]
     code: Code
+    why_not_hidden_states: str | None = "output_hidden_states is requested"
+    returns_hidden_states: bool = False
     backoff: Backoff | None = None
     trusted: frozenset[type] = frozenset()
 
@@ -231,10 +235,16 @@ def _prove_twin(key: Key, twin: Tower, family: Family, code: Code) -> Proof:
     except (AttributeError, TypeError, ValueError) as error:
         why = f"{type(twin).__name__} is not built as {family.name} is known: {one_line(error)}"
         return Proof(key=key, why_not_fast=why, why_not_metadata=why, classes=code.classes, code=code)
-    why_not_fast, expected = _compare(twin, family, GRIDS[0], gradients=True)
+    why_not_fast, expected = _compare(twin, family, GRIDS[0], gradients=True, hidden_states=True)
+    why_not_states = why_not_fast
+    if why_not_fast is not None:
+        why_not_fast, expected = _compare(twin, family, GRIDS[0], gradients=True)
     taken, why_not_metadata = _injectable(twin, family, expected, versions.popped_by(code.called_names()))
     why_not_fast = why_not_fast or _compare(twin, family, GRIDS[1])[0]
-    why_not_autocast = why_not_fast or _compare_under_autocast(twin, family)
+    why_not_autocast = why_not_fast or _compare_under_autocast(twin, family, hidden_states=why_not_states is None)
+    if why_not_autocast is not None and why_not_fast is why_not_states is None:
+        why_not_states = why_not_autocast
+        why_not_autocast = _compare_under_autocast(twin, family)
     with torch.no_grad():  # in a residual stream this small, a norm's epsilon counts
         for name, parameter in twin.named_parameters():
             parameter.mul_(0.02 if parameter.dim() > 1 or name.endswith("bias") else 1.0)
@@ -248,23 +258,32 @@ def _prove_twin(key: Key, twin: Tower, family: Family, code: Code) -> Proof:
         is_bare=expected.is_bare,
         classes=code.classes,
         code=code,
+        why_not_hidden_states=why_not_states and f"output_hidden_states is requested: {why_not_states}",
+        returns_hidden_states=bool(expected.states),
     )
 
 
-def _spec(twin: Tower, family: Family, dtype: torch.dtype | None = None) -> Spec:
+def _spec(twin: Tower, family: Family, dtype: torch.dtype | None = None, *, hidden_states: bool = False) -> Spec:
     """Return what decides the twin's routes: all operations as plain torch, attention by SDPA.
 
     Args:
         twin: The tiny tower.
         family: Its family.
         dtype: Of autocast; None without.
+        hidden_states: Whether they are returned.
     """
     parts = family.parts(twin)
     weight = parts.projection.weight
     attention = parts.blocks[0].attention
     dtype = dtype or weight.dtype
+    grad = torch.is_grad_enabled()
     context = Context(
-        device=weight.device, dtype=dtype, weights_dtype=weight.dtype, reference=True, classes=_classes(twin)
+        device=weight.device,
+        dtype=dtype,
+        weights_dtype=weight.dtype,
+        reference=True,
+        grad=grad,
+        classes=_classes(twin),
     )
     request = Request(
         device=weight.device,
@@ -272,7 +291,7 @@ def _spec(twin: Tower, family: Family, dtype: torch.dtype | None = None) -> Spec
         heads=attention.num_heads,
         head_dim=attention.head_dim,
         scale=attention.scaling,
-        grad=True,
+        grad=grad,
     )
     return Spec(
         geometry=family.geometry(twin),
@@ -280,6 +299,7 @@ def _spec(twin: Tower, family: Family, dtype: torch.dtype | None = None) -> Spec
         ops=build(parts, context),
         full_layers=tuple(parts.full(index) for index in range(len(parts.blocks))),
         settings=Settings(attention="sdpa"),
+        hidden_states=hidden_states,
     )
 
 
@@ -292,18 +312,33 @@ class _Expected:
         pixels_TP: The pixels.
         tensors: The outputs.
         is_bare: Whether they came without an output class.
+        states: The hidden states; none where they were not requested, or an older forward ignores the request.
     """
 
     grid: Grid
     pixels_TP: Tensor
     tensors: list[Tensor]
-    is_bare: bool
+    is_bare: bool = False
+    states: Sequence[Tensor] = ()
 
 
 def _stock(twin: Tower, family: Family, expected: _Expected, **kwargs: object) -> object:
     """Return the output of the stock twin."""
     pixels = family.pixels(twin, expected.pixels_TP)
     return twin(pixels, grid_thw=torch.tensor(expected.grid, device=pixels.device), **kwargs)
+
+
+def _states(output: object) -> tuple[Tensor, ...]:
+    """Return the hidden states of an output; none if it holds none."""
+    return getattr(output, "hidden_states", None) or ()
+
+
+def _run_ours(twin: Tower, family: Family, expected: _Expected, dtype: torch.dtype | None = None) -> object:
+    """Return what our operations make of the pixels, in the class and with the hidden states of stock's output."""
+    spec = _spec(twin, family, dtype, hidden_states=bool(expected.states))
+    tensors = encode(make_route(expected.grid, spec).ready(), expected.pixels_TP)
+    output_class = None if expected.is_bare else family.output_class(twin)
+    return family.output_of(output_class, tensors, len(spec.full_layers) if spec.hidden_states else 0)
 
 
 def _draw(twin: Tower, family: Family, grid: Grid) -> _Expected:
@@ -314,10 +349,12 @@ def _draw(twin: Tower, family: Family, grid: Grid) -> _Expected:
     weight = family.parts(twin).projection.weight
     shape = rows_of(grid), weight[0].numel()
     pixels_TP = torch.randn(shape, generator=generator, device="cpu", dtype=weight.dtype).to(weight.device)
-    return _Expected(grid=grid, pixels_TP=pixels_TP, tensors=[], is_bare=False)
+    return _Expected(grid=grid, pixels_TP=pixels_TP, tensors=[])
 
 
-def _compare(twin: Tower, family: Family, grid: Grid, *, gradients: bool = False) -> tuple[str | None, _Expected]:
+def _compare(
+    twin: Tower, family: Family, grid: Grid, *, gradients: bool = False, hidden_states: bool = False
+) -> tuple[str | None, _Expected]:
     """Compare stock with the operations.
 
     Args:
@@ -325,6 +362,7 @@ def _compare(twin: Tower, family: Family, grid: Grid, *, gradients: bool = False
         family: Its family.
         grid: Images and videos to encode.
         gradients: Whether gradients are compared too.
+        hidden_states: Whether they are requested of stock. Where it returns them, they are compared too.
 
     Returns:
         Why the operations differ from stock, or None; and the results of stock.
@@ -332,14 +370,20 @@ def _compare(twin: Tower, family: Family, grid: Grid, *, gradients: bool = False
     drawn = _draw(twin, family, grid)
     drawn.pixels_TP.requires_grad_()
     name = type(twin).__name__
+    request = {"output_hidden_states": True} if hidden_states else {}
     with torch.set_grad_enabled(gradients):
-        output = _stock(twin, family, drawn)
+        try:
+            output = _stock(twin, family, drawn, **request)
+        except TypeError as error:
+            if not hidden_states:
+                raise
+            return f"{name} does not take the request ({one_line(error)})", drawn
         is_bare = isinstance(output, Tensor | tuple)
-        expected = replace(drawn, tensors=family.tensors_of(output), is_bare=is_bare)
-        ours = encode(make_route(drawn.grid, _spec(twin, family)).ready(), drawn.pixels_TP)
-    our_output = family.output_of(None if is_bare else family.output_class(twin), ours)
-    ours = family.tensors_of(our_output)
-    if why := _difference(ours, expected.tensors, _OUTPUT_BOUND):
+        expected = replace(drawn, tensors=family.tensors_of(output), is_bare=is_bare, states=_states(output))
+        our_output = _run_ours(twin, family, expected)
+    ours = [*family.tensors_of(our_output), *_states(our_output)]
+    stock = [*expected.tensors, *expected.states]
+    if why := _difference(ours, stock, _OUTPUT_BOUND):
         return f"{name} computes something else than our operations ({why})", expected
     if type(our_output) is not type(output):
         return f"{name} returns another class, {type(output).__name__}", expected
@@ -347,9 +391,9 @@ def _compare(twin: Tower, family: Family, grid: Grid, *, gradients: bool = False
         return None, expected
     inputs = [drawn.pixels_TP, *(parameter for parameter in twin.parameters() if parameter.requires_grad)]
     generator = torch.Generator("cpu").manual_seed(2)
-    incoming = [torch.randn(x.shape, generator=generator, device="cpu").to(x) for x in expected.tensors]
-    our_gradients = torch.autograd.grad(ours, inputs, incoming, allow_unused=True)
-    stock_gradients = torch.autograd.grad(expected.tensors, inputs, incoming, allow_unused=True)
+    incoming = [torch.randn(x.shape, generator=generator, device="cpu").to(x) for x in stock]
+    our_gradients = torch.autograd.grad(ours, [*inputs, *_states(our_output)], incoming, allow_unused=True)
+    stock_gradients = torch.autograd.grad(stock, [*inputs, *expected.states], incoming, allow_unused=True)
     if why := _difference(our_gradients, stock_gradients, _GRADIENT_BOUND):
         return f"{name} has other gradients than our operations ({why})", expected
     return None, expected
@@ -391,19 +435,20 @@ def _compare_injected(twin: Tower, family: Family, expected: _Expected, taken: f
     return why and f"{name} computes something else with our metadata ({why})"
 
 
-def _compare_under_autocast(twin: Tower, family: Family) -> str | None:
+def _compare_under_autocast(twin: Tower, family: Family, *, hidden_states: bool = False) -> str | None:
     """Return why our operations do not give what the twin gives under autocast, in dtype or coarsely in value.
 
     The twin's own residual stream may stay fp32, which no comparison in one dtype shows.
     """
     twin.float()
     expected = _draw(twin, family, GRIDS[0])
+    request = {"output_hidden_states": True} if hidden_states else {}
     with torch.no_grad(), torch.autocast(expected.pixels_TP.device.type, torch.bfloat16):
-        output = _stock(twin, family, expected)
-        ours = encode(make_route(expected.grid, _spec(twin, family, torch.bfloat16)).ready(), expected.pixels_TP)
-    is_bare = isinstance(output, Tensor | tuple)
-    ours = family.tensors_of(family.output_of(None if is_bare else family.output_class(twin), ours))
-    tensors = family.tensors_of(output)
+        output = _stock(twin, family, expected, **request)
+        expected = replace(expected, is_bare=isinstance(output, Tensor | tuple), states=_states(output))
+        our_output = _run_ours(twin, family, expected, torch.bfloat16)
+    ours = [*family.tensors_of(our_output), *_states(our_output)]
+    tensors = [*family.tensors_of(output), *_states(output)]
     dtypes = [[str(x.dtype).removeprefix("torch.") for x in results] for results in (ours, tensors)]
     name = type(twin).__name__
     if dtypes[0] != dtypes[1]:

@@ -47,6 +47,7 @@ class SpecKey(NamedTuple):
     weights_key: Hashable
     scales: Scales | None
     halvings: int
+    hidden_states: bool = False
 
 
 class TowerState:
@@ -268,7 +269,7 @@ class TowerState:
             grad=grad,
             score_mod=settings.score_mod,
         )
-        never_cut = bool(snapshot.sharded_layers or snapshot.mixing)
+        never_cut = bool(snapshot.sharded_layers or snapshot.mixing or (key.hidden_states and grad))
         spec = Spec(
             geometry=snapshot.geometry,
             request=request,
@@ -277,6 +278,7 @@ class TowerState:
             faults=tuple(self.faults.items()),
             max_rows=self.pass_limit.rows(key.device, grad=grad, never_cut=never_cut),
             settings=settings,
+            hidden_states=key.hidden_states,
         )
         snapshot.specs[key] = spec
         is_insensitive = spec.ops is not None and not snapshot.unpredictable and spec.ops.fused >= _INSENSITIVE

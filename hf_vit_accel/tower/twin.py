@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,11 +95,19 @@ def random_weight(name: str, shape: torch.Size, generator: torch.Generator) -> T
 
 
 def skip_global_hooks(module: nn.Module) -> None:
-    """Call a module's forward directly: users' global hooks are not for the twin, and would count its calls.
+    """Call a module without global hooks: users' global hooks are not for the twin, and would count its calls.
 
     `nn.Module.compile` sets this attribute too. The dictionaries of global hooks cannot be emptied for a moment, since
     other threads run their modules meanwhile.
     """
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     if not any(hooks):
-        module._compiled_call_impl = module.forward
+        module._compiled_call_impl = partial(_call, module)
+
+
+def _call(module: Any, *args: object, **kwargs: object) -> object:
+    """Call a module's forward and its own hooks: transformers records hidden states by such hooks."""
+    output = module.forward(*args, **kwargs)
+    for hook in module._forward_hooks.values():
+        hook(module, args, output)
+    return output

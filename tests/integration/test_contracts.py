@@ -249,14 +249,14 @@ def test_a_model_draws_no_numbers_of_the_users(family: str) -> None:
 # --- strict -----------------------------------------------------------------------------------------------------------
 
 
-def call_with_states(way: Way, tower: nn.Module) -> object:
-    """Request hidden states."""
+def call_with_attentions(way: Way, tower: nn.Module) -> object:
+    """Request attention weights."""
     config = tower.config
-    config.output_hidden_states = True
+    config._output_attentions = True  # its setter refuses any attention but eager
     try:
         return way.run(tower)
     finally:
-        config.output_hidden_states = False
+        config._output_attentions = False
 
 
 def call_with_hook(way: Way, tower: nn.Module) -> object:
@@ -278,7 +278,7 @@ def call_with_empty_image(way: Way, tower: nn.Module) -> object:
 
 
 REFUSED = {
-    "output_hidden_states is requested": call_with_states,
+    "output_attentions is requested": call_with_attentions,
     r"hooks on blocks\.0": call_with_hook,
 }
 REFUSED_WITH_ATTENTION_ONLY = {"no frames, or no size": call_with_empty_image}

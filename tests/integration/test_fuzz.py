@@ -210,8 +210,8 @@ def test_good_calls_between_bad_ones_are_right(on_cpu: type[Recorder], stock: nn
             continue
         good_inputs = Inputs(_strided(pixels, str(rng.choice(LAYOUTS))), grid.to(INTEGERS[int(rng.integers(5))]))
         if way == "strict" and rng.random() < 0.2:
-            with pytest.raises(FallbackError, match="output_hidden_states is requested"), torch.no_grad():
-                patched(good_inputs.pixels, grid_thw=grid, output_hidden_states=True)
+            with pytest.raises(FallbackError, match="output_attentions is requested"), torch.no_grad():
+                patched(good_inputs.pixels, grid_thw=grid, output_attentions=True)
             refused_calls += 1
             continue
         expected = outcome(stock, Inputs(good_inputs.pixels.detach(), grid))

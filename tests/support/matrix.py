@@ -212,12 +212,7 @@ SWITCHED = (
     fast('`set_attn_implementation("eager")`', changes.attending_by("eager"), orders=(BEFORE,)),
     unpatched('`set_attn_implementation("eager")`', changes.attending_by("eager")),
     fast("`set_attn_implementation` for the text", changes.attending_by({"text_config": "eager"})),
-    stock(
-        "`config.output_hidden_states`",
-        changes.config_flag("output_hidden_states"),
-        "output_hidden_states is requested",
-        use=uses.features,
-    ),
+    fast("`config.output_hidden_states`", changes.config_flag("output_hidden_states"), use=uses.features),
     stock(
         "`config.output_attentions`",
         changes.config_flag("output_attentions"),

@@ -313,7 +313,7 @@ def test_graphs_that_work_outlive_captures_that_fail(on_cpu: type[Recorder], mod
     assert status_of(model).replays == 3 and status_of(model).off is None
 
 
-@pytest.mark.parametrize("why", ["hook", "hidden states"])
+@pytest.mark.parametrize("why", ["hook", "attentions"])
 def test_hooks_and_hidden_states_go_the_stock_way(on_cpu: type[Recorder], model: nn.Module, why: str) -> None:
     tower = tower_of(model)
     expected = run_tower(tower, IMAGE)
@@ -329,7 +329,7 @@ def test_hooks_and_hidden_states_go_the_stock_way(on_cpu: type[Recorder], model:
         assert seen
     else:
         with torch.no_grad():
-            assert tower(pixels, grid_thw=grid, output_hidden_states=True).hidden_states
+            tower(pixels, grid_thw=grid, output_attentions=True)
     status = hf_vit_accel.status(model).towers[0]
     assert status.stock_calls == 1 and len(status.fallbacks) == 1 and status.graphs.replays == 1
     assert_close(run_tower(tower, IMAGE), expected)

@@ -89,8 +89,8 @@ def test_one_wait_per_forward(tower: nn.Module, attention: str, grid: str) -> No
             places = waits(grid_thw)
             assert len(places) == count, places
         hf_vit_accel.patch(tower, attention=attention)
-        tower(pixels, grid_thw=on_gpu, output_hidden_states=True)
-        places = waits(on_gpu, output_hidden_states=True)
+        tower(pixels, grid_thw=on_gpu, output_attentions=True)
+        places = waits(on_gpu, output_attentions=True)
         assert len(places) == 1, places
 
 

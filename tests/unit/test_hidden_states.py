@@ -1,0 +1,193 @@
+"""Hidden states of a tower equal stock's, and are served fast: every ColQwen of colpali requests them in every call."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from support.cpu_graphs import SMALL, Recorder, status_of
+from support.graphs import patch
+from support.towers import TOWERS, both_towers
+from tiny import GRIDS, TINY, assert_close, checkpoint_layers, pixels_for, run_tower, tower_of
+from torch import Tensor, nn
+
+import hf_vit_accel
+
+GRID = GRIDS["mixed"]
+
+
+@pytest.fixture
+def tower(request: pytest.FixtureRequest) -> Any:
+    """Build a tower whose stock forward returns hidden states."""
+    tower = tower_of(TINY[request.param].build())
+    if not hasattr(call(tower), "hidden_states"):
+        pytest.skip("this transformers ignores the request")
+    return tower
+
+
+every_tower = pytest.mark.parametrize("tower", TOWERS, indirect=True)
+one_tower = pytest.mark.parametrize("tower", ["qwen2_5_vl"], indirect=True)
+deep_tower = pytest.mark.parametrize("tower", ["qwen3_vl"], indirect=True)
+
+
+def call(tower: nn.Module, grid: Any = GRID, *, pixels: Tensor | None = None, **options: Any) -> Any:
+    pixels = pixels_for(tower, grid) if pixels is None else pixels
+    options = {"output_hidden_states": True} | options
+    with torch.no_grad():
+        return tower(pixels, grid_thw=torch.tensor(grid), **options)
+
+
+def flat(output: Any) -> list[Tensor]:
+    """Return all tensors of an output, in order."""
+    values = output if isinstance(output, tuple) else output.to_tuple()
+    return [tensor for value in values for tensor in (value if isinstance(value, tuple | list) else [value])]
+
+
+def assert_fast(tower: nn.Module) -> None:
+    [status] = hf_vit_accel.status(tower).towers
+    assert (status.stock_calls, status.fallbacks) == (0, {}) and status.calls
+
+
+@every_tower
+def test_values_classes_and_order_are_stocks(tower: Any) -> None:
+    stock = copy.deepcopy(tower)
+    hf_vit_accel.patch(tower, strict=True)
+    expected = call(stock)
+    output = call(tower)
+    assert (type(output), list(output)) == (type(expected), list(expected))
+    assert len(output.hidden_states) == len(tower.blocks) + 1
+    assert output.hidden_states[-1] is output.last_hidden_state
+    assert_close(flat(output), flat(expected))
+    assert_close(flat(call(tower, return_dict=False)), flat(call(stock, return_dict=False)))
+    tower.config.output_hidden_states = True
+    assert_close(flat(call(tower, output_hidden_states=True)), flat(expected))
+    tower.config.output_hidden_states = False
+    assert call(tower, output_hidden_states=None).hidden_states is None
+    assert_fast(tower)
+
+
+@every_tower
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_gradients_of_hidden_states_include_those_of_later_layers(tower: Any, reentrant: bool | None) -> None:
+    """Retain the gradient of every hidden state, as attribution methods do, beside those of weights and pixels."""
+    stock = copy.deepcopy(tower)
+    hf_vit_accel.patch(tower, strict=True)
+    gradients = []
+    for each in (stock, tower):
+        if reentrant is not None:
+            checkpoint_layers(each.train(), reentrant=reentrant)
+        pixels = pixels_for(each, GRID).requires_grad_()
+        with torch.enable_grad():
+            output = each(pixels, grid_thw=torch.tensor(GRID), output_hidden_states=True)
+        for state in output.hidden_states:
+            state.retain_grad()
+        sum((tensor.square() * (1 + index)).mean() for index, tensor in enumerate(flat(output))).backward()
+        states = [state.grad for state in output.hidden_states]
+        gradients.append([*states, pixels.grad, *(parameter.grad for parameter in each.parameters())])
+    assert_close(gradients[1], gradients[0])
+    assert_fast(tower)
+
+
+@every_tower
+def test_states_under_autocast(tower: Any) -> None:
+    stock = copy.deepcopy(tower)
+    hf_vit_accel.patch(tower, strict=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, actual = call(stock), call(tower)
+    assert [state.dtype for state in actual.hidden_states] == [state.dtype for state in expected.hidden_states]
+    assert_close(flat(actual), flat(expected), 5e-2)
+
+
+@every_tower
+def test_passes_are_joined(tower: Any) -> None:
+    expected = call(tower)
+    hf_vit_accel.patch(tower, max_rows=64, strict=True)
+    assert_close(flat(call(tower)), flat(expected))
+    assert_fast(tower)
+    assert "passes" in str(hf_vit_accel.status(tower))
+
+
+@one_tower
+def test_a_call_with_gradients_is_not_cut(tower: Any) -> None:
+    hf_vit_accel.patch(tower, max_rows=64)
+    output = tower(pixels_for(tower, GRID), grid_thw=torch.tensor(GRID), output_hidden_states=True)
+    output.hidden_states[1].retain_grad()
+    output.pooler_output.sum().backward()
+    assert output.hidden_states[1].grad is not None
+    [status] = hf_vit_accel.status(tower).towers
+    assert status.calls == 1 and "not cut by max_rows" in next(iter(status.fallbacks))
+
+
+@deep_tower
+def test_equal_pictures_are_encoded_again(tower: Any) -> None:
+    grid = ((1, 4, 4), (1, 4, 4))
+    pixels = pixels_for(tower, grid[:1]).repeat(2, 1)
+    expected = call(tower, grid, pixels=pixels)
+    hf_vit_accel.patch(tower, reuse=True)
+    assert_close(flat(call(tower, grid, pixels=pixels)), flat(expected))
+    [status] = hf_vit_accel.status(tower).towers
+    assert status.stock_calls == 0 and "hidden states" in next(iter(status.fallbacks))
+
+
+@one_tower
+def test_a_selection_by_index_is_stocks(tower: Any) -> None:
+    expected = call(tower, output_hidden_states=[1])
+    hf_vit_accel.patch(tower)
+    actual = call(tower, output_hidden_states=[1])
+    assert [state is None for state in actual.hidden_states] == [state is None for state in expected.hidden_states]
+    assert hf_vit_accel.status(tower).towers[0].stock_calls == 1
+
+
+@every_tower
+def test_replays_with_and_without_hidden_states_take_turns(on_cpu: type[Recorder], tower: Any) -> None:
+    expected = flat(call(tower, SMALL)), run_tower(tower, SMALL)
+    patch(tower)
+    for _ in range(3):
+        states = call(tower, SMALL)
+        assert_close(run_tower(tower, SMALL), expected[1])
+        assert_close(flat(states), expected[0])
+    status = status_of(tower)
+    assert (status.replays, status.captures, status.stale) == (6, 2, {})
+
+
+@one_tower
+def test_a_returned_state_may_be_written_to(tower: Any) -> None:
+    """Each hidden state owns its memory, so a program that normalises one in place changes no other."""
+    hf_vit_accel.patch(tower)
+    first = call(tower)
+    expected = [state.clone() for state in first.hidden_states]
+    for index, state in enumerate(first.hidden_states):
+        assert_close([state], [expected[index]])
+        state.zero_()
+    assert_close(list(call(tower).hidden_states), expected)
+
+
+def test_a_tower_that_ends_otherwise_is_stock() -> None:
+    """PaddleOCR-VL's hidden states end before its last norm: only calls that request them are stock."""
+    modeling = pytest.importorskip("transformers.models.paddleocr_vl.modeling_paddleocr_vl")
+    config = modeling.PaddleOCRVisionConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=40, image_size=28, patch_size=14
+    )
+    tower = modeling.PaddleOCRVisionTransformer(config).eval()
+    pixels = torch.randn(1, 16, 3, 14, 14)
+    grid = torch.tensor([[1, 4, 4]])
+    with torch.no_grad():
+        expected = tower(pixels, grid_thw=grid, output_hidden_states=True)
+        hf_vit_accel.patch(tower)
+        actual = tower(pixels, grid_thw=grid, output_hidden_states=True)
+        assert_close(list(actual.hidden_states), list(expected.hidden_states))
+        tower(pixels, grid_thw=grid)
+    [status] = hf_vit_accel.status(tower).towers
+    assert status.stock_calls <= 1 and any("output_hidden_states" in reason for reason in status.fallbacks)
+
+
+@both_towers
+def test_older_towers_ignore_the_request_and_stay_fast(model: nn.Module) -> None:
+    tower = tower_of(model)
+    if hasattr(call(tower), "hidden_states"):
+        pytest.skip("this transformers returns them")
+    hf_vit_accel.patch(tower, strict=True)
+    call(tower)
+    assert_fast(tower)
