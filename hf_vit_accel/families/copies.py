@@ -174,7 +174,7 @@ class CopyFamily(Family):
         """Return the class of a copy."""
         return type(module)
 
-    def output_of(self, output_class: Form, tensors: list[Tensor]) -> Output:
+    def output_of(self, output_class: Form, tensors: list[Tensor], states: int = 0) -> Output:
         """Return tensors in the form of the copy, a `Form`."""
         return output_class.build(tensors)
 

@@ -181,7 +181,7 @@ def reasons_slow(
     snapshot: Snapshot,
     weights: WeightMemory,
     options: Mapping[str, object],
-    hidden_states: object,
+    hidden_states: object = False,
     *,
     grad: bool,
 ) -> list[str]:
