@@ -150,7 +150,7 @@ def test_replays_with_and_without_hidden_states_take_turns(on_cpu: type[Recorder
         assert_close(run_tower(tower, IMAGE), expected[1])
         assert_close(flat(states), expected[0])
     status = status_of(tower)
-    assert (status.replays, status.captures, status.stale) == (6, 2, {})
+    assert (status.replays, status.captures, status.stale) == (6, 2, {}), status
 
 
 @one_tower
