@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 Checkpoint = Callable[[str], str]
-LORA = {"tuner_type": "lora", "lora_rank": "4", "target_modules": "all-linear"}
+# Its dropout would draw other masks for the tower, whose layers ask for them in another order.
+# With reentrant checkpoints, its default, stock trains no adapters of a tower; a patched tower does.
+LORA = {"tuner_type": "lora", "lora_rank": "4", "target_modules": "all-linear", "lora_dropout": "0"}
 WAYS = {
     "LoRA": LORA,
-    "LoRA, tower trained": LORA | {"freeze_vit": "false"},
+    "LoRA, tower trained": LORA | {"freeze_vit": "false", "gradient_checkpointing_kwargs": '{"use_reentrant": false}'},
     "all weights": {"tuner_type": "full"},
     "all weights, tower trained": {"tuner_type": "full", "freeze_vit": "false", "freeze_aligner": "false"},
 }

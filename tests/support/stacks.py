@@ -166,10 +166,9 @@ class Job:
     def _record(self, family: str, result: Result) -> None:
         record = read()
         jobs = record.setdefault(self.framework, {})
-        packages = [re.split(r"[=<>!\[ ;]", requirement)[0] for requirement in REQUIREMENTS[self.framework]]
         now: dict[str, Any] = {
             "recipe": self.recipe,
-            "versions": {name: version(name) for name in (*packages, "transformers", "torch")},
+            "versions": {name: version(name) for name in (*_packages(self.framework), "transformers", "torch")},
             "date": datetime.now(UTC).date().isoformat(),
         }
         former = jobs.get(self.name, {})
@@ -188,16 +187,20 @@ def table() -> list[tuple[str, ...]]:
     """Return the rows of the table of frameworks, in the order of their declaration."""
     record = read()
     return [
-        (*_versions(job["versions"]), name, job["recipe"], *_results(job), job["date"])
+        (*_versions(framework, job["versions"]), name, job["recipe"], *_results(job), job["date"])
         for framework in REQUIREMENTS
         for name, job in record.get(framework, {}).items()
     ]
 
 
-def _versions(versions: dict[str, str]) -> tuple[str, str]:
-    base = ("transformers", "torch")
-    own = ", ".join(f"{name} {number}" for name, number in versions.items() if name not in base)
-    return own or "transformers alone", " / ".join(versions[name].partition("+")[0] for name in base)
+def _versions(framework: str, versions: dict[str, str]) -> tuple[str, str]:
+    own = ", ".join(f"{name} {versions[name]}" for name in _packages(framework) if name in versions)
+    return own, " / ".join(versions[name].partition("+")[0] for name in ("transformers", "torch"))
+
+
+def _packages(framework: str) -> list[str]:
+    """Return the names of what a framework's environment installs."""
+    return [re.split(r"[=<>!\[ ;]", requirement)[0] for requirement in REQUIREMENTS[framework]]
 
 
 def _results(job: dict[str, Any]) -> tuple[str, str]:
