@@ -28,6 +28,7 @@ from hf_vit_accel.status import Status, ignored_options, reasons_now, status, to
 from hf_vit_accel.tower import checks
 from hf_vit_accel.tower.install import foreign_forward, install, uninstall
 from hf_vit_accel.tower.loading import restore_name
+from hf_vit_accel.tower.proof import warn_once
 from hf_vit_accel.tower.state import TowerState, state_of
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -136,6 +137,9 @@ def _prepare(path: str, tower: Tower, family: Family, settings: Settings) -> tup
     snapshot = state.snapshot(tower)  # runs the proof now, not in the first call
     if is_copy and snapshot.reasons_stock:
         raise ValueError(snapshot.reasons_stock[0])
+    if not (snapshot.reasons_stock or snapshot.uses_fsdp or snapshot.offloaded):
+        for reason in snapshot.weights()[1].reasons:
+            warn_once(f"{type(tower).__name__} stays stock: {reason}. {_LEAVE_OUT}")
     if settings.strict:
         reasons, spec = reasons_now(tower, state, snapshot, name, former_forward)
         if spec is not None and spec.ops is not None and settings.fuse is not None:
@@ -144,6 +148,12 @@ def _prepare(path: str, tower: Tower, family: Family, settings: Settings) -> tup
                     reasons.append(f"{part} is not fused: {why}")
         raise_if_any(reasons, label)
     return tower, state, name
+
+
+_LEAVE_OUT = (
+    "Norms, embeddings and plain linears need parameters of torch and one dtype. A quantiser can leave the tower out: "
+    'transformers\' configs take `llm_int8_skip_modules=["model.visual", "lm_head"]` or `modules_to_not_convert`'
+)
 
 
 def unpatch(model: Model) -> Model:

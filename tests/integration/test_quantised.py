@@ -212,3 +212,59 @@ def test_a_trial_refuses_linears_that_graphs_replay_wrongly(
     block = tower_of(model).blocks[0]
     why = called.reason_against_capture([block.attn.proj], torch.float32, torch.device("cpu"))
     assert why is not None and reason in why
+
+
+def test_patch_says_how_to_mend_weights_that_keep_a_tower_stock(model: nn.Module) -> None:
+    """Layerwise casting, as of diffusers: plain modules store their weights in float8 between calls."""
+    tower = tower_of(model)
+    for block in tower.blocks:
+        block.norm1.weight.data = block.norm1.weight.data.to(torch.float8_e4m3fn)
+    with pytest.warns(UserWarning, match=r"stays stock: parameters of several dtypes.*llm_int8_skip_modules"):
+        hf_vit_accel.patch(model)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ["packed", "bitsandbytes, 4 bit", "bitsandbytes, 8 bit"])
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("prepared", [False, True], ids=["", "upcast"])
+def test_dtypes_and_values_on_a_gpu(model: nn.Module, way: str, prepared: bool, autocast: bool) -> None:
+    """CUDA's autocast computes a LayerNorm in fp32, so rows of stock widen from layer to layer."""
+    model = quantise(model.bfloat16(), way).cuda()
+    if prepared:
+        quantised.upcast(model)
+    tower = tower_of(model)
+    grid = torch.tensor(GRIDS["mixed"], device="cuda")
+    dtype = tower.patch_embed.proj.weight.dtype
+
+    def step() -> list[torch.Tensor]:
+        pixels = pixels_for(tower, GRIDS["mixed"]).to("cuda", dtype).requires_grad_()
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            with torch.no_grad():
+                outputs = flat(tower(pixels, grid_thw=grid))
+            trained = flat(tower(pixels, grid_thw=grid))
+        sum(output.float().square().mean() for output in trained).backward()
+        return [*outputs, *(output.detach() for output in trained), pixels.grad]
+
+    step()
+    expected = step()
+    hf_vit_accel.patch(model)
+    for _ in range(4):  # the last ones are replayed
+        results = step()
+        assert [result.dtype for result in results] == [tensor.dtype for tensor in expected]
+        assert_close(results, expected, 3e-2)
+    status = hf_vit_accel.status(model).towers[0]
+    assert not status.stock_calls, str(status)
+
+
+@pytest.mark.gpu
+def test_graphs_of_bitsandbytes_on_a_gpu(model: nn.Module) -> None:
+    tower = tower_of(quantise(model.bfloat16(), "bitsandbytes, 4 bit").cuda())
+    grid = torch.tensor(GRIDS["image"], device="cuda")
+    pixels = pixels_for(tower, GRIDS["image"]).to("cuda", torch.bfloat16)
+    with torch.no_grad():
+        expected = flat(tower(pixels, grid_thw=grid))
+        hf_vit_accel.patch(model, cuda_graphs=True)
+        for _ in range(3):
+            assert_close(flat(tower(pixels, grid_thw=grid)), expected, 2e-2)
+    graphs = graphs_of(model)
+    assert graphs.replays or graphs.eager, graphs  # replayed, or the reason why these kernels cannot be

@@ -141,7 +141,7 @@ class PackedLinear(nn.Linear):
         """Return the product, in the dtype of `x`."""
         if self.bias is not None and self.bias.dtype != self.compute_dtype:
             self.bias.data = self.bias.data.to(self.compute_dtype)
-        weight = ((self.weight.float() - 8) * self.weight.scale).to(self.compute_dtype)
+        weight = ((self.weight.float() - 8) * self.weight.scale.to(x.device)).to(self.compute_dtype)
         with torch.autocast(x.device.type, enabled=False):  # as inside a kernel
             return F.linear(x.to(self.compute_dtype), weight, self.bias).to(x.dtype)
 
