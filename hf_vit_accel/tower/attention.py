@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Hashable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_vit_accel.backends import Plan, Request, ScoreMod, plan_alone, resolve
 from hf_vit_accel.config import Settings
@@ -182,30 +181,24 @@ def _plan_without_route(
             offsets.plans[key] = plan = plan_alone(backend, offsets.segments, request)
         offsets.backends[offsets.kind] = plan.backend.name
         return plan
-    # Inference tensors count no versions, so a change of them would go unseen: nothing is kept for them.
-    version = None if cu_seqlens_S1.is_inference() else cu_seqlens_S1._version
-    last: _LastPlan | None = getattr(_LAST, "plan", None)
-    if (
-        last is None
-        or version is None
-        or last.offsets() is not cu_seqlens_S1
-        or (last.version, last.key) != (version, key)
-    ):
-        plan = _plan_offsets(name, request, q_THD.shape[0], cu_seqlens_S1)
-        last = _LAST.plan = _LastPlan(weakref.ref(cu_seqlens_S1), version, key, plan)
-    return last.plan
+    if cu_seqlens_S1.is_inference():  # such tensors count no versions, so a change of them would go unseen
+        return _plan_offsets(name, request, len(q_THD), cu_seqlens_S1)
+    if not hasattr(_KNOWN, "plans"):
+        _KNOWN.plans = WeakIdKeyDictionary()
+    version, plans = _KNOWN.plans.get(cu_seqlens_S1, (None, {}))
+    if version != cu_seqlens_S1._version:
+        plans = {}
+        _KNOWN.plans[cu_seqlens_S1] = cu_seqlens_S1._version, plans
+    if key not in plans:
+        plans[key] = _plan_offsets(name, request, len(q_THD), cu_seqlens_S1)
+    return plans[key]
 
 
-class _LastPlan(NamedTuple):
-    """The plan of the last offsets that came without one, and what it was made for."""
+_KNOWN = threading.local()
+"""Of each thread, `plans`: the version of offsets that came without a plan, and the plans that were made of them.
 
-    offsets: weakref.ref[Tensor]
-    version: int | None
-    key: Hashable
-    plan: Plan
-
-
-_LAST = threading.local()
+They go with the offsets. A tower has two kinds of them, for windows and for whole frames, which its layers alternate.
+"""
 
 
 def _plan_offsets(name: str, request: Request, rows: int, cu_seqlens_S1: Tensor) -> Plan:

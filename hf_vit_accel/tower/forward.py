@@ -35,7 +35,7 @@ from hf_vit_accel.machine import Fault, raise_if_any
 from hf_vit_accel.sharing.data_parallel import NotSharedError
 from hf_vit_accel.tower import attention_only, checks
 from hf_vit_accel.tower.decide import decide
-from hf_vit_accel.tower.plan import NO_GRAPHS, Call, CallPlan, FastPlan, Outcome, Pass, StockPlan, Way
+from hf_vit_accel.tower.plan import NO_GRAPHS, Call, CallPlan, FastPlan, Outcome, Pass, PassDone, StockPlan, Way
 from hf_vit_accel.tower.retry import can_retry_out_of_memory, disable
 from hf_vit_accel.tower.state import STATE, TowerState, state_of
 
@@ -270,11 +270,12 @@ def run(tower: Tower, state: TowerState, plan: CallPlan, original: Original) -> 
         output = original(**plan.injected)
         unserved = attention_only.reasons_unserved(state) if plan.way is Way.ATTENTION else ()
         return Outcome(plan=plan, output=output, reasons=unserved)
+    done: list[PassDone] = []
     with torch.no_grad() if plan.outputs_require_grad else nullcontext():
         if plan.inputs.repeats is None and plan.shared.assignment is None and len(plan.passes) == 1:  # for speed
-            outputs = _encode_pass(state, plan, plan.passes[0], plan.inputs.pixels)
+            outputs = _encode_pass(state, plan, plan.passes[0], done, plan.inputs.pixels)
         else:
-            outputs = _encode_call(tower, state, plan)
+            outputs = _encode_call(tower, state, plan, done)
     if plan.outputs_require_grad:  # copies: stock's outputs are no leaves either, and may be written to
         outputs = [output.requires_grad_().clone() for output in outputs]
     states = len(plan.snapshot.parts.blocks) if plan.spec.hidden_states else 0
@@ -282,10 +283,10 @@ def run(tower: Tower, state: TowerState, plan: CallPlan, original: Original) -> 
     has_class = plan.snapshot.copy_proof is None and plan.snapshot.output_class is not None
     if has_class and plan.inputs.options.get("return_dict", tower.config.return_dict) is False:
         output = output.to_tuple()
-    return Outcome(plan=plan, output=output)
+    return Outcome(plan=plan, output=output, passes=done)
 
 
-def _encode_call(tower: Tower, state: TowerState, plan: FastPlan) -> list[Tensor]:
+def _encode_call(tower: Tower, state: TowerState, plan: FastPlan, done: list[PassDone]) -> list[Tensor]:
     """Return the outputs of all images of a call: encoded here or by other ranks, or reused."""
     inputs = plan.inputs
     assignment = plan.shared.assignment
@@ -297,30 +298,30 @@ def _encode_call(tower: Tower, state: TowerState, plan: FastPlan) -> list[Tensor
         request = plan.spec.request
         share = state.sharing.start(assignment, plan.snapshot.facts, tower, pixels_TP, grad=request.grad)
         with share:
-            outputs = _encode_passes(state, plan, share.pixels_TP)
+            outputs = _encode_passes(state, plan, done, share.pixels_TP)
         outputs = share.gather(outputs, request.dtype)
     else:
-        outputs = _encode_passes(state, plan, pixels_TP)
+        outputs = _encode_passes(state, plan, done, pixels_TP)
     if reuse is not None and inputs.repeats is not None:
         outputs = reuse.collect(inputs.repeats, inputs.grid, outputs)
     return outputs
 
 
-def _encode_passes(state: TowerState, plan: FastPlan, pixels_TP: Tensor) -> list[Tensor]:
+def _encode_passes(state: TowerState, plan: FastPlan, done: list[PassDone], pixels_TP: Tensor) -> list[Tensor]:
     """Return the joined outputs of all passes. Of several with gradients, each is encoded again in the backward."""
     if not plan.passes:
         return []
     if len(plan.passes) == 1:
-        return _encode_pass(state, plan, plan.passes[0], pixels_TP)
+        return _encode_pass(state, plan, plan.passes[0], done, pixels_TP)
     grad = plan.spec.request.grad
     joined = JoinedOutputs(len(pixels_TP), grad=grad)
     recomputed = RecomputedPasses(plan.snapshot.facts, plan.spec) if grad else None
     for one_pass in plan.passes:
         rows_TP = pixels_TP[one_pass.rows]
         if recomputed is not None:
-            outputs = recomputed.run(partial(_encode_pass, state, plan, one_pass), rows_TP)
+            outputs = recomputed.run(partial(_encode_pass, state, plan, one_pass, done), rows_TP)
         else:
-            outputs = _encode_pass(state, plan, one_pass, rows_TP, output_slices=joined.slices(one_pass.rows))
+            outputs = _encode_pass(state, plan, one_pass, done, rows_TP, output_slices=joined.slices(one_pass.rows))
         joined.add(one_pass.rows, outputs)
         del outputs  # before the next pass begins
     return joined.complete()
@@ -330,20 +331,20 @@ def _encode_pass(
     state: TowerState,
     plan: FastPlan,
     one_pass: Pass,
+    done: list[PassDone],
     pixels_or_rows: Tensor,
     *,
     output_slices: Sequence[Tensor] = (),
     is_embedded: bool = False,
 ) -> list[Tensor]:
-    """Return the outputs of one pass, replayed from a CUDA graph or encoded. See `encode` for the arguments."""
+    """Return the outputs of one pass, replayed from a CUDA graph or encoded, and append to `done` how it ran."""
     runner = plan.graphs.runner
     route = one_pass.route
     why_eager = plan.graphs.use.eager_reason
     if runner is not None and not is_embedded:
         result = runner.count_eager(why_eager) if why_eager else _replay(plan, runner, one_pass, pixels_or_rows)
         if not isinstance(result, Eager):
-            plan.routes_run.append(route)
-            plan.ways_run.append(runner.way_of_pass)
+            done.append(PassDone(route, runner.way_of_pass))
             return result
         why_eager = result.why
         if state.settings.strict and not result.allowed_under_strict:
@@ -355,8 +356,7 @@ def _encode_pass(
     outputs = encode(
         route.ready(), pixels_or_rows, plan.checkpoints, blocks, output_slices=output_slices, is_embedded=is_embedded
     )
-    plan.routes_run.append(route)
-    plan.ways_run.append(f"eager: {why_eager}")
+    done.append(PassDone(route, f"eager: {why_eager}"))
     return outputs
 
 
@@ -383,10 +383,10 @@ def _count(state: TowerState, outcome: Outcome) -> object:
     if isinstance(plan, StockPlan):
         state.last_route = plan.route or state.last_route  # a call that goes STOCK has no route
         return outcome.output
-    state.last_route = plan.routes_run[-1] if plan.routes_run else state.last_route
+    state.last_route = outcome.passes[-1].route if outcome.passes else state.last_route
     runner = state.training_runner if plan.spec.request.grad else state.inference_runner
     if runner is not None and (plan.graphs is not NO_GRAPHS or runner.last_way is not None):
-        runner.last_way = plan.graph_way
+        runner.last_way = outcome.graph_way
     if len(plan.passes) > 1:
         state.pass_limit.calls += 1
         state.pass_limit.passes += len(plan.passes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from torch import nn
 
@@ -153,8 +153,6 @@ class FastPlan:
         shared: Which rank encodes what, if ranks share the call.
         graphs: The CUDA graphs of the call.
         outputs_require_grad: Whether the outputs of a frozen tower must require gradients.
-        routes_run: The routes that were replayed or encoded so far.
-        ways_run: How `status` reports each of them.
         way: Always `Way.FAST`.
     """
 
@@ -170,20 +168,17 @@ class FastPlan:
     shared: SharedCall
     graphs: GraphChoice
     outputs_require_grad: bool
-    routes_run: list[Route] = field(default_factory=list)
-    ways_run: list[str] = field(default_factory=list)
     way: ClassVar[Way] = Way.FAST
-
-    @property
-    def graph_way(self) -> str:
-        """How `status` reports the call: as eager if one of its passes was."""
-        ways = self.ways_run
-        if len(ways) > 1:
-            return next((way for way in ways if way.startswith("eager")), ways[0])
-        return ways[0] if ways else "no image was encoded: all features were known, or are those of other ranks"
 
 
 CallPlan = StockPlan | FastPlan
+
+
+class PassDone(NamedTuple):
+    """A pass that was replayed or encoded, by which route, and how `status` reports it."""
+
+    route: Route
+    way: str
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -194,8 +189,18 @@ class Outcome:
         plan: The decisions that it ran by.
         output: An object of the stock output class, or a tuple.
         reasons: More reasons why it got less than was requested, found while it ran.
+        passes: Those that ran.
     """
 
     plan: CallPlan
     output: object
     reasons: tuple[str, ...] = ()
+    passes: Sequence[PassDone] = ()
+
+    @property
+    def graph_way(self) -> str:
+        """How `status` reports the call: as eager if one of its passes was."""
+        ways = [one_pass.way for one_pass in self.passes]
+        if len(ways) > 1:
+            return next((way for way in ways if way.startswith("eager")), ways[0])
+        return ways[0] if ways else "no image was encoded: all features were known, or are those of other ranks"
