@@ -260,6 +260,8 @@ class Snapshot:
         try:
             if self.proof.backoff is not None or self._reason_copy_changed() is not None:
                 return False
+            if self._called_memory is not None:  # it holds the weights of called modules
+                return False
             return have_same_objects(self._now(), self._as_read) and self.recorded.holds_same_objects()
         except (AttributeError, ValueError):  # a method is gone; a buffer of a copy was made in inference mode
             return False
