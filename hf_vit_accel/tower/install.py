@@ -99,7 +99,7 @@ def uninstall(tower: nn.Module) -> TowerState | None:
     if state is None:
         return None
     for slot in _slots_for_ours(tower):
-        if is_our_forward(slot.value):
+        if is_our_forward(slot.value) and slot.value.__self__ is tower:
             former = _former_of(slot.value)
             if former is None and slot.value is vars(tower).get("forward"):
                 del vars(tower)["forward"]
@@ -119,13 +119,10 @@ def uninstall(tower: nn.Module) -> TowerState | None:
 def _slots_for_ours(tower: nn.Module) -> list[Slot]:
     """Return the slots that hold the class's forward, or ours; the tower's own `forward` if its calls reach none."""
     class_forward = type(tower).forward
-    slots = list(slots_of(tower, lambda value: _is_ours_or(class_forward, value)))
-    held = [slot for slot in slots if _holds_forward(slot.value, tower)]
-    return held if any(slot.is_called for slot in held) else slots[:1]
-
-
-def _is_ours_or(class_forward: Forward, value: object) -> bool:
-    return is_our_forward(value) or getattr(value, "__func__", value) is class_forward
+    slots = list(
+        slots_of(tower, lambda value: is_our_forward(value) or getattr(value, "__func__", value) is class_forward)
+    )
+    return [slot for slot in slots if _holds_forward(slot.value, tower)] or slots[:1]
 
 
 def _holds_forward(value: Any, tower: nn.Module) -> bool:

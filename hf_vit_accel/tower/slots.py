@@ -7,12 +7,11 @@ accelerate's hooks) or of an object. A `Slot` is one such place. Our forward goe
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -23,35 +22,21 @@ _MOST_SLOTS = 2000
 """Wrappers have some ten slots. The names in their code may also lead to functions of their file."""
 
 
-@dataclass(frozen=True)
-class Slot:
-    """A place that holds a callable.
-
-    Attributes:
-        value: What it holds; None for a tower without a forward on the instance.
-        put: Puts another callable there.
-        is_called: False for a `__wrapped__`, from which code unwraps a function.
-    """
+class Slot(NamedTuple):
+    """A place that holds a callable, None for a tower without a forward on the instance, and what replaces it."""
 
     value: Any
     put: Callable[[Any], None]
-    is_called: bool = True
 
 
-def slots_of(tower: nn.Module, is_forward: Callable[[object], bool]) -> Iterator[Slot]:
-    """Yield the slots that calls of a tower may reach, the tower's own `forward` first.
-
-    Args:
-        tower: The tower.
-        is_forward: Whether a callable is the class's forward, or ours, so that there is nothing to find inside.
-    """
-    attributes = vars(tower)
-    pending = [Slot(attributes.get("forward"), functools.partial(attributes.__setitem__, "forward"))]
+def slots_of(tower: nn.Module, is_leaf: Callable[[object], bool]) -> Iterator[Slot]:
+    """Yield the slots that calls of a tower may reach, its own `forward` first; in leaves there is nothing to find."""
+    pending = [Slot(vars(tower).get("forward"), partial(vars(tower).__setitem__, "forward"))]
     followed: dict[int, object] = {}
     while pending and len(followed) < _MOST_SLOTS:
         slot = pending.pop(0)
         yield slot
-        if slot.is_called and id(slot.value) not in followed and not is_forward(slot.value):
+        if id(slot.value) not in followed and not is_leaf(slot.value):
             followed[id(slot.value)] = slot.value
             inner = _slots_in(slot.value, tower)
             pending += [slot for slot in inner if callable(slot.value) or isinstance(slot.value, dict)]
@@ -63,11 +48,10 @@ def _slots_in(value: Any, tower: nn.Module) -> Iterator[Slot]:
         return
     if isinstance(value, dict):
         yield from _entries(value, list(value))
-    elif isinstance(value, functools.partial):
+    elif isinstance(value, partial):
         for index, item in enumerate([value.func, *value.args]):
-            yield Slot(item, functools.partial(_put_in_partial, value, index))
+            yield Slot(item, partial(_put_in_partial, value, index))
         yield from _slots_in(value.keywords, tower)
-        yield from _wrapped(value)
     elif isinstance(value, MethodType):
         yield from _slots_in(value.__func__, tower)
         yield from _slots_in(_attributes_of(value.__self__), tower)
@@ -83,17 +67,13 @@ def _slots_in(value: Any, tower: nn.Module) -> Iterator[Slot]:
 def _slots_of_function(function: FunctionType, tower: nn.Module) -> Iterator[Slot]:
     for cell in function.__closure__ or ():
         with suppress(ValueError):  # an empty cell
-            yield Slot(cell.cell_contents, functools.partial(setattr, cell, "cell_contents"))
+            yield Slot(cell.cell_contents, partial(setattr, cell, "cell_contents"))
     for index, value in enumerate(function.__defaults__ or ()):
-        yield Slot(value, functools.partial(_put_default, function, index))
+        yield Slot(value, partial(_put_default, function, index))
     yield from _slots_in(function.__kwdefaults__ or {}, tower)
     names = names_in_code(function.__code__)
-    named = [vars(function), vars(tower)]
-    if not is_upstream(function):
-        named.append(function.__globals__)
-    for entries in named:
+    for entries in (vars(function), vars(tower), {} if is_upstream(function) else function.__globals__):
         yield from _entries(entries, names & entries.keys())
-    yield from _wrapped(function)
 
 
 def _put_default(function: FunctionType, index: int, value: object) -> None:
@@ -102,17 +82,10 @@ def _put_default(function: FunctionType, index: int, value: object) -> None:
     function.__defaults__ = tuple(defaults)
 
 
-def _put_in_partial(partial: Any, index: int, value: object) -> None:
-    items = [partial.func, *partial.args]
+def _put_in_partial(holder: Any, index: int, value: object) -> None:
+    items = [holder.func, *holder.args]
     items[index] = value
-    partial.__setstate__((items[0], tuple(items[1:]), partial.keywords, vars(partial)))
-
-
-def _wrapped(value: object) -> Iterator[Slot]:
-    attributes = vars(value)
-    if "__wrapped__" in attributes:
-        put = functools.partial(attributes.__setitem__, "__wrapped__")
-        yield Slot(attributes["__wrapped__"], put, is_called=False)
+    holder.__setstate__((items[0], tuple(items[1:]), holder.keywords, vars(holder)))
 
 
 def _attributes_of(value: object) -> dict[str, Any]:
@@ -123,7 +96,7 @@ def _attributes_of(value: object) -> dict[str, Any]:
 
 def _entries(entries: dict[str, Any], names: Iterable[str]) -> Iterator[Slot]:
     for name in names:
-        yield Slot(entries[name], functools.partial(entries.__setitem__, name))
+        yield Slot(entries[name], partial(entries.__setitem__, name))
 
 
 def name_of(forward: Callable[..., object]) -> str:
