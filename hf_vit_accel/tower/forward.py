@@ -149,7 +149,7 @@ def redirect_shallow_copies(module: nn.Module, args: Arguments, kwargs: Options)
     if type(forward) is AcceleratedForward and forward._tower() is module:
         return None
     state = state_of(module)
-    if state is None or not is_our_forward(forward) or forward.__self__ is module:
+    if state is None or not is_our_forward(forward) or forward.__self__ is module or state.former_forward is not None:
         return None
     state = state.copy()
     vars(module)[STATE] = state

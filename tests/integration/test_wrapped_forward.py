@@ -255,9 +255,10 @@ def test_a_wrapper_without_the_forward_of_the_class_stays(model: nn.Module, when
     [reason] = status_of(model).against_fast
     assert "by_name (" in reason and "does not call the class's" in reason
     assert_close(run(tower, GRID), [expected[0] * 2, *expected[1:]])
+    assert_close(run(copy.copy(tower), GRID), [expected[0] * 2, *expected[1:]])
     assert status_of(model).calls == 0
     if when == "before":
-        check_calls(model, 0, 1, "the tower has a forward of its own")
+        check_calls(model, 0, 2, "the tower has a forward of its own")
     hf_vit_accel.unpatch(model)
     if when == "before":
         assert traces_of(tower) == before
