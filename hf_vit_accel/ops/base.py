@@ -234,6 +234,7 @@ class Context:
         recorded: attributes of modules that were read.
         fused: operations earlier in the table that are fused.
         activations: results of `ops.mlp.activation_of`.
+        hooked_parts: the `id` of modules that are called, since hooks on or in them must run.
     """
 
     device: torch.device
@@ -247,6 +248,7 @@ class Context:
     recorded: RecordedAttributes = field(default_factory=RecordedAttributes)
     fused: set[str] = field(default_factory=set)
     activations: dict[tuple[object, ...], str | None] = field(default_factory=dict)
+    hooked_parts: frozenset[int] = frozenset()
 
     def read(self, module: nn.Module, name: str, default: object = None) -> Any:
         """Read and record an attribute of a module; see `RecordedAttributes`."""

@@ -33,7 +33,7 @@ def _is_gated(merger: nn.Module) -> bool:
 
 
 def _reasons_against(merger: Part, context: Context) -> list[str]:
-    reasons = context.reasons_replaced(merger)
+    reasons = ["it has hooks"] if id(merger) in context.hooked_parts else context.reasons_replaced(merger)
     if reasons:
         return reasons
     if _is_gated(merger):

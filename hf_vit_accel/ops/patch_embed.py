@@ -20,6 +20,8 @@ READ = "stride", "kernel_size", "groups", "padding", "dilation"
 
 
 def _reasons_against(parts: Parts, context: Context) -> list[str]:
+    if id(parts.patch_embed) in context.hooked_parts:
+        return ["it has hooks"]
     conv = parts.projection
     kind = next((kind for kind in (nn.Linear, nn.Conv2d, nn.Conv3d) if type(conv) is kind), nn.Conv3d)
     reasons = context.reasons_replaced(conv, kind) or ([] if kind is nn.Linear else reasons_overlapping(conv))

@@ -182,6 +182,7 @@ def reasons_slow(
     weights: WeightMemory,
     options: Mapping[str, object],
     hidden_states: object = False,
+    hooked_parts: set[int] | None = None,
     *,
     grad: bool,
 ) -> list[str]:
@@ -193,6 +194,7 @@ def reasons_slow(
         weights: Addresses, dtypes and sizes of its parameters.
         options: The other keyword arguments of the call.
         hidden_states: The `output_hidden_states` of the call or of the config.
+        hooked_parts: Receives the `id` of every merger and patch embedding with hooks: these run as modules.
         grad: Whether gradients may be required.
     """
     reasons = [*snapshot.reasons_slow, *weights.reasons]
@@ -202,7 +204,7 @@ def reasons_slow(
         reasons.append("global module hooks")
     for hooks_of in HOOKS if grad else HOOKS[:2]:  # without gradients, hooks of the forward alone
         if any(map(hooks_of, snapshot.attributes_inside)):
-            reasons += _reasons_hooked(snapshot, hooks_of)
+            reasons += _reasons_hooked(snapshot, hooks_of, set() if hooked_parts is None else hooked_parts)
     if snapshot.sharded_layers:
         reasons += fsdp.reasons_against(snapshot.sharded_layers.values(), weights.dtype)
     if hidden_states and snapshot.proof.why_not_hidden_states is not None:
@@ -222,14 +224,21 @@ def reasons_slow(
     return reasons + reasons_untraceable()
 
 
-def _reasons_hooked(snapshot: Snapshot, hooks_of: HooksOf) -> list[str]:
-    """Return a sentence about the first module inside with a hook that the fast path would skip; empty for none."""
+def _reasons_hooked(snapshot: Snapshot, hooks_of: HooksOf, hooked_parts: set[int]) -> list[str]:
+    """Return a sentence about the first module inside with a hook that the fast path would skip; empty for none.
+
+    Hooks inside a part that can run as a module add it to `hooked_parts` instead.
+    """
     sharded_ids = {id(vars(block)) for block in snapshot.sharded_layers.values()}
     for name, attributes in zip(snapshot.names_inside, snapshot.attributes_inside, strict=True):
         is_sharded = id(attributes) in sharded_ids
+        part = snapshot.callable_parts.get(id(attributes))
         for hook in hooks_of(attributes).values():
-            if not (is_inert(hook) or (is_sharded and fsdp.hooked_by_fsdp(hook))):
+            if is_inert(hook) or (is_sharded and fsdp.hooked_by_fsdp(hook)):
+                continue
+            if part is None:
                 return [f"hooks on {name}"]
+            hooked_parts.add(part)
     return []
 
 

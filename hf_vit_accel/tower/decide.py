@@ -50,7 +50,6 @@ _OUTER_GRAPH = (
     "A patched tower cannot be captured in an outer CUDA graph. By default it captures its own where that pays, with "
     "hf_vit_accel.patch(model, cuda_graphs=True) at the first call"
 )
-_HIDDEN_STATES = "hidden states are requested"
 _HIDDEN_STATES_OF_STEP = "with gradients, hidden states are those that the layers take"
 AUTOMATIC_ON = ("cuda",)
 """The types of devices on which `cuda_graphs="auto"` captures."""
@@ -90,13 +89,20 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
         reasons_slow.append("this family takes the frames of a video one by one")
     runs_stock_blocks = bool(reasons_slow)
     spec = spec_of(
-        state, snapshot, weights, device, fast=not runs_stock_blocks, grad=grad, hidden_states=call.hidden_states
+        state,
+        snapshot,
+        weights,
+        device,
+        fast=not runs_stock_blocks,
+        grad=grad,
+        hidden_states=call.hidden_states,
+        hooked_parts=call.hooked_parts,
     )
     if runs_stock_blocks:
         return _decide_metadata(tower, state, call, spec, reasons_slow, shared)
     reasons = list(shared.reasons)
-    if call.hidden_states and state.reuse is not None:
-        reasons.append(f"equal pictures are encoded again: {_HIDDEN_STATES}")
+    if state.reuse is not None and call.why_whole is not None:
+        reasons.append(f"equal pictures are encoded again: {call.why_whole}")
     most_rows = spec.max_rows
     if any(checkpoints) or isinstance(state.settings.max_rows, int):  # else there is nothing to add to the spec
         most_rows, passes_reasons = _most_rows(state, spec, snapshot, checkpoints, len(inputs.pixels))
@@ -167,6 +173,7 @@ def spec_of(
     fast: bool,
     grad: bool,
     hidden_states: bool = False,
+    hooked_parts: frozenset[int] = frozenset(),
 ) -> Spec:
     """Return the spec of calls like this one; the same object while nothing of it changes.
 
@@ -178,11 +185,14 @@ def spec_of(
         fast: Whether our operations run.
         grad: Whether gradients are required.
         hidden_states: Whether hidden states are returned, too.
+        hooked_parts: See `Call`.
     """
     autocast = checks.autocast_dtype(device, weights.dtype)
     scales = None if state.settings.fp8 is None else state.scales(snapshot, device)
     halvings = len(state.pass_limit.rows_after_oom)
-    key = SpecKey(device, autocast, fast, grad, weights.dtype, weights.key, scales, halvings, hidden_states)
+    key = SpecKey(
+        device, autocast, fast, grad, weights.dtype, weights.key, scales, halvings, hidden_states, hooked_parts
+    )
     spec = snapshot.specs.get(key)
     return state.make_spec(snapshot, weights, key) if spec is None else spec
 
@@ -210,10 +220,13 @@ def _decide_sharing(
     is_reentrant = any(checkpoint is not None and checkpoint.is_reentrant for checkpoint in checkpoints)
     reasons = sharing.reasons_against(snapshot.facts, reentrant=is_reentrant)
     if call.hidden_states:
-        reasons.append(f"not shared by ranks: {_HIDDEN_STATES}")
+        reasons.append(f"not shared by ranks: {call.why_whole}")
     if reasons:
         return SharedCall(reasons=tuple(reasons))
     sharing.note_others_wait(inputs.grid)
+    if call.why_whole is not None:  # other ranks may have no hooks
+        sharing.decline([call.why_whole])
+        return SharedCall(result="encoded by each rank alone", reasons=(call.why_whole,))
     return SharedCall(assignment=assignment, result="shared")
 
 
@@ -312,6 +325,8 @@ def _choose_graphs(
         return NO_GRAPHS
     assert snapshot is not None and call.weights is not None
     reason = _reason_against_graphs(snapshot, call.weights, device, checkpoints, grad=grad)
+    if call.hooked_parts:
+        reason = reason or call.why_whole
     if call.hidden_states and grad:
         reason = reason or _HIDDEN_STATES_OF_STEP
     if reason is not None:

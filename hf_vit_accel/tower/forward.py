@@ -233,9 +233,11 @@ def read(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) -> C
             return Call(reasons_stock=reasons)
     requested = kwargs.get("output_hidden_states", getattr(tower.config, "output_hidden_states", False))
     hidden_states = bool(requested) and snapshot.proof.returns_hidden_states
-    reasons_slow = checks.reasons_slow(tower, snapshot, weights, kwargs, requested, grad=torch.is_grad_enabled())
+    hooked: set[int] = set()
+    grad = torch.is_grad_enabled()
+    reasons_slow = checks.reasons_slow(tower, snapshot, weights, kwargs, requested, hooked, grad=grad)
     find_repeats = None
-    if state.reuse is not None and not hidden_states and state.warming != threading.get_ident():
+    if state.reuse is not None and not (hidden_states or hooked) and state.warming != threading.get_ident():
         find_repeats = partial(state.find_repeats, snapshot, parameters, weights)
     read_inputs = inputs.read(snapshot.expected, find_repeats, *args, **kwargs)
     why_not_read = "arguments are missing, or pixel values are in a shape or of a class of their own"
@@ -244,6 +246,7 @@ def read(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) -> C
         reasons_stock=[] if read_inputs else [why_not_read],
         reasons_slow=reasons_slow,
         hidden_states=hidden_states,
+        hooked_parts=frozenset(hooked),
         snapshot=snapshot,
         parameters=parameters,
         weights=weights,

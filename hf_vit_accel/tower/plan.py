@@ -46,6 +46,7 @@ class Call:
         reasons_stock: Why it does.
         reasons_slow: Why the blocks must be called one by one.
         hidden_states: Whether hidden states are returned, too.
+        hooked_parts: The `id` of every merger and patch embedding that runs as a module, since hooks are on or in it.
         snapshot: The tower as it is now; None for a call that goes STOCK or ATTENTION.
         parameters: Of the tower, as they are now.
         weights: Their addresses, dtypes and sizes.
@@ -55,6 +56,15 @@ class Call:
     reasons_stock: Sequence[str] = ()
     reasons_slow: Sequence[str] = ()
     hidden_states: bool = False
+    hooked_parts: frozenset[int] = frozenset()
+
+    @property
+    def why_whole(self) -> str | None:
+        """Why every picture of the call is encoded here and now; None where parts of it need not be."""
+        if self.hooked_parts:
+            return "hooks see each call of their module"
+        return "hidden states are requested" if self.hidden_states else None
+
     snapshot: Snapshot | None = None
     parameters: list[nn.Parameter] = field(default_factory=list)
     weights: WeightMemory | None = None

@@ -74,6 +74,7 @@ class Snapshot:
         parameter_dicts: The `_parameters` of modules, in the order of the parameters of `weights`.
         checkpoint_wrappers: The wrappers of blocks whose `checkpoint_fn` runs their layers, by the index of the layer.
         sharded_layers: The blocks whose weights FSDP2 gathers when they are called, by the index of their layer.
+        callable_parts: The `id` of a merger or of the patch embedding, by that of the `vars` of every module inside it.
         names_inside: The names of all modules but the tower itself.
         attributes_inside: Their attribute dictionaries.
         uses_fsdp: Whether FSDP2 gathers any weights.
@@ -212,6 +213,8 @@ class Snapshot:
         self._sharded_others = [module for module in self._fsdp_modules if module not in self.sharded_layers.values()]
         self.uses_fsdp = isinstance(tower, fsdp.wrapper()) or bool(self.sharded_layers)
         self.reasons_slow = [] if self.reasons_stock else list(self._find_reasons_slow(tower))
+        parts = [] if self.reasons_stock or self.copy_proof else [self.parts.patch_embed, *self.parts.mergers()]
+        self.callable_parts = {id(vars(module)): id(part) for part in parts for module in part.modules()}
         if not self.reasons_stock:
             self.facts = TowerFacts(
                 parts=self.parts,

@@ -48,6 +48,7 @@ class SpecKey(NamedTuple):
     scales: Scales | None
     halvings: int
     hidden_states: bool = False
+    hooked_parts: frozenset[int] = frozenset()
 
 
 class TowerState:
@@ -218,7 +219,7 @@ class TowerState:
         if self.keeps_attention and tower.config._attn_implementation in (*proof.NAMES, self.former_name):
             tower.config._attn_implementation_internal = checks.attention_name(tower, self.settings, self.former_name)
 
-    def _build(self, snapshot: Snapshot, weights: WeightMemory, request: Request) -> Ops:
+    def _build(self, snapshot: Snapshot, weights: WeightMemory, request: Request, hooked_parts: frozenset[int]) -> Ops:
         """Build the operations for weights and rows of these dtypes on this device."""
         requested_parts = self.settings.fuse
         if self.settings.score_mod is not None:  # the fused kernel for windows does not apply it
@@ -232,6 +233,7 @@ class TowerState:
             trusted=snapshot.trusted,
             recorded=snapshot.recorded,
             grad=request.grad,
+            hooked_parts=hooked_parts,
         )
         ops = build(snapshot.parts, context, requested_parts)
         snapshot.recorded.seal()
@@ -269,11 +271,11 @@ class TowerState:
             grad=grad,
             score_mod=settings.score_mod,
         )
-        never_cut = bool(snapshot.sharded_layers or snapshot.mixing or (key.hidden_states and grad))
+        never_cut = bool(snapshot.sharded_layers or snapshot.mixing or key.hooked_parts or (key.hidden_states and grad))
         spec = Spec(
             geometry=snapshot.geometry,
             request=request,
-            ops=self._build(snapshot, weights, request) if key.fast else None,
+            ops=self._build(snapshot, weights, request, key.hooked_parts) if key.fast else None,
             full_layers=snapshot.full_layers,
             faults=tuple(self.faults.items()),
             max_rows=self.pass_limit.rows(key.device, grad=grad, never_cut=never_cut),
