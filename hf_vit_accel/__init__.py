@@ -5,8 +5,8 @@ The rooms, each importing only rooms before it: `config` (settings), `layout` (`
 versions of transformers); `ops` and `backends` (the operations and the attention of a tower); `engine` (one call on
 one device); `graphs` (the call replayed from a CUDA graph);
 `sharing` (one picture for many, one call for many ranks); `tower` (the accelerated forward, its state and its proof);
-`model` (the whole model around the tower); `status`, `api` and `calibration` (what users call); `tools` (the command
-line).
+`model` (the whole model around the tower); `decoding` (`graphed_decoding`); `status`, `api` and `calibration` (what
+users call); `tools` (the command line).
 To follow a call, begin at `tower/forward.py`.
 
 Examples:
@@ -37,7 +37,7 @@ from hf_vit_accel.tower.loading import register
 from hf_vit_accel.tower.on_import import after_import
 
 if TYPE_CHECKING:
-    from hf_vit_accel.model.decoding import graphed_decoding
+    from hf_vit_accel.decoding.loop import graphed_decoding
 
 __version__ = "0.2.0"
 
@@ -69,7 +69,7 @@ def __getattr__(name: str) -> Any:
     if name != "graphed_decoding":
         message = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(message, name=name, obj=sys.modules[__name__])
-    from hf_vit_accel.model.decoding import graphed_decoding
+    from hf_vit_accel.decoding.loop import graphed_decoding
 
     return graphed_decoding
 

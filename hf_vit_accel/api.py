@@ -174,7 +174,7 @@ def unpatch(model: Model) -> Model:
         around.uninstall(holder)
     for module in model.modules():  # the configs of a composite loaded with one of our names hold it, too
         restore_name(module, None)
-    steps = sys.modules.get("hf_vit_accel.model.decode_steps")  # imported by the first call of `graphed_decoding`
+    steps = sys.modules.get("hf_vit_accel.decoding.steps")  # imported by the first call of `graphed_decoding`
     if steps is not None:
         steps.free_steps(model)
     return model

@@ -211,7 +211,7 @@ def status(model: nn.Module) -> Status:
     """
     towers = [_tower_status(path, tower, family) for path, tower, family in towers_of(model)]
     models = [_model_status(path, holder) for path, holder in around.holders_of(model) if around.state_of(holder)]
-    steps = sys.modules.get("hf_vit_accel.model.decode_steps")  # imported by the first call of `graphed_decoding`
+    steps = sys.modules.get("hf_vit_accel.decoding.steps")  # imported by the first call of `graphed_decoding`
     decoding = None if steps is None else steps.decoding_status(model)
     return Status(towers=tuple(towers), models=tuple(models), decoding=decoding, untested=tuple(untested()))
 

@@ -32,7 +32,7 @@ from transformers.video_utils import VideoMetadata
 
 import hf_vit_accel
 from hf_vit_accel import ReuseConfig
-from hf_vit_accel.model.decode_steps import free_steps
+from hf_vit_accel.decoding.steps import free_steps
 
 __all__ = [
     "Absent",

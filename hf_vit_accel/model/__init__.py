@@ -1,1 +1,1 @@
-"""The whole model around the tower: positions, placeholders, one call of the tower a forward, and decoding."""
+"""The whole model around the tower: positions, placeholders, and one call of the tower a forward."""

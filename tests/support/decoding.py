@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import hf_vit_accel
-from hf_vit_accel.model import decode_steps as steps_module
-from hf_vit_accel.model import decoding
-from hf_vit_accel.model.decode_step import CACHE
-from hf_vit_accel.model.decode_steps import DecodeSteps, steps_of
+from hf_vit_accel.decoding import loop as decoding
+from hf_vit_accel.decoding import steps as steps_module
+from hf_vit_accel.decoding.step import CACHE
+from hf_vit_accel.decoding.steps import DecodeSteps, steps_of
 from support.recorded_ops import OperationRecorder
 
 

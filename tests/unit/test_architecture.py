@@ -28,10 +28,11 @@ IMPORTS = {
     "sharing": "config engine layout machine ops",
     "tower": "backends config engine families graphs layout machine ops sharing versions",
     "model": "families graphs machine ops tower versions",
+    "decoding": "families graphs machine model ops tower versions",
     "status": "backends config engine families graphs model ops sharing tower versions",
     "api": "backends config families layout machine model ops sharing status tower",
     "calibration": "api backends config ops status tower",
-    "__init__": "api backends calibration config machine model sharing status tower",
+    "__init__": "api backends calibration config decoding machine model sharing status tower",
     "tools": "__init__ api backends config engine families graphs layout machine ops tower versions",
     "__main__": "tools",
 }

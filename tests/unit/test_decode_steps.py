@@ -26,11 +26,11 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_vit_accel
 from hf_vit_accel import graphed_decoding
+from hf_vit_accel.decoding import loop as decoding
+from hf_vit_accel.decoding import step as step_module
+from hf_vit_accel.decoding.norms import as_one_kernel, norms_of
+from hf_vit_accel.decoding.steps import read_model, steps_of
 from hf_vit_accel.graphs import automatic
-from hf_vit_accel.model import decode_step as step_module
-from hf_vit_accel.model import decoding
-from hf_vit_accel.model.decode_steps import read_model, steps_of
-from hf_vit_accel.model.norms import as_one_kernel, norms_of
 
 Recorder = type[OperationRecorder]
 TEXT = {"input_ids": torch.tensor([[5, 6, 7, 8], [9, 4, 3, 3]])}

@@ -30,9 +30,9 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_vit_accel
 from hf_vit_accel import graphed_decoding
-from hf_vit_accel.model import decoding
-from hf_vit_accel.model.decode_step import CACHE
-from hf_vit_accel.model.decode_steps import steps_of
+from hf_vit_accel.decoding import loop as decoding
+from hf_vit_accel.decoding.step import CACHE
+from hf_vit_accel.decoding.steps import steps_of
 
 ALL_OUTPUTS: dict[str, Any] = dict(return_dict_in_generate=True, output_scores=True, output_logits=True)
 NO_PICTURES = dict(suppress_tokens=[tiny.IMAGE, tiny.VIDEO, tiny.START, tiny.END])

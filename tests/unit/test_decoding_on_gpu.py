@@ -11,7 +11,7 @@ from support.decoding import both, counts_of
 from tiny import TINY
 
 from hf_vit_accel import graphed_decoding
-from hf_vit_accel.model.decode_steps import steps_of
+from hf_vit_accel.decoding.steps import steps_of
 
 pytestmark = pytest.mark.gpu
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from hf_vit_accel import machine
+from hf_vit_accel.decoding.step import DecodeStep, UnservedError
 from hf_vit_accel.families import family_of
 from hf_vit_accel.graphs.automatic import capture_of_ours
 from hf_vit_accel.graphs.recorder import CudaRecorder
 from hf_vit_accel.model.around import is_own_hook
-from hf_vit_accel.model.decode_step import DecodeStep, UnservedError
 from hf_vit_accel.tower.modules import is_inert
 
 _PLAIN = {bool, int, float, str, type(None)}

@@ -19,10 +19,10 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from hf_vit_accel.decoding.step import ATTENTION, CACHE, DecodeStep, StepInputs, UnservedError, smallest_window_of
+from hf_vit_accel.decoding.steps import DecodeSteps, steps_of
 from hf_vit_accel.graphs.automatic import capture_of_ours
 from hf_vit_accel.machine import one_line
-from hf_vit_accel.model.decode_step import ATTENTION, CACHE, DecodeStep, StepInputs, UnservedError, smallest_window_of
-from hf_vit_accel.model.decode_steps import DecodeSteps, steps_of
 from hf_vit_accel.model.host import Arguments
 
 FEWEST = 8

@@ -17,8 +17,8 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from hf_vit_accel.decoding.norms import as_one_kernel, norms_of
 from hf_vit_accel.model.host import Arguments
-from hf_vit_accel.model.norms import as_one_kernel, norms_of
 from hf_vit_accel.ops.decode_attention import attend_in_chunks, why_not_in_chunks
 from hf_vit_accel.versions import cache_name
 
