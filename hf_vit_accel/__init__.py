@@ -4,9 +4,9 @@ The rooms, each importing only rooms before it: `config` (settings), `layout` (`
 `machine` (what this machine can do); `families` (what differs between models); `versions` (what differs between
 versions of transformers); `ops` and `backends` (the operations and the attention of a tower); `engine` (one call on
 one device); `graphs` (the call replayed from a CUDA graph);
-`sharing` (one picture for many, one call for many ranks); `tower` (the accelerated forward, its state and its proof);
-`model` (the whole model around the tower); `decoding` (`graphed_decoding`); `status`, `api` and `calibration` (what
-users call); `tools` (the command line).
+`sharing` (one picture for many, one call for many ranks); `decoding` (`graphed_decoding`, which knows no tower);
+`tower` (the accelerated forward, its state and its proof); `model` (the whole model around the tower); `status`, `api`
+and `calibration` (what users call); `tools` (the command line).
 To follow a call, begin at `tower/forward.py`.
 
 Examples:

@@ -165,9 +165,9 @@ def unpatch(model: Model) -> Model:
         model: A model, patched or not.
 
     Raises:
-        ValueError: If the model has no supported tower.
+        ValueError: If the model has no supported tower, and `graphed_decoding` was never called for it.
     """
-    for _, tower, _ in towers_of(model):
+    for _, tower, _ in towers_of(model, or_decoded=True):
         state = uninstall(tower)
         restore_name(tower, state.former_name if state else None)
     for _, holder in around.holders_of(model):

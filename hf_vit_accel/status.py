@@ -207,13 +207,17 @@ def status(model: nn.Module) -> Status:
         model: Any module that holds a supported tower, or the tower itself.
 
     Raises:
-        ValueError: If the model has no supported tower.
+        ValueError: If the model has no supported tower, and `graphed_decoding` was never called for it.
     """
-    towers = [_tower_status(path, tower, family) for path, tower, family in towers_of(model)]
+    towers = [_tower_status(path, tower, family) for path, tower, family in towers_of(model, or_decoded=True)]
     models = [_model_status(path, holder) for path, holder in around.holders_of(model) if around.state_of(holder)]
-    steps = sys.modules.get("hf_vit_accel.decoding.steps")  # imported by the first call of `graphed_decoding`
-    decoding = None if steps is None else steps.decoding_status(model)
-    return Status(towers=tuple(towers), models=tuple(models), decoding=decoding, untested=tuple(untested()))
+    return Status(towers=tuple(towers), models=tuple(models), decoding=_decoding_of(model), untested=tuple(untested()))
+
+
+def _decoding_of(model: nn.Module) -> str | None:
+    """Describe what `graphed_decoding` did for a model; None before its first call, which imports the room."""
+    steps = sys.modules.get("hf_vit_accel.decoding.steps")
+    return None if steps is None else steps.decoding_status(model)
 
 
 def _model_status(path: str, model: nn.Module) -> ModelStatus:
@@ -383,12 +387,15 @@ def _fp8_status(state: TowerState, choices: Mapping[LayerKind, Choice]) -> str |
     return text if why_not_worth is None else f"{text}; not used by the last call: {why_not_worth}"
 
 
-def towers_of(model: nn.Module, like: Mapping[str, str] | None = None) -> list[tuple[str, Tower, Family]]:
+def towers_of(
+    model: nn.Module, like: Mapping[str, str] | None = None, *, or_decoded: bool = False
+) -> list[tuple[str, Tower, Family]]:
     """Return (path, tower, family) of every supported tower in a model.
 
     Args:
         model: The model.
         like: The families of copies by the name of their class, as `patch` takes them.
+        or_decoded: Whether a model without a tower will do if `graphed_decoding` was called for it.
 
     Raises:
         ValueError: If the model is no torch module or has no supported tower, or if `like` does not fit it.
@@ -397,7 +404,7 @@ def towers_of(model: nn.Module, like: Mapping[str, str] | None = None) -> list[t
         loaded = "its `model`" if isinstance(getattr(model, "model", None), nn.Module) else "the loaded model"
         raise ValueError(f"expected a torch module, got {type(model).__name__}; pass {loaded}")
     towers = towers_in(model, like or {})
-    if not towers:
+    if not towers and not (or_decoded and _decoding_of(model)):
         supported = ", ".join(family.name for family in FAMILIES)
         raise ValueError(
             f"expected a model with a vision tower of one of the families {supported}, found none in "

@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
 import torch
 import transformers
+from packaging.version import Version
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from hf_vit_accel.decoding.step import ATTENTION, CACHE, DecodeStep, StepInputs, UnservedError, smallest_window_of
+from hf_vit_accel.decoding.step import CACHE, Arguments, DecodeStep, check_cache, key_of_inputs
 from hf_vit_accel.decoding.steps import DecodeSteps, steps_of
+from hf_vit_accel.decoding.text_models import Reading, UnservedError
 from hf_vit_accel.graphs.automatic import capture_of_ours
 from hf_vit_accel.machine import one_line
-from hf_vit_accel.model.host import Arguments
 
 FEWEST = 8
 """The fewest tokens to come for which a new step is captured. A capture takes some 0.1 s."""
 _RESERVE = 128
 """Slots for tokens to come that a new cache has at least. Where it is full, a larger one takes over."""
-_REPLACED_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", ATTENTION)
-"""The attention implementations of a text model that the step's own replaces. `ATTENTION` is set while a step of
-another thread runs."""
 _OPTIONS = ("streamer", "synced_gpus", "max_graphs", "max_bytes")
 """The options of `graphed_decoding` that users give by `functools.partial`."""
 
@@ -85,16 +91,17 @@ def graphed_decoding(
         ```
     """
     _check_bounds(max_graphs, max_bytes)
-    caller = sys._getframe(1)
-    of_generate = caller.f_locals if caller.f_code.co_name == "generate" else {}
+    of_generate = _variables_of_generate()
     _check_names(model_kwargs.keys() - of_generate.get("model_kwargs", model_kwargs).keys(), generation_config)
-    _warn_of_dropped(streamer, of_generate)
+    _warn_of_dropped(of_generate)
+    streamer = of_generate.get("streamer") if streamer is None else streamer
     if streamer is not None:
         if isinstance(streamer, type) or not hasattr(streamer, "put"):
             raise ValueError(f"expected streamer to be a BaseStreamer, got {streamer!r}")
         if "beam" in generation_config.get_generation_mode(None).value:
             raise ValueError("transformers cannot stream beams; leave the streamer out, or pass num_beams=1.")
-        streamer.put(input_ids.cpu())
+        if streamer is not of_generate.get("streamer"):  # `generate` has put the prompt into its own
+            streamer.put(input_ids.cpu())
     arguments: Arguments = dict(
         logits_processor=logits_processor, stopping_criteria=stopping_criteria, generation_config=generation_config
     )
@@ -106,23 +113,29 @@ def graphed_decoding(
         )
     steps = steps_of(model)
     try:
-        _check(model, input_ids, generation_config, model_kwargs, synced_gpus)
-        with steps.locked_for_call(model, max_graphs, max_bytes):
-            return _decode_by_steps(model, input_ids, steps, arguments | {"streamer": streamer})
+        _check(input_ids, generation_config, model_kwargs, of_generate, synced_gpus)
+        with steps.locked_for_call(model, max_graphs, max_bytes) as reading:
+            return _decode_by_steps(model, input_ids, steps, reading, arguments | {"streamer": streamer})
     except UnservedError as error:
         steps.stock_reasons[str(error)] += 1
     return _decode_by_stock(model, input_ids, inputs_tensor, streamer, arguments | {"synced_gpus": synced_gpus})
 
 
+def _variables_of_generate() -> Arguments:
+    """Return the local variables of transformers' `generate` that runs now; empty without one."""
+    code = inspect.unwrap(GenerationMixin.generate).__code__
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back  # type: ignore[assignment]
+    return {} if frame is None else frame.f_locals
+
+
 @torch.no_grad()
-def _decode_by_steps(model: Any, input_ids: Tensor, steps: DecodeSteps, arguments: Arguments) -> Any:
+def _decode_by_steps(model: Any, input_ids: Tensor, steps: DecodeSteps, reading: Reading, arguments: Arguments) -> Any:
     """Run transformers' loop, with the model's forwards of one token in static steps."""
-    loop = _ModelInLoop(model, steps, arguments["generation_config"])
-    try:
-        output = type(model)._sample(loop, input_ids, **arguments)
-    finally:
-        loop.write_cache()
-    loop.count()
+    loop = _ModelInLoop(model, steps, reading, arguments["generation_config"])
+    output = type(model)._sample(loop, input_ids, **arguments)
+    loop.finish()
     return output
 
 
@@ -150,15 +163,16 @@ def _check_names(names: set[str], generation_config: GenerationConfig) -> None:
         raise ValueError(f"unknown option {name!r} of graphed_decoding{advice}")
 
 
-def _warn_of_dropped(streamer: BaseStreamer | None, of_generate: Arguments) -> None:
+def _warn_of_dropped(of_generate: Arguments) -> None:
     """Warn of the arguments of `generate`, among its local variables, that it does not pass on to a function."""
-    for name in ("streamer", "assistant_model", "synced_gpus"):
-        if of_generate.get(name) and not (name == "streamer" and streamer is not None):
-            advice = "Leave custom_generate out."
-            if name != "assistant_model":
-                advice = f"Pass functools.partial(hf_vit_accel.graphed_decoding, {name}=...), or leave it out."
+    advice = {
+        "assistant_model": "Leave custom_generate out.",
+        "synced_gpus": "Pass functools.partial(hf_vit_accel.graphed_decoding, synced_gpus=...), or leave it out.",
+    }
+    for name, line in advice.items():
+        if of_generate.get(name):
             warnings.warn(
-                f"transformers' generate drops {name} where custom_generate is a function. {advice}", stacklevel=5
+                f"transformers' generate drops {name} where custom_generate is a function. {line}", stacklevel=5
             )
 
 
@@ -182,14 +196,14 @@ def _decode_by_stock(
 
 
 def _check(
-    model: PreTrainedModel, input_ids: Tensor, config: GenerationConfig, model_kwargs: Arguments, synced_gpus: bool
+    input_ids: Tensor, config: GenerationConfig, model_kwargs: Arguments, of_generate: Arguments, synced_gpus: bool
 ) -> None:
     """Raise `UnservedError` if a call decodes by stock's method for a reason that is known before its first token."""
-    mode = config.get_generation_mode(None).value
-    if not hasattr(type(model), "_prefill"):
+    if Version(transformers.__version__) < Version("5.4"):
         raise UnservedError(f"the loop of transformers {transformers.__version__}")
+    mode = config.get_generation_mode(None).value
     cache = model_kwargs.get(CACHE)
-    attention = model.config.get_text_config(decoder=True)._attn_implementation
+    was_passed = of_generate.get("kwargs", {CACHE: cache}).get(CACHE) is not None
     reasons = {
         "beams": config.num_beams > 1,
         "no token after the first": config.max_length - input_ids.shape[1] <= 1,
@@ -199,9 +213,8 @@ def _check(
         "output_hidden_states": config.output_hidden_states,
         "use_cache=False": not model_kwargs.get("use_cache"),
         f"a cache of class {type(cache).__name__}": type(cache) is not DynamicCache,
-        "the model is in training mode": model.training,
+        "a cache that was passed": was_passed,
         f"a device of type {input_ids.device.type}": input_ids.device.type not in ("cpu", "cuda"),
-        f"the text model's attention is {attention}": attention not in _REPLACED_ATTENTION,
     }
     for reason, is_so in reasons.items():
         if is_so:
@@ -215,13 +228,13 @@ class _ModelInLoop:
     further token it calls `prepare_inputs_for_generation`, and then this object with the result.
     """
 
-    def __init__(self, model: Any, steps: DecodeSteps, config: GenerationConfig) -> None:
+    def __init__(self, model: Any, steps: DecodeSteps, reading: Reading, config: GenerationConfig) -> None:
         self._model = model
         self._steps = steps
+        self._reading = reading
         self._generation_config = config
         self._step: DecodeStep | None = None
-        self._key: Hashable = None
-        self._room = 0.0
+        self._room = 0
         self._cache: Any = None
         self._reason: str | None = None
 
@@ -236,27 +249,27 @@ class _ModelInLoop:
         """Return the output of a forward of one token: of the step, or of stock where there is none."""
         self._cache = arguments[CACHE]
         ids_B1 = input_ids[:, -1:]
-        if self._step is not None and self._step.length < self._room:
-            return CausalLMOutputWithPast(logits=self._step(self._model, ids_B1), **{CACHE: self._cache})
-        if self._step is not None:
+        if self._step is not None and (self._step.length >= self._room or self._reading.has_changed()):
             self._step.store(self._cache)
-        self._step = None
+            self._step = None
+        if self._step is not None:
+            return CausalLMOutputWithPast(logits=self._step(ids_B1), **{CACHE: self._cache})
         inputs = self._model.prepare_inputs_for_generation(input_ids, **arguments)
         if self._reason is None:
             with self._giving_up():
-                self._step = self._loaded_step(inputs, self._generation_config.max_length - input_ids.shape[1])
+                self._load(inputs, self._generation_config.max_length - input_ids.shape[1])
         if self._step is not None and self._step.is_proven:
-            return CausalLMOutputWithPast(logits=self._step(self._model, ids_B1), **{CACHE: self._cache})
+            return CausalLMOutputWithPast(logits=self._step(ids_B1), **{CACHE: self._cache})
         output = self._model(**inputs, return_dict=True)
         if self._step is not None:
             with self._giving_up():
-                self._step.prove(self._model, ids_B1, output.logits[:, -1:])
-                self._steps.keep(self._key, self._step)
+                self._step.prove(ids_B1, output.logits[:, -1:])
                 self._step.store(self._cache)
+                self._steps.keep(self._step)
         return output
 
-    def _loaded_step(self, inputs: Arguments, due: int) -> DecodeStep:
-        """Return a step that has room and goes on from the cache: a captured one, or a new one.
+    def _load(self, inputs: Arguments, due: int) -> None:
+        """Load a step that has room and goes on from the cache: a captured one, or a new one.
 
         Args:
             inputs: Stock's inputs of the next forward.
@@ -267,25 +280,26 @@ class _ModelInLoop:
             Exception: If the model gets none.
         """
         length = int(self._cache.get_seq_length())
-        window = smallest_window_of(self._cache)
+        check_cache(self._cache)
         slots = slots_for(length + max(1, min(due, max(_RESERVE, length // 4))))
-        self._room = min(slots, window - 1)
-        if length >= self._room:
-            raise UnservedError(f"a sliding window of {window} tokens")
-        step_inputs = StepInputs(inputs, length)
-        self._key = step_inputs.key, slots
-        step = self._steps.find(self._key)
+        key_of_call = key_of_inputs(inputs, length), slots
+        if self._reading.has_changed():
+            self._reading = self._steps.read(self._model)
+        step = self._steps.find((self._reading.key, key_of_call))
         if step is None and due < FEWEST:
             raise UnservedError(f"fewer than {FEWEST} tokens to come, and no step captured")
         # Buffers of inference mode could not be written later. Stock goes on if memory runs out: no graph is dropped.
         with torch.inference_mode(False), torch.no_grad(), capture_of_ours():
             if step is None:
-                step = DecodeStep(step_inputs, self._cache, slots, self._model)
-                self._steps.capture(step, self._model)
+                self._reading = self._steps.read(self._model)  # a step is kept for the model that it was captured of
+                key = self._reading.key, key_of_call
+                step = DecodeStep(key, self._reading, inputs, self._cache, slots)
+                self._steps.capture(step)
             else:
-                self._steps.keep(self._key, step)
-            step.load(step_inputs, self._cache, length)
-        return step
+                self._steps.keep(step)
+            step.load(inputs, self._cache, length)
+        self._room = slots
+        self._step = step
 
     @contextmanager
     def _giving_up(self) -> Iterator[None]:
@@ -296,20 +310,17 @@ class _ModelInLoop:
             self._reason = str(error)
         except torch.OutOfMemoryError:
             self._reason = "memory ran out"
-        except Exception as error:  # whatever a model's code raises, stock goes on
-            self._reason = self._steps.refusal = one_line(error)
+        except Exception as error:  # whatever a kernel or a quantised module raises, stock goes on
+            self._reason = one_line(error)
+            self._steps.refuse(self._reading, self._reason)
         if self._reason is not None:
             self._step = None
 
-    def count(self) -> None:
-        """Count a call that ended."""
+    def finish(self) -> None:
+        """Count a call that ended, and leave in a cache that it returns what stock would have left."""
         if self._reason is None:
             self._steps.decoded += 1
         else:
             self._steps.stock_reasons[self._reason] += 1
-
-    def write_cache(self) -> None:
-        """Leave in a cache that the user sees what stock would have left."""
-        is_visible = self._generation_config.return_dict_in_generate or getattr(self._cache, "_is_user_defined", True)
-        if self._step is not None and is_visible:
+        if self._step is not None and self._generation_config.return_dict_in_generate:
             self._step.store(self._cache, is_kept=True)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 import gc
-import threading
+import importlib
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tiny
 import torch
@@ -21,15 +19,24 @@ from support.decoding import both, counts_of
 from support.recorded_ops import OperationRecorder
 from tiny import TINY
 from torch import nn
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation.streamers import BaseStreamer
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 
 import hf_vit_accel
 from hf_vit_accel import graphed_decoding
 from hf_vit_accel.decoding import loop as decoding
 from hf_vit_accel.decoding import step as step_module
-from hf_vit_accel.decoding.norms import as_one_kernel, norms_of
-from hf_vit_accel.decoding.steps import read_model, steps_of
+from hf_vit_accel.decoding.steps import steps_of
+from hf_vit_accel.decoding.text_models import TEXT_MODELS
 from hf_vit_accel.graphs import automatic
 
 Recorder = type[OperationRecorder]
@@ -72,9 +79,13 @@ def _other_module(model: Any) -> None:
     model.model.language_model.layers[1].mlp.act_fn = nn.GELU()
 
 
-def _other_forward(model: Any) -> None:
-    norm = model.model.language_model.norm
-    norm.forward = lambda hidden: type(norm).forward(norm, hidden) * 2.0
+def _other_generation_config(model: Any) -> None:
+    model.generation_config = GenerationConfig(pad_token_id=2, eos_token_id=1)
+
+
+def _notes(model: Any) -> None:
+    model.request = object()
+    model.model.language_model.layers[0].mlp.note = 3
 
 
 def _other_tensor(model: Any) -> None:
@@ -91,7 +102,8 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], int]] = {
     "weights in place": (_noise, 0),
     "a scale": (_other_scale, 1),
     "a module": (_other_module, 1),
-    "a forward": (_other_forward, 1),
+    "a config of generation": (_other_generation_config, 0),
+    "attributes that nothing reads": (_notes, 0),
     "a tensor": (_other_tensor, 1),
     "load_state_dict(assign=True)": (_assigned, 1),
     "to(float64)": (lambda model: model.double(), 1),
@@ -108,6 +120,7 @@ def test_a_changed_model_is_captured_anew(model: Any, recorder: Recorder, name: 
     assert recorder.captures == 1 + captures
     check(model)
     assert recorder.captures == 1 + captures and counts_of(model).static_calls == 6
+    assert len(steps_of(model).captures) == 1 + captures, "each with a reason of its own"
 
 
 def test_adapters_that_are_switched_scaled_merged_or_off(recorder: Recorder) -> None:
@@ -236,7 +249,8 @@ def test_a_model_that_goes_takes_its_steps_along() -> None:
 def test_leftovers_of_another_call_change_nothing(model: Any) -> None:
     check(model)
     for step in steps_of(model)._steps.values():
-        for tensor in (*step._states, step._mask_B11S, *step._tensors.values(), step._slot_1):
+        states = [tensor for layer in step._layers for tensor in (layer.keys, layer.values)]
+        for tensor in (*states, step._mask_B11S, step._ids_B1, step._positions, step._slot_1):
             tensor.fill_(float("nan") if tensor.is_floating_point() else 9)
     check(model)
     both(model, {"input_ids": TEXT["input_ids"][:, :2]}, max_new_tokens=20)
@@ -279,30 +293,172 @@ def test_memory_that_runs_out_in_a_long_text_lets_stock_go_on(
     assert counts_of(model).reasons == {"memory ran out": 1} and recorder.replays > replays
 
 
-def test_a_forward_that_asks_the_device_is_not_captured(model: Any, recorder: Recorder) -> None:
-    norm = model.model.language_model.norm
-    norm.forward = lambda hidden: type(norm).forward(norm, hidden) * (1.0 if hidden.sum().item() > 0 else 2.0)
+class Quantised(nn.Module):
+    """A linear of 8 bits, as libraries for quantisation put them in the place of `nn.Linear`."""
+
+    def __init__(self, linear: nn.Linear, waits: bool = False) -> None:
+        super().__init__()
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("weight_int8", (linear.weight.detach() / scale).round().to(torch.int8))
+        self.register_buffer("scale", scale)
+        self.bias = linear.bias
+        self.waits = waits
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.waits and x.abs().max().item() > 1e9:
+            return x
+        return nn.functional.linear(x, self.weight_int8.to(x.dtype) * self.scale, self.bias)
+
+
+def quantise(model: Any, **options: bool) -> None:
+    for layer in model.model.language_model.layers:
+        for owner, names in ((layer.self_attn, "q_proj k_proj v_proj o_proj"), (layer.mlp, "gate_proj down_proj")):
+            for name in names.split():
+                setattr(owner, name, Quantised(getattr(owner, name), **options))
+
+
+def test_quantised_linears_are_called(model: Any, recorder: Recorder) -> None:
+    quantise(model)
+    check(model)
+    assert counts_of(model).static_calls == 2 and recorder.captures == 1
+    model.model.language_model.layers[0].self_attn.q_proj.weight_int8.neg_()
+    check(model)
+    assert counts_of(model).static_calls == 4 and recorder.captures == 1
+
+
+def test_linears_that_wait_for_the_device_are_not_captured(model: Any, recorder: Recorder) -> None:
+    """Kernels that look for outliers in every call do."""
+    quantise(model, waits=True)
     check(model)
     assert counts_of(model).static_calls == 0
     assert list(counts_of(model).reasons) == ["RuntimeError: operation not permitted when stream is capturing"]
 
 
-@pytest.mark.usefixtures("way")
-def test_a_term_that_the_step_would_leave_out_is_decoded_by_stock(model: nn.Module) -> None:
+class Steered(nn.Linear):
+    """A linear that counts its calls in Python, and adds a vector from some call on."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x) + (self.calls > 6)
+
+
+def _class_of_the_users(model: Any) -> Any:
+    model.model.language_model.layers[1].mlp.down_proj.__class__ = Steered
+
+
+def _forward_of_the_users(model: Any) -> Any:
+    norm = model.model.language_model.norm
+    norm.forward = functools.partial(type(norm).forward, norm)
+
+
+def _attention_with_sinks(model: Any) -> Any:
     attention = model.model.language_model.layers[1].self_attn
     attention.forward = functools.partial(type(attention).forward, attention, s_aux=torch.zeros(4))
+
+
+def _layers_in_another_order(model: Any) -> Any:
+    layers = model.model.language_model.layers
+    first = layers[0]
+    layers[0] = layers[1]
+    layers[1] = first
+
+
+def _replaced(owner: Any, name: str) -> Callable[[Any], Any]:
+    def replace(model: Any) -> Callable[[], None]:
+        function = getattr(owner, name)
+        wrapper = functools.wraps(function)(lambda *args, **kwargs: function(*args, **kwargs))
+        setattr(owner, name, wrapper)
+        return lambda: setattr(owner, name, function)
+
+    return replace
+
+
+def _registered(functions: Any, name: str) -> Callable[[Any], Any]:
+    def register(model: Any) -> Callable[[], None]:
+        function = functions[name]
+        functions[name] = lambda *args, **kwargs: function(*args, **kwargs)
+        return lambda: functions.update({name: function})
+
+    return register
+
+
+FOREIGN: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a linear's class": (
+        _class_of_the_users,
+        "a module of class Steered on model.language_model.layers.1.mlp.down_proj",
+    ),
+    "a norm's forward": (_forward_of_the_users, "a forward of its own on model.language_model.norm"),
+    "attention with sinks": (_attention_with_sinks, "a forward of its own on model.language_model.layers.1.self_attn"),
+    "layers in another order": (_layers_in_another_order, "layers in another order"),
+    "attention of the class": (
+        _replaced(modeling_qwen2_5_vl.Qwen2_5_VLAttention, "forward"),
+        "a module of class Qwen2_5_VLAttention on model.language_model.layers.0.self_attn",
+    ),
+    "eager attention": (
+        _replaced(modeling_qwen2_5_vl, "eager_attention_forward"),
+        "eager_attention_forward is not transformers' own",
+    ),
+    "the mask": (_replaced(modeling_qwen2_5_vl, "create_causal_mask"), "create_causal_mask is not transformers' own"),
+    "registered attention": (_registered(ALL_ATTENTION_FUNCTIONS, "sdpa"), "sdpa was registered again"),
+    "a registered mask": (_registered(ALL_MASK_ATTENTION_FUNCTIONS, "sdpa"), "sdpa was registered again"),
+    "torch's attention": (
+        _replaced(nn.functional, "scaled_dot_product_attention"),
+        "torch's scaled_dot_product_attention was replaced",
+    ),
+}
+"""What users put in the place of transformers' own, with the reason in `status`."""
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_stock_decodes_with_what_users_put_in(model: Any, recorder: Recorder, name: str) -> None:
+    change, reason = FOREIGN[name]
+    undo = change(model)
+    try:
+        model.generate(**TEXT, max_new_tokens=10, custom_generate=graphed_decoding)
+    finally:
+        if undo is not None:
+            undo()
+    assert counts_of(model).reasons == {reason: 1} and recorder.captures == 0
+
+
+def test_a_hook_that_a_processor_adds_acts_from_the_next_token_on(model: Any, recorder: Recorder) -> None:
+    class Hooks(LogitsProcessor):
+        def __init__(self) -> None:
+            self.handles: list[Any] = []
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            if input_ids.shape[1] == 9:
+                self.handles.append(model.lm_head.register_forward_hook(lambda module, args, output: -output))
+            return scores
+
+    outputs = []
+    for custom_generate in (None, graphed_decoding):
+        hooks = Hooks()
+        outputs.append(
+            model.generate(
+                **TEXT,
+                max_new_tokens=12,
+                min_new_tokens=12,
+                logits_processor=LogitsProcessorList([hooks]),
+                custom_generate=custom_generate,
+            )
+        )
+        hooks.handles[0].remove()
+    assert torch.equal(outputs[0], outputs[1])
+    assert counts_of(model).reasons == {"a forward hook on lm_head": 1} and recorder.captures == 1
     check(model)
-    counts = counts_of(model)
-    assert counts.static_calls == 0 and list(counts.reasons) == ["NotImplementedError: attention with s_aux"]
+    assert counts_of(model).static_calls == 2 and recorder.captures == 1
 
 
 @pytest.mark.usefixtures("way")
 def test_a_step_that_computes_otherwise_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_mask(query: Any, key: Any, value: Any, **kwargs: Any) -> Any:
-        return torch.nn.functional.scaled_dot_product_attention(query, key, value)
+    def without_mask(query: Any, key: Any, value: Any, mask: Any, scale: float) -> Any:
+        return attend(query, key, value, torch.zeros_like(mask), scale)
 
-    functions = type("functions", (), {"scaled_dot_product_attention": staticmethod(without_mask)})
-    monkeypatch.setattr(step_module, "nn", type("nn", (), {"functional": functions}))
+    attend = step_module.attend
+    monkeypatch.setattr(step_module, "attend", without_mask)
     check(model)
     counts = counts_of(model)
     assert counts.static_calls == 0
@@ -311,31 +467,20 @@ def test_a_step_that_computes_otherwise_is_refused(model: Any, monkeypatch: pyte
 
 
 @pytest.mark.usefixtures("way")
-def test_a_window_that_fills_up_lets_stock_go_on() -> None:
+def test_a_text_with_a_sliding_window_is_stocks() -> None:
     text = TINY["qwen2_5_vl"].text | dict(use_sliding_window=True, sliding_window=32, max_window_layers=0)
     tiny_model = TINY["qwen2_5_vl"]
     model = tiny.Tiny(tiny_model.model, tiny_model.config, tiny_model.vision, text).build()
     assert "sliding_attention" in model.config.get_text_config().layer_types
-    outputs = dict(return_dict_in_generate=True, output_logits=True)
-    both(model, TEXT, max_new_tokens=20, min_new_tokens=20, **outputs)
-    assert counts_of(model).static_calls == 1
-    both(model, TEXT, max_new_tokens=60, min_new_tokens=60, **outputs)
-    both(model, {"input_ids": torch.arange(3, 43)[None]}, max_new_tokens=20, **outputs)
-    assert counts_of(model).reasons == {"a sliding window of 32 tokens": 2}
+    both(model, TEXT, max_new_tokens=60, min_new_tokens=60)
+    assert counts_of(model).reasons == {"cache layers of class DynamicSlidingWindowLayer": 1} or (
+        counts_of(model).reasons == {"sliding or chunked attention": 1}
+    )
 
 
-STOCK = {
-    "qwen4_exp": "cache layers of class DynamicIndexedLayer",
-    "glm5_next": "cache layers of class DynamicIndexedLayer",
-    "hy_v4_vl": "cache layers of class DynamicIndexedLayer",
-    "inkling2": "cache layers of class LinearAttentionAndSlidingWindowAttentionLayer",
-    "inkling2_loop": "cache layers of class LinearAttentionAndSlidingWindowAttentionLayer",
-    "hyperclovax_vision_v2": "the model computes positions in every step itself",
-    "exaone4_5": "the model computes positions in every step itself",
-}
-"""Families whose decode steps stay stock's, with the reason."""
-if Version(transformers.__version__) < Version("5.17"):
-    STOCK |= dict.fromkeys(("qwen2_5_omni", "qwen3_omni_moe"), "the model computes positions in every step itself")
+SERVED = {model.split(".")[1] for text in TEXT_MODELS for model in text.models.split()}
+EARLIER = ("qwen2_5_omni", "qwen3_omni_moe") if Version(transformers.__version__) < Version("5.17") else ()
+"""Models that compute positions in every step in this version."""
 
 
 @pytest.mark.parametrize("name", [name for name in COMPOSITES if name != "glm_image"])  # stock cannot continue a text
@@ -347,47 +492,23 @@ def test_text_models_of_every_family(name: str) -> None:
     outputs = dict(return_dict_in_generate=True, output_logits=True)
     for inputs in (padded, unpadded, {"input_ids": unpadded["input_ids"].flip(1)}):
         both(model, inputs, max_new_tokens=12, min_new_tokens=12, **outputs)
-    counts = counts_of(model)
-    assert counts.reasons == ({STOCK[name]: 3} if name in STOCK else {})
+    reason = None if type(model).__name__ in SERVED else f"{type(model).__name__} is no declared model"
+    if name in EARLIER:
+        reason = "the model computes positions in every step itself"
+    assert counts_of(model).reasons == ({} if reason is None else {reason: 3})
 
 
-def test_norms_that_torch_computes_alike() -> None:
-    for name, count in {"qwen2_5_vl": 5, "qwen3_vl": 9}.items():
-        for dtype in (torch.float32, torch.bfloat16):
-            model = TINY[name].build().to(dtype)
-            assert len(norms_of(model)) == count, "those of layers, of queries and keys, and the last one"
-    assert not set(norms_of(model)) & set(tiny.tower_of(model).modules())
-    norms_of(model)[-1].forward = None
-    assert len(norms_of(model)) == 8
-    for others in ("cohere_compass", "qwen3_5"):  # a LayerNorm, and one that adds 1 to its weight
-        assert norms_of(COMPOSITES[others].make()) == []
-
-
-def test_norms_are_torchs_inside_a_step_alone(model: nn.Module) -> None:
-    norm = norms_of(model)[0]
-    hidden = torch.randn(2, len(norm.weight))
-    dtypes = (torch.float32, torch.bfloat16)
-    expected = [norm(hidden.to(dtype)) for dtype in dtypes]
-    calls = []
-
-    def forward(self: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-        calls.append(hidden.dtype)
-        return former(self, hidden)
-
-    former = type(norm).forward
-    with pytest.MonkeyPatch.context() as patch, as_one_kernel([norm]):
-        patch.setattr(type(norm), "forward", forward)
-        results = [norm(hidden.to(dtype)) for dtype in dtypes]
-        assert calls == [torch.bfloat16], "weights of another dtype"
-        thread = threading.Thread(target=lambda: norm(hidden))
-        thread.start()
-        thread.join()
-        assert calls[1:] == [torch.float32], "another thread"
-    for result, exact in zip(results, expected, strict=True):
-        torch.testing.assert_close(result, exact)
-    assert "forward" not in vars(norm)
-    both(model, TEXT, max_new_tokens=12)
-    assert not [module for module in model.modules() if "forward" in vars(module)]
+def test_every_norm_of_a_declared_text_model_is_known() -> None:
+    """Those that torch computes as one kernel have `variance_epsilon`. Those that add 1 to the weight have not."""
+    hidden = torch.linspace(-1.0, 3.0, 8)[None]
+    for text in TEXT_MODELS:
+        home = importlib.import_module(f"transformers.models.{text.models.split('.')[0]}")
+        modeling = importlib.import_module(f"{home.__name__}.modeling_{text.models.split('.')[0]}")
+        for name, kind in vars(modeling).items():
+            if name.endswith("RMSNorm"):
+                norm = kind(8)
+                nn.init.normal_(norm.weight)
+                torch.testing.assert_close(step_module._norm(norm, hidden), norm(hidden))
 
 
 def test_states_that_a_step_replaces_have_no_static_step(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,50 +523,6 @@ def test_states_that_a_step_replaces_have_no_static_step(recorder: Recorder, mon
     model = COMPOSITES["qwen3_5"].make()
     both(model, left_padded(), max_new_tokens=12)
     assert counts_of(model).reasons == {"AssertionError: not in place": 1}
-
-
-def test_shared_layers_in_another_order_are_another_model(model: nn.Module) -> None:
-    """A module that stands twice is read once, so its places count, too."""
-    layers = model.model.language_model.layers
-    first = layers[0]
-    second = layers[1]
-    layers.append(second)
-    readings = set()
-    for order in ((first, second, first), (second, first, first), (first, second, second), (first, first, second)):
-        for index, layer in enumerate(order):
-            layers[index] = layer
-        readings.add(read_model(model))
-    assert len(readings) == 4
-
-
-def test_an_attribute_at_the_address_of_a_former_one_is_another(model: nn.Module) -> None:
-    """Python gives the memory of a freed object to the next one of its size."""
-
-    def function(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
-        return lambda x: x * factor
-
-    layer = model.model.language_model.layers[0]
-    former: object = None
-    addresses: set[int] = set()
-    for factor in range(20):
-        layer.extra = function(float(factor))
-        addresses.add(id(layer.extra))
-        reading = read_model(model)
-        assert reading == read_model(model) and reading != former, factor
-        former = reading
-        del layer.extra
-    assert len(addresses) < 20, "no address came again"
-
-
-@pytest.mark.parametrize(
-    "values", [(np.float64(1.5), np.float64(2.5)), (Path("a"), Path("b"))], ids=["number", "object"]
-)
-def test_replaced_values_of_any_class_are_noticed(model: nn.Module, values: tuple[object, object]) -> None:
-    layer = model.model.language_model.layers[0]
-    layer.extra = values[0]
-    former = read_model(model)
-    layer.extra = values[1]
-    assert read_model(model) != former
 
 
 @pytest.mark.parametrize("place", ["DecodeStep", "load"])

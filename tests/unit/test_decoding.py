@@ -26,7 +26,7 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
-from transformers.generation.streamers import BaseStreamer
+from transformers.generation.streamers import BaseStreamer, TextIteratorStreamer
 
 import hf_vit_accel
 from hf_vit_accel import graphed_decoding
@@ -126,8 +126,8 @@ def test_buckets_waste_at_most_a_quarter_from_512_tokens_on() -> None:
         assert tokens <= 512 or slots <= tokens * 1.25 + 1
 
 
-@both_ways
-def test_a_conversation_goes_on_in_the_cache_that_a_call_returned(model: Any) -> None:
+def test_stock_decodes_a_conversation_in_a_cache_that_is_passed(model: Any) -> None:
+    """The user may read that cache at any time, as a criterion does that bounds its length."""
     inputs = tiny.chat_inputs(model, [(1, 4, 6)])
     caches = {way: DynamicCache(config=model.config.get_text_config()) for way in ("stock", "ours")}
     sequences = {}
@@ -156,7 +156,7 @@ def test_a_conversation_goes_on_in_the_cache_that_a_call_returned(model: Any) ->
     for ours, stock in zip(caches["ours"].layers, caches["stock"].layers, strict=True):
         torch.testing.assert_close(ours.keys, stock.keys, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(ours.values, stock.values, atol=1e-5, rtol=1e-4)
-    assert counts_of(model).static_calls == 3
+    assert counts_of(model).reasons == {"a cache that was passed": 3}
 
 
 @both_ways
@@ -218,30 +218,57 @@ class Streamer(BaseStreamer):
 
 @both_ways
 @pytest.mark.parametrize("kwargs", [{}, {"use_cache": False}, {"do_sample": True}])
-def test_a_streamer_gets_what_it_gets_from_stock(model: Any, kwargs: dict[str, Any]) -> None:
+@pytest.mark.parametrize("by", ["generate", "partial"])
+def test_a_streamer_gets_what_it_gets_from_stock(model: Any, kwargs: dict[str, Any], by: str) -> None:
+    """`generate` passes no streamer on to a function, and a `TextIteratorStreamer` would wait for ever."""
     inputs = text([5, 6, 7, 8])
     stock = Streamer()
     ours = Streamer()
     torch.manual_seed(0)
     model.generate(**inputs, max_new_tokens=10, streamer=stock, **kwargs)
     torch.manual_seed(0)
-    custom_generate = functools.partial(graphed_decoding, streamer=ours)
-    model.generate(**inputs, max_new_tokens=10, custom_generate=custom_generate, **kwargs)
+    ways: dict[str, dict[str, Any]] = {
+        "generate": {"streamer": ours, "custom_generate": graphed_decoding},
+        "partial": {"custom_generate": functools.partial(graphed_decoding, streamer=ours)},
+    }
+    model.generate(**inputs, max_new_tokens=10, **ways[by], **kwargs)
     assert ours.calls == stock.calls and len(ours.calls) > 5
-    calls = list(ours.calls)
     with pytest.raises(ValueError, match="stream beams"):
-        model.generate(**inputs, num_beams=2, custom_generate=custom_generate)
-    assert ours.calls == calls
+        model.generate(**inputs, num_beams=2, **ways[by])
+
+
+def test_a_reader_of_text_in_another_thread_gets_all_of_it(model: Any) -> None:
+    """As servers stream: `Thread(target=model.generate, kwargs=...)`, then `for text in streamer`."""
+
+    class Tokenizer:
+        def decode(self, ids: list[int], **kwargs: object) -> str:
+            return "".join(f"{int(token)} " for token in ids)
+
+    texts = []
+    for custom_generate in (None, graphed_decoding):
+        streamer = TextIteratorStreamer(Tokenizer(), timeout=60)
+        arguments = text([5, 6, 7, 8]) | dict(max_new_tokens=12, streamer=streamer, custom_generate=custom_generate)
+        thread = threading.Thread(target=model.generate, kwargs=arguments)
+        thread.start()
+        texts.append("".join(streamer))
+        thread.join()
+    assert texts[0] == texts[1] and counts_of(model).static_calls == 1
+
+
+def test_frameworks_that_call_generate_get_it_from_a_partial(model: Any) -> None:
+    """TRL and lmms-eval call `model.generate` themselves, and drop `custom_generate` from their own options."""
+    expected = model.generate(**text([5, 6, 7, 8]), max_new_tokens=12)
+    model.generate = functools.partial(model.generate, custom_generate=graphed_decoding)
+    assert torch.equal(model.generate(**text([5, 6, 7, 8]), max_new_tokens=12), expected)
+    assert counts_of(model).static_calls == 1
 
 
 def test_arguments_that_generate_drops_are_warned_of(model: Any, recwarn: pytest.WarningsRecorder) -> None:
     inputs = text([5, 6, 7, 8])
-    with pytest.warns(UserWarning, match="drops streamer"):
-        model.generate(**inputs, max_new_tokens=3, streamer=Streamer(), custom_generate=graphed_decoding)
     with pytest.warns(UserWarning, match="drops assistant_model"):
         model.generate(**inputs, max_new_tokens=3, assistant_model=model, custom_generate=graphed_decoding)
     recwarn.clear()
-    model.generate(**inputs, max_new_tokens=3, custom_generate=functools.partial(graphed_decoding, streamer=Streamer()))
+    model.generate(**inputs, max_new_tokens=3, streamer=Streamer(), custom_generate=graphed_decoding)
     assert not [warning for warning in recwarn if "drops" in str(warning.message)]
     with pytest.raises(ValueError, match="custom_generate"):
         model.generate(**inputs, max_new_tokens=3, penalty_alpha=0.5, top_k=4, custom_generate=graphed_decoding)
@@ -259,8 +286,11 @@ def test_stock_decodes_a_call_without_a_static_step(model: Any) -> None:
     called = []
     both(model, inputs, max_new_tokens=5)
     both(model, inputs, max_new_tokens=12, **{f"make_{CACHE}": lambda: make_static_cache(model)})
+    for attention in (layer.self_attn for layer in model.model.language_model.layers):
+        attention.attention_dropout = 0.1
     model.train()
-    both(model, inputs, max_new_tokens=12)
+    torch.manual_seed(0)
+    model.generate(**inputs, max_new_tokens=12, custom_generate=graphed_decoding)
     model.eval()
     handle = model.lm_head.register_forward_hook(lambda *args: called.append(1))
     both(model, inputs, max_new_tokens=12, min_new_tokens=12)
@@ -274,7 +304,7 @@ def test_stock_decodes_a_call_without_a_static_step(model: Any) -> None:
     assert counts_of(model).reasons == {
         "fewer than 8 tokens to come, and no step captured": 1,
         "a cache of class StaticCache": 1,
-        "the model is in training mode": 1,
+        "dropout": 1,
         "a forward hook on lm_head": 1,
         "a global hook on all modules": 1,
         "torch.compile on model.language_model.layers.1": 1,
@@ -333,26 +363,48 @@ def test_autocast_keeps_its_steps_to_itself(model: Any) -> None:
 
 @both_ways
 @pytest.mark.parametrize("family", TINY)
-def test_a_cache_under_autocast_has_the_dtypes_of_stock(family: str) -> None:
-    """Values come in the dtype of autocast; keys, after RoPE, in that of the weights. Stock's cache has one dtype."""
+def test_a_model_that_accelerate_prepared_for_autocast(family: str) -> None:
+    """As a trainer with `bf16=True` generates (TRL's GRPO). A cache has one dtype, that of its first keys."""
+    accelerate = pytest.importorskip("accelerate")
     model = TINY[family].build()
-    forward = model.forward
-
-    @functools.wraps(forward)  # as accelerate prepares a model
-    def in_autocast(*args: object, **kwargs: object) -> object:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return forward(*args, **kwargs)
-
-    model.forward = in_autocast
-    caches = [
-        model.generate(
-            **text([5, 6]), max_new_tokens=12, return_dict_in_generate=True, custom_generate=custom_generate
-        )[CACHE]
+    model.train()
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    prepared = accelerator.unwrap_model(accelerator.prepare(model))
+    assert prepared is model and "forward" in vars(model)
+    outputs = [
+        model.generate(**text([5, 6]), max_new_tokens=12, **ALL_OUTPUTS, custom_generate=custom_generate)
         for custom_generate in (None, graphed_decoding)
     ]
-    dtypes = [[(layer.keys.dtype, layer.values.dtype) for layer in cache.layers] for cache in caches]
+    dtypes = [[(layer.keys.dtype, layer.values.dtype) for layer in output[CACHE].layers] for output in outputs]
     assert dtypes[0] == dtypes[1]
+    torch.testing.assert_close(outputs[1].logits[1], outputs[0].logits[1], atol=0.05, rtol=0.05)
     assert counts_of(model).static_calls == 1 and not counts_of(model).reasons
+
+
+@pytest.mark.parametrize("name", ["forward", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"])
+def test_a_method_of_the_users_acts_at_every_token(model: Any, name: str) -> None:
+    """A wrapper with the name and `__wrapped__` of transformers' function is not that function."""
+    calls = []
+    function = getattr(model, name)
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return function(*args, **kwargs)
+
+    setattr(model, name, wrapper)
+    model.generate(**text([5, 6]), max_new_tokens=12, min_new_tokens=12, custom_generate=graphed_decoding)
+    assert len(calls) >= 12 and counts_of(model).static_calls == 0
+
+
+def test_a_model_in_training_mode_whose_dropout_is_inactive(model: Any) -> None:
+    """GRPO generates within a training step. A change of mode captures nothing anew."""
+    for is_training in (True, False, True):
+        both(model.train(is_training), text([5, 6]), max_new_tokens=12)
+    assert counts_of(model).static_calls == 3 and len(steps_of(model)._steps) == 1
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    both(model, text([5, 6]), max_new_tokens=12)
+    assert counts_of(model).reasons == {"gradient checkpoints in training mode": 1}
 
 
 @both_ways
@@ -427,7 +479,7 @@ def test_status_reports_the_calls(model: Any, recorder: type[OperationRecorder])
     both(model, text([5, 6]), max_new_tokens=12, num_beams=4)
     line = str(hf_vit_accel.status(model)).splitlines()[-1]
     assert line.startswith("decoding: 1 call on a static cache (1 held, ")
-    assert line.endswith("), 1 by stock (1 x beams)")
+    assert line.endswith("), 1 captured (1 x first call), 1 by stock (1 x beams)")
     assert "decoding" in hf_vit_accel.status(model).to_dict()
 
 

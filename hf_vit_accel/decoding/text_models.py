@@ -1,0 +1,323 @@
+"""The text models whose steps are ours: declared classes of transformers, with nothing of the user's in them.
+
+Functions are compared, not results: a model is known only if all that a step replaces is transformers' own code.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Hashable
+from copy import copy
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from types import CodeType
+from typing import Any, TypeAlias
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_vit_accel import machine
+from hf_vit_accel.machine import one_line
+
+Model: TypeAlias = Any
+"""A model of transformers, or a module inside one. Its attributes have no types."""
+
+
+class UnservedError(RuntimeError):
+    """A call that has no static step. The text is the reason; another call may have one."""
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """A declared class of text models. Every layer is a norm and attention, then a norm and an MLP."""
+
+    name: str
+    models: str
+    """The classes around it that generate, each as "file.Class" of transformers."""
+    has_mrope: bool = True
+    is_gated: bool = False
+    """Whether queries bring a gate for the output of attention."""
+    norms_outputs: bool = False
+    """Whether attention and MLP end in a norm of their own."""
+
+
+_QWEN3_5 = """qwen3_5.Qwen3_5ForConditionalGeneration minicpmv4_6.MiniCPMV4_6ForConditionalGeneration
+    minicpmv4_7.MiniCPMV4_7ForConditionalGeneration minicpm_ocr.MiniCPMOcrForConditionalGeneration"""
+_GLM4V = "glm4v.Glm4vForConditionalGeneration glm46v.Glm46VForConditionalGeneration"
+_QWEN2 = "qwen2.Qwen2ForCausalLM video_llama_3.VideoLlama3ForConditionalGeneration"
+TEXT_MODELS = (
+    TextModel("Qwen2VLTextModel", "qwen2_vl.Qwen2VLForConditionalGeneration"),
+    TextModel("Qwen2_5_VLTextModel", "qwen2_5_vl.Qwen2_5_VLForConditionalGeneration"),
+    TextModel("Qwen2_5OmniThinkerTextModel", "qwen2_5_omni.Qwen2_5OmniThinkerForConditionalGeneration"),
+    TextModel("Qwen3VLTextModel", "qwen3_vl.Qwen3VLForConditionalGeneration"),
+    TextModel("Qwen3VLMoeTextModel", "qwen3_vl_moe.Qwen3VLMoeForConditionalGeneration"),
+    TextModel("Qwen3OmniMoeThinkerTextModel", "qwen3_omni_moe.Qwen3OmniMoeThinkerForConditionalGeneration"),
+    TextModel("Qwen3_5TextModel", _QWEN3_5, is_gated=True),
+    TextModel("Qwen3_5MoeTextModel", "qwen3_5_moe.Qwen3_5MoeForConditionalGeneration", is_gated=True),
+    TextModel("Glm4vTextModel", _GLM4V, norms_outputs=True),
+    TextModel("GlmOcrTextModel", "glm_ocr.GlmOcrForConditionalGeneration", norms_outputs=True),
+    TextModel("Glm4vMoeTextModel", "glm4v_moe.Glm4vMoeForConditionalGeneration"),
+    TextModel("PaddleOCRTextModel", "paddleocr_vl.PaddleOCRVLForConditionalGeneration"),
+    TextModel("Cosmos3EdgeTextModel", "cosmos3_edge.Cosmos3EdgeForConditionalGeneration"),
+    TextModel("Qwen2Model", _QWEN2, has_mrope=False),
+    TextModel("Qwen3Model", "qwen3.Qwen3ForCausalLM", has_mrope=False),
+)
+"""Every text model that is served. A model of another class is decoded by stock."""
+_DECLARED = {
+    f"transformers.models.{home}.modeling_{home}.{name}": text
+    for text in TEXT_MODELS
+    for home, name in (model.split(".") for model in text.models.split())
+}
+_METHODS = ("_sample", "_prefill", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+"""The methods of a model whose results a step takes as given."""
+_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+"""The attention implementations of a text model that the step's own replaces."""
+_PACKAGE = os.path.join(os.path.dirname(transformers.__file__), "")
+_DECORATORS = (_PACKAGE, torch.utils._contextlib.__file__)
+"""The files of transformers' decorators, and of `torch.no_grad`."""
+_CLASSES = (_PACKAGE, os.path.join(os.path.dirname(nn.__file__), ""))
+"""The files of the classes that a step calls as modules, or replaces."""
+_HARMLESS_HOOKS = ("hf_vit_accel.", "transformers.utils.output_capturing")
+"""Where hooks are made that do nothing in a step: ours act on pictures, transformers' on calls that ask for states."""
+_ADAPTERS = "peft."
+"""Where the classes of adapters are made, which a step calls as modules."""
+_SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
+"""The attributes of an adapter that may change within a call, as where a logits processor picks an expert."""
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(eq=False)
+class Reading:
+    """A model as it is now."""
+
+    declared: TextModel
+    text: Model
+    head: Model
+    autocast: tuple[Any, ...] | None = None
+    weights: list[Hashable] = field(default_factory=list)
+    """Where all weights are. With other weights no captured step is of use any more."""
+    state: dict[str, Hashable] = field(default_factory=dict)
+    """Everything else that a captured step holds fixed, by name."""
+    switches: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
+    """The attributes, name and value of all that switches an adapter."""
+    next_hook: int = field(default_factory=lambda: RemovableHandle.next_id)
+
+    @cached_property
+    def key(self) -> Hashable:
+        """All of this, for a dictionary."""
+        return tuple(self.weights), tuple(self.state.items())
+
+    def has_changed(self) -> bool:
+        """Return whether a hook was added anywhere, or an adapter of this model switched. Asked at every step."""
+        if RemovableHandle.next_id != self.next_hook:
+            return True
+        return any(attributes.get(name) != value for attributes, name, value in self.switches)
+
+
+def read_model(model: Model) -> Reading:
+    """Read a model that is about to decode.
+
+    Raises:
+        UnservedError: If the model, or anything in its text, is not declared and transformers' own.
+    """
+    kind = next((kind for kind in type(model).__mro__ if _path(kind) in _DECLARED), None)
+    if kind is None:
+        raise UnservedError(f"{type(model).__name__} is no declared model")
+    declared = _DECLARED[_path(kind)]
+    holder = model.model
+    text = getattr(holder, "language_model", holder)
+    if type(text).__name__ != declared.name:
+        raise UnservedError(f"a text model of class {type(text).__name__}")
+    try:
+        reading = Reading(declared, text, model.lm_head, _autocast_of(model, kind))
+        _read_modules(reading, model, holder)
+        _check_functions(model, holder, text)
+        _check_structure(model, text)
+    except AttributeError as error:
+        raise UnservedError(f"parts of its own ({one_line(error)})") from error
+    return reading
+
+
+def _path(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__name__}"
+
+
+def _autocast_of(model: Model, kind: type) -> tuple[Any, ...] | None:
+    """Return the arguments of an autocast that the model's forward enters, as accelerate prepares it; None without."""
+    autocast: tuple[Any, ...] | None = None
+    forward = model.forward
+    while not is_own(forward, kind):
+        if _file_of(forward) == torch.amp.autocast_mode.__file__:
+            cells = dict(zip(forward.__code__.co_freevars, forward.__closure__, strict=True))
+            context = cells["autocast_instance"].cell_contents
+            autocast = (context.device, context.fast_dtype, context._enabled, context._cache_enabled)
+        elif not (getattr(forward, "__func__", None) or type(forward)).__module__.startswith("accelerate."):
+            raise UnservedError(f"forward of {type(model).__name__} is not transformers' own")
+        forward = forward.__wrapped__
+    return autocast
+
+
+def is_own(function: Any, owner: type | None = None) -> bool:
+    """Return whether a function is one of transformers, or a method of this class there or in torch.nn."""
+    if isinstance(function, nn.Module) and "forward" not in vars(function):
+        cells = getattr(type(function).forward, "__closure__", None) or ()  # the library `kernels` wraps functions so
+        function = cells[0].cell_contents if cells else None
+    while hasattr(function, "__wrapped__"):
+        if not _file_of(function).startswith(_DECORATORS):
+            return False
+        function = function.__wrapped__
+    file = _file_of(function)
+    if owner is None or not file.startswith(_CLASSES):
+        return file.startswith(_PACKAGE)
+    names: tuple[str, str] = (function.__module__, function.__qualname__)
+    return names == (owner.__module__, f"{owner.__name__}.{function.__name__}")
+
+
+def _file_of(function: Any) -> str:
+    code = getattr(function, "__code__", None)
+    return code.co_filename if isinstance(code, CodeType) else ""
+
+
+def _check_functions(model: Model, holder: Model, text: Model) -> None:
+    """Raise `UnservedError` if a method or function was replaced that a step does not run."""
+    kind = type(model)
+    for name in _METHODS:
+        owner = next(owner for owner in kind.__mro__ if name in vars(owner))
+        if name in vars(model) or not is_own(getattr(kind, name), owner):
+            raise UnservedError(f"{name} of {kind.__name__} is not transformers' own")
+    attentions = [layer.self_attn for layer in text.layers if hasattr(layer, "self_attn")]
+    for part in {type(module) for module in (model, holder, text, *text.layers, *attentions)}:
+        forward = inspect.unwrap(part.forward)
+        for name in forward.__code__.co_names:
+            value = forward.__globals__.get(name)
+            is_replaced = callable(value) and not isinstance(value, type) and not is_own(value)
+            if is_replaced or (name == "ALL_ATTENTION_FUNCTIONS" and value is not ALL_ATTENTION_FUNCTIONS):
+                raise UnservedError(f"{name} is not transformers' own")
+    implementation = text.config._attn_implementation
+    if implementation not in _ATTENTION:
+        raise UnservedError(f"the text model's attention is {implementation}")
+    for functions in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+        if implementation in functions and not is_own(functions[implementation]):
+            raise UnservedError(f"{implementation} was registered again")
+    if nn.functional.scaled_dot_product_attention is not torch._C._nn.scaled_dot_product_attention:
+        raise UnservedError("torch's scaled_dot_product_attention was replaced")
+
+
+def _check_structure(model: Model, text: Model) -> None:
+    """Raise `UnservedError` if a text model is built otherwise than a step computes."""
+    config = text.config
+    layers = text.layers
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    attentions = [layer.self_attn for layer in layers if hasattr(layer, "self_attn")]
+    indices = [getattr(layer, "self_attn", None) or layer.linear_attn for layer in layers]
+    rope = str(getattr(text.rotary_emb, "rope_type", "default"))
+    reasons = {
+        "sliding or chunked attention": not kinds <= {"full_attention", "linear_attention"}
+        or any(getattr(attention, "sliding_window", None) is not None for attention in attentions),
+        f"positions of type {rope}": "dynamic" in rope or rope == "longrope",
+        "layers in another order": len(layers) != config.num_hidden_layers
+        or [module.layer_idx for module in indices] != list(range(len(layers))),
+        "an embedding of its own": model.get_input_embeddings() is not text.embed_tokens,
+        "gradient checkpoints in training mode": any(
+            module.training and getattr(module, "gradient_checkpointing", False) for module in (text, *layers)
+        ),
+        "dropout": any(attention.training and attention.attention_dropout for attention in attentions),
+    }
+    for reason, is_so in reasons.items():
+        if is_so:
+            raise UnservedError(reason)
+
+
+def _read_modules(reading: Reading, model: Model, holder: Model) -> None:
+    """Check every module that a step calls or replaces, and note where its weights are and what it reads."""
+    if torch.nn.modules.module._has_any_global_hook():
+        raise UnservedError("a global hook on all modules")
+    state = reading.state
+    state["numerics"] = machine.numerics()
+    for device in ("cpu", "cuda"):
+        state[f"autocast on {device}"] = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    state["prepared autocast"] = reading.autocast
+    state["experts"] = getattr(reading.text.config, "_experts_implementation", None)
+    path = "model" if holder is reading.text else "model.language_model"
+    inner = [*reading.text.named_modules(prefix=path), *reading.head.named_modules(prefix="lm_head")]
+    known: dict[type, bool] = {}
+    for name, module in [("the model", model), ("model", holder), *inner]:
+        kind = type(module)
+        if kind not in known:
+            owner = next(owner for owner in kind.__mro__ if "forward" in vars(owner))
+            known[kind] = owner is nn.Module or is_own(kind.forward, owner)  # nn.ModuleList has none
+        reason = _reason_of_module(module, known[kind], may_have_forward=module is model)
+        if reason is not None:
+            raise UnservedError(f"{reason} on {name}")
+        if module in (model, holder, reading.text):
+            continue
+        attributes = vars(module)
+        state[name] = kind
+        for key in _names_in(kind) & attributes.keys():
+            state[f"{name}.{key}"] = _fingerprint(attributes[key])
+        tensors = (*module._parameters.values(), *module._buffers.values())
+        reading.weights += [_fingerprint(tensor) for tensor in tensors]
+        reading.switches += [(attributes, key, copy(attributes[key])) for key in _SWITCHES if key in attributes]
+
+
+def _reason_of_module(module: nn.Module, is_known: bool, may_have_forward: bool) -> str | None:
+    """Return why a step would not do what a module does; `is_known` says that its class's forward is transformers'."""
+    attributes = vars(module)
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    is_called = is_known or type(module).__module__.startswith(_ADAPTERS) or _is_quantised(module)
+    reasons = {
+        "hooks of accelerate": "_hf_hook" in attributes,
+        "torch.compile": module._compiled_call_impl is not None,
+        "a forward of its own": "forward" in attributes and not may_have_forward,
+        "a forward hook": not all(_is_harmless(hook) for hook in hooks),
+        "dropout": isinstance(module, nn.Dropout) and module.training and module.p > 0,
+        f"a module of class {type(module).__name__}": not is_called,
+    }
+    return next((reason for reason, is_so in reasons.items() if is_so), None)
+
+
+def _is_harmless(hook: Any) -> bool:
+    home = getattr(hook, "__module__", None) or ""
+    is_marker = getattr(hook, "__name__", "") == "make_inputs_require_grads" and home == "transformers.modeling_utils"
+    return is_marker or home.startswith(_HARMLESS_HOOKS)
+
+
+def _is_quantised(module: nn.Module) -> bool:
+    """Return whether a module holds a matrix of whole numbers, of 8-bit floats, or of a tensor class of its own."""
+    tensors = [*module._parameters.values(), *module._buffers.values()]
+    matrices = [tensor for tensor in tensors if tensor is not None and tensor.dim() > 1]
+    return any(
+        not matrix.is_floating_point() or matrix.itemsize == 1 or type(matrix) not in (nn.Parameter, Tensor, nn.Buffer)
+        for matrix in matrices
+    )
+
+
+def _fingerprint(value: Any) -> Hashable:
+    """Return a value that changes with what a captured step may have read of a weight or an attribute."""
+    if isinstance(value, _PLAIN):
+        return value
+    if hasattr(value, "__tensor_flatten__"):  # quantised
+        return tuple(_fingerprint(getattr(value, name)) for name in value.__tensor_flatten__()[0])
+    if isinstance(value, Tensor):
+        return value.data_ptr(), value.dtype, value.shape, value.stride()
+    if isinstance(value, dict):
+        return tuple((_fingerprint(key), _fingerprint(item)) for key, item in value.items())
+    if isinstance(value, list | tuple | set):
+        return tuple(_fingerprint(item) for item in value)
+    return type(value)
+
+
+@lru_cache(maxsize=256)
+def _names_in(kind: type) -> frozenset[str]:
+    """Return every name in the code of a class. Nothing in it reads attributes of other names."""
+    owners = [owner for owner in kind.__mro__ if owner not in nn.Module.__mro__]
+    names: set[str] = set()
+    for value in [kind.forward, *(value for owner in owners for value in vars(owner).values())]:
+        code = getattr(inspect.unwrap(value.fget if isinstance(value, property) else value), "__code__", None)
+        names.update(code.co_names if isinstance(code, CodeType) else ())
+    return frozenset(names - vars(nn.Module()).keys())
