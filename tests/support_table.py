@@ -23,6 +23,7 @@ from support.matrix import ELSEWHERE, ORDERS, ROWS, Row  # noqa: E402
 from tiny import FAMILIES  # noqa: E402
 
 from hf_vit_accel import backends, families  # noqa: E402
+from hf_vit_accel.decoding.text_models import TEXT_MODELS  # noqa: E402
 from hf_vit_accel.ops import PARTS, rows  # noqa: E402
 
 PAGE = ROOT / "SUPPORT.md"
@@ -151,7 +152,7 @@ def page() -> str:
 
 def with_blocks(text: str) -> str:
     """Return a page of docs/ with its blocks written anew."""
-    forms = {"table": rows_table, "list": rows_list, "arguments": arguments_table}
+    forms = {"table": rows_table, "list": rows_list, "arguments": arguments_table, "decoded": decoded_table}
     return BLOCK.sub(lambda block: f"{block[1]}\n{forms[block['form']]()}\n{block[3]}", text)
 
 
@@ -169,6 +170,14 @@ def arguments_table() -> str:
         for argument in ARGUMENTS
     ]
     return "\n".join((*_table(("argument", "outcome", "why, or how"), cells), ""))
+
+
+def decoded_table() -> str:
+    """Return the models that `graphed_decoding` serves, by their text models."""
+    cells = [
+        (f"`{text.name}`", ", ".join(f"`{name.split('.')[1]}`" for name in text.models.split())) for text in TEXT_MODELS
+    ]
+    return "\n".join((*_table(("text model", "models that are served"), cells), ""))
 
 
 def rows_list() -> str:

@@ -38,6 +38,10 @@ FEWEST = 8
 """The fewest tokens to come for which a new step is captured. A capture takes some 0.1 s."""
 _RESERVE = 128
 """Slots for tokens to come that a new cache has at least. Where it is full, a larger one takes over."""
+_DROPPED = {
+    "assistant_model": "Leave custom_generate out.",
+    "synced_gpus": "Pass functools.partial(hf_vit_accel.graphed_decoding, synced_gpus=...), or leave it out.",
+}
 _OPTIONS = ("streamer", "synced_gpus", "max_graphs", "max_bytes")
 """The options of `graphed_decoding` that users give by `functools.partial`."""
 
@@ -90,10 +94,15 @@ def graphed_decoding(
         model.generate(**inputs, custom_generate=functools.partial(hf_vit_accel.graphed_decoding, streamer=streamer))
         ```
     """
-    _check_bounds(max_graphs, max_bytes)
+    for name, bound, least in (("max_graphs", max_graphs, 1), ("max_bytes", max_bytes, 0)):
+        if (type(bound) is not int and bound is not None) or (bound is not None and bound < least):
+            raise ValueError(f"expected {name} to be a whole number of at least {least}, got {bound!r}")
     of_generate = _variables_of_generate()
     _check_names(model_kwargs.keys() - of_generate.get("model_kwargs", model_kwargs).keys(), generation_config)
-    _warn_of_dropped(of_generate)
+    for name, advice in _DROPPED.items():
+        if of_generate.get(name):
+            line = f"transformers' generate drops {name} where custom_generate is a function. {advice}"
+            warnings.warn(line, stacklevel=4)
     streamer = of_generate.get("streamer") if streamer is None else streamer
     if streamer is not None:
         if isinstance(streamer, type) or not hasattr(streamer, "put"):
@@ -102,6 +111,10 @@ def graphed_decoding(
             raise ValueError("transformers cannot stream beams; leave the streamer out, or pass num_beams=1.")
         if streamer is not of_generate.get("streamer"):  # `generate` has put the prompt into its own
             streamer.put(input_ids.cpu())
+    mode = generation_config.get_generation_mode(None)
+    method = getattr(type(model), GENERATION_MODES_MAPPING[mode], None)  # as `generate` itself finds it
+    if method is None:
+        raise ValueError(f"transformers runs {mode.value} by code from the Hub; leave custom_generate out.")
     arguments: Arguments = dict(
         logits_processor=logits_processor, stopping_criteria=stopping_criteria, generation_config=generation_config
     )
@@ -114,11 +127,17 @@ def graphed_decoding(
     steps = steps_of(model)
     try:
         _check(input_ids, generation_config, model_kwargs, of_generate, synced_gpus)
-        with steps.locked_for_call(model, max_graphs, max_bytes) as reading:
-            return _decode_by_steps(model, input_ids, steps, reading, arguments | {"streamer": streamer})
+        with steps.locked_for_call(model, max_graphs, max_bytes) as reading, torch.no_grad():
+            loop = _ModelInLoop(model, steps, reading, generation_config)
+            output = method(loop, input_ids, **arguments, streamer=streamer)
+            loop.finish()
+            return output
     except UnservedError as error:
         steps.stock_reasons[str(error)] += 1
-    return _decode_by_stock(model, input_ids, inputs_tensor, streamer, arguments | {"synced_gpus": synced_gpus})
+    arguments |= {"synced_gpus": synced_gpus} | ({} if streamer is None else {"streamer": streamer})
+    if "assisted" in mode.value:
+        arguments["inputs_tensor"] = inputs_tensor
+    return method(model, input_ids, **arguments)
 
 
 def _variables_of_generate() -> Arguments:
@@ -130,27 +149,10 @@ def _variables_of_generate() -> Arguments:
     return {} if frame is None else frame.f_locals
 
 
-@torch.no_grad()
-def _decode_by_steps(model: Any, input_ids: Tensor, steps: DecodeSteps, reading: Reading, arguments: Arguments) -> Any:
-    """Run transformers' loop, with the model's forwards of one token in static steps."""
-    loop = _ModelInLoop(model, steps, reading, arguments["generation_config"])
-    output = type(model)._sample(loop, input_ids, **arguments)
-    loop.finish()
-    return output
-
-
 def _is_synced(model: PreTrainedModel) -> bool:
     """Return whether ranks must run equally many steps, as `generate` decides it."""
     is_sharded = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
     return is_sharded and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
-
-
-def _check_bounds(max_graphs: object, max_bytes: object) -> None:
-    """Raise ValueError for a bound that is no count."""
-    if type(max_graphs) is not int or max_graphs < 1:
-        raise ValueError(f"expected max_graphs to be a whole number of at least 1, got {max_graphs!r}")
-    if max_bytes is not None and (type(max_bytes) is not int or max_bytes < 0):
-        raise ValueError(f"expected max_bytes to be None or a whole number of bytes, got {max_bytes!r}")
 
 
 def _check_names(names: set[str], generation_config: GenerationConfig) -> None:
@@ -161,38 +163,6 @@ def _check_names(names: set[str], generation_config: GenerationConfig) -> None:
         similar = get_close_matches(name, _OPTIONS, n=1)
         advice = f"; did you mean {similar[0]!r}?" if similar else f". It has: {', '.join(_OPTIONS)}."
         raise ValueError(f"unknown option {name!r} of graphed_decoding{advice}")
-
-
-def _warn_of_dropped(of_generate: Arguments) -> None:
-    """Warn of the arguments of `generate`, among its local variables, that it does not pass on to a function."""
-    advice = {
-        "assistant_model": "Leave custom_generate out.",
-        "synced_gpus": "Pass functools.partial(hf_vit_accel.graphed_decoding, synced_gpus=...), or leave it out.",
-    }
-    for name, line in advice.items():
-        if of_generate.get(name):
-            warnings.warn(
-                f"transformers' generate drops {name} where custom_generate is a function. {line}", stacklevel=5
-            )
-
-
-def _decode_by_stock(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    inputs_tensor: Tensor | None,
-    streamer: BaseStreamer | None,
-    arguments: Arguments,
-) -> Any:
-    """Decode by the method that `generate` itself would have called."""
-    mode = arguments["generation_config"].get_generation_mode(None)
-    method = getattr(type(model), GENERATION_MODES_MAPPING[mode], None)
-    if method is None:
-        raise ValueError(f"transformers runs {mode.value} by code from the Hub; leave custom_generate out.")
-    if streamer is not None:
-        arguments["streamer"] = streamer
-    if "assisted" in mode.value:
-        arguments["inputs_tensor"] = inputs_tensor
-    return method(model, input_ids, **arguments)
 
 
 def _check(
@@ -222,10 +192,9 @@ def _check(
 
 
 class _ModelInLoop:
-    """The model as transformers' `_sample` sees it. Its forwards of one token run as static steps.
+    """The model as transformers' `_sample` sees it. Attributes that this class lacks are the model's own.
 
-    `_sample` first calls `_prefill`, which is the model's own, as all attributes are that this class lacks. For every
-    further token it calls `prepare_inputs_for_generation`, and then this object with the result.
+    For every token after the prompt `_sample` calls `prepare_inputs_for_generation`, then this object with the result.
     """
 
     def __init__(self, model: Any, steps: DecodeSteps, reading: Reading, config: GenerationConfig) -> None:
@@ -269,15 +238,9 @@ class _ModelInLoop:
         return output
 
     def _load(self, inputs: Arguments, due: int) -> None:
-        """Load a step that has room and goes on from the cache: a captured one, or a new one.
+        """Load a step that has room for some of the `due` tokens: a captured one, or a new one.
 
-        Args:
-            inputs: Stock's inputs of the next forward.
-            due: How many tokens may come.
-
-        Raises:
-            UnservedError: If this call gets none.
-            Exception: If the model gets none.
+        It raises `UnservedError` if this call gets none, and any other error if the model gets none.
         """
         length = int(self._cache.get_seq_length())
         check_cache(self._cache)
@@ -312,7 +275,7 @@ class _ModelInLoop:
             self._reason = "memory ran out"
         except Exception as error:  # whatever a kernel or a quantised module raises, stock goes on
             self._reason = one_line(error)
-            self._steps.refuse(self._reading, self._reason)
+            self._steps.refusals[self._reading.key] = self._reason
         if self._reason is not None:
             self._step = None
 

@@ -10,8 +10,7 @@ import inspect
 import sys
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext
-from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -94,16 +93,7 @@ def key_of_inputs(inputs: Arguments, length: int) -> Hashable:
 
 
 class DecodeStep:
-    """The decode step of a batch on a cache of some slots. Everything that advances does so inside the step.
-
-    Attributes:
-        reading: The model as it was when the step was made.
-        key: What calls have in common that the step serves.
-        length: Tokens in the cache, counted on the host.
-        nbytes: Bytes of the cache and of the graph.
-        replay: Replays the step from a graph; None where every step runs.
-        is_proven: Whether its logits were compared with stock's.
-    """
+    """The decode step of a batch on a cache of some slots. Everything that advances does so inside the step."""
 
     def __init__(self, key: Hashable, reading: Reading, inputs: Arguments, cache: Any, slots: int) -> None:
         self.key = key
@@ -123,16 +113,13 @@ class DecodeStep:
         keys = next(layer.keys for layer in self._layers if not is_linear(layer))
         self._mask_B11S = torch.zeros(len(keys), 1, 1, slots, dtype=keys.dtype, device=keys.device)
         self._logits: Tensor | None = None
-        self.length = 0
+        self.length = 0  # tokens in the cache, counted on the host
         self.nbytes = sum(state.nbytes for layer in self._layers for state in _states_of(layer))
         self.replay: Callable[[], None] | None = None
         self.is_proven = False
 
     def load(self, inputs: Arguments, cache: Any, length: int) -> None:
-        """Go on from a call: copy the tokens of its cache and its inputs into this step's buffers.
-
-        Afterwards the call's cache is a view of the buffers, which frees the memory of the prompt's.
-        """
+        """Copy the tokens and inputs of a call into this step's buffers, and free the memory of the call's cache."""
         self._positions.copy_(inputs["position_ids"])
         self._slot_1.fill_(length)
         self.length = length
@@ -144,27 +131,23 @@ class DecodeStep:
         else:
             visible_BS.masked_fill_(mask[:, :length] != 0, 0.0)
         for layer, source in zip(self._layers, cache.layers, strict=True):
-            for state, value in zip(_states_of(layer), _states_of(source), strict=True):
-                if is_linear(layer):
+            if is_linear(layer):
+                for state, value in zip(_states_of(layer), _states_of(source), strict=True):
                     state.copy_(value)
-                else:
-                    state[:, :, length:].zero_()  # a masked slot counts zero times, but NaN would stay NaN
-                    state[:, :, :length].copy_(value)
-        self.store(cache, has_states=True)
+                continue
+            for state in (layer.keys, layer.values):
+                state[:, :, length:].zero_()  # a masked slot counts zero times, but NaN would stay NaN
+            layer.keys[:, :, :length] = source.keys
+            layer.values[:, :, :length] = source.values
+            source.keys, source.values = (state[:, :, :length] for state in (layer.keys, layer.values))
 
-    def store(self, cache: Any, *, is_kept: bool = False, has_states: bool = False) -> None:
-        """Leave in a cache what stock would have left there: views of this step's keys, copies in one that is kept.
-
-        Args:
-            cache: The cache of the call.
-            is_kept: Whether the cache outlives the call.
-            has_states: Whether it has the present states of linear attention.
-        """
+    def store(self, cache: Any, *, is_kept: bool = False) -> None:
+        """Leave in a cache what stock would have left there: views of this step's keys, copies in one that is kept."""
         for layer, target in zip(self._layers, cache.layers, strict=True):
             if not is_linear(layer):
                 states = [state[:, :, : self.length] for state in _states_of(layer)]
                 target.keys, target.values = [state.clone() for state in states] if is_kept else states
-            elif not has_states:
+            else:
                 for state, value in zip(_states_of(target), _states_of(layer), strict=True):
                     state.copy_(value)
 
@@ -201,8 +184,9 @@ class DecodeStep:
 
     def _attention_B1E(self, layer: Model, hidden_B1E: Tensor, rotation: tuple[Tensor, Tensor], states: Any) -> Tensor:
         if is_linear(states):
-            out: Tensor = layer.linear_attn(hidden_B1E, **{_cache_argument(layer): Cache(layers=self._layers)})
-            return out
+            names = inspect.signature(inspect.unwrap(type(layer.linear_attn).forward)).parameters
+            cache_name = CACHE if CACHE in names else "cache_params"
+            return cast(Tensor, layer.linear_attn(hidden_B1E, **{cache_name: Cache(layers=self._layers)}))
         attention = layer.self_attn
         shape = (len(hidden_B1E), 1, -1, attention.head_dim)
         query = attention.q_proj(hidden_B1E)
@@ -215,15 +199,14 @@ class DecodeStep:
         if hasattr(attention, "q_norm"):
             query = _norm(attention.q_norm, query)
             key = _norm(attention.k_norm, key)
-        query, key = _rotate_of(attention)(query.transpose(1, 2), key.transpose(1, 2), *rotation)
+        query, key = _rotate(attention, query.transpose(1, 2), key.transpose(1, 2), *rotation)
         # Under autocast values may have a narrower dtype than keys. A dynamic cache has that of its first keys.
         states.keys.index_copy_(2, self._slot_1, key.to(states.keys.dtype))
         states.values.index_copy_(2, self._slot_1, value.to(states.values.dtype))
         out_B1E = attend(query, states.keys, states.values, self._mask_B11S, attention.scaling)
         if gate is not None:
             out_B1E = out_B1E * torch.sigmoid(gate.reshape(out_B1E.shape))
-        projected: Tensor = attention.o_proj(out_B1E)
-        return projected
+        return cast(Tensor, attention.o_proj(out_B1E))
 
     def __call__(self, ids_B1: Tensor) -> Tensor:
         """Return the logits (B, 1, vocabulary) after one more token a row. The next step overwrites them."""
@@ -237,11 +220,7 @@ class DecodeStep:
         return self._logits
 
     def prove(self, ids_B1: Tensor, expected: Tensor) -> None:
-        """Compute a step that stock has computed, too, and compare the logits. The step counts: its token is written.
-
-        Raises:
-            ArithmeticError: If the logits differ.
-        """
+        """Compute a step that stock has computed, too; ArithmeticError if logits differ. Its token is written."""
         logits = self(ids_B1)
         is_exact = logits.dtype.itemsize > 2 and torch.get_float32_matmul_precision() == "highest"
         difference = (logits.double() - expected.double()).norm(dim=-1) / expected.double().norm(dim=-1)
@@ -255,23 +234,15 @@ def _norm(norm: Model, hidden: Tensor) -> Tensor:
     """Run an RMSNorm as one kernel of torch. transformers rounds before the weight, torch only at the end."""
     epsilon: float | None = getattr(norm, "variance_epsilon", None)
     if epsilon is None or hidden.dtype != norm.weight.dtype:
-        out: Tensor = norm(hidden)
-        return out
+        return cast(Tensor, norm(hidden))
     return nn.functional.rms_norm(hidden, norm.weight.shape, norm.weight, epsilon)
 
 
-def _rotate_of(attention: Model) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return transformers' rotation of queries and keys by cos and sin, from the file of the attention."""
+def _rotate(attention: Model, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys by the function in the file of the attention."""
     functions = vars(sys.modules[type(attention).__module__])
-    rotate: Callable[..., tuple[Tensor, Tensor]] | None = functions.get("apply_multimodal_rotary_pos_emb")
-    if rotate is None:
-        rotate = functions["apply_rotary_pos_emb"]
-        return rotate
+    if "apply_multimodal_rotary_pos_emb" not in functions:
+        return cast(tuple[Tensor, Tensor], functions["apply_rotary_pos_emb"](query, key, cos, sin))
     # Up to 5.16 attention picks the axes, later the module of rotations does.
-    return partial(rotate, mrope_section=attention.config.rope_parameters["mrope_section"])
-
-
-def _cache_argument(layer: Model) -> str:
-    """Return the name of the cache among the arguments of linear attention."""
-    names = inspect.signature(inspect.unwrap(type(layer.linear_attn).forward)).parameters
-    return CACHE if CACHE in names else "cache_params"
+    axes = attention.config.rope_parameters["mrope_section"]
+    return cast(tuple[Tensor, Tensor], functions["apply_multimodal_rotary_pos_emb"](query, key, cos, sin, axes))

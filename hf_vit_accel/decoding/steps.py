@@ -23,13 +23,7 @@ def can_capture(device: torch.device) -> bool:
 
 
 class DecodeSteps:
-    """The steps of one model, and the counts for `status`.
-
-    Attributes:
-        decoded: Calls that static steps decoded.
-        stock_reasons: Reason -> calls that stock decoded, wholly or from some token on.
-        captures: Reason -> steps that were made for it.
-    """
+    """The steps of one model. For `status`: calls by steps, and reasons of calls by stock and of new steps."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -37,17 +31,13 @@ class DecodeSteps:
         self.stock_reasons: Counter[str] = Counter()
         self.captures: Counter[str] = Counter()
         self._last: Reading | None = None
-        self._refusals: dict[Hashable, str] = {}
+        self.refusals: dict[Hashable, str] = {}
         self._steps: OrderedDict[Hashable, DecodeStep] = OrderedDict()
         self._recorder: CudaRecorder | None = None
 
     @contextmanager
     def locked_for_call(self, model: Model, max_graphs: int, max_bytes: int) -> Iterator[Reading]:
-        """Lock the steps for one call, and read the model. Drop surplus steps afterwards.
-
-        Raises:
-            UnservedError: If the model has no static steps, or another call decodes.
-        """
+        """Lock the steps for one call, and read the model. Drop surplus steps afterwards."""
         if not self._lock.acquire(blocking=False):
             raise UnservedError("another call decodes")
         try:
@@ -64,23 +54,15 @@ class DecodeSteps:
                 self._lock.release()
 
     def read(self, model: Model) -> Reading:
-        """Read the model. Steps that were captured with other weights are dropped.
-
-        Raises:
-            UnservedError: If the model, as it is now, has no static steps.
-        """
+        """Read the model; `UnservedError` if it has no steps. Drop those that were captured with other weights."""
         reading = read_model(model)
         if self._last is not None and self._last.weights != reading.weights:
             self._trim(0, 0)
             self._recorder = None
-            self._refusals.clear()
-        if reading.key in self._refusals:
-            raise UnservedError(self._refusals[reading.key])
+            self.refusals.clear()
+        if reading.key in self.refusals:
+            raise UnservedError(self.refusals[reading.key])
         return reading
-
-    def refuse(self, reading: Reading, why: str) -> None:
-        """Remember why no step computes what this model computes, for as long as it is as it was read."""
-        self._refusals[reading.key] = why
 
     def _trim(self, max_graphs: int, max_bytes: int) -> None:
         while len(self._steps) > max_graphs or self._nbytes > max_bytes:
@@ -89,10 +71,7 @@ class DecodeSteps:
             self._steps.popitem(last=False)
 
     def free(self) -> bool:
-        """Free all steps, and return whether there were any. Counts stay.
-
-        A call that decodes keeps its steps: it may be the caller's own.
-        """
+        """Free all steps, and return whether there were any. A call that decodes keeps its own. Counts stay."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
@@ -107,7 +86,6 @@ class DecodeSteps:
         return sum(step.nbytes for step in self._steps.values())
 
     def find(self, key: Hashable) -> DecodeStep | None:
-        """Return the step of a key, if there is one."""
         return self._steps.get(key)
 
     def keep(self, step: DecodeStep) -> None:
@@ -157,12 +135,8 @@ def steps_of(model: nn.Module) -> DecodeSteps:
 
 
 def free_steps(model: nn.Module) -> bool:
-    """Free the memory of the steps of a model and its parts, and return whether there were any.
-
-    The next call captures anew.
-    """
-    had_steps = [_STEPS[module].free() for module in model.modules() if module in _STEPS]
-    return any(had_steps)
+    """Free the memory of the steps of a model and its parts, and return whether there were any."""
+    return sum(_STEPS[module].free() for module in model.modules() if module in _STEPS) > 0
 
 
 def decoding_status(model: nn.Module) -> str | None:

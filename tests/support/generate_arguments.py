@@ -66,7 +66,7 @@ ARGUMENTS = (
     _served("prefix_allowed_tokens_fn", calls=(dict(prefix_allowed_tokens_fn=_prefix),)),
     Argument(("synced_gpus",), "dropped", "by `functools.partial(..., synced_gpus=True)`: decoded by stock"),
     Argument(("assistant_model",), "dropped", "leave `custom_generate` out; a warning says so"),
-    Argument(("streamer",), "dropped", "by `functools.partial(..., streamer=streamer)`; a warning says so"),
+    Argument(("streamer",), "none", "served, though `generate` passes none on to a function"),
     Argument(
         ("negative_prompt_ids", "negative_prompt_attention_mask", "guidance_scale"),
         "raises",
@@ -92,8 +92,8 @@ ARGUMENTS = (
     ),
     Argument(
         ("past_key_values",),
-        "served",
-        "a `DynamicCache`, which ends as stock's; any other cache is stock's",
+        "stock",
+        "a cache that was passed",
         ({f"make_{CACHE}": DynamicCache},),
     ),
     _served("temperature", calls=(dict(do_sample=True, temperature=1.7),)),

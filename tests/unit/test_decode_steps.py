@@ -36,7 +36,7 @@ from hf_vit_accel import graphed_decoding
 from hf_vit_accel.decoding import loop as decoding
 from hf_vit_accel.decoding import step as step_module
 from hf_vit_accel.decoding.steps import steps_of
-from hf_vit_accel.decoding.text_models import TEXT_MODELS
+from hf_vit_accel.decoding.text_models import TEXT_MODELS, UnservedError, read_model
 from hf_vit_accel.graphs import automatic
 
 Recorder = type[OperationRecorder]
@@ -578,3 +578,108 @@ def test_memory_that_runs_out_in_a_capture_leaves_other_graphs(
     assert counts_of(model).static_calls == 1 and graphs.given_up is None
     automatic._give_up_graphs(0, 1 << 40, 0, 0)
     assert graphs.given_up
+
+
+def test_no_undeclared_model_is_served() -> None:
+    """All classes of transformers that generate text, with and without pictures."""
+    from transformers.models.auto import modeling_auto
+
+    names = {
+        name
+        for mapping in ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUSAL_LM")
+        for value in getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES", {}).values()
+        for name in ([value] if isinstance(value, str) else value)
+    }
+    assert len(names) > 150
+    for name in sorted(names - SERVED):
+        kind = getattr(transformers, name, None)
+        if kind is None:
+            continue
+        model = kind.__new__(kind)
+        nn.Module.__init__(model)
+        with pytest.raises(UnservedError, match=f"^{name} is no declared model$"):
+            read_model(model)
+
+
+_SMALL = dict(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    pad_token_id=2,
+    bos_token_id=0,
+    eos_token_id=1,
+)
+_LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+TEXTS: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "a window": ("Mistral", dict(sliding_window=24), False),
+    "windows between full layers": ("Gemma3Text", dict(sliding_window=24), False),
+    "windows and no positions": ("Cohere2", dict(sliding_window=24), False),
+    "chunks": ("Llama4Text", dict(attention_chunk_size=24, num_local_experts=2, intermediate_size_mlp=48), False),
+    "two rotations by length": (
+        "Phi3",
+        dict(rope_parameters=_LONG, original_max_position_embeddings=24, max_position_embeddings=96),
+        False,
+    ),
+    "no window": ("Llama", {}, False),
+    "a declared model": ("Qwen2", {}, True),
+    "another declared model": ("Qwen3", {}, True),
+    "a declared model with a window": (
+        "Qwen2",
+        dict(use_sliding_window=True, sliding_window=24, max_window_layers=1),
+        False,
+    ),
+    "a declared model with yarn": (
+        "Qwen2",
+        dict(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}),
+        True,
+    ),
+    "a declared model whose rotation follows the length": (
+        "Qwen2",
+        dict(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}, max_position_embeddings=24),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.usefixtures("way")
+def test_texts_without_a_tower(name: str) -> None:
+    family, fields, is_served = TEXTS[name]
+    config = getattr(transformers, f"{family}Config")(**(_SMALL | fields))
+    model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
+    tiny.randomise(model)
+    both(model, TEXT, max_new_tokens=50, min_new_tokens=50)
+    assert counts_of(model).static_calls == is_served, counts_of(model).reasons
+    assert ("1 by stock" in str(hf_vit_accel.status(model))) is not is_served
+    hf_vit_accel.unpatch(model)
+    assert not steps_of(model)._steps
+
+
+def test_nothing_of_a_step_is_seen_from_outside() -> None:
+    """A policy and its reference share a config, and each runs in a thread of its own."""
+    seen: list[int] = []
+    model = TINY["qwen2_5_vl"].build()
+    before = [{**vars(module)} for module in model.modules()]
+    config = str(model.config)
+    names = list(ALL_ATTENTION_FUNCTIONS.keys())
+
+    forward = nn.functional.rms_norm
+
+    def look(*args: Any) -> torch.Tensor:
+        now = [{**vars(module)} for module in model.modules()]
+        for earlier, later in zip(before, now, strict=True):
+            later.pop("rope_deltas", None)
+            assert later.keys() | {"rope_deltas"} == earlier.keys() | {"rope_deltas"}
+            assert all(later[key] is earlier[key] for key in later)
+        assert str(model.config) == config and list(ALL_ATTENTION_FUNCTIONS.keys()) == names
+        seen.append(0)
+        return forward(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_module.nn.functional, "rms_norm", look)
+        model.generate(**TEXT, max_new_tokens=10, custom_generate=graphed_decoding)
+    assert seen and counts_of(model).static_calls == 1

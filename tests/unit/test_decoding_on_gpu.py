@@ -69,3 +69,61 @@ def test_autocast_casts_weights_anew_in_every_replay() -> None:
         torch.full((1 << 24,), torch.nan, device="cuda")  # where freed weights would lie
     both(model, inputs, max_new_tokens=40)
     assert counts_of(model).static_calls == 4 and not counts_of(model).reasons
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_linears_of_bitsandbytes(bits: int) -> None:
+    """Captured where the kernels can be, else decoded by stock with the reason. The tokens are stock's."""
+    bnb = pytest.importorskip("bitsandbytes")
+    model = TINY["qwen2_5_vl"].build().half()
+    for layer in model.model.language_model.layers:
+        for owner, name in ((layer.self_attn, "q_proj"), (layer.self_attn, "o_proj"), (layer.mlp, "down_proj")):
+            linear = getattr(owner, name)
+            kind = bnb.nn.Linear4bit if bits == 4 else bnb.nn.Linear8bitLt
+            options = {} if bits == 4 else {"has_fp16_weights": False, "threshold": 6.0}
+            quantised = kind(linear.in_features, linear.out_features, bias=linear.bias is not None, **options)
+            quantised.load_state_dict(linear.state_dict())
+            setattr(owner, name, quantised)
+    model = model.cuda()
+    for inputs in ({"input_ids": torch.tensor([[5, 6, 7]])}, {"input_ids": torch.tensor([[5, 6, 7]] * 8)}):
+        logits = [
+            model.generate(
+                **on_gpu(inputs),
+                max_new_tokens=20,
+                min_new_tokens=20,
+                return_dict_in_generate=True,
+                output_logits=True,
+                custom_generate=custom_generate,
+            ).logits
+            for custom_generate in (None, graphed_decoding)
+        ]
+        torch.testing.assert_close(logits[1][1], logits[0][1], atol=0.02, rtol=0.02)
+    counts = counts_of(model)
+    print(bits, counts)
+    assert counts.static_calls == 2 or all("capturing" in reason for reason in counts.reasons)
+
+
+def test_a_model_in_autocast_by_accelerate() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = TINY["qwen3_vl"].build().cuda().train()
+    model = accelerate.Accelerator(mixed_precision="bf16").prepare(model)
+    outputs = dict(return_dict_in_generate=True, output_logits=True, max_new_tokens=12, min_new_tokens=12)
+    inputs = on_gpu({"input_ids": torch.tensor([[5, 6, 7]])})
+    for _ in range(2):
+        stock = model.generate(**inputs, **outputs)
+        ours = model.generate(**inputs, **outputs, custom_generate=graphed_decoding)
+        torch.testing.assert_close(ours.logits[1], stock.logits[1], atol=0.05, rtol=0.05)
+    assert counts_of(model).static_calls == 2
+
+
+def test_adapters_switched_back_and_forth_are_captured_once_each() -> None:
+    peft = pytest.importorskip("peft")
+    model = TINY["qwen3_vl"].build().cuda()
+    for name in ("one", "two"):
+        model.add_adapter(peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False, r=4), name)
+    model.eval()
+    inputs = on_gpu(tiny.left_padded(model))
+    for name in ("one", "two", "one", "two"):
+        model.set_adapter(name)
+        both(model, inputs, max_new_tokens=40)
+    assert counts_of(model).static_calls == 4 and steps_of(model).captures.total() == 2
