@@ -30,7 +30,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_vit_accel.decoding.step import CACHE, Arguments, DecodeStep, check_cache, key_of_inputs
 from hf_vit_accel.decoding.steps import DecodeSteps, steps_of
-from hf_vit_accel.decoding.text_models import Reading, UnservedError
+from hf_vit_accel.decoding.text_models import Reading, UnservedError, refuse
 from hf_vit_accel.graphs.automatic import capture_of_ours
 from hf_vit_accel.machine import one_line
 
@@ -38,10 +38,6 @@ FEWEST = 8
 """The fewest tokens to come for which a new step is captured. A capture takes some 0.1 s."""
 _RESERVE = 128
 """Slots for tokens to come that a new cache has at least. Where it is full, a larger one takes over."""
-_DROPPED = {
-    "assistant_model": "Leave custom_generate out.",
-    "synced_gpus": "Pass functools.partial(hf_vit_accel.graphed_decoding, synced_gpus=...), or leave it out.",
-}
 _OPTIONS = ("streamer", "synced_gpus", "max_graphs", "max_bytes")
 """The options of `graphed_decoding` that users give by `functools.partial`."""
 
@@ -74,8 +70,8 @@ def graphed_decoding(
     cache is copied to a static one. Calls for which this is impossible decode by stock's method, and `status(model)`
     counts the reasons.
 
-    `generate` drops `streamer`, `synced_gpus` and `assistant_model` where `custom_generate` is a function, and it
-    raises for `stop_strings`. Give the first two as the example does, and `StopStringCriteria` for the last.
+    A `streamer` that `generate` gets works, too. `generate` drops `assistant_model`, and raises for `stop_strings`
+    where `custom_generate` is a function: pass a `StopStringCriteria`.
 
     Args:
         model: Comes from `generate`, as all arguments do that are not listed here.
@@ -99,10 +95,9 @@ def graphed_decoding(
             raise ValueError(f"expected {name} to be a whole number of at least {least}, got {bound!r}")
     of_generate = _variables_of_generate()
     _check_names(model_kwargs.keys() - of_generate.get("model_kwargs", model_kwargs).keys(), generation_config)
-    for name, advice in _DROPPED.items():
-        if of_generate.get(name):
-            line = f"transformers' generate drops {name} where custom_generate is a function. {advice}"
-            warnings.warn(line, stacklevel=4)
+    if of_generate.get("assistant_model") is not None:
+        line = "transformers' generate drops assistant_model where custom_generate is a function. Leave it out."
+        warnings.warn(line, stacklevel=4)
     streamer = of_generate.get("streamer") if streamer is None else streamer
     if streamer is not None:
         if isinstance(streamer, type) or not hasattr(streamer, "put"):
@@ -119,7 +114,7 @@ def graphed_decoding(
         logits_processor=logits_processor, stopping_criteria=stopping_criteria, generation_config=generation_config
     )
     arguments |= model_kwargs
-    synced_gpus = synced_gpus or _is_synced(model)
+    synced_gpus = bool(synced_gpus or of_generate.get("synced_gpus")) or _is_synced(model)
     if max_bytes is None:
         max_bytes = (
             torch.cuda.get_device_properties(input_ids.device).total_memory // 8 if input_ids.is_cuda else 1 << 30
@@ -169,12 +164,11 @@ def _check(
     input_ids: Tensor, config: GenerationConfig, model_kwargs: Arguments, of_generate: Arguments, synced_gpus: bool
 ) -> None:
     """Raise `UnservedError` if a call decodes by stock's method for a reason that is known before its first token."""
-    if Version(transformers.__version__) < Version("5.4"):
-        raise UnservedError(f"the loop of transformers {transformers.__version__}")
     mode = config.get_generation_mode(None).value
     cache = model_kwargs.get(CACHE)
     was_passed = of_generate.get("kwargs", {CACHE: cache}).get(CACHE) is not None
     reasons = {
+        f"the loop of transformers {transformers.__version__}": Version(transformers.__version__) < Version("5.4"),
         "beams": config.num_beams > 1,
         "no token after the first": config.max_length - input_ids.shape[1] <= 1,
         mode.replace("_", " "): mode not in ("greedy_search", "sample"),
@@ -186,9 +180,7 @@ def _check(
         "a cache that was passed": was_passed,
         f"a device of type {input_ids.device.type}": input_ids.device.type not in ("cpu", "cuda"),
     }
-    for reason, is_so in reasons.items():
-        if is_so:
-            raise UnservedError(reason)
+    refuse(reasons)
 
 
 class _ModelInLoop:

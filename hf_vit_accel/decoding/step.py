@@ -24,10 +24,11 @@ Arguments: TypeAlias = dict[str, Any]
 """The arguments of a model's method by name: tensors, caches and flags."""
 CACHE = cache_name()
 """The name of the cache among the arguments of a model."""
-_PER_CALL = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts", "rope_deltas", "video_second_per_grid")
-"""Arguments that a decode step ignores, since it gets positions."""
-_WITHOUT_EFFECT = ("use_cache", "logits_to_keep", "return_dict", CACHE, *_PER_CALL)
-"""Arguments that change nothing for one token on a cache."""
+_WITHOUT_EFFECT = (
+    *("use_cache", "logits_to_keep", "return_dict", CACHE),
+    *("image_grid_thw", "video_grid_thw", "second_per_grid_ts", "rope_deltas", "video_second_per_grid"),
+)
+"""Arguments that change nothing for one token on a cache with given positions."""
 
 
 def attend(query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask_B11S: Tensor, scale: float) -> Tensor:

@@ -98,13 +98,10 @@ class Reading:
     declared: TextModel
     text: Model
     head: Model
-    autocast: tuple[Any, ...] | None = None
-    weights: list[Hashable] = field(default_factory=list)
-    """Where all weights are. With other weights no captured step is of use any more."""
-    state: dict[str, Hashable] = field(default_factory=dict)
-    """Everything else that a captured step holds fixed, by name."""
-    switches: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
-    """The attributes, name and value of all that switches an adapter."""
+    autocast: tuple[Any, ...] | None
+    weights: list[Any] = field(default_factory=list)  # where they are; with others, no step is of use any more
+    state: dict[str, Any] = field(default_factory=dict)  # all else that a captured step holds fixed, by name
+    switches: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)  # attributes, name, value
     next_hook: int = field(default_factory=lambda: RemovableHandle.next_id)
 
     @cached_property
@@ -167,20 +164,23 @@ def is_own(function: Any, owner: type | None = None) -> bool:
     if isinstance(function, nn.Module) and "forward" not in vars(function):
         cells = getattr(type(function).forward, "__closure__", None) or ()  # the library `kernels` wraps functions so
         function = cells[0].cell_contents if cells else None
-    while hasattr(function, "__wrapped__"):
-        if not _file_of(function).startswith(_DECORATORS):
-            return False
+    while hasattr(function, "__wrapped__") and _file_of(function).startswith(_DECORATORS):
         function = function.__wrapped__
-    file = _file_of(function)
-    if owner is None or not file.startswith(_CLASSES):
-        return file.startswith(_PACKAGE)
-    names: tuple[str, str] = (function.__module__, function.__qualname__)
-    return names == (owner.__module__, f"{owner.__name__}.{function.__name__}")
+    if owner is None or not _file_of(function).startswith(_CLASSES):
+        return not hasattr(function, "__wrapped__") and _file_of(function).startswith(_PACKAGE)
+    path = f"{function.__module__}.{function.__code__.co_qualname}"
+    return bool(path == f"{_path(owner)}.{function.__name__}")
 
 
 def _file_of(function: Any) -> str:
-    code = getattr(function, "__code__", None)
-    return code.co_filename if isinstance(code, CodeType) else ""
+    return getattr(getattr(function, "__code__", None), "co_filename", "")
+
+
+def refuse(reasons: dict[str, Any]) -> None:
+    """Raise `UnservedError` with the first reason that holds."""
+    for reason, is_so in reasons.items():
+        if is_so:
+            raise UnservedError(reason)
 
 
 def _check_functions(model: Model, holder: Model, text: Model) -> None:
@@ -198,14 +198,15 @@ def _check_functions(model: Model, holder: Model, text: Model) -> None:
             is_replaced = callable(value) and not isinstance(value, type) and not is_own(value)
             if is_replaced or (name == "ALL_ATTENTION_FUNCTIONS" and value is not ALL_ATTENTION_FUNCTIONS):
                 raise UnservedError(f"{name} is not transformers' own")
-    implementation = text.config._attn_implementation
-    if implementation not in _ATTENTION:
-        raise UnservedError(f"the text model's attention is {implementation}")
-    for functions in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
-        if implementation in functions and not is_own(functions[implementation]):
-            raise UnservedError(f"{implementation} was registered again")
-    if nn.functional.scaled_dot_product_attention is not torch._C._nn.scaled_dot_product_attention:
-        raise UnservedError("torch's scaled_dot_product_attention was replaced")
+    name = text.config._attn_implementation
+    registered = [all_of.get(name) for all_of in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)]
+    sdpa = nn.functional.scaled_dot_product_attention
+    reasons = {
+        f"the text model's attention is {name}": name not in _ATTENTION,
+        f"{name} was registered again": not all(function is None or is_own(function) for function in registered),
+        "torch's scaled_dot_product_attention was replaced": sdpa is not torch._C._nn.scaled_dot_product_attention,
+    }
+    refuse(reasons)
 
 
 def _check_structure(model: Model, text: Model) -> None:
@@ -228,9 +229,7 @@ def _check_structure(model: Model, text: Model) -> None:
         ),
         "dropout": any(attention.training and attention.attention_dropout for attention in attentions),
     }
-    for reason, is_so in reasons.items():
-        if is_so:
-            raise UnservedError(reason)
+    refuse(reasons)
 
 
 def _read_modules(reading: Reading, model: Model, holder: Model) -> None:
@@ -247,13 +246,11 @@ def _read_modules(reading: Reading, model: Model, holder: Model) -> None:
     inner = [*reading.text.named_modules(prefix=path), *reading.head.named_modules(prefix="lm_head")]
     known: dict[type, bool] = {}
     for name, module in [("the model", model), ("model", holder), *inner]:
-        kind = type(module)
+        kind: Any = type(module)
         if kind not in known:
             owner = next(owner for owner in kind.__mro__ if "forward" in vars(owner))
             known[kind] = owner is nn.Module or is_own(kind.forward, owner)  # nn.ModuleList has none
-        reason = _reason_of_module(module, known[kind], may_have_forward=module is model)
-        if reason is not None:
-            raise UnservedError(f"{reason} on {name}")
+        _check_module(name, module, known[kind], may_have_forward=module is model)
         if module in (model, holder, reading.text):
             continue
         attributes = vars(module)
@@ -265,8 +262,8 @@ def _read_modules(reading: Reading, model: Model, holder: Model) -> None:
         reading.switches += [(attributes, key, copy(attributes[key])) for key in _SWITCHES if key in attributes]
 
 
-def _reason_of_module(module: nn.Module, is_known: bool, may_have_forward: bool) -> str | None:
-    """Return why a step would not do what a module does; `is_known` says that its class's forward is transformers'."""
+def _check_module(name: str, module: nn.Module, is_known: bool, may_have_forward: bool) -> None:
+    """Raise `UnservedError` if a step would not do what a module does, unless its class `is_known`."""
     attributes = vars(module)
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     is_called = is_known or type(module).__module__.startswith(_ADAPTERS) or _is_quantised(module)
@@ -278,7 +275,9 @@ def _reason_of_module(module: nn.Module, is_known: bool, may_have_forward: bool)
         "dropout": isinstance(module, nn.Dropout) and module.training and module.p > 0,
         f"a module of class {type(module).__name__}": not is_called,
     }
-    return next((reason for reason, is_so in reasons.items() if is_so), None)
+    reason = next((reason for reason, is_so in reasons.items() if is_so), None)
+    if reason is not None:
+        raise UnservedError(f"{reason} on {name}")
 
 
 def _is_harmless(hook: Any) -> bool:
@@ -297,7 +296,7 @@ def _is_quantised(module: nn.Module) -> bool:
     )
 
 
-def _fingerprint(value: Any) -> Hashable:
+def _fingerprint(value: Any) -> Any:
     """Return a value that changes with what a captured step may have read of a weight or an attribute."""
     if isinstance(value, _PLAIN):
         return value
@@ -313,11 +312,12 @@ def _fingerprint(value: Any) -> Hashable:
 
 
 @lru_cache(maxsize=256)
-def _names_in(kind: type) -> frozenset[str]:
+def _names_in(kind: Any) -> frozenset[str]:
     """Return every name in the code of a class. Nothing in it reads attributes of other names."""
     owners = [owner for owner in kind.__mro__ if owner not in nn.Module.__mro__]
     names: set[str] = set()
     for value in [kind.forward, *(value for owner in owners for value in vars(owner).values())]:
-        code = getattr(inspect.unwrap(value.fget if isinstance(value, property) else value), "__code__", None)
+        function: Any = value.fget if isinstance(value, property) else value
+        code = getattr(inspect.unwrap(function), "__code__", None)
         names.update(code.co_names if isinstance(code, CodeType) else ())
     return frozenset(names - vars(nn.Module()).keys())

@@ -64,7 +64,7 @@ ARGUMENTS = (
     _served("logits_processor", calls=(_PROCESSOR, _PROCESSOR | _SAMPLE)),
     _served("stopping_criteria", calls=(_CRITERION,)),
     _served("prefix_allowed_tokens_fn", calls=(dict(prefix_allowed_tokens_fn=_prefix),)),
-    Argument(("synced_gpus",), "dropped", "by `functools.partial(..., synced_gpus=True)`: decoded by stock"),
+    Argument(("synced_gpus",), "stock", "synced_gpus"),
     Argument(("assistant_model",), "dropped", "leave `custom_generate` out; a warning says so"),
     Argument(("streamer",), "none", "served, though `generate` passes none on to a function"),
     Argument(

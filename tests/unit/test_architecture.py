@@ -28,7 +28,7 @@ IMPORTS = {
     "sharing": "config engine layout machine ops",
     "decoding": "graphs machine ops versions",
     "tower": "backends config engine families graphs layout machine ops sharing versions",
-    "model": "decoding families machine ops tower versions",
+    "model": "decoding families machine tower versions",
     "status": "backends config engine families graphs model ops sharing tower versions",
     "api": "backends config families layout machine model ops sharing status tower",
     "calibration": "api backends config ops status tower",
