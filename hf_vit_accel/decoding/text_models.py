@@ -88,7 +88,7 @@ _ADAPTERS = "peft."
 """Where the classes of adapters are made, which a step calls as modules."""
 _SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 """The attributes of an adapter that may change within a call, as where a logits processor picks an expert."""
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN = {bool, int, float, str, type(None)}
 
 
 @dataclass(eq=False)
@@ -298,17 +298,18 @@ def _is_quantised(module: nn.Module) -> bool:
 
 def _fingerprint(value: Any) -> Any:
     """Return a value that changes with what a captured step may have read of a weight or an attribute."""
-    if isinstance(value, _PLAIN):
+    kind = type(value)  # `isinstance` would ask configs for their `__class__`, which is slow
+    if kind in _PLAIN or issubclass(kind, int | float | str):
         return value
-    if hasattr(value, "__tensor_flatten__"):  # quantised
+    if hasattr(kind, "__tensor_flatten__"):  # quantised
         return tuple(_fingerprint(getattr(value, name)) for name in value.__tensor_flatten__()[0])
-    if isinstance(value, Tensor):
+    if issubclass(kind, Tensor):
         return value.data_ptr(), value.dtype, value.shape, value.stride()
-    if isinstance(value, dict):
+    if issubclass(kind, dict):
         return tuple((_fingerprint(key), _fingerprint(item)) for key, item in value.items())
-    if isinstance(value, list | tuple | set):
+    if issubclass(kind, list | tuple | set):
         return tuple(_fingerprint(item) for item in value)
-    return type(value)
+    return kind
 
 
 @lru_cache(maxsize=256)
