@@ -147,9 +147,10 @@ def test_global_hooks_see_the_calls_of_stock_alone(tower: nn.Module) -> None:
 
 
 class Moment:
-    """A time in which no twin can be built, until `is_bad` is False. Counts attempts."""
+    """A time in which no twin can be built, until `is_bad` is False, on a machine without a GPU. Counts attempts."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(machine, "has_cuda", lambda: False)
         self.attempts = 0
         self.is_bad = True
         build = proofs.build_twin
@@ -175,6 +176,19 @@ def test_a_proof_that_could_not_run_is_tried_again(tower: nn.Module, monkeypatch
     [status] = hf_vit_accel.status(tower).towers
     assert (status.calls, status.stock_calls, status.against_fast) == (1, 0, ())
     assert moment.attempts == 2
+
+
+def test_a_tower_that_may_move_to_a_gpu_warns_later(tower: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `Trainer` moves models that were patched on the CPU; Liger's rotation runs on a GPU only."""
+    Moment(monkeypatch)
+    first = prove(tower)
+    second = prove(tower)
+    monkeypatch.setattr(machine, "has_cuda", lambda: True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        proofs.warn_stock(type(tower), first, [])
+    with pytest.warns(UserWarning, match="later calls try again"):
+        proofs.warn_stock(type(tower), second, [])
 
 
 def test_attempts_become_rare(tower: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
