@@ -40,7 +40,7 @@ _UIDS = (
 )
 _FP8_UIDS = (*("Q_SCALE_UID", "K_SCALE_UID", "V_SCALE_UID"), *("S_SCALE_UID", "S_DESCALE_UID", "O_SCALE_UID"))
 _USED_NAMES = ("prepare_cudnn_batch_prefill", "_PrefillMetadata", "UIDs", "_create_cudnn_handle")
-"""The names that we use of `flashinfer.cudnn.prefill`. Most are semi-private; 0.7.2 has all of them, 0.6.12 only half."""
+"""The names that we use of `flashinfer.cudnn.prefill`. Most are semi-private; 0.7.2 has all, 0.6.12 only half."""
 
 
 def round_segments(count: int) -> int:

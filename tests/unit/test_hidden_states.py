@@ -192,3 +192,30 @@ def test_older_towers_ignore_the_request_and_stay_fast(model: nn.Module) -> None
     hf_vit_accel.patch(tower, strict=True)
     call(tower)
     assert_fast(tower)
+
+
+@pytest.mark.gpu
+@every_tower
+@pytest.mark.parametrize("graphs", [False, True, "auto"], ids=["eager", "graphs", "auto"])
+def test_gpu_no_kernel_and_no_later_call_writes_to_returned_states(tower: Any, graphs: bool | str) -> None:
+    tower.cuda().bfloat16()
+    stock = copy.deepcopy(tower)
+    wide = copy.deepcopy(tower).float()
+    hf_vit_accel.patch(tower, cuda_graphs=graphs)
+    grids = [IMAGE, [(1, 12, 8)], IMAGE, IMAGE, IMAGE]
+    kept = []
+    for grid in grids:
+        pixels = pixels_for(tower, grid, len(kept))
+        output = call(tower, grid, pixels=pixels)
+        kept.append((grid, pixels, output, [state.clone() for state in output.hidden_states]))
+        call(tower, grid, pixels=torch.randn_like(pixels))
+        run_tower(tower, grid, 99)
+    for grid, pixels, output, copies in kept:
+        expected = call(wide, grid, pixels=pixels.float()).hidden_states
+        own = call(stock, grid, pixels=pixels).hidden_states
+        for state, at_return, wide_state, own_state in zip(output.hidden_states, copies, expected, own, strict=True):
+            assert torch.equal(state, at_return)
+            error = float((state.float() - wide_state).norm() / wide_state.norm())
+            own_error = float((own_state.float() - wide_state).norm() / wide_state.norm())
+            assert error <= max(1.1 * own_error, 2**-8)
+    assert_fast(tower)
