@@ -71,7 +71,7 @@ class Code:
 
     def attributes_of_tower(self, tower: nn.Module) -> frozenset[str]:
         """Return every attribute name in the methods of a tower's class, and in the functions that these may call."""
-        return _names_in_class(type(tower)) | self._names_in_module()
+        return names_in_class(type(tower)) | self._names_in_module()
 
     def config_fields(self, tower: Tower) -> list[str]:
         """List the fields of a tower's config that its code may read at a call."""
@@ -79,7 +79,7 @@ class Code:
         renamed = getattr(tower.config, "attribute_map", {})
         names = set(self._names_in_module())
         for kind in {*self.classes, type(tower)}:
-            names |= _names_in_class(kind)
+            names |= names_in_class(kind)
         names |= {renamed[name] for name in names & renamed.keys()}
         return sorted(fields & names)
 
@@ -102,7 +102,7 @@ class CopyCode(Code):
         super().__init__(kind, frozenset(type(module) for module in tower.modules()))
         names: set[str] = set()
         for module_class in self.classes:
-            names |= _names_in_class(module_class)
+            names |= names_in_class(module_class)
         ignored = type | ModuleType
         self.names = sorted(
             name for name in names if name in self.module_globals and not isinstance(self.module_globals[name], ignored)
@@ -155,7 +155,8 @@ def _methods(kind: type) -> list[str]:
     ]
 
 
-def _names_in_class(kind: type) -> frozenset[str]:
+def names_in_class(kind: type) -> frozenset[str]:
+    """Return every name in the methods of a class, also of inherited ones that not all models share."""
     names: set[str] = set()
     for owner in _own_classes(kind):
         for name in _methods(owner):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_vit_accel.families.copies import Form
-from hf_vit_accel.layout import Grid, rows_of
+from hf_vit_accel.layout import Geometry, Grid, rows_of
 
 OUTPUT_BOUND = 1e-4
 """Largest relative error of outputs in fp32: 32 layers of other roundings differ by 1e-6 to 1e-5."""
@@ -51,7 +51,7 @@ class CallDtypes:
 
 @dataclass(frozen=True)
 class Trial:
-    """One comparison: images, mode, and whether gradients are compared. Without gradients it is in inference mode."""
+    """One comparison: images, mode, and whether gradients are compared. Without them, eval is in inference mode."""
 
     name: str
     grid: Grid
@@ -60,28 +60,58 @@ class Trial:
 
     def __str__(self) -> str:
         mode = "training" if self.training else "eval"
-        return f"{self.name} images ({rows_of(self.grid)} rows) in {mode} mode"
+        return f"{self.name} ({rows_of(self.grid)} rows) in {mode} mode"
 
 
-def trials(merge: int, *, videos: bool) -> list[Trial]:
-    """Return the trials of a tower: small images; a page, a strip, clips and equal images; and a single token.
+SMALL_IMAGES: Grid = ((1, 3, 5), (3, 2, 4), (1, 1, 9))
+"""The first trial, in merged tokens."""
+LARGE_IMAGES: Grid = ((1, 24, 14), (1, 4, 32), (2, 3, 4), (8, 2, 2), *[(1, 2, 3)] * 8)
+"""A page, a strip, clips and equal images. Real ones have 256 to 16,000 rows, and 16 to 128 patches along a side."""
+CONDITIONS: dict[str, Grid] = {
+    "single images": ((1, 1, 1),),
+    "one image": ((1, 4, 6),),
+    "a square image": ((1, 8, 8),),
+    "a strip": ((1, 1, 9),),
+    "an upright strip": ((1, 9, 1),),
+    "two images": ((1, 2, 3), (1, 3, 2)),
+    "two equal images": ((1, 2, 2), (1, 2, 2)),
+    "three images": ((1, 3, 2), (1, 1, 1), (1, 2, 4)),
+    "five images": ((1, 2, 2), (1, 1, 3), (1, 4, 1), (1, 3, 3), (1, 2, 5)),
+    "a clip of 2 frames": ((2, 2, 3),),
+    "a clip of 3 frames": ((3, 3, 2),),
+    "a clip of 4 frames": ((4, 1, 2),),
+    "a clip of 5 frames": ((5, 2, 2),),
+    "two clips": ((4, 2, 3), (5, 1, 2)),
+    "an image and a clip": ((1, 3, 3), (2, 2, 2)),
+}
+"""Conditions that the code of a tower may test, in merged tokens. All run as people train, and as they encode."""
 
-    Real inputs have 256 to 16,000 rows, and 16 to 128 patches along a side.
+
+def trials(geometry: Geometry, *, videos: bool) -> list[Trial]:
+    """Return the trials of a tower: those with gradients first, those in inference mode last.
+
+    No tensor that a module keeps from inference mode can be trained with later.
     """
-    small = ((1, 3, 5), (3, 2, 4), (1, 1, 9))
-    large = ((1, 24, 14), (1, 4, 32), (2, 3, 4), (8, 2, 2), *[(1, 2, 3)] * 8)
-    single = ((1, 1, 1),)
-    grids = []
-    for grid, unit in ((small, merge), (large, max(merge, 2)), (single, merge)):
+    merge = geometry.merge
+
+    def patches(grid: Grid, unit: int = merge) -> Grid:
         frames = [(t, h * unit, w * unit) for t, h, w in grid]
-        grids.append(tuple(frames) if videos else tuple((1, h, w) for t, h, w in frames for _ in range(t)))
-    return [
-        Trial("small", grids[0], training=False, grad=True),
-        Trial("small", grids[0], training=True, grad=True),
-        Trial("large", grids[1], training=True, grad=True),
-        Trial("large", grids[1], training=False, grad=False),
-        Trial("single", grids[2], training=False, grad=False),
-    ]
+        return tuple(frames) if videos else tuple((1, h, w) for t, h, w in frames for _ in range(t))
+
+    small = patches(SMALL_IMAGES)
+    large = patches(LARGE_IMAGES, max(merge, 2))
+    conditions = {name: patches(grid) for name, grid in CONDITIONS.items()}
+    if geometry.table is not None:
+        side = max(1, geometry.table // merge)
+        conditions["an image of the table's own size"] = patches(((1, side, side),))
+    grids = {"small images": small, "large images": large, **conditions}
+    in_every_mode = ("small images", "one image", "two images")
+    result = []
+    for training, grad in ((False, True), (True, True), (True, False), (False, False)):
+        for name, grid in grids.items():
+            if training == grad or name in in_every_mode:
+                result.append(Trial(name, grid, training=training, grad=grad))
+    return result
 
 
 @dataclass
