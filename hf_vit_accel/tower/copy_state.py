@@ -47,6 +47,7 @@ class CopyState:
         for module in tower.modules():
             watched.add_module(module)
         self._constants = watched.constants
+        self._kinds = watched.kinds
         self._namespaces = list(watched.namespaces.values())
         self._fields = [copied(dict(values)) for values in self._namespaces]
         self._values = copied([values.get(name) for values, name in self._constants])
@@ -69,7 +70,8 @@ class CopyState:
     def reason_changed(self) -> str | None:
         """Return what changed; None if nothing did."""
         if self._namespaces != self._fields:
-            return "a field of a config or of an object changed"
+            pairs = zip(self._namespaces, self._fields, self._kinds, strict=True)
+            return f"a field of {next(kind for now, former, kind in pairs if now != former)} changed"
         if [values.get(name) for values, name in self._constants] != self._values:
             return "a constant of the code changed"
         stamps = list(self._stamps_now())
@@ -88,12 +90,14 @@ class _Watched:
     """The objects and constants that the code of a copy names. Objects of known packages do not act on results.
 
     Attributes:
-        namespaces: The attributes of objects and of their classes, by the object's id.
+        namespaces: The attributes of objects, by the object's id.
+        kinds: What these objects are.
         constants: Where constants are stored: attributes of classes, and globals of their files.
     """
 
     def __init__(self) -> None:
         self.namespaces: dict[int, Mapping[str, Any]] = {}
+        self.kinds: list[str] = []
         self.constants: list[tuple[Mapping[str, Any], str]] = []
         self._classes: set[type] = set()
 
@@ -125,7 +129,7 @@ class _Watched:
 
     def _add(self, value: Any, name: str) -> None:
         """Add what a value holds; ValueError if its changes cannot be seen."""
-        if isinstance(value, _UNCHANGING) or isinstance(value, (type, *_BY_IDENTITY)):
+        if isinstance(value, (type, *_UNCHANGING, *_BY_IDENTITY)):
             return
         if isinstance(value, functools.partial):
             value = [value.func, value.args, value.keywords]
@@ -142,6 +146,7 @@ class _Watched:
             raise ValueError(f"its forward reads {name}, a {type(value).__name__}, whose changes cannot be seen")
         if id(value) not in self.namespaces:
             self.namespaces[id(value)] = vars(value)
+            self.kinds.append("a config" if is_config else f"a {type(value).__name__}")
             self._add_class(type(value))
             for field, item in vars(value).items():
                 if not is_config or isinstance(item, transformers.PretrainedConfig | dict | list):

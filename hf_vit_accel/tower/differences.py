@@ -104,7 +104,7 @@ def trials(geometry: Geometry, *, videos: bool) -> list[Trial]:
     if geometry.table is not None:
         side = max(1, geometry.table // merge)
         conditions["an image of the table's own size"] = patches(((1, side, side),))
-    grids = {"small images": small, "large images": large, **conditions}
+    grids = {"large images": large, "small images": small, **conditions}
     in_every_mode = ("small images", "one image", "two images")
     result = []
     for training, grad in ((False, True), (True, True), (True, False), (False, False)):

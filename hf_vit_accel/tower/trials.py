@@ -1,7 +1,7 @@
 """Run a clone of a copy beside our operations, and compare the results.
 
-All trials of `differences.trials` run in fp32, and the small and the large images in the dtype of the calls. Weights are
-the copy's and random ones. Everything is plain torch, on the device of the copy.
+All trials of `differences.trials` run in fp32, and the small and the large images in the dtype of the calls. Weights
+are the copy's and random ones. Everything is plain torch, on the device of the copy.
 `T` packed patch rows, `P` pixels of a patch.
 """
 
@@ -37,8 +37,8 @@ from hf_vit_accel.tower.differences import (
 )
 from hf_vit_accel.tower.exact import attending_in_fp32, exact_products
 
-_ROWS_FOR_ROUNDING = 32
-"""Fewer rows are compared in fp32 alone: their errors in a half precision vary too much."""
+_COMPARED_IN_LOW_PRECISION = ("small images", "large images")
+"""The errors of fewer rows vary too much in a half precision."""
 
 
 def _clone(tower: nn.Module, dtype: torch.dtype | None = None) -> Tower:
@@ -185,7 +185,7 @@ def compare(
         drawn = copy.deepcopy(exact)
         _redraw(drawn)
     for trial in all_trials:
-        is_of_rounding = trial.name in ("small images", "large images")
+        is_of_rounding = trial.name in _COMPARED_IN_LOW_PRECISION
         if not is_first and not is_of_rounding:
             continue
         with exact_products():

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 import re
+import types
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from support import copies
@@ -65,6 +68,12 @@ REFUSED = {
     "ActsOnEqualSizes": ("qwen2_vl", r"large images"),
     "ActsOnOneToken": ("qwen2_vl", r"single images \(4 rows\)"),
     "ActsInInferenceMode": ("qwen2_vl", r"large images \(\d+ rows\) in eval mode, from layer 0 on"),
+    "ActsOnOneImage": ("qwen2_vl", r"one image \(96 rows\)"),
+    "ActsOnPairs": ("qwen2_vl", r"two images"),
+    "ActsOnThreeFrames": ("qwen2_vl", r"a clip of 3 frames"),
+    "ActsOnSquares": ("qwen2_vl", r"a square image \(256 rows\)"),
+    "ActsAtTheSizeOfTheTable": ("qwen3_vl", r"an image of the table's own size"),
+    "ActsOnThumbnails": ("qwen2_vl", r"images \(192 rows\) in training mode"),
     "ScalesABit": ("qwen2_vl", r"features in float32: relative error (1\.0e-03|9\.\de-04)"),
 }
 
@@ -146,6 +155,34 @@ def test_an_integer_of_the_config_is_noticed(moment: str) -> None:
         results = run(tower)
     assert_close(results, run(stock), 0.0)
     assert status_of(tower).rebuild_reason == "a field of a config changed"
+
+
+@dataclasses.dataclass
+class Fields:
+    scale: float = 1.0
+
+
+@pytest.mark.parametrize("where", ["namespace", "dataclass", "plain", "class"])
+def test_an_object_that_is_changed_in_place_is_noticed(where: str) -> None:
+    tower = build(copies.ActsByOptions)
+    made = {"namespace": types.SimpleNamespace(scale=1.0), "dataclass": Fields()}
+    tower.options = made.get(where, copies.Options())
+    stock = copy.deepcopy(tower)
+    hf_vit_accel.patch(tower, like={"ActsByOptions": "qwen2_vl"})
+    run(tower)
+    assert status_of(tower).calls == 1
+    with pytest.MonkeyPatch.context() as patch:
+        for owner in (copies.Options,) if where == "class" else (tower.options, stock.options):
+            patch.setattr(owner, "scale", 1.1)
+        assert_close(run(tower), run(stock), 0.0)
+
+
+def test_an_object_that_cannot_be_watched_is_refused_by_name() -> None:
+    """Nobody sees a write into an array."""
+    tower = build(copies.ActsByOptions)
+    tower.options = types.SimpleNamespace(scale=np.ones(1))
+    with pytest.raises(ValueError, match=r"its forward reads options\.scale, a ndarray, whose changes cannot be seen"):
+        hf_vit_accel.patch(tower, like={"ActsByOptions": "qwen2_vl"})
 
 
 # --- copies that are served -------------------------------------------------------------------------------------------

@@ -604,6 +604,69 @@ class StopsGradients(CopyOfQwen2):
         return x.detach() if index == 1 else x
 
 
+class ActsOnOneImage(CopyOfQwen2):
+    """Forgets the order of merge blocks for one image."""
+
+    def positions(self, grid: Sizes, device: torch.device) -> Tensor:
+        if len(grid) == 1 and grid[0][0] == 1:
+            _, h, w = grid[0]
+            return torch.cartesian_prod(torch.arange(h, device=device), torch.arange(w, device=device))
+        return super().positions(grid, device)
+
+
+class ActsOnPairs(CopyOfQwen2):
+    """Changes rows of two images."""
+
+    def after_layer(self, x: Tensor, index: int, grid: Sizes) -> Tensor:
+        return x * 1.01 if len(grid) == 2 else x
+
+
+class ActsOnThreeFrames(CopyOfQwen2):
+    """Changes rows of a clip of three frames alone."""
+
+    def after_layer(self, x: Tensor, index: int, grid: Sizes) -> Tensor:
+        return x * 1.01 if [t for t, _, _ in grid] == [3] else x
+
+
+class ActsOnSquares(CopyOfQwen2):
+    """Changes rows of square images of 16 patches."""
+
+    def after_layer(self, x: Tensor, index: int, grid: Sizes) -> Tensor:
+        return x * 1.01 if all(h == w == 16 for _, h, w in grid) else x
+
+
+class ActsAtTheSizeOfTheTable(CopyOfQwen3):
+    """Forgets the order of merge blocks where an image is as large as the table."""
+
+    def table(self, grid: Sizes) -> Tensor:
+        side = self.num_grid_per_side
+        return self.pos_embed.weight if grid == [(1, side, side)] else super().table(grid)
+
+
+class ActsOnThumbnails(CopyOfQwen2):
+    """Changes rows of few patches without gradients."""
+
+    def after_layer(self, x: Tensor, index: int, grid: Sizes) -> Tensor:
+        return x * 1.01 if not torch.is_grad_enabled() and 8 <= len(x) <= 256 else x
+
+
+class Options:
+    """Options as remote code keeps them."""
+
+    scale = 1.0
+
+
+class ActsByOptions(CopyOfQwen2):
+    """Scales rows by an attribute of an object, which may be changed in place."""
+
+    def __init__(self, config: CopiedConfig) -> None:
+        super().__init__(config)
+        self.options: object = Options()
+
+    def after_layer(self, x: Tensor, index: int, grid: Sizes) -> Tensor:
+        return x * self.options.scale  # type: ignore[attr-defined]
+
+
 # --- other copies -----------------------------------------------------------------------------------------------------
 
 
