@@ -110,12 +110,14 @@ class _Watched:
 
     def _add_class(self, kind: type) -> frozenset[str]:
         """Return the names in the code of a class; empty for classes of known packages."""
-        if _package(kind) in _KNOWN_PACKAGES:
+        if not _is_of_copy(kind):
             return frozenset()
         names = names_in_class(kind)
+        if not issubclass(kind, nn.Module):  # others read its constants
+            names |= {name for name in dir(kind) if not name.startswith("__")}
         if kind not in self._classes:
             self._classes.add(kind)
-            owners = [owner for owner in kind.__mro__ if _package(owner) not in _KNOWN_PACKAGES | {"builtins"}]
+            owners = [owner for owner in kind.__mro__ if _is_of_copy(owner)]
             files = [vars(sys.modules[owner.__module__]) for owner in owners if owner.__module__ in sys.modules]
             for values in [*map(vars, owners), *files]:
                 for name in sorted(names & values.keys()):
@@ -124,7 +126,9 @@ class _Watched:
 
     def _add_constant(self, values: Mapping[str, Any], name: str) -> None:
         self.constants.append((values, name))
-        if not isinstance(values[name], type):
+        if isinstance(values[name], type):
+            self._add_class(values[name])
+        else:
             self._add(values[name], name)
 
     def _add(self, value: Any, name: str) -> None:
@@ -151,6 +155,10 @@ class _Watched:
             for field, item in vars(value).items():
                 if not is_config or isinstance(item, transformers.PretrainedConfig | dict | list):
                     self._add(item, f"{name}.{field}")
+
+
+def _is_of_copy(kind: type) -> bool:
+    return _package(kind) not in _KNOWN_PACKAGES | sys.stdlib_module_names
 
 
 def _package(kind: type) -> str:
