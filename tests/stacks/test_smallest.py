@@ -52,6 +52,11 @@ def wrap_at_load(model: Model) -> Tensor:
     return train(model)
 
 
+def ask_for_hidden_states(model: Model) -> Tensor:
+    """colpali-engine, `ColQwen2_5.forward`, and sentence-transformers with such an output: the model gets the flag."""
+    return train(model, output_hidden_states=True)
+
+
 def ask_for_the_module(model: Model) -> Tensor:
     """LLaMA-Factory, `get_custom_gradient_checkpointing_func`: it asks a function for its module, `func.__self__`."""
     checkpoint_layers(model.train(), reentrant=True)
@@ -88,7 +93,7 @@ def toggle_checkpointing(model: Model) -> Tensor:
     return torch.cat(results)
 
 
-HABITS = (wrap_for_training, wrap_at_load, ask_for_the_module, toggle_checkpointing)
+HABITS = (wrap_for_training, wrap_at_load, ask_for_hidden_states, ask_for_the_module, toggle_checkpointing)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
