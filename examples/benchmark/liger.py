@@ -78,6 +78,13 @@ def first_token(model: Any, inputs: Inputs) -> float:
     return float(output.logits[0].max())
 
 
+def tower_alone(model: Any, inputs: Inputs) -> float:
+    """Call the tower; return its largest feature."""
+    with torch.no_grad():
+        output = model.model.visual(inputs["pixel_values"].to(model.dtype), grid_thw=inputs["image_grid_thw"])
+    return float(output.pooler_output.max())
+
+
 def step(model: nn.Module, inputs: Inputs) -> float:
     """Run forward and backward of one LoRA step; return its loss."""
     model.zero_grad(set_to_none=True)
@@ -133,7 +140,7 @@ def main(
     for name in models.split(","):
         pair = Pair(name, layers)
         inputs = inputs_for(pair.models[False], [(1, side, side)])
-        for job, run in (("first token", first_token), ("LoRA step", step)):
+        for job, run in (("tower", tower_alone), ("first token", first_token), ("LoRA step", step)):
             if run is step:
                 pair.add_adapters(rank)
             rows.append({"model": name, "job": job, "side": side} | measure(pair, run, inputs, rounds, calls))

@@ -60,7 +60,7 @@ def one_round(tower: nn.Module, pixels_TP: torch.Tensor, grid: torch.Tensor) -> 
 
 def time_model(model: str, device: torch.device, rounds: int) -> list[Row]:
     """Verify and time one tower with all inputs."""
-    stock = build_tower(model, device, torch.bfloat16)
+    stock = build_tower(model, device, torch.bfloat16).requires_grad_(True)
     eager, ours = deepcopy(stock), deepcopy(stock)
     patch(eager, cuda_graphs=False)
     patch(ours)

@@ -205,11 +205,11 @@ def test_gpu_no_kernel_and_no_later_call_writes_to_returned_states(tower: Any, g
     grids = [IMAGE, [(1, 12, 8)], IMAGE, IMAGE, IMAGE]
     kept = []
     for grid in grids:
-        pixels = pixels_for(tower, grid, len(kept))
+        pixels = pixels_for(tower, grid, len(kept), device="cuda", dtype=torch.bfloat16)
         output = call(tower, grid, pixels=pixels)
         kept.append((grid, pixels, output, [state.clone() for state in output.hidden_states]))
         call(tower, grid, pixels=torch.randn_like(pixels))
-        run_tower(tower, grid, 99)
+        call(tower, grid, pixels=torch.randn_like(pixels), output_hidden_states=False)
     for grid, pixels, output, copies in kept:
         expected = call(wide, grid, pixels=pixels.float()).hidden_states
         own = call(stock, grid, pixels=pixels).hidden_states

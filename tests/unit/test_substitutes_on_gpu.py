@@ -27,9 +27,9 @@ def exact_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
-def apply_liger(model: nn.Module, **options: object) -> None:
+def apply_liger(like: nn.Module, **options: object) -> None:
     monkey_patch = pytest.importorskip("liger_kernel.transformers.monkey_patch", exc_type=ImportError)
-    getattr(monkey_patch, f"apply_liger_kernel_to_{model.config.model_type}")(**options)
+    getattr(monkey_patch, f"apply_liger_kernel_to_{like.config.model_type}")(**options)
 
 
 @pytest.fixture(params=FAMILIES)
