@@ -244,6 +244,6 @@ def _rotate(attention: Model, query: Tensor, key: Tensor, cos: Tensor, sin: Tens
     functions = vars(sys.modules[type(attention).__module__])
     if "apply_multimodal_rotary_pos_emb" not in functions:
         return cast(tuple[Tensor, Tensor], functions["apply_rotary_pos_emb"](query, key, cos, sin))
-    # Up to 5.16 attention picks the axes, later the module of rotations does.
+    # Older attention picks the axes itself, newer leaves that to the module of rotations.
     axes = attention.config.rope_parameters["mrope_section"]
     return cast(tuple[Tensor, Tensor], functions["apply_multimodal_rotary_pos_emb"](query, key, cos, sin, axes))

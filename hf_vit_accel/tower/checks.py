@@ -209,7 +209,7 @@ def reasons_slow(
         reasons += fsdp.reasons_against(snapshot.sharded_layers.values(), weights.dtype)
     if hidden_states and snapshot.proof.why_not_hidden_states is not None:
         reasons.append(snapshot.proof.why_not_hidden_states)
-    elif hidden_states and hidden_states is not True:  # from 5.23 on a number, or several, select some
+    elif hidden_states and hidden_states is not True:  # newer towers take a number, or several, to select some
         reasons.append(f"output_hidden_states={hidden_states!r} selects hidden states of the tower")
     if options.get("output_attentions", getattr(tower.config, "output_attentions", False)):
         reasons.append("output_attentions is requested")

@@ -99,9 +99,10 @@ def uninstall(tower: nn.Module) -> TowerState | None:
     if state is None:
         return None
     for slot in _slots_for_ours(tower):
-        if is_our_forward(slot.value) and slot.value.__self__ is tower:
+        is_direct = slot.value is vars(tower).get("forward")  # a shallow copy may hold that of the original
+        if is_our_forward(slot.value) and (is_direct or slot.value.__self__ is tower):
             former = _former_of(slot.value)
-            if former is None and slot.value is vars(tower).get("forward"):
+            if former is None and is_direct:
                 del vars(tower)["forward"]
             else:  # code that wrapped ours calls what it holds: give it the forward that it would have found
                 slot.put(former or type(tower).forward.__get__(tower))

@@ -378,8 +378,8 @@ def _replaced(owner: Any, name: str) -> Callable[[Any], Any]:
 def _registered(functions: Any, name: str) -> Callable[[Any], Any]:
     def register(model: Any) -> Callable[[], None]:
         function = functions[name]
-        functions[name] = lambda *args, **kwargs: function(*args, **kwargs)
-        return lambda: functions.update({name: function})
+        type(functions).register(name, lambda *args, **kwargs: function(*args, **kwargs))
+        return lambda: type(functions).register(name, function)
 
     return register
 

@@ -37,7 +37,7 @@ def call(tower: nn.Module, grid: Any = GRID, *, pixels: Tensor | None = None, **
     pixels = pixels_for(tower, grid) if pixels is None else pixels
     options = {"output_hidden_states": True} | options
     with torch.no_grad():
-        return tower(pixels, grid_thw=torch.tensor(grid), **options)
+        return tower(pixels, grid_thw=torch.tensor(grid, device=pixels.device), **options)
 
 
 def flat(output: Any) -> list[Tensor]:
