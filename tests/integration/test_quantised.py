@@ -229,7 +229,7 @@ def test_patch_says_how_to_mend_weights_that_keep_a_tower_stock(model: nn.Module
 @pytest.mark.parametrize("prepared", [False, True], ids=["", "upcast"])
 def test_dtypes_and_values_on_a_gpu(model: nn.Module, way: str, prepared: bool, autocast: bool) -> None:
     """CUDA's autocast computes a LayerNorm in fp32, so rows of stock widen from layer to layer."""
-    model = quantise(model.bfloat16(), way).cuda()
+    model = quantise(model.bfloat16().cuda(), way)
     if prepared:
         quantised.upcast(model)
     tower = tower_of(model)
@@ -258,7 +258,7 @@ def test_dtypes_and_values_on_a_gpu(model: nn.Module, way: str, prepared: bool, 
 
 @pytest.mark.gpu
 def test_graphs_of_bitsandbytes_on_a_gpu(model: nn.Module) -> None:
-    tower = tower_of(quantise(model.bfloat16(), "bitsandbytes, 4 bit").cuda())
+    tower = tower_of(quantise(model.bfloat16().cuda(), "bitsandbytes, 4 bit"))
     grid = torch.tensor(GRIDS["image"], device="cuda")
     pixels = pixels_for(tower, GRIDS["image"]).to("cuda", torch.bfloat16)
     with torch.no_grad():

@@ -89,9 +89,9 @@ def bitsandbytes_4bit(model: nn.Module, _: ExitStack) -> nn.Module:
     def quantise(linear: nn.Linear) -> nn.Module:
         sizes = (linear.in_features, linear.out_features, linear.bias is not None)
         quantised = bnb.nn.Linear4bit(*sizes, compute_dtype=torch.float32, quant_type="nf4")
-        quantised.weight = bnb.nn.Params4bit(linear.weight.detach(), requires_grad=False, quant_type="nf4")
+        quantised.weight = bnb.nn.Params4bit(linear.weight.detach().cpu(), requires_grad=False, quant_type="nf4")
         quantised.bias = linear.bias
-        return quantised.to("cpu")
+        return quantised.to(linear.weight.device)  # quantises
 
     return replace_linears(model, quantise)
 
@@ -103,9 +103,9 @@ def bitsandbytes_8bit(model: nn.Module, _: ExitStack) -> nn.Module:
     def quantise(linear: nn.Linear) -> nn.Module:
         sizes = (linear.in_features, linear.out_features, linear.bias is not None)
         quantised = bnb.nn.Linear8bitLt(*sizes, has_fp16_weights=False)
-        quantised.weight = bnb.nn.Int8Params(linear.weight.detach(), requires_grad=False, has_fp16_weights=False)
+        quantised.weight = bnb.nn.Int8Params(linear.weight.detach().cpu(), requires_grad=False, has_fp16_weights=False)
         quantised.bias = linear.bias
-        return quantised.to("cpu")
+        return quantised.to(linear.weight.device)  # quantises
 
     return replace_linears(model, quantise)
 
