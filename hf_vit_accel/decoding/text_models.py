@@ -82,6 +82,13 @@ _DECORATORS = (_PACKAGE, torch.utils._contextlib.__file__)
 """The files of transformers' decorators, and of `torch.no_grad`."""
 _CLASSES = (_PACKAGE, os.path.join(os.path.dirname(nn.__file__), ""))
 """The files of the classes that a step calls as modules, or replaces."""
+_WRAPPERS = {
+    "torch.amp.autocast_mode.autocast_decorator.<locals>.decorate_autocast": "func",
+    "accelerate.utils.operations.convert_outputs_to_fp32.<locals>.forward": "model_forward",
+    "accelerate.utils.operations.ConvertOutputsToFp32.__call__": "model_forward",
+    "trl.trainer.utils.add_fused_lm_head.<locals>._fused_forward": "original_forward",  # GRPO
+}
+"""Functions around a model's forward that do no more for `generate` than call it, and their variable that holds it."""
 _HARMLESS_HOOKS = ("hf_vit_accel.", "transformers.utils.output_capturing")
 """Where hooks are made that do nothing in a step: ours act on pictures, transformers' on calls that ask for states."""
 _ADAPTERS = "peft."
@@ -148,14 +155,17 @@ def _autocast_of(model: Model, kind: type) -> tuple[Any, ...] | None:
     """Return the arguments of an autocast that the model's forward enters, as accelerate prepares it; None without."""
     autocast: tuple[Any, ...] | None = None
     forward = model.forward
-    while not is_own(forward, kind):
-        if _file_of(forward) == torch.amp.autocast_mode.__file__:
-            cells = dict(zip(forward.__code__.co_freevars, forward.__closure__, strict=True))
-            context = cells["autocast_instance"].cell_contents
-            autocast = (context.device, context.fast_dtype, context._enabled, context._cache_enabled)
-        elif not (getattr(forward, "__func__", None) or type(forward)).__module__.startswith("accelerate."):
+    while not is_own(forward, kind) or getattr(forward, "__self__", model) is not model:
+        holder = getattr(forward, "__func__", forward)
+        function = holder if hasattr(holder, "__code__") else type(holder).__call__
+        inside = _WRAPPERS.get(_home_of(function))
+        if inside is None or getattr(forward, "__self__", model) is not model:
             raise UnservedError(f"forward of {type(model).__name__} is not transformers' own")
-        forward = forward.__wrapped__
+        variables = vars(holder) | inspect.getclosurevars(function).nonlocals
+        context = variables.get("autocast_instance")
+        if context is not None:
+            autocast = (context.device, context.fast_dtype, context._enabled, context._cache_enabled)
+        forward = variables[inside]
     return autocast
 
 
@@ -170,6 +180,12 @@ def is_own(function: Any, owner: type | None = None) -> bool:
         return not hasattr(function, "__wrapped__") and _file_of(function).startswith(_PACKAGE)
     path = f"{function.__module__}.{function.__code__.co_qualname}"
     return bool(path == f"{_path(owner)}.{function.__name__}")
+
+
+def _home_of(function: Any) -> str:
+    """Return where a function is written. `functools.wraps` borrows other names, not these."""
+    code = getattr(function, "__code__", None)
+    return "" if code is None else f"{function.__globals__['__name__']}.{code.co_qualname}"
 
 
 def _file_of(function: Any) -> str:

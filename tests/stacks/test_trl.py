@@ -162,3 +162,29 @@ def test_grpo(family: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     assert stock[:, 1].any(), "all completions of a group got one reward"
     job = Job("trl", "GRPOTrainer, LoRA", "TRL")
     job.expect(family, stock, patched, runs[-1].model, bound=1e-2)
+
+
+@every_family
+def test_grpo_rollouts(family: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """`GRPOTrainer` puts a forward of its own around the model's, which `generate` passes through (`_fused_forward`)."""
+    rows = [
+        {"image": picture, "prompt": [{"role": "user", "content": "describe this picture"}]} for picture in pictures(8)
+    ]
+    runs = []
+    for decode in (None, hf_vit_accel.graphed_decoding):
+        args = trl.GRPOConfig(
+            **settings(tmp_path, num_generations=2, max_completion_length=24, max_steps=3, temperature=1.5)
+        )
+        model = AutoModelForImageTextToText.from_pretrained(checkpoint(family))
+        if decode is not None:
+            model.generate = functools.partial(model.generate, custom_generate=decode)
+        names = {"model": model, "args": args, "data": Dataset.from_list(rows), "lora": lora()}
+        trainer = functools.partial(trl.GRPOTrainer, reward_funcs=variety)
+        torch.manual_seed(0)
+        replaced = recipe("TRL").run(patched=True, names=names | {"GRPO": trainer}, SFTTrainer="GRPO")
+        runs.append(replaced["trainer"])
+    logged = [[(log["reward"], log["grad_norm"]) for log in run.state.log_history if "reward" in log] for run in runs]
+    torch.testing.assert_close(*(torch.tensor(values) for values in logged), rtol=1e-2, atol=1e-4)
+    decoding = hf_vit_accel.status(runs[-1].model).decoding
+    assert decoding is not None and decoding.startswith("3 calls on a static cache"), decoding
+    assert "by stock" not in decoding, decoding

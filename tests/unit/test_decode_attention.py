@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.interpreter import INTERPRETED
 
-from hf_vit_accel.model import decode_step
+from hf_vit_accel.decoding import step
 from hf_vit_accel.ops import decode_attention
 from hf_vit_accel.ops.decode_attention import attend_in_chunks, attend_reference, chunk_of, why_not_in_chunks
 
@@ -97,8 +97,8 @@ def test_interpreted_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append(tensors_and_scale)
         return attend(*tensors_and_scale)
 
-    monkeypatch.setattr(decode_step, "attend_in_chunks", counted)
-    out, _ = decode_step.attend_grouped(torch.nn.Module(), query.flatten(1, 2)[:, :, None], key, value, mask)
+    monkeypatch.setattr(step, "attend_in_chunks", counted)
+    out = step.attend(query.flatten(1, 2)[:, :, None], key, value, mask, query.shape[-1] ** -0.5)
     assert len(calls) == 1
     expected = attend_reference(query, key, value, mask, query.shape[-1] ** -0.5)
-    torch.testing.assert_close(out, expected.flatten(1, 2)[:, None], rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(out, expected.flatten(1)[:, None], rtol=1e-2, atol=1e-2)
