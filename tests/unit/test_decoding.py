@@ -397,6 +397,16 @@ def test_a_method_of_the_users_acts_at_every_token(model: Any, name: str) -> Non
     assert len(calls) >= 12 and counts_of(model).static_calls == 0
 
 
+def test_a_forward_of_another_model_is_not_its_own(model: Any) -> None:
+    """A deep copy of a model with a bound forward (TRL's `GRPOTrainer` binds one) calls the first model's weights."""
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.lm_head.weight.neg_()
+    twin.forward = model.forward
+    both(twin, text([5, 6]), max_new_tokens=12)
+    assert counts_of(twin).reasons == {f"forward of {type(model).__name__} is not transformers' own": 1}
+
+
 def test_a_model_in_training_mode_whose_dropout_is_inactive(model: Any) -> None:
     """GRPO generates within a training step. A change of mode captures nothing anew."""
     for is_training in (True, False, True):
