@@ -166,7 +166,7 @@ def test_grpo(family: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
 
 @every_family
 def test_grpo_rollouts(family: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """`GRPOTrainer` puts a forward of its own around the model's, which `generate` passes through (`_fused_forward`)."""
+    """`GRPOTrainer` binds a forward (`_fused_forward`) that passes calls of `generate` on to the model's."""
     rows = [
         {"image": picture, "prompt": [{"role": "user", "content": "describe this picture"}]} for picture in pictures(8)
     ]
