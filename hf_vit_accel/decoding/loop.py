@@ -43,10 +43,7 @@ _OPTIONS = ("streamer", "synced_gpus", "max_graphs", "max_bytes")
 
 
 def slots_for(tokens: int) -> int:
-    """Return the slots of a cache for some tokens: a multiple of 128, four sizes to an octave.
-
-    Attention reads all slots of a cache, so they are few. Each size is captured for itself, so sizes are few, too.
-    """
+    """Return the slots of a cache: few, since attention reads all; few sizes, since each is captured for itself."""
     unit = 1 << max(7, (tokens - 1).bit_length() - 3)
     return -(-tokens // unit) * unit
 
@@ -114,11 +111,12 @@ def graphed_decoding(
         logits_processor=logits_processor, stopping_criteria=stopping_criteria, generation_config=generation_config
     )
     arguments |= model_kwargs
-    synced_gpus = bool(synced_gpus or of_generate.get("synced_gpus")) or _is_synced(model)
+    synced_gpus = bool(synced_gpus or of_generate.get("synced_gpus"))
+    if is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model):  # as `generate` decides it
+        synced_gpus |= torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
     if max_bytes is None:
-        max_bytes = (
-            torch.cuda.get_device_properties(input_ids.device).total_memory // 8 if input_ids.is_cuda else 1 << 30
-        )
+        device = input_ids.device
+        max_bytes = torch.cuda.get_device_properties(device).total_memory // 8 if input_ids.is_cuda else 1 << 30
     steps = steps_of(model)
     try:
         _check(input_ids, generation_config, model_kwargs, of_generate, synced_gpus)
@@ -142,12 +140,6 @@ def _variables_of_generate() -> Arguments:
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back  # type: ignore[assignment]
     return {} if frame is None else frame.f_locals
-
-
-def _is_synced(model: PreTrainedModel) -> bool:
-    """Return whether ranks must run equally many steps, as `generate` decides it."""
-    is_sharded = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
-    return is_sharded and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
 
 
 def _check_names(names: set[str], generation_config: GenerationConfig) -> None:
@@ -195,7 +187,6 @@ class _ModelInLoop:
         self._reading = reading
         self._generation_config = config
         self._step: DecodeStep | None = None
-        self._room = 0
         self._cache: Any = None
         self._reason: str | None = None
 
@@ -210,7 +201,7 @@ class _ModelInLoop:
         """Return the output of a forward of one token: of the step, or of stock where there is none."""
         self._cache = arguments[CACHE]
         ids_B1 = input_ids[:, -1:]
-        if self._step is not None and (self._step.length >= self._room or self._reading.has_changed()):
+        if self._step is not None and (self._step.length == self._step.slots or self._reading.has_changed()):
             self._step.store(self._cache)
             self._step = None
         if self._step is not None:
@@ -219,21 +210,18 @@ class _ModelInLoop:
         if self._reason is None:
             with self._giving_up():
                 self._load(inputs, self._generation_config.max_length - input_ids.shape[1])
-        if self._step is not None and self._step.is_proven:
+        if self._step is not None and self._steps.find(self._step.key) is self._step:
             return CausalLMOutputWithPast(logits=self._step(ids_B1), **{CACHE: self._cache})
         output = self._model(**inputs, return_dict=True)
         if self._step is not None:
-            with self._giving_up():
+            with self._giving_up():  # code of others runs in a capture, such as kernels of quantised modules
                 self._step.prove(ids_B1, output.logits[:, -1:])
                 self._step.store(self._cache)
                 self._steps.keep(self._step)
         return output
 
     def _load(self, inputs: Arguments, due: int) -> None:
-        """Load a step that has room for some of the `due` tokens: a captured one, or a new one.
-
-        It raises `UnservedError` if this call gets none, and any other error if the model gets none.
-        """
+        """Load a step with room for some of the `due` tokens; `UnservedError` if this call alone gets none."""
         length = int(self._cache.get_seq_length())
         check_cache(self._cache)
         slots = slots_for(length + max(1, min(due, max(_RESERVE, length // 4))))
@@ -253,7 +241,6 @@ class _ModelInLoop:
             else:
                 self._steps.keep(step)
             step.load(inputs, self._cache, length)
-        self._room = slots
         self._step = step
 
     @contextmanager

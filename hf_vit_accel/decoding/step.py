@@ -72,11 +72,7 @@ def check_cache(cache: Any) -> None:
 
 
 def key_of_inputs(inputs: Arguments, length: int) -> Hashable:
-    """Return what steps have in common for stock's inputs of one token after `length` others.
-
-    Raises:
-        UnservedError: If an input has a meaning that a static step would lose.
-    """
+    """Return what steps share for stock's inputs of one token; `UnservedError` if one means what a step would lose."""
     rows = len(inputs["input_ids"])
     mask = inputs.get("attention_mask")
     positions = inputs.get("position_ids")
@@ -98,6 +94,7 @@ class DecodeStep:
 
     def __init__(self, key: Hashable, reading: Reading, inputs: Arguments, cache: Any, slots: int) -> None:
         self.key = key
+        self.slots = slots
         self.reading = reading
         self._ids_B1 = torch.zeros_like(inputs["input_ids"]).contiguous()
         self._positions = torch.zeros_like(inputs["position_ids"]).contiguous()
@@ -117,7 +114,6 @@ class DecodeStep:
         self.length = 0  # tokens in the cache, counted on the host
         self.nbytes = sum(state.nbytes for layer in self._layers for state in _states_of(layer))
         self.replay: Callable[[], None] | None = None
-        self.is_proven = False
 
     def load(self, inputs: Arguments, cache: Any, length: int) -> None:
         """Copy the tokens and inputs of a call into this step's buffers, and free the memory of the call's cache."""
@@ -212,10 +208,7 @@ class DecodeStep:
     def __call__(self, ids_B1: Tensor) -> Tensor:
         """Return the logits (B, 1, vocabulary) after one more token a row. The next step overwrites them."""
         self._ids_B1.copy_(ids_B1)
-        if self.replay is None:
-            self.run()
-        else:
-            self.replay()
+        (self.replay or self.run)()
         self.length += 1
         assert self._logits is not None
         return self._logits
@@ -228,7 +221,6 @@ class DecodeStep:
         error = float(difference.max())
         if not error <= (1e-4 if is_exact else 0.05):  # nor for NaN
             raise ArithmeticError(f"logits differ from stock's by {error:.2g}")
-        self.is_proven = True
 
 
 def _norm(norm: Model, hidden: Tensor) -> Tensor:

@@ -119,10 +119,8 @@ class DecodeSteps:
         calls = f"{self.decoded} call{'s' * (self.decoded != 1)}"
         text = f"{calls} on a static cache ({len(self._steps)} held, {self._nbytes / 2**20:.0f} MiB)"
         for label, reasons in (("captured", self.captures), ("by stock", self.stock_reasons)):
-            if reasons:
-                text += (
-                    f", {reasons.total()} {label} ({'; '.join(f'{count} x {why}' for why, count in reasons.items())})"
-                )
+            counts = "; ".join(f"{count} x {why}" for why, count in reasons.items())
+            text += f", {reasons.total()} {label} ({counts})" if reasons else ""
         return text
 
 

@@ -11,7 +11,7 @@ from collections.abc import Hashable
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from types import CodeType
+from types import CodeType, NoneType
 from typing import Any, TypeAlias
 
 import torch
@@ -95,7 +95,6 @@ _ADAPTERS = "peft."
 """Where the classes of adapters are made, which a step calls as modules."""
 _SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 """The attributes of an adapter that may change within a call, as where a logits processor picks an expert."""
-_PLAIN = {bool, int, float, str, type(None)}
 
 
 @dataclass(eq=False)
@@ -124,11 +123,7 @@ class Reading:
 
 
 def read_model(model: Model) -> Reading:
-    """Read a model that is about to decode.
-
-    Raises:
-        UnservedError: If the model, or anything in its text, is not declared and transformers' own.
-    """
+    """Read a model; `UnservedError` if it, or anything in its text, is not declared and transformers' own."""
     kind = next((kind for kind in type(model).__mro__ if _path(kind) in _DECLARED), None)
     if kind is None:
         raise UnservedError(f"{type(model).__name__} is no declared model")
@@ -192,11 +187,11 @@ def _file_of(function: Any) -> str:
     return getattr(getattr(function, "__code__", None), "co_filename", "")
 
 
-def refuse(reasons: dict[str, Any]) -> None:
+def refuse(reasons: dict[str, Any], where: str = "") -> None:
     """Raise `UnservedError` with the first reason that holds."""
     for reason, is_so in reasons.items():
         if is_so:
-            raise UnservedError(reason)
+            raise UnservedError(reason + where)
 
 
 def _check_functions(model: Model, holder: Model, text: Model) -> None:
@@ -291,9 +286,7 @@ def _check_module(name: str, module: nn.Module, is_known: bool, may_have_forward
         "dropout": isinstance(module, nn.Dropout) and module.training and module.p > 0,
         f"a module of class {type(module).__name__}": not is_called,
     }
-    reason = next((reason for reason, is_so in reasons.items() if is_so), None)
-    if reason is not None:
-        raise UnservedError(f"{reason} on {name}")
+    refuse(reasons, f" on {name}")
 
 
 def _is_harmless(hook: Any) -> bool:
@@ -315,7 +308,7 @@ def _is_quantised(module: nn.Module) -> bool:
 def _fingerprint(value: Any) -> Any:
     """Return a value that changes with what a captured step may have read of a weight or an attribute."""
     kind = type(value)  # `isinstance` would ask configs for their `__class__`, which is slow
-    if kind in _PLAIN or issubclass(kind, int | float | str):
+    if issubclass(kind, int | float | str | NoneType):
         return value
     if hasattr(kind, "__tensor_flatten__"):  # quantised
         return tuple(_fingerprint(getattr(value, name)) for name in value.__tensor_flatten__()[0])

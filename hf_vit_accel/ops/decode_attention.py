@@ -112,13 +112,7 @@ def _add_chunks_kernel(
 
 
 def chunk_of(rows: int, slots: int, programs: int) -> int:
-    """Return how many keys one program reads: as few as fill the GPU with programs, in blocks of 64.
-
-    Args:
-        rows: Samples times key heads.
-        slots: Keys of a row.
-        programs: Programs that run at once.
-    """
+    """Return how many keys one of the programs that run at once reads: as few as fill the GPU, in blocks of 64."""
     chunks = min(max(programs // rows, 1), _MOST_CHUNKS)
     return max(-(-slots // (chunks * _BLOCK)) * _BLOCK, _SHORTEST)
 
@@ -137,33 +131,14 @@ def attend_in_chunks(
     maxima_RCG = query_BKGD.new_empty(rows, chunks, group, dtype=torch.float32)
     totals_RCG = torch.empty_like(maxima_RCG)
     out_BKGD = torch.empty_like(query_BKGD)
+    tensors = query_BKGD, key_BKSD, value_BKSD, mask_B11S
+    parts = sums_RCGD, maxima_RCG, totals_RCG
+    shared = {"GROUP": group, "DIM": dim, "num_warps": 4}
+    block = max(next_power_of_2(group), 16)
+    scale_log2 = scale * 1.4426950408889634
     _attend_to_chunk_kernel[(rows, chunks)](
-        query_BKGD,
-        key_BKSD,
-        value_BKSD,
-        mask_B11S,
-        sums_RCGD,
-        maxima_RCG,
-        totals_RCG,
-        scale * 1.4426950408889634,
-        slots,
-        chunk,
-        KEY_HEADS=key_heads,
-        GROUP=group,
-        DIM=dim,
-        BLOCK_G=max(next_power_of_2(group), 16),
-        BLOCK_S=_BLOCK,
-        num_warps=4,
+        *tensors, *parts, scale_log2, slots, chunk, KEY_HEADS=key_heads, BLOCK_G=block, BLOCK_S=_BLOCK, **shared
     )
-    _add_chunks_kernel[(rows, group)](
-        sums_RCGD,
-        maxima_RCG,
-        totals_RCG,
-        out_BKGD,
-        chunks,
-        GROUP=group,
-        DIM=dim,
-        MOST_CHUNKS=_MOST_CHUNKS,  # one kernel for all lengths
-        num_warps=4,
-    )
+    # As many chunks as can be: one kernel for all lengths.
+    _add_chunks_kernel[(rows, group)](*parts, out_BKGD, chunks, MOST_CHUNKS=_MOST_CHUNKS, **shared)
     return out_BKGD
