@@ -204,21 +204,20 @@ class _ModelInLoop:
         if self._step is not None and (self._step.length == self._step.slots or self._reading.has_changed()):
             self._step.store(self._cache)
             self._step = None
-        if self._step is not None:
-            return CausalLMOutputWithPast(logits=self._step(ids_B1), **{CACHE: self._cache})
-        inputs = self._model.prepare_inputs_for_generation(input_ids, **arguments)
-        if self._reason is None:
-            with self._giving_up():
-                self._load(inputs, self._generation_config.max_length - input_ids.shape[1])
-        if self._step is not None and self._steps.find(self._step.key) is self._step:
-            return CausalLMOutputWithPast(logits=self._step(ids_B1), **{CACHE: self._cache})
-        output = self._model(**inputs, return_dict=True)
-        if self._step is not None:
-            with self._giving_up():  # code of others runs in a capture, such as kernels of quantised modules
-                self._step.prove(ids_B1, output.logits[:, -1:])
-                self._step.store(self._cache)
-                self._steps.keep(self._step)
-        return output
+        if self._step is None:
+            inputs = self._model.prepare_inputs_for_generation(input_ids, **arguments)
+            if self._reason is None:
+                with self._giving_up():
+                    self._load(inputs, self._generation_config.max_length - input_ids.shape[1])
+            if self._step is None or self._steps.find(self._step.key) is not self._step:
+                output = self._model(**inputs, return_dict=True)
+                if self._step is not None:
+                    with self._giving_up():  # code of others runs in a capture, such as kernels of quantised modules
+                        self._step.prove(ids_B1, output.logits[:, -1:])
+                        self._step.store(self._cache)
+                        self._steps.keep(self._step)
+                return output
+        return CausalLMOutputWithPast(logits=self._step(ids_B1), **{CACHE: self._cache})
 
     def _load(self, inputs: Arguments, due: int) -> None:
         """Load a step with room for some of the `due` tokens; `UnservedError` if this call alone gets none."""
