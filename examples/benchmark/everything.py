@@ -174,6 +174,8 @@ JOBS = {
     "long_video": Job(
         file="long_video.json", command="python examples/long_video.py --random qwen3-vl-8b --tokens 16", seconds=25
     ),
+    "hidden_states": _script("hidden_states.json", "hidden_states.py --rounds 1", QWEN[:2], seconds=35),
+    "toggles": _script("toggles.json", "toggles.py --rounds 1", QWEN[:2], seconds=50),
     "reuse": _script("reuse.json", "reuse.py --seconds 0.6 --calls 200", QWEN[:2], seconds=65),
     "whole_call": _script("whole_call.json", "whole_call.py --tokens 0,1,64 --rounds 2", QWEN[:2], seconds=170),
     "training_step": _script("training_step.json", "training_step.py", QWEN[:2], seconds=95),

@@ -136,7 +136,8 @@ def main(
 ) -> None:
     """Time both jobs for every model, and print and write the rows."""
     rows: list[Row] = []
-    document: Row = {"device": device_name(DEVICE), "versions": machine.versions(), "layers": layers, "rows": rows}
+    document: Row = {"device": device_name(DEVICE), "dtype": "bfloat16", "versions": machine.versions()}
+    document |= {"layers": layers, "rows": rows}
     for name in models.split(","):
         pair = Pair(name, layers)
         inputs = inputs_for(pair.models[False], [(1, side, side)])

@@ -271,13 +271,40 @@ def fp8_errors(document: Document) -> str:
     return grid(["error", "input", *columns.values()], rows)
 
 
+def liger(document: Document) -> str:
+    """Write the time of stock, Liger, ours and both: medians, with the fastest call in brackets."""
+    names = {"stock": "stock", "Liger": "Liger", "ours": "`patch(model)`", "both": "Liger, then `patch(model)`"}
+    rows = []
+    for row in document["rows"]:
+        contenders = row["contenders"]
+        cells = [f"{digits(contenders[name]['ms'])} ({digits(contenders[name]['low'])})" for name in names]
+        rows.append([title(row["model"]), row["job"], *cells])
+    return grid(["ms (fastest call)", "job", *names.values()], rows)
+
+
+def quantised(document: Document) -> str:
+    """Write the time of towers whose linears are quantised, stock and patched."""
+    cells: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in document["rows"]:
+        key = (title(row["model"]), f"{row['bits']} bit", row["size"], row["work"])
+        cells.setdefault(key, {})[row["contender"]] = row
+    rows = []
+    for key, by_contender in cells.items():
+        stock = by_contender["stock"]["ms"]
+        ours = by_contender["patch(model)"]["ms"]
+        rows.append([*key, digits(stock), f"{digits(ours)} ({stock / ours:.1f}x)"])
+    return grid(["ms", "bitsandbytes", "input", "work", "stock", "`patch(model)`"], rows)
+
+
 SCRIPTS: Mapping[str, Callable[[Document], str]] = {
     "captioning": captioning,
     "captions": captions,
     "checks": checks,
     "data_parallel": data_parallel,
+    "liger": liger,
     "long_video": long_video,
     "max_rows": max_rows,
+    "quantised": quantised,
     "random_calls": random_calls,
     "reuse": reuse,
     "training_step": training_step,

@@ -128,6 +128,19 @@ TIMINGS: Mapping[str, Timings] = {
         columns={**STOCK, "stock compile_blocks": "stock, compiled blocks", **DEFAULT},
         memory=True,
     ),
+    "hidden_states": Timings(
+        file="hidden_states.json",
+        columns={
+            "stock": "stock",
+            "cuda_graphs=False": "`cuda_graphs=False`",
+            "patch(model)": "`patch(model)`",
+            "not asked": "`patch(model)`, not asked",
+        },
+    ),
+    "toggles": Timings(
+        file="toggles.json",
+        columns={"stock": "stock", "cuda_graphs=False": "`cuda_graphs=False`", "patch(model)": "`patch(model)`"},
+    ),
     "flex": Timings(
         file="flex.json",
         columns={

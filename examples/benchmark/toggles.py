@@ -18,7 +18,7 @@ import torch
 from measuring import Row, device_name, largest_error, write_json
 from torch import nn
 
-from hf_vit_accel import patch, status
+from hf_vit_accel import machine, patch, status
 from hf_vit_accel.tools.bench.timing import time_in_turns
 from hf_vit_accel.tools.bench.towers import SIZES, build_tower, weight_of
 
@@ -106,7 +106,8 @@ def main() -> None:
     rows: list[Row] = []
     for model in options.models.split(","):
         rows += time_model(model, device, options.rounds)
-    write_json(options.json, dict(device=device_name(device), torch=torch.__version__, rows=rows))
+    common = dict(device=device_name(device), dtype="bfloat16", versions=machine.versions())
+    write_json(options.json, dict(**common, rows=rows))
 
 
 if __name__ == "__main__":
