@@ -40,8 +40,13 @@ class Checkpoint:
 
     @property
     def is_reentrant(self) -> bool:
-        """The `use_reentrant` of transformers: no gradient reaches weights unless the layer's input requires one."""
-        return bool(getattr(self.function, "keywords", {}).get("use_reentrant", True))
+        """Whether gradients may reach weights only if the layer's input requires one.
+
+        `use_reentrant` tells only of torch's own function: ms-swift puts one in its place that decides for itself.
+        """
+        names = getattr(getattr(self.function, "func", None), "__globals__", {})  # `functools.wraps` copies all others
+        is_torchs = names.get("__name__") in ("torch._compile", "torch.utils.checkpoint")
+        return not is_torchs or bool(getattr(self.function, "keywords", {}).get("use_reentrant", True))
 
     def has_gradient(self, x_TE: Tensor, delta_TE: Tensor | None) -> bool:
         """Return whether any gradient flows through the layer; a frozen layer after frozen ones has none."""

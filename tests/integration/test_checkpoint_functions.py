@@ -96,6 +96,33 @@ def test_an_option_that_stock_ignores_is_ignored(model: nn.Module) -> None:
     check_gradients(model, change)
 
 
+@functools.wraps(checkpoint)
+def always_reentrant(*args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
+    """Ignore `use_reentrant`, as the function that ms-swift puts in the place of torch's."""
+    return checkpoint(*args, use_reentrant=True, **kwargs)
+
+
+@pytest.mark.parametrize("max_rows", [None, 64])
+def test_a_checkpoint_function_may_ignore_what_it_is_told(model: nn.Module, max_rows: int | None) -> None:
+    """ms-swift's LoRA on a tower: transformers says `use_reentrant=False`, and its function re-enters regardless."""
+    results = []
+    for changed in (copy.deepcopy(model), model):  # the first without checkpoints: stock's embeddings require gradients
+        tower = tower_of(changed)
+        tower.requires_grad_(False)
+        tower.blocks.requires_grad_(True)
+        if changed is model:
+            checkpoint_layers(changed, reentrant=False)
+            for block in tower.blocks:
+                block._gradient_checkpointing_func = functools.partial(always_reentrant, use_reentrant=False)
+            hf_vit_accel.patch(model, max_rows=max_rows)
+        outputs = outputs_of(tower(pixels_for(tower, GRID), grid_thw=torch.tensor(GRID)))
+        torch.stack([output.square().mean() for output in outputs]).sum().backward()
+        assert all(parameter.grad is not None for parameter in tower.blocks.parameters())
+        results.append([parameter.grad for parameter in tower.blocks.parameters()])
+    assert_close(results[1], results[0])
+    check_calls(model, 1, 0, *["not cut by max_rows: reentrant"] * (max_rows is not None))
+
+
 # --- wrappers of layers -----------------------------------------------------------------------------------------------
 
 

@@ -16,11 +16,10 @@ from transformers import AutoTokenizer, modeling_utils
 
 Checkpoint = Callable[[str], str]
 # Its dropout would draw other masks for the tower, whose layers ask for them in another order.
-# With reentrant checkpoints, its default, adapters of a patched tower get other gradients than those of stock.
 LORA = {"tuner_type": "lora", "lora_rank": "4", "target_modules": "all-linear", "lora_dropout": "0"}
 WAYS = {
     "LoRA": LORA,
-    "LoRA, tower trained": LORA | {"freeze_vit": "false", "gradient_checkpointing_kwargs": '{"use_reentrant": false}'},
+    "LoRA, tower trained": LORA | {"freeze_vit": "false"},
     "all weights": {"tuner_type": "full"},
     "all weights, tower trained": {"tuner_type": "full", "freeze_vit": "false", "freeze_aligner": "false"},
 }
