@@ -11,7 +11,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -131,6 +133,22 @@ def adds_unrounded(kinds: Iterable[type]) -> bool:
 def knows_segments(names: Iterable[str]) -> bool:
     """Return whether layers under our names hand over all segments at once, by the names and strings in their code."""
     return "flash_attention_2" not in names
+
+
+# Recorded outputs. From 5.2 on, hooks on blocks add hidden states to the collector of whichever forward is running. May
+# go when collectors know their model.
+
+
+@contextmanager
+def without_capture() -> Iterator[None]:
+    """Run blocks apart from the collector of an outer model, which does not see a tower's blocks in stock."""
+    collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
+    token = collector and collector.set(None)
+    try:
+        yield
+    finally:
+        if collector is not None:
+            collector.reset(token)
 
 
 # Caches. Up to 5.23 the cache is named `past_key_values`, from 5.24 on `cache`. Under the other name it is not found.

@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hf_vit_accel import versions
 from hf_vit_accel.backends import Attend
 from hf_vit_accel.engine.route import Route
 from hf_vit_accel.families.base import Parts
@@ -74,11 +75,49 @@ def checkpoints_of(parts: Parts, wrappers: Mapping[int, Any]) -> list[Checkpoint
     return checkpoints
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CalledBlocks:
+    """Blocks that run by their own call, as stock calls them, since hooks are on them or inside.
+
+    Attributes:
+        modules: The blocks, by the index of the layer.
+        route: Of stock's blocks: its offsets lead them to our attention.
+        names: The names of the keyword arguments that stock passes.
+        options: Those of the tower's call that it passes on.
+    """
+
+    modules: Mapping[int, nn.Module]
+    route: Route
+    names: frozenset[str]
+    options: Mapping[str, object] = field(default_factory=dict)
+
+    def arguments(self, layer: int, cos_TD: Tensor, sin_TD: Tensor) -> dict[str, object]:
+        """Return the keyword arguments that stock passes to the block of a layer, as far as we know them."""
+        known = {**self.route.block_arguments(layer), "position_embeddings": (cos_TD, sin_TD)}
+        return {name: value for name, value in known.items() if name in self.names}
+
+    def run(self, layer: int, cos_TD: Tensor, sin_TD: Tensor, x_TE: Tensor, delta_TE: Tensor | None) -> Tensor:
+        """Return the rows after a block."""
+        x_TE = x_TE if delta_TE is None else x_TE + delta_TE
+        arguments = self.arguments(layer, cos_TD, sin_TD)
+        with versions.without_capture():
+            out_TE: Tensor = self.modules[layer](x_TE, **arguments, **self.options)
+        if out_TE.shape != x_TE.shape:  # kernels would read beyond its rows
+            raise ValueError(
+                f"expected rows of shape {tuple(x_TE.shape)} from layer {layer}, got {tuple(out_TE.shape)}; "
+                "return a tensor of the same shape from its hooks"
+            )
+        # Without gradients, kernels write to the residual stream, and a hook may keep its rows.
+        is_kept = not self.route.spec.request.grad
+        return out_TE.clone(memory_format=torch.contiguous_format) if is_kept else out_TE.contiguous()
+
+
 def encode(
     route: Route,
     pixels_or_rows: Tensor,
     checkpoints: Sequence[Checkpoint | None] = (),
     blocks_to_call: Mapping[int, nn.Module] = MappingProxyType({}),
+    called: CalledBlocks | None = None,
     output_slices: Sequence[Tensor] = (),
     is_embedded: bool = False,
     after_layer: AfterLayer | None = None,
@@ -93,6 +132,7 @@ def encode(
         pixels_or_rows: The pixels (T, P), or their embedded rows (T, E).
         checkpoints: By layer, None for a layer that keeps what its gradient needs.
         blocks_to_call: By layer, the block whose call must surround the layer, since hooks on it gather the weights.
+        called: The blocks that run by their own call, which also checkpoints them; None without.
         output_slices: The slices of the call's outputs for this pass. Deepstack features and hidden states are written
             there at once.
         is_embedded: Whether these are embedded rows. The caller keeps them, so they are not written to.
@@ -107,7 +147,7 @@ def encode(
     tensors = route.tensors
     assert ops is not None
     x_TE = pixels_or_rows.clone() if is_embedded else ops.embed(pixels_or_rows)
-    x_TE, cos_TD, sin_TD = _with_positions(ops, tensors, x_TE)
+    x_TE, cos_TD, sin_TD = with_positions(ops, tensors, x_TE)
     qkv_shape = 3, route.spec.request.heads, route.spec.request.head_dim
     merged_by_layer: list[Tensor] = []
     delta_TE: Tensor | None = None
@@ -122,7 +162,10 @@ def encode(
         checkpoint = checkpoints[index] if checkpoints else None
         if checkpoint is not None and not checkpoint.has_gradient(x_TE, delta_TE):
             checkpoint = None
-        if checkpoint is not None or index in blocks_to_call:
+        if called is not None and index in called.modules:
+            x_TE = called.run(index, cos_TD, sin_TD, x_TE, delta_TE)
+            delta_TE = None
+        elif checkpoint is not None or index in blocks_to_call:
             run = node or _in_steps(layer, attend)
             block = blocks_to_call.get(index)
             x_TE, delta_TE = _run_wrapped(run, block, checkpoint, qkv_shape, cos_TD, sin_TD, x_TE, delta_TE)
@@ -160,7 +203,7 @@ def _keep_state(
     return x_TE, delta_TE
 
 
-def _with_positions(ops: Ops, tensors: Mapping[str, Tensor], x_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def with_positions(ops: Ops, tensors: Mapping[str, Tensor], x_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Add learned positions to embedded rows, in the order of the windows; also return cos and sin of the rotation."""
     if ops.add_positions is not None:
         x_TE = ops.add_positions(x_TE, tensors["interp_indices"], tensors["interp_weights"])

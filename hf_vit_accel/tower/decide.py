@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from hf_vit_accel.backends import Backend, Replay, backend_named
-from hf_vit_accel.engine.encoder import Checkpoint, checkpoints_of
+from hf_vit_accel.engine.encoder import CalledBlocks, Checkpoint, checkpoints_of
 from hf_vit_accel.engine.inputs import Inputs
 from hf_vit_accel.engine.passes import cut, reasons_not_cut
-from hf_vit_accel.engine.route import SEGMENTS, Spec
+from hf_vit_accel.engine.route import ROUTE, SEGMENTS, Route, Spec
 from hf_vit_accel.families import Tower
 from hf_vit_accel.families.copies import CopyFamily
 from hf_vit_accel.graphs.automatic import GraphUse
@@ -80,7 +80,7 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
     device = inputs.pixels.device
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(_OUTER_GRAPH)
-    grad = torch.is_grad_enabled() and _may_train(inputs, snapshot, call.parameters)
+    grad = torch.is_grad_enabled() and (bool(call.hooked_parts) or _may_train(inputs, snapshot, call.parameters))
     checkpoints = checkpoints_of(snapshot.parts, snapshot.checkpoint_wrappers) if grad else []
     sharing = state.sharing
     shared = NOT_SHARED if sharing is None else _decide_sharing(state, sharing, call, checkpoints, not_shared)
@@ -101,6 +101,10 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
     if runs_stock_blocks:
         return _decide_metadata(tower, state, call, spec, reasons_slow, shared)
     reasons = list(shared.reasons)
+    called = None
+    if call.hooked_layers:
+        called = _called_blocks(tower, state, call, grad=grad)
+        reasons += called.route.unmet
     if state.reuse is not None and call.why_whole is not None:
         reasons.append(f"equal pictures are encoded again: {call.why_whole}")
     most_rows = spec.max_rows
@@ -144,6 +148,7 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
         passes=passes,
         most_rows=most_rows,
         checkpoints=checkpoints,
+        called=called,
         shared=shared,
         graphs=graphs,
         outputs_require_grad=torch.is_grad_enabled() and not grad and snapshot.outputs_require_grad(),
@@ -251,14 +256,9 @@ def _decide_metadata(
     if isinstance(state.family, CopyFamily):  # its forward may take no metadata
         state.raise_if_strict(reasons)
         return StockPlan(way=Way.STOCK, reasons=tuple(reasons), shared=declined)
-    name = tower.config._attn_implementation
     taken = call.snapshot.proof.taken
-    route = state.routes.get(call.inputs.grid, spec)
+    route = _route_of_blocks(tower, state, call, spec, reasons)
     reasons += route.unmet
-    if state.settings.score_mod is not None and name not in NAMES:
-        raise_if_any([*reasons, f"blocks attend by {name!r}"], because="a score_mod was given")
-    if state.settings.score_mod is not None and not knows_segments(call.snapshot.proof.code.called_names()):
-        raise_if_any([*reasons, "blocks attend without our segments"], because="a score_mod was given")
     if state.settings.strict:
         raise_if_any(reasons)
     return StockPlan(
@@ -267,6 +267,35 @@ def _decide_metadata(
         injected=route.ready().injected(taken),
         route=route,
         shared=declined,
+    )
+
+
+def _route_of_blocks(tower: Tower, state: TowerState, call: Call, spec: Spec, reasons: list[str]) -> Route:
+    """Return the route by which stock's blocks attend. It raises where they would not apply a score_mod."""
+    assert call.inputs is not None and call.snapshot is not None
+    if state.settings.score_mod is not None:
+        name = tower.config._attn_implementation
+        if name not in NAMES:
+            raise_if_any([*reasons, f"blocks attend by {name!r}"], because="a score_mod was given")
+        if not knows_segments(call.snapshot.proof.code.called_names()):
+            raise_if_any([*reasons, "blocks attend without our segments"], because="a score_mod was given")
+    return state.routes.get(call.inputs.grid, spec)
+
+
+def _called_blocks(tower: Tower, state: TowerState, call: Call, *, grad: bool) -> CalledBlocks:
+    """Return the hooked blocks of a call, and the arguments that stock calls them with."""
+    inputs = call.inputs
+    snapshot = call.snapshot
+    assert inputs is not None and snapshot is not None and call.weights is not None
+    names = snapshot.proof.block_arguments
+    assert names is not None
+    spec = spec_of(state, snapshot, call.weights, inputs.pixels.device, fast=False, grad=grad)
+    options = {name: value for name, value in inputs.options.items() if ROUTE in names and name != "return_dict"}
+    return CalledBlocks(
+        modules={layer: snapshot.callable_blocks[layer] for layer in call.hooked_layers},
+        route=_route_of_blocks(tower, state, call, spec, ["hooks inside blocks"]).ready(),
+        names=names,
+        options=options,
     )
 
 

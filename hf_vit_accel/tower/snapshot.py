@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterator
 from itertools import chain
 from operator import attrgetter, itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -74,7 +74,8 @@ class Snapshot:
         parameter_dicts: The `_parameters` of modules, in the order of the parameters of `weights`.
         checkpoint_wrappers: The wrappers of blocks whose `checkpoint_fn` runs their layers, by the index of the layer.
         sharded_layers: The blocks whose weights FSDP2 gathers when they are called, by the index of their layer.
-        callable_parts: The `id` of a merger or of the patch embedding, by that of the `vars` of every module inside it.
+        callable_parts: The merger, patch embedding or block around every module, by the `id` of the module's `vars`.
+        callable_blocks: What stock calls for a layer, by its index.
         names_inside: The names of all modules but the tower itself.
         attributes_inside: Their attribute dictionaries.
         uses_fsdp: Whether FSDP2 gathers any weights.
@@ -199,6 +200,7 @@ class Snapshot:
         self.checkpoint_wrappers: dict[int, nn.Module] = {}
         self.sharded_layers: dict[int, nn.Module] = {}
         self.mixing: list[str] = []
+        self.callable_blocks: dict[int, nn.Module] = {}
         if not self.reasons_stock:
             patches = self.parts.projection, self.parts.downsample
             self.mixing = reasons_mixing(unwrapped, self.proof.classes, patches, fsdp.class_of, self.trusted)
@@ -206,6 +208,8 @@ class Snapshot:
             for module in self._modules:  # a wrapper comes before what is inside
                 index = layers.get(id(looked_through(module)), -1)
                 is_checkpoint = CHECKPOINTED in module._modules
+                if index >= 0 and self.proof.block_arguments is not None:
+                    self.callable_blocks.setdefault(index, module)
                 if index >= 0 and is_checkpoint:
                     self.checkpoint_wrappers.setdefault(index, module)
                 if index >= 0 and module in self._fsdp_modules and (is_checkpoint or id(module) in layers):
@@ -214,7 +218,11 @@ class Snapshot:
         self.uses_fsdp = isinstance(tower, fsdp.wrapper()) or bool(self.sharded_layers)
         self.reasons_slow = [] if self.reasons_stock else list(self._find_reasons_slow(tower))
         parts = [] if self.reasons_stock or self.copy_proof else [self.parts.patch_embed, *self.parts.mergers()]
-        self.callable_parts = {id(vars(module)): id(part) for part in parts for module in part.modules()}
+        self.callable_parts = {id(vars(module)): CallablePart(id(part)) for part in parts for module in part.modules()}
+        for layer, block in self.callable_blocks.items():
+            if layer not in self.sharded_layers:  # operations are the same whatever block has hooks: one `id` for all
+                part = CallablePart(id(self.parts.blocks), layer)
+                self.callable_parts |= {id(vars(module)): part for module in block.modules()}
         if not self.reasons_stock:
             self.facts = TowerFacts(
                 parts=self.parts,
@@ -465,6 +473,18 @@ class Snapshot:
         assert isinstance(dtype, torch.dtype)
         sizes: dict[str, Any] = dict(heads=self.heads, head_dim=self.head_dim, scale=self.scale)
         return Request(device=device, dtype=dtype, **sizes, **options)
+
+
+class CallablePart(NamedTuple):
+    """A part of a tower that runs by its own call where hooks are on it or inside.
+
+    Attributes:
+        id: Of the module; of `parts.blocks` for every block.
+        layer: The index of the block; None for another part.
+    """
+
+    id: int
+    layer: int | None = None
 
 
 _HEADS = ("num_heads", "head_dim", "scaling")

@@ -219,9 +219,9 @@ MODULES: dict[str, tuple[Change, str | None]] = {
     "a module": (replace_mlp, None),
     "fewer layers": (remove_layer, None),
     "layers in another order": (move_first_layer_to_the_end, None),
-    "a hook on causal modules": (add_hook_beside_causal_modules, "hooks on blocks.1"),
-    "hooks in a new dict": (clear_hooks_and_add_one, "hooks on blocks.1"),
-    "hooks that were set aside": (put_hooks_back, "hooks on blocks.1"),
+    "a hook on causal modules": (add_hook_beside_causal_modules, None),
+    "hooks in a new dict": (clear_hooks_and_add_one, None),
+    "hooks that were set aside": (put_hooks_back, None),
     "a class": (change_class_of_a_block, "layer 1 has a Mine"),
 }
 """Changes, and the reason why later calls go the stock way, if they do."""

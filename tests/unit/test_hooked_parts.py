@@ -1,4 +1,4 @@
-"""Hooks on mergers and the patch embedding, and inside them, run on the fast path and see what stock's see."""
+"""Hooks on blocks, mergers and the patch embedding, and inside them, run on the fast path and see what stock's see."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.towers import TOWERS
-from tiny import GRIDS, TINY, assert_close, outputs_of, pixels_for, run_tower, tower_of
+from tiny import GRIDS, TINY, assert_close, checkpoint_layers, outputs_of, pixels_for, run_tower, tower_of
 from torch import Tensor, nn
 
 import hf_vit_accel
@@ -16,32 +15,38 @@ import hf_vit_accel
 GRID = GRIDS["mixed"]
 
 
-@pytest.fixture(params=TOWERS)
+@pytest.fixture(params=["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def tower(request: pytest.FixtureRequest) -> Any:
     return tower_of(TINY[request.param].build())
 
 
 def parts_of(tower: Any) -> list[nn.Module]:
-    """Return the modules that are hooked: patch embedding, mergers, and one module inside each."""
+    """Return the modules that are hooked: parts, one module inside each, and blocks of both kinds."""
     parts = [tower.patch_embed, tower.merger, *getattr(tower, "deepstack_merger_list", ())[:1]]
-    return parts + [list(part.modules())[-1] for part in parts]
+    first, second, *_ = tower.blocks
+    in_blocks = [first, first.attn.qkv, second, second.attn, second.mlp, second.norm1]
+    return parts + [list(part.modules())[-1] for part in parts] + in_blocks
 
 
 def tensors_in(values: Any) -> list[Tensor]:
-    return [value.detach().clone() for value in values if isinstance(value, Tensor)]
+    """Return copies of tensors, and of those in tuples: `position_embeddings` is a pair."""
+    flat = [item for value in values for item in (value if isinstance(value, tuple) else (value,))]
+    return [item.detach().clone() for item in flat if isinstance(item, Tensor)]
 
 
-def hook(tower: Any, *, doubles: bool) -> tuple[list[Tensor], list[Any]]:
+def hook(tower: Any, *, doubles: bool, names: list[Any] | None = None) -> tuple[list[Tensor], list[Any]]:
     """Hook the forward, before and after; return what hooks see, and their handles."""
     seen: list[Tensor] = []
     handles = []
+    names = [] if names is None else names
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-        seen.extend(tensors_in([*args, *kwargs.values()]))
+        names.append(sorted(kwargs))
+        seen.extend(tensors_in([*args, *[kwargs[name] for name in sorted(kwargs)]]))
 
-    def after(_: nn.Module, __: Any, output: Tensor) -> Tensor | None:
+    def after(_: nn.Module, __: Any, output: Any) -> Any:
         seen.extend(tensors_in([output]))
-        return output * 2 if doubles else None
+        return output * 2 if doubles and isinstance(output, Tensor) else None
 
     for part in parts_of(tower):
         handles += [part.register_forward_pre_hook(before, with_kwargs=True), part.register_forward_hook(after)]
@@ -53,11 +58,14 @@ def test_hooks_see_and_change_what_stocks_do(tower: Any, doubles: bool) -> None:
     stock = copy.deepcopy(tower)
     hf_vit_accel.patch(tower, strict=True)
     unhooked = run_tower(tower, GRID)
-    expected_seen, _ = hook(stock, doubles=doubles)
-    seen, handles = hook(tower, doubles=doubles)
+    expected_names: list[Any] = []
+    names: list[Any] = []
+    expected_seen, _ = hook(stock, doubles=doubles, names=expected_names)
+    seen, handles = hook(tower, doubles=doubles, names=names)
     expected = run_tower(stock, GRID)
     assert_close(run_tower(tower, GRID), expected)
     assert_close(seen, expected_seen)
+    assert names == expected_names, "the keyword arguments are those of stock"
     for handle in handles:
         handle.remove()
     count = len(seen)
@@ -95,3 +103,202 @@ def test_hooked_calls_are_neither_cut_nor_reused(tower: Any) -> None:
         tower(pixels, grid_thw=torch.tensor(grid))
     [status] = hf_vit_accel.status(tower).towers
     assert (status.calls, len(calls)) == (1, 1) and "hooks" in next(iter(status.fallbacks))
+
+
+def both_of(tower: Any) -> tuple[Any, Any]:
+    """Return the stock tower and the patched one."""
+    stock = copy.deepcopy(tower)
+    return stock, hf_vit_accel.patch(tower) and tower
+
+
+def assert_fast(tower: Any, calls: int = 1) -> None:
+    [status] = hf_vit_accel.status(tower).towers
+    assert (status.calls, status.stock_calls) == (calls, 0), str(status)
+
+
+def gradients_of(tower: Any, grid: Any = GRID, *, of_pixels: bool = True, **options: Any) -> list[Any]:
+    """Return the outputs of a step, and the gradients of pixels and weights."""
+    pixels = pixels_for(tower, grid).requires_grad_(of_pixels)
+    output = tower(pixels, grid_thw=torch.tensor(grid), **options)
+    outputs = outputs_of(output)
+    sum(output.square().mean() for output in outputs).backward()
+    gradients = [pixels.grad, *(weight.grad for weight in tower.parameters())]
+    return [output.detach() for output in outputs] + [grad for grad in gradients if grad is not None]
+
+
+@pytest.mark.parametrize("name", ["blocks.0", "blocks.1.attn", "blocks.2.norm1"])
+def test_one_hook_of_a_kind_is_enough(tower: Any, name: str) -> None:
+    """Register each kind of hook alone: forward, forward before, and both with keyword arguments."""
+    stock, tower = both_of(tower)
+    registrations: list[Any] = [
+        lambda module, hook: module.register_forward_hook(lambda *args: hook(args[-1])),
+        lambda module, hook: module.register_forward_hook(lambda *args: hook(args[-1]), with_kwargs=True),
+        lambda module, hook: module.register_forward_pre_hook(lambda _, args: hook(args)),
+    ]
+    for register in registrations:
+        results = []
+        for each in (stock, tower):
+            seen: list[Any] = []
+            handle = register(each.get_submodule(name), seen.append)
+            run_tower(each, GRID)
+            handle.remove()
+            results.append(tensors_in(seen))
+        assert_close(results[1], results[0])
+        assert results[0]
+    assert_fast(tower, len(registrations))
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens", "position_embeddings"])
+def test_changed_arguments_reach_the_block(tower: Any, name: str) -> None:
+    """Let layer 1 attend over all rows, or turn its positions around."""
+
+    def change(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        if name == "cu_seqlens":
+            return args, kwargs | {name: kwargs[name][[0, -1]]}
+        return args, kwargs | {name: tuple(table.flip(0) for table in kwargs[name])}
+
+    stock, tower = both_of(tower)
+    unchanged = run_tower(tower, GRID)
+    for each in (stock, tower):
+        each.blocks[1].register_forward_pre_hook(change, with_kwargs=True)
+    expected = run_tower(stock, GRID)
+    assert_close(run_tower(tower, GRID), expected)
+    assert any(not torch.allclose(*pair, atol=1e-3) for pair in zip(expected, unchanged, strict=True))
+    assert_fast(tower, 2)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_hooked_block_is_checkpointed_once(tower: Any, reentrant: bool) -> None:
+    stock, tower = both_of(tower)
+    results = []
+    for each in (stock, tower):
+        checkpoint_layers(each.train(), reentrant=reentrant)
+        for part in parts_of(each)[:3]:
+            part._forward_hooks.clear()
+        seen: list[Tensor] = []
+        for module in (each.blocks[0], each.blocks[2], each.blocks[2].mlp):
+            module.register_forward_hook(lambda _, __, output, seen=seen: seen.extend(tensors_in([output])))
+        results.append([*gradients_of(each), *seen])
+    assert_close(results[1], results[0])
+
+
+def test_a_steering_vector_learns_on_a_frozen_tower(tower: Any) -> None:
+    """A hook adds a trained vector to the rows of layer 0: nothing of the tower itself requires a gradient."""
+    stock, tower = both_of(tower)
+    results = []
+    for each in (stock, tower):
+        each.requires_grad_(False)
+        weight = each.blocks[0].norm1.weight
+        vector = torch.linspace(-1, 1, len(weight)).requires_grad_()
+        each.blocks[0].register_forward_hook(lambda _, __, output, vector=vector: output + vector)
+        results.append([*gradients_of(each, of_pixels=False), vector.grad])
+    assert results[1][-1] is not None
+    assert_close(results[1], results[0])
+    assert_fast(tower)
+
+
+def test_inputs_that_are_marked_for_checkpointing(tower: Any) -> None:
+    """PEFT makes the inputs of a frozen tower's layers require gradients: a backward hook of a layer sees them."""
+    stock, tower = both_of(tower)
+    results = []
+    for each in (stock, tower):
+        each.requires_grad_(False)
+        each.enable_input_require_grads()
+        seen: list[Tensor] = []
+        each.blocks[1].register_full_backward_hook(lambda _, __, dout, seen=seen: seen.extend(tensors_in(dout)))
+        each.merger.register_full_backward_hook(lambda _, __, dout, seen=seen: seen.extend(tensors_in(dout)))
+        pixels = pixels_for(each, GRID)
+        outputs = outputs_of(each(pixels, grid_thw=torch.tensor(GRID)))
+        if any(output.requires_grad for output in outputs):
+            sum(output.square().mean() for output in outputs).backward()
+        results.append([*outputs, *seen])
+    assert_close(results[1], results[0])
+
+
+def test_hidden_states_follow_the_hooks(tower: Any) -> None:
+    stock, tower = both_of(tower)
+    results = []
+    for each in (stock, tower):
+        seen, _ = hook(each, doubles=True)
+        with torch.no_grad():
+            output = each(pixels_for(each, GRID), grid_thw=torch.tensor(GRID), output_hidden_states=True)
+        if not hasattr(output, "hidden_states"):
+            pytest.skip("this transformers ignores the request")
+        results.append([*output.hidden_states, *outputs_of(output), *seen])
+    assert_close(results[1], results[0])
+    assert_fast(tower)
+
+
+def test_hooks_of_transformers_that_capture_first(tower: Any) -> None:
+    """A hook that is newer than transformers' own changes what layers take, not the hidden states that are returned."""
+    stock, tower = both_of(tower)
+    results = []
+    for each in (stock, tower):
+        with torch.no_grad():
+            request = dict(grid_thw=torch.tensor(GRID), output_hidden_states=True)
+            handle = each.rotary_pos_emb.register_forward_hook(lambda *_: None)  # a stock call installs them
+            output = each(pixels_for(each, GRID), **request)
+            handle.remove()
+            if not hasattr(output, "hidden_states"):
+                pytest.skip("this transformers ignores the request")
+            each.blocks[1].register_forward_hook(lambda _, __, output: output * 2)
+            output = each(pixels_for(each, GRID), **request)
+        results.append([*output.hidden_states, *outputs_of(output)])
+    assert_close(results[1], results[0])
+
+
+def test_an_outer_model_does_not_collect_from_hooked_blocks(tower: Any) -> None:
+    """An outer forward of transformers may collect hidden states of its own layers while it calls the tower."""
+    capturing = pytest.importorskip("transformers.utils.output_capturing")
+    with torch.no_grad():
+        tower(pixels_for(tower, GRID), grid_thw=torch.tensor(GRID), output_hidden_states=True)
+    hf_vit_accel.patch(tower, strict=True)
+    tower.blocks[1].register_forward_hook(lambda *_: None)
+    collected: dict[str, list[Tensor]] = {"hidden_states": []}
+    token = capturing._active_collector.set(collected)
+    run_tower(tower, GRID)
+    assert capturing._active_collector.get() is collected
+    capturing._active_collector.reset(token)
+    assert not collected["hidden_states"]
+    assert_fast(tower)
+
+
+def test_under_autocast(tower: Any) -> None:
+    stock, tower = both_of(tower)
+    expected_seen, _ = hook(stock, doubles=False)
+    seen, _ = hook(tower, doubles=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = run_tower(stock, GRID)
+        assert_close(run_tower(tower, GRID), expected, 5e-2)
+    assert [x.dtype for x in seen] == [x.dtype for x in expected_seen]
+    assert_close(seen, expected_seen, 5e-2)
+
+
+def test_fewer_rows_are_refused(tower: Any) -> None:
+    """Stock fails in the next layer's rotation; our kernels would read beyond the rows."""
+    hf_vit_accel.patch(tower)
+    tower.blocks[1].register_forward_hook(lambda _, __, output: output[:-4])
+    with pytest.raises(ValueError, match="from layer 1"):
+        run_tower(tower, GRID)
+
+
+def check_kept_rows(tower: Any) -> None:
+    """Keep inputs and outputs without a copy, and return an input: later layers do not write to them."""
+    stock, tower = both_of(tower)
+    results = []
+    for each in (stock, tower):
+        kept: list[Tensor] = []
+        each.blocks[0].register_forward_hook(lambda _, args, output, kept=kept: kept.extend([args[0], output]))
+        each.blocks[2].register_forward_hook(lambda _, args, output, kept=kept: kept.append(args[0]) or args[0])
+        results.append([*run_tower(each, GRID), *kept])
+    assert_close(results[1], results[0])
+    assert_fast(tower)
+
+
+def test_kept_rows_stay(tower: Any) -> None:
+    check_kept_rows(tower)
+
+
+@pytest.mark.gpu
+def test_kept_rows_stay_on_a_gpu(tower: Any) -> None:
+    check_kept_rows(tower.cuda())
