@@ -135,13 +135,12 @@ def knows_segments(names: Iterable[str]) -> bool:
     return "flash_attention_2" not in names
 
 
-# Recorded outputs. From 5.2 on, hooks on blocks add hidden states to the collector of whichever forward is running. May
-# go when collectors know their model.
+# Recorded outputs. From 5.0 on, hooks on blocks add hidden states to the collector of whichever forward is running.
 
 
 @contextmanager
 def without_capture() -> Iterator[None]:
-    """Run blocks apart from the collector of an outer model, which does not see a tower's blocks in stock."""
+    """Hide the collector of an outer model: in stock, the tower's own forward hides it from blocks."""
     collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
     token = collector and collector.set(None)
     try:

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType, MethodType
 from typing import Any
 
@@ -75,49 +76,26 @@ def checkpoints_of(parts: Parts, wrappers: Mapping[int, Any]) -> list[Checkpoint
     return checkpoints
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class CalledBlocks:
-    """Blocks that run by their own call, as stock calls them, since hooks are on them or inside.
+CalledBlock = partial[Tensor]
+"""A block that runs by its own call, since hooks are on it or inside, with stock's keyword arguments but the tables."""
 
-    Attributes:
-        modules: The blocks, by the index of the layer.
-        route: Of stock's blocks: its offsets lead them to our attention.
-        names: The names of the keyword arguments that stock passes.
-        options: Those of the tower's call that it passes on.
-    """
 
-    modules: Mapping[int, nn.Module]
-    route: Route
-    names: frozenset[str]
-    options: Mapping[str, object] = field(default_factory=dict)
-
-    def arguments(self, layer: int, cos_TD: Tensor, sin_TD: Tensor) -> dict[str, object]:
-        """Return the keyword arguments that stock passes to the block of a layer, as far as we know them."""
-        known = {**self.route.block_arguments(layer), "position_embeddings": (cos_TD, sin_TD)}
-        return {name: value for name, value in known.items() if name in self.names}
-
-    def run(self, layer: int, cos_TD: Tensor, sin_TD: Tensor, x_TE: Tensor, delta_TE: Tensor | None) -> Tensor:
-        """Return the rows after a block."""
-        x_TE = x_TE if delta_TE is None else x_TE + delta_TE
-        arguments = self.arguments(layer, cos_TD, sin_TD)
-        with versions.without_capture():
-            out_TE: Tensor = self.modules[layer](x_TE, **arguments, **self.options)
-        if out_TE.shape != x_TE.shape:  # kernels would read beyond its rows
-            raise ValueError(
-                f"expected rows of shape {tuple(x_TE.shape)} from layer {layer}, got {tuple(out_TE.shape)}; "
-                "return a tensor of the same shape from its hooks"
-            )
-        # Without gradients, kernels write to the residual stream, and a hook may keep its rows.
-        is_kept = not self.route.spec.request.grad
-        return out_TE.clone(memory_format=torch.contiguous_format) if is_kept else out_TE.contiguous()
+def _call_block(block: CalledBlock, x_TE: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    """Return the rows after a block. Its own call checkpoints it."""
+    with versions.without_capture():
+        out_TE = block(x_TE, position_embeddings=(cos_TD, sin_TD))
+    if out_TE.shape != x_TE.shape:  # kernels would read beyond its rows
+        raise ValueError(f"expected rows {tuple(x_TE.shape)} from the hooks of a block, got {tuple(out_TE.shape)}")
+    if torch.is_grad_enabled():
+        return out_TE.contiguous()
+    return out_TE.clone(memory_format=torch.contiguous_format)  # kernels write to it, and a hook may keep it
 
 
 def encode(
     route: Route,
     pixels_or_rows: Tensor,
     checkpoints: Sequence[Checkpoint | None] = (),
-    blocks_to_call: Mapping[int, nn.Module] = MappingProxyType({}),
-    called: CalledBlocks | None = None,
+    blocks_to_call: Mapping[int, nn.Module | CalledBlock] = MappingProxyType({}),
     output_slices: Sequence[Tensor] = (),
     is_embedded: bool = False,
     after_layer: AfterLayer | None = None,
@@ -131,8 +109,8 @@ def encode(
         route: The operations, the attention of every layer, and the metadata on the device.
         pixels_or_rows: The pixels (T, P), or their embedded rows (T, E).
         checkpoints: By layer, None for a layer that keeps what its gradient needs.
-        blocks_to_call: By layer, the block whose call must surround the layer, since hooks on it gather the weights.
-        called: The blocks that run by their own call, which also checkpoints them; None without.
+        blocks_to_call: By layer, the block whose call must surround the layer, since hooks on it gather the weights, or
+            that runs in place of the layer.
         output_slices: The slices of the call's outputs for this pass. Deepstack features and hidden states are written
             there at once.
         is_embedded: Whether these are embedded rows. The caller keeps them, so they are not written to.
@@ -160,14 +138,14 @@ def encode(
         x_TE, delta_TE = _keep_state(route, x_TE, delta_TE, states, state_slices)
     for index, (layer, attend, node) in enumerate(zip(ops.layers, route.attends, route.nodes, strict=True)):
         checkpoint = checkpoints[index] if checkpoints else None
+        block = blocks_to_call.get(index)
         if checkpoint is not None and not checkpoint.has_gradient(x_TE, delta_TE):
             checkpoint = None
-        if called is not None and index in called.modules:
-            x_TE = called.run(index, cos_TD, sin_TD, x_TE, delta_TE)
+        if isinstance(block, partial):
+            x_TE = _call_block(block, x_TE if delta_TE is None else x_TE + delta_TE, cos_TD, sin_TD)
             delta_TE = None
-        elif checkpoint is not None or index in blocks_to_call:
+        elif checkpoint is not None or block is not None:
             run = node or _in_steps(layer, attend)
-            block = blocks_to_call.get(index)
             x_TE, delta_TE = _run_wrapped(run, block, checkpoint, qkv_shape, cos_TD, sin_TD, x_TE, delta_TE)
         elif node is not None:
             x_TE, delta_TE = node(qkv_shape, cos_TD, sin_TD, x_TE, delta_TE)

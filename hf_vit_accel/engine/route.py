@@ -164,21 +164,16 @@ class Route:
         metadata["max_seqlen"] = self.metadata.full.max_seqlen
         if self.metadata.window is not None:
             metadata["max_window_seqlen"] = self.metadata.window.max_seqlen
-        self._mark_offsets()
+        setattr(self.tensors["cu_seqlens"], ROUTE, self)  # for towers that do not pass keyword arguments on to layers
         return keyword_arguments({**metadata, ROUTE: self}, taken)
 
-    def _mark_offsets(self) -> None:
-        """Let offsets lead to this route, for layers that get no keyword arguments of ours."""
-        for name in _OFFSETS_BY_KIND.values():
-            if name in self.tensors:
-                setattr(self.tensors[name], ROUTE, self)
-
-    def block_arguments(self, layer: int) -> dict[str, Any]:
-        """Return the keyword arguments that stock may pass to the block of a layer, beside cos and sin."""
-        self._mark_offsets()
+    def block_arguments(self, layer: int, names: frozenset[str]) -> dict[str, Any]:
+        """Return the keyword arguments of these names that stock passes to a block. The offsets lead to this route."""
         kind: LayerKind = "full" if self.spec.full_layers[layer] else "window"
-        lengths = {"max_seqlen": self.metadata.segments()[kind].max_seqlen}
-        return {"cu_seqlens": self.tensors[_OFFSETS_BY_KIND[kind]], **lengths}
+        cu_seqlens = self.tensors[_OFFSETS_BY_KIND[kind]]
+        setattr(cu_seqlens, ROUTE, self)
+        known = {"cu_seqlens": cu_seqlens, "max_seqlen": self.metadata.segments()[kind].max_seqlen}
+        return {name: value for name, value in known.items() if name in names}
 
 
 def make_route(layout: Grid | VisionMetadata, spec: Spec, replay: Replay = "never") -> Route:

@@ -28,7 +28,7 @@ from hf_vit_accel.tower.code import names_of_forwards
 from hf_vit_accel.tower.differences import CallDtypes
 from hf_vit_accel.tower.modules import WeightMemory, is_inert
 from hf_vit_accel.tower.slots import name_of
-from hf_vit_accel.tower.snapshot import HOOKS, CallablePart, Snapshot
+from hf_vit_accel.tower.snapshot import HOOKS, Snapshot
 from hf_vit_accel.versions import POPPED
 
 HooksOf = Callable[[dict[str, Any]], Mapping[int, Callable[..., object]]]
@@ -182,7 +182,7 @@ def reasons_slow(
     weights: WeightMemory,
     options: Mapping[str, object],
     hidden_states: object = False,
-    hooked_parts: set[CallablePart] | None = None,
+    hooked_parts: set[int] | None = None,
     *,
     grad: bool,
 ) -> list[str]:
@@ -194,7 +194,7 @@ def reasons_slow(
         weights: Addresses, dtypes and sizes of its parameters.
         options: The other keyword arguments of the call.
         hidden_states: The `output_hidden_states` of the call or of the config.
-        hooked_parts: Receives every merger, patch embedding and block with hooks: these run as modules.
+        hooked_parts: Receives the `id` of every callable part with hooks: these run as modules.
         grad: Whether gradients may be required.
     """
     reasons = [*snapshot.reasons_slow, *weights.reasons]
@@ -206,16 +206,10 @@ def reasons_slow(
     for hooks_of in HOOKS if grad else HOOKS[:2]:  # without gradients, hooks of the forward alone
         if any(map(hooks_of, snapshot.attributes_inside)):
             reasons += _reasons_hooked(snapshot, hooks_of, hooked_parts)
-    if hooked_parts:
-        if grad and snapshot.outputs_require_grad():  # our patch embedding does not run the hook that marks its output
-            reasons.append("hooks inside, and one of transformers makes the inputs of layers require gradients")
-        is_proven = snapshot.proof.returns_hidden_states and snapshot.proof.why_not_hidden_states is None
-        is_cast = autocast_dtype(snapshot.parts.projection.weight.device, weights.dtype) is not None
-        if is_cast and not is_proven and any(part.layer is not None for part in hooked_parts):
-            reasons.append("hooks inside blocks, whose rows under autocast are not proven")
-        # A hook of transformers captured outputs before later hooks change them.
-        if hidden_states and getattr(tower, "_output_capturing_hooks_installed", False):
-            reasons.append("output_hidden_states is requested, and hooks inside may be older or newer than its own")
+    if hooked_parts and grad and snapshot.outputs_require_grad():
+        reasons.append("hooks inside, and one of transformers that our patch embedding does not run")
+    if hooked_parts and hidden_states and getattr(tower, "_output_capturing_hooks_installed", False):
+        reasons.append("hooks inside, and older ones of transformers that capture hidden states")
     if snapshot.sharded_layers:
         reasons += fsdp.reasons_against(snapshot.sharded_layers.values(), weights.dtype)
     if hidden_states and snapshot.proof.why_not_hidden_states is not None:
@@ -235,7 +229,7 @@ def reasons_slow(
     return reasons + reasons_untraceable()
 
 
-def _reasons_hooked(snapshot: Snapshot, hooks_of: HooksOf, hooked_parts: set[CallablePart]) -> list[str]:
+def _reasons_hooked(snapshot: Snapshot, hooks_of: HooksOf, hooked_parts: set[int]) -> list[str]:
     """Return a sentence about the first module inside with a hook that the fast path would skip; empty for none.
 
     Hooks inside a part that can run as a module add it to `hooked_parts` instead.

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
 
 from hf_vit_accel.backends import Backend, Replay, backend_named
-from hf_vit_accel.engine.encoder import CalledBlocks, Checkpoint, checkpoints_of
+from hf_vit_accel.engine.encoder import CalledBlock, Checkpoint, checkpoints_of
 from hf_vit_accel.engine.inputs import Inputs
 from hf_vit_accel.engine.passes import cut, reasons_not_cut
-from hf_vit_accel.engine.route import ROUTE, SEGMENTS, Route, Spec
+from hf_vit_accel.engine.route import SEGMENTS, Spec
 from hf_vit_accel.families import Tower
 from hf_vit_accel.families.copies import CopyFamily
 from hf_vit_accel.graphs.automatic import GraphUse
@@ -87,6 +88,9 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
     reasons_slow = list(call.reasons_slow)
     if not state.family.videos and any(frames > 1 for frames, _, _ in inputs.grid):
         reasons_slow.append("this family takes the frames of a video one by one")
+    called = _called_blocks(state, call, grad=grad) if call.hooked_parts and not reasons_slow else {}
+    if called and state.settings.score_mod is not None:
+        reasons_slow.append("hooks inside blocks, which may attend without the score_mod")
     runs_stock_blocks = bool(reasons_slow)
     spec = spec_of(
         state,
@@ -101,10 +105,6 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
     if runs_stock_blocks:
         return _decide_metadata(tower, state, call, spec, reasons_slow, shared)
     reasons = list(shared.reasons)
-    called = None
-    if call.hooked_layers:
-        called = _called_blocks(tower, state, call, grad=grad)
-        reasons += called.route.unmet
     if state.reuse is not None and call.why_whole is not None:
         reasons.append(f"equal pictures are encoded again: {call.why_whole}")
     most_rows = spec.max_rows
@@ -256,9 +256,14 @@ def _decide_metadata(
     if isinstance(state.family, CopyFamily):  # its forward may take no metadata
         state.raise_if_strict(reasons)
         return StockPlan(way=Way.STOCK, reasons=tuple(reasons), shared=declined)
+    name = tower.config._attn_implementation
     taken = call.snapshot.proof.taken
-    route = _route_of_blocks(tower, state, call, spec, reasons)
+    route = state.routes.get(call.inputs.grid, spec)
     reasons += route.unmet
+    if state.settings.score_mod is not None and name not in NAMES:
+        raise_if_any([*reasons, f"blocks attend by {name!r}"], because="a score_mod was given")
+    if state.settings.score_mod is not None and not knows_segments(call.snapshot.proof.code.called_names()):
+        raise_if_any([*reasons, "blocks attend without our segments"], because="a score_mod was given")
     if state.settings.strict:
         raise_if_any(reasons)
     return StockPlan(
@@ -270,33 +275,18 @@ def _decide_metadata(
     )
 
 
-def _route_of_blocks(tower: Tower, state: TowerState, call: Call, spec: Spec, reasons: list[str]) -> Route:
-    """Return the route by which stock's blocks attend. It raises where they would not apply a score_mod."""
-    assert call.inputs is not None and call.snapshot is not None
-    if state.settings.score_mod is not None:
-        name = tower.config._attn_implementation
-        if name not in NAMES:
-            raise_if_any([*reasons, f"blocks attend by {name!r}"], because="a score_mod was given")
-        if not knows_segments(call.snapshot.proof.code.called_names()):
-            raise_if_any([*reasons, "blocks attend without our segments"], because="a score_mod was given")
-    return state.routes.get(call.inputs.grid, spec)
-
-
-def _called_blocks(tower: Tower, state: TowerState, call: Call, *, grad: bool) -> CalledBlocks:
-    """Return the hooked blocks of a call, and the arguments that stock calls them with."""
-    inputs = call.inputs
-    snapshot = call.snapshot
+def _called_blocks(state: TowerState, call: Call, *, grad: bool) -> dict[int, CalledBlock]:
+    """Return the hooked blocks of a call, by the index of the layer."""
+    inputs, snapshot = call.inputs, call.snapshot
     assert inputs is not None and snapshot is not None and call.weights is not None
+    hooked = {layer: block for layer, block in snapshot.callable_blocks.items() if id(block) in call.hooked_parts}
     names = snapshot.proof.block_arguments
-    assert names is not None
+    if not hooked or names is None:
+        return {}
     spec = spec_of(state, snapshot, call.weights, inputs.pixels.device, fast=False, grad=grad)
-    options = {name: value for name, value in inputs.options.items() if ROUTE in names and name != "return_dict"}
-    return CalledBlocks(
-        modules={layer: snapshot.callable_blocks[layer] for layer in call.hooked_layers},
-        route=_route_of_blocks(tower, state, call, spec, ["hooks inside blocks"]).ready(),
-        names=names,
-        options=options,
-    )
+    route = state.routes.get(inputs.grid, spec).ready()
+    options = {name: value for name, value in inputs.options.items() if name != "return_dict"}
+    return {layer: partial(block, **route.block_arguments(layer, names), **options) for layer, block in hooked.items()}
 
 
 def _passes(state: TowerState, spec: Spec, grid: Grid, most_rows: int | None, replay: Replay) -> list[Pass]:

@@ -35,20 +35,8 @@ from hf_vit_accel.machine import Fault, raise_if_any
 from hf_vit_accel.sharing.data_parallel import NotSharedError
 from hf_vit_accel.tower import attention_only, checks
 from hf_vit_accel.tower.decide import decide
-from hf_vit_accel.tower.plan import (
-    NO_GRAPHS,
-    NO_PARTS,
-    Call,
-    CallPlan,
-    FastPlan,
-    Outcome,
-    Pass,
-    PassDone,
-    StockPlan,
-    Way,
-)
+from hf_vit_accel.tower.plan import NO_GRAPHS, Call, CallPlan, FastPlan, Outcome, Pass, PassDone, StockPlan, Way
 from hf_vit_accel.tower.retry import can_retry_out_of_memory, disable
-from hf_vit_accel.tower.snapshot import CallablePart
 from hf_vit_accel.tower.state import STATE, TowerState, state_of
 
 Original = Callable[..., object]
@@ -245,7 +233,7 @@ def read(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) -> C
             return Call(reasons_stock=reasons)
     requested = kwargs.get("output_hidden_states", getattr(tower.config, "output_hidden_states", False))
     hidden_states = bool(requested) and snapshot.proof.returns_hidden_states
-    hooked: set[CallablePart] = set()
+    hooked: set[int] = set()
     grad = torch.is_grad_enabled()
     reasons_slow = checks.reasons_slow(tower, snapshot, weights, kwargs, requested, hooked, grad=grad)
     find_repeats = None
@@ -258,8 +246,7 @@ def read(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) -> C
         reasons_stock=[] if read_inputs else [why_not_read],
         reasons_slow=reasons_slow,
         hidden_states=hidden_states,
-        hooked_parts=frozenset(part.id for part in hooked) if hooked else NO_PARTS,
-        hooked_layers=frozenset(part.layer for part in hooked if part.layer is not None) if hooked else NO_PARTS,
+        hooked_parts=frozenset(hooked),
         snapshot=snapshot,
         parameters=parameters,
         weights=weights,
@@ -368,15 +355,9 @@ def _encode_pass(
         runs_failed_part = result.part_failed and not state.settings.strict  # it fails again, and is disabled
         if route.replay != "never" and not runs_failed_part:  # another backend may be faster eagerly
             route = state.routes.get(one_pass.grid, plan.spec)
-    blocks = plan.snapshot.sharded_layers
+    blocks = plan.called or plan.snapshot.sharded_layers
     outputs = encode(
-        route.ready(),
-        pixels_or_rows,
-        plan.checkpoints,
-        blocks,
-        plan.called,
-        output_slices=output_slices,
-        is_embedded=is_embedded,
+        route.ready(), pixels_or_rows, plan.checkpoints, blocks, output_slices=output_slices, is_embedded=is_embedded
     )
     done.append(PassDone(route, f"eager: {why_eager}"))
     return outputs

@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 from torch import nn
 
 from hf_vit_accel.backends import Replay
-from hf_vit_accel.engine.encoder import CalledBlocks, Checkpoint
+from hf_vit_accel.engine.encoder import CalledBlock, Checkpoint
 from hf_vit_accel.engine.inputs import Inputs
 from hf_vit_accel.engine.route import Route, Spec
 from hf_vit_accel.graphs.automatic import GraphUse
@@ -37,9 +37,6 @@ class Way(Enum):
     STOCK = "through the stock forward, on what it was called with"
 
 
-NO_PARTS: frozenset[int] = frozenset()
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
     """One call, as it was read.
@@ -49,8 +46,7 @@ class Call:
         reasons_stock: Why it does.
         reasons_slow: Why the blocks must be called one by one.
         hidden_states: Whether hidden states are returned, too.
-        hooked_parts: The `id` of every part that runs as a module, since hooks are on or in it (see `CallablePart`).
-        hooked_layers: The indices of the blocks among them.
+        hooked_parts: The `id` of every part that runs as a module, since hooks are on or in it.
         snapshot: The tower as it is now; None for a call that goes STOCK or ATTENTION.
         parameters: Of the tower, as they are now.
         weights: Their addresses, dtypes and sizes.
@@ -60,8 +56,7 @@ class Call:
     reasons_stock: Sequence[str] = ()
     reasons_slow: Sequence[str] = ()
     hidden_states: bool = False
-    hooked_parts: frozenset[int] = NO_PARTS
-    hooked_layers: frozenset[int] = NO_PARTS
+    hooked_parts: frozenset[int] = frozenset()
 
     @property
     def why_whole(self) -> str | None:
@@ -165,7 +160,7 @@ class FastPlan:
         passes: In order. More than one for a long call, none if there is nothing to encode.
         most_rows: Rows of a pass at most; None for a call that may not be cut.
         checkpoints: By layer, None for a layer that keeps what its gradient needs.
-        called: The blocks that run by their own call; None without.
+        called: The blocks that run by their own call, by the index of the layer.
         shared: Which rank encodes what, if ranks share the call.
         graphs: The CUDA graphs of the call.
         outputs_require_grad: Whether the outputs of a frozen tower must require gradients.
@@ -181,7 +176,7 @@ class FastPlan:
     passes: Sequence[Pass]
     most_rows: int | None
     checkpoints: Sequence[Checkpoint | None]
-    called: CalledBlocks | None
+    called: Mapping[int, CalledBlock]
     shared: SharedCall
     graphs: GraphChoice
     outputs_require_grad: bool

@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import transformers
@@ -29,15 +28,15 @@ from torch import Tensor, nn
 from hf_vit_accel import machine, versions
 from hf_vit_accel.backends import Request
 from hf_vit_accel.config import Settings
-from hf_vit_accel.engine.encoder import CalledBlocks, encode, with_positions
-from hf_vit_accel.engine.route import ROUTE, Route, Spec, make_route
+from hf_vit_accel.engine.encoder import encode, with_positions
+from hf_vit_accel.engine.route import ROUTE, Spec, make_route
 from hf_vit_accel.families import Config, Family, Tower
 from hf_vit_accel.layout import Grid, rows_of
 from hf_vit_accel.machine import one_line
 from hf_vit_accel.ops import Context, Ops, build
 from hf_vit_accel.tower.code import Code
 from hf_vit_accel.tower.exact import exact_products
-from hf_vit_accel.tower.twin import STOCK, Isolated, build_twin
+from hf_vit_accel.tower.twin import ARGUMENTS, STOCK, Isolated, build_twin
 
 NAMES = {"flashinfer_cudnn": "flashinfer_cudnn", "flash_vit_auto": "auto"}
 """Name that is registered with transformers -> the `attention` of `patch` that it stands for."""
@@ -98,8 +97,7 @@ class Proof:
         code: The functions that ran.
         why_not_hidden_states: Why our operations may not return hidden states; None where that is proven.
         returns_hidden_states: Whether its forward returns them at all. Older ones ignore the request.
-        block_arguments: The keyword arguments that its forward passes to blocks, with `ROUTE` where it passes on those
-            of the call. None where ours are not proven equal.
+        block_arguments: The names of the keyword arguments that it passes to blocks; None where ours are not equal.
         backoff: When to try again, where no numbers could be compared; None for a verdict, which stands.
         trusted: Classes of other code than torch's and transformers' that the run covers, for a copy.
     """
@@ -118,9 +116,6 @@ class Proof:
     backoff: Backoff | None = None
     trusted: frozenset[type] = frozenset()
 
-
-BlockCall = tuple[tuple[Any, ...], dict[str, Any]]
-"""The positional and keyword arguments of a block."""
 
 _PROOFS: dict[Key, Proof] = {}
 _WARNED: set[str] = set()
@@ -246,9 +241,9 @@ def _prove_twin(key: Key, twin: Tower, family: Family, code: Code) -> Proof:
     why_not_states = why_not_fast
     if why_not_fast is not None:
         why_not_fast, expected = _compare(twin, family, GRIDS[0], gradients=True)
-    taken, block_arguments, why_not_metadata = _injectable(
-        twin, family, expected, versions.popped_by(code.called_names())
-    )
+    spec = _spec(twin, family)
+    taken, why_not_metadata = _injectable(twin, family, spec, expected, versions.popped_by(code.called_names()))
+    block_arguments = _block_arguments(twin, family, spec.ops, expected.pixels_TP)
     why_not_fast = why_not_fast or _compare(twin, family, GRIDS[1])[0]
     why_not_autocast = why_not_fast or _compare_under_autocast(twin, family, hidden_states=why_not_states is None)
     if why_not_autocast is not None and why_not_fast is why_not_states is None:
@@ -410,47 +405,61 @@ def _compare(
 
 
 def _injectable(
-    twin: Tower, family: Family, expected: _Expected, popped: frozenset[str]
-) -> tuple[frozenset[str], frozenset[str] | None, str | None]:
-    """Return the keyword arguments that stock takes of us, those of blocks, and why it takes none that it should.
+    twin: Tower, family: Family, spec: Spec, expected: _Expected, popped: frozenset[str]
+) -> tuple[frozenset[str], str | None]:
+    """Return the keyword arguments that stock takes of us, and why it takes none that it should.
 
     Args:
         twin: The tiny stock tower.
         family: Its family.
+        spec: Of its routes.
         expected: Its results without them.
         popped: The metadata that its code seems to pop.
     """
     first: str | None = None
     for taken in (popped | {ROUTE}, frozenset({ROUTE}), frozenset[str]()):
-        block_arguments, why = _compare_injected(twin, family, expected, taken)
+        why = _compare_injected(twin, family, spec, expected, taken)
         if why is None:
-            return taken, block_arguments, None
+            return taken, None
         first = first or why
-    return frozenset(), None, first
+    return frozenset(), first
 
 
 def _compare_injected(
-    twin: Tower, family: Family, expected: _Expected, taken: frozenset[str]
-) -> tuple[frozenset[str] | None, str | None]:
-    """Return the proven arguments of blocks, and why stock may not take our metadata: it raises or differs."""
+    twin: Tower, family: Family, spec: Spec, expected: _Expected, taken: frozenset[str]
+) -> str | None:
+    """Return why stock may not be given our metadata: it raises, or computes something else."""
     name = type(twin).__name__
-    spec = _spec(twin, family)
-    route = make_route(expected.grid, replace(spec, ops=None)).ready()
-    blocks = [block.module for block in family.parts(twin).blocks]
+    metadata = make_route(expected.grid, replace(spec, ops=None)).ready().injected(taken)
     twin.config._attn_implementation_internal = "flash_vit_auto"
     try:
-        with torch.no_grad(), _recorded(blocks) as calls:
-            output = _stock(twin, family, expected, **route.injected(taken))
+        with torch.no_grad():
+            output = _stock(twin, family, expected, **metadata)
     except Exception as error:
-        return None, f"{name} does not take our metadata: {one_line(error)}"
+        return f"{name} does not take our metadata: {one_line(error)}"
     finally:
         twin.config._attn_implementation_internal = STOCK
     why = _difference(family.tensors_of(output), expected.tensors, _OUTPUT_BOUND)
-    if why is not None:
-        return None, f"{name} computes something else with our metadata ({why})"
-    assert spec.ops is not None
-    with torch.no_grad():
-        return _proven_arguments(calls, blocks, route, spec.ops, expected.pixels_TP), None
+    return why and f"{name} computes something else with our metadata ({why})"
+
+
+@torch.no_grad()
+def _block_arguments(twin: Tower, family: Family, ops: Ops | None, pixels_TP: Tensor) -> frozenset[str] | None:
+    """Return the names of the keyword arguments that blocks got in the last run; None where ours are not equal."""
+    assert ops is not None
+    calls = [vars(block.module)[ARGUMENTS] for block in family.parts(twin).blocks[:2]]  # of both kinds
+    route = calls[0][1].get(ROUTE)
+    if route is None:
+        return None
+    names = frozenset(calls[0][1]) - {ROUTE}
+    x_TE, *tables = with_positions(ops, route.tensors, ops.embed(pixels_TP))
+    arguments = [{**route.block_arguments(layer, names), "position_embeddings": tuple(tables)} for layer in (0, 1)]
+    try:
+        stock = [{name: value for name, value in kwargs.items() if name != ROUTE} for _, kwargs in calls]
+        torch.testing.assert_close([(x_TE,), *arguments], [calls[0][0], *stock])
+    except (AssertionError, TypeError, ValueError):
+        return None
+    return names
 
 
 def _compare_under_autocast(twin: Tower, family: Family, *, hidden_states: bool = False) -> str | None:
@@ -473,56 +482,6 @@ def _compare_under_autocast(twin: Tower, family: Family, *, hidden_states: bool 
         return f"{name} returns {dtypes[1]} under autocast, and our operations {dtypes[0]}"
     why = _difference(ours, tensors, _AUTOCAST_BOUND)
     return why and f"{name} computes something else under autocast than our operations ({why})"
-
-
-@contextmanager
-def _recorded(blocks: Sequence[nn.Module]) -> Iterator[list[BlockCall]]:
-    """Record the arguments of every call of the blocks' forwards."""
-    calls: list[BlockCall] = []
-
-    def record(forward: Callable[..., object], *args: Any, **kwargs: Any) -> object:
-        calls.append((args, kwargs))
-        return forward(*args, **kwargs)
-
-    for block in blocks:
-        vars(block)["forward"] = partial(record, block.forward)
-    try:
-        yield calls
-    finally:
-        for block in blocks:
-            del vars(block)["forward"]
-
-
-def _proven_arguments(
-    calls: list[BlockCall], blocks: Sequence[nn.Module], route: Route, ops: Ops, pixels_TP: Tensor
-) -> frozenset[str] | None:
-    """Return the names of the keyword arguments that stock's blocks got; None unless ours are equal to all of them."""
-    if len(calls) != len(blocks):
-        return None
-    names = frozenset(calls[0][1])
-    called = CalledBlocks(modules=dict(enumerate(blocks)), route=route, names=names - {ROUTE})
-    x_TE, cos_TD, sin_TD = with_positions(ops, route.tensors, ops.embed(pixels_TP))
-    pairs = {(0, 0): (x_TE, calls[0][0])}  # by identity: layers share most of them
-    for layer, (args, kwargs) in enumerate(calls):
-        stock = {name: value for name, value in kwargs.items() if name != ROUTE}
-        ours = called.arguments(layer, cos_TD, sin_TD)
-        if ours.keys() != stock.keys() or len(args) != 1:
-            return None
-        for name, value in stock.items():
-            pairs[id(value), id(ours[name])] = ours[name], value
-    of_ours, of_stock = (_flat(values) for values in zip(*pairs.values(), strict=True))
-    if [x.dtype for x in of_ours] != [x.dtype for x in of_stock]:
-        return None
-    is_other = _difference([x.double() for x in of_ours], [x.double() for x in of_stock], _OUTPUT_BOUND)
-    return None if is_other else names
-
-
-def _flat(values: Iterable[Any]) -> list[Tensor]:
-    """Return tensors, pairs of tensors and numbers as tensors."""
-    flat: list[Tensor] = []
-    for value in values:
-        flat += map(torch.as_tensor, value if isinstance(value, tuple) else [value])
-    return flat
 
 
 def _difference(ours: Sequence[Tensor | None], expected: Sequence[Tensor | None], bound: float) -> str | None:

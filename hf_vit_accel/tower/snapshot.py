@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterator
 from itertools import chain
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -74,8 +74,8 @@ class Snapshot:
         parameter_dicts: The `_parameters` of modules, in the order of the parameters of `weights`.
         checkpoint_wrappers: The wrappers of blocks whose `checkpoint_fn` runs their layers, by the index of the layer.
         sharded_layers: The blocks whose weights FSDP2 gathers when they are called, by the index of their layer.
-        callable_parts: The merger, patch embedding or block around every module, by the `id` of the module's `vars`.
-        callable_blocks: What stock calls for a layer, by its index.
+        callable_parts: The `id` of a part that can run by its own call, by that of the `vars` of modules inside it.
+        callable_blocks: What stock calls for a layer, by its index; none where we cannot call it likewise.
         names_inside: The names of all modules but the tower itself.
         attributes_inside: Their attribute dictionaries.
         uses_fsdp: Whether FSDP2 gathers any weights.
@@ -214,15 +214,14 @@ class Snapshot:
                     self.checkpoint_wrappers.setdefault(index, module)
                 if index >= 0 and module in self._fsdp_modules and (is_checkpoint or id(module) in layers):
                     self.sharded_layers.setdefault(index, module)
+        if self.sharded_layers:
+            self.callable_blocks = {}
         self._sharded_others = [module for module in self._fsdp_modules if module not in self.sharded_layers.values()]
         self.uses_fsdp = isinstance(tower, fsdp.wrapper()) or bool(self.sharded_layers)
         self.reasons_slow = [] if self.reasons_stock else list(self._find_reasons_slow(tower))
         parts = [] if self.reasons_stock or self.copy_proof else [self.parts.patch_embed, *self.parts.mergers()]
-        self.callable_parts = {id(vars(module)): CallablePart(id(part)) for part in parts for module in part.modules()}
-        for layer, block in self.callable_blocks.items():
-            if layer not in self.sharded_layers:  # operations are the same whatever block has hooks: one `id` for all
-                part = CallablePart(id(self.parts.blocks), layer)
-                self.callable_parts |= {id(vars(module)): part for module in block.modules()}
+        parts += self.callable_blocks.values()
+        self.callable_parts = {id(vars(module)): id(part) for part in parts for module in part.modules()}
         if not self.reasons_stock:
             self.facts = TowerFacts(
                 parts=self.parts,
@@ -473,18 +472,6 @@ class Snapshot:
         assert isinstance(dtype, torch.dtype)
         sizes: dict[str, Any] = dict(heads=self.heads, head_dim=self.head_dim, scale=self.scale)
         return Request(device=device, dtype=dtype, **sizes, **options)
-
-
-class CallablePart(NamedTuple):
-    """A part of a tower that runs by its own call where hooks are on it or inside.
-
-    Attributes:
-        id: Of the module; of `parts.blocks` for every block.
-        layer: The index of the block; None for another part.
-    """
-
-    id: int
-    layer: int | None = None
 
 
 _HEADS = ("num_heads", "head_dim", "scaling")

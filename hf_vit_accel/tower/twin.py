@@ -105,8 +105,12 @@ def skip_global_hooks(module: nn.Module) -> None:
         module._compiled_call_impl = partial(_call, module)
 
 
+ARGUMENTS = "_hf_vit_accel_arguments"  # of the last call of a twin's module
+
+
 def _call(module: Any, *args: object, **kwargs: object) -> object:
     """Call a module's forward and its own hooks: transformers records hidden states by such hooks."""
+    vars(module)[ARGUMENTS] = args, kwargs
     output = module.forward(*args, **kwargs)
     for hook in module._forward_hooks.values():
         hook(module, args, output)
