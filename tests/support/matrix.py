@@ -220,8 +220,8 @@ SWITCHED = (
         use=uses.features,
     ),
     fast("a hook on the tower", changes.hooked("")),
-    stock("a hook on a block", changes.hooked("blocks.1"), "hooks on blocks.1"),
-    stock("a hook on a Linear", changes.hooked("blocks.1.attn.proj"), "hooks on blocks.1"),
+    fast("a hook on a block", changes.hooked("blocks.1")),
+    fast("a hook on a Linear", changes.hooked("blocks.1.attn.proj")),
 )
 
 OPERATIONS_REPLACED = (
