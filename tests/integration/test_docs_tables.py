@@ -253,6 +253,8 @@ def slower(file: str) -> Document:
             if row.get(key) is not None and not str(row.get("contender")).startswith("stock"):
                 both = isinstance(row[key], dict)
                 row[key] = {way: 2 * ms for way, ms in row[key].items()} if both else 2 * row[key]
+        for contender, of_contender in row.get("contenders", {}).items():
+            of_contender["ms"] *= 1 if contender == "stock" else 2
         if row.get("way") != "stock" and "changed" in row:
             row["changed"] = 2 * row["changed"] + 1
     return measured

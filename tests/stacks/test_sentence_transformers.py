@@ -13,9 +13,9 @@ from sentence_transformers import (
     SentenceTransformer,
     SentenceTransformerTrainer,
     SentenceTransformerTrainingArguments,
-    losses,
 )
 from sentence_transformers.base.modules import Transformer
+from sentence_transformers.sentence_transformer import losses
 from sentence_transformers.sentence_transformer.modules import Pooling
 from support.stacks import FAMILIES, Job, pictures, recipe
 from support.stacks import losses as logged
