@@ -88,7 +88,8 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
     reasons_slow = list(call.reasons_slow)
     if not state.family.videos and any(frames > 1 for frames, _, _ in inputs.grid):
         reasons_slow.append("this family takes the frames of a video one by one")
-    called = _called_blocks(state, call, grad=grad) if call.hooked_parts and not reasons_slow else {}
+    reasons = list(shared.reasons)
+    called = _called_blocks(state, call, reasons, grad=grad) if call.hooked_parts and not reasons_slow else {}
     if called and state.settings.score_mod is not None:
         reasons_slow.append("hooks inside blocks, which may attend without the score_mod")
     runs_stock_blocks = bool(reasons_slow)
@@ -104,7 +105,6 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
     )
     if runs_stock_blocks:
         return _decide_metadata(tower, state, call, spec, reasons_slow, shared)
-    reasons = list(shared.reasons)
     if state.reuse is not None and call.why_whole is not None:
         reasons.append(f"equal pictures are encoded again: {call.why_whole}")
     most_rows = spec.max_rows
@@ -275,8 +275,8 @@ def _decide_metadata(
     )
 
 
-def _called_blocks(state: TowerState, call: Call, *, grad: bool) -> dict[int, CalledBlock]:
-    """Return the hooked blocks of a call, by the index of the layer."""
+def _called_blocks(state: TowerState, call: Call, reasons: list[str], *, grad: bool) -> dict[int, CalledBlock]:
+    """Return the hooked blocks of a call, by the index of the layer. Add to `reasons` what their attention lacks."""
     inputs, snapshot = call.inputs, call.snapshot
     assert inputs is not None and snapshot is not None and call.weights is not None
     hooked = {layer: block for layer, block in snapshot.callable_blocks.items() if id(block) in call.hooked_parts}
@@ -285,6 +285,7 @@ def _called_blocks(state: TowerState, call: Call, *, grad: bool) -> dict[int, Ca
         return {}
     spec = spec_of(state, snapshot, call.weights, inputs.pixels.device, fast=False, grad=grad)
     route = state.routes.get(inputs.grid, spec).ready()
+    reasons += route.unmet
     options = {name: value for name, value in inputs.options.items() if name != "return_dict"}
     return {layer: partial(block, **route.block_arguments(layer, names), **options) for layer, block in hooked.items()}
 

@@ -281,7 +281,7 @@ def test_parity_needs_proof_that_the_way_ran(captioner: Captioner) -> None:
     assert "expected 2 fast calls, counted 1" in problems({}, 2)
     assert "0 graphs replayed in 1 calls" in problems({"cuda_graphs": True})
     assert "1 calls without a graph" in problems({"cuda_graphs": parity.GRAPHS})
-    hooked = problems({}, change=lambda tower: tower.blocks[0].register_forward_hook(lambda *_: None))
+    hooked = problems({}, change=lambda tower: tower.rotary_pos_emb.register_forward_hook(lambda *_: None))
     assert "1 x " in hooked and "1 stock calls" in hooked
     (status,) = hf_vit_accel.status(captioner.patched()).towers
     assert parity.unproven(Status(towers=(replace(status, calls=1),)), {"attention": "flash_attention_3"}, 1) == [

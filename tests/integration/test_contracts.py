@@ -260,8 +260,8 @@ def call_with_attentions(way: Way, tower: nn.Module) -> object:
 
 
 def call_with_hook(way: Way, tower: nn.Module) -> object:
-    """Call a tower with a hook on a block."""
-    handle = tower.blocks[0].register_forward_hook(lambda *_: None)
+    """Call a tower with a hook on the rotation of positions."""
+    handle = tower.rotary_pos_emb.register_forward_hook(lambda *_: None)
     try:
         return way.run(tower)
     finally:
@@ -279,7 +279,7 @@ def call_with_empty_image(way: Way, tower: nn.Module) -> object:
 
 REFUSED = {
     "output_attentions is requested": call_with_attentions,
-    r"hooks on blocks\.0": call_with_hook,
+    "hooks on rotary_pos_emb": call_with_hook,
 }
 REFUSED_WITH_ATTENTION_ONLY = {"no frames, or no size": call_with_empty_image}
 

@@ -68,9 +68,9 @@ def test_a_stock_tower_under_our_name_is_right_without_plans(saved: Saved) -> No
 
 
 def test_plans_are_made_once_per_forward_and_shared(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also on the stock way: with hooks on a block, every layer gets the forward's plans as an argument."""
+    """Also on the stock way: with hooks on the rotation, every layer gets the forward's plans as an argument."""
     tower = tower_of(saved.load(attn_implementation=AUTO))
-    tower.blocks[0].register_forward_hook(lambda *_: None)
+    tower.rotary_pos_emb.register_forward_hook(lambda *_: None)
     sdpa = type(backends.backend_named("sdpa"))
     original = sdpa.plan
     plans: list[Plan] = []

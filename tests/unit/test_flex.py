@@ -496,7 +496,7 @@ def test_a_tower_with_a_score_mod(on_cpu: object, model: nn.Module) -> None:
             assert_close(run_tower(tower, GRID), expected)
         assert status_of(model).replays
     hf_vit_accel.patch(model, attention=STEEP)
-    handle = tower.blocks[0].register_forward_hook(lambda *_: None)
+    handle = tower.rotary_pos_emb.register_forward_hook(lambda *_: None)
     assert_close(run_tower(tower, GRID), expected)
     assert hf_vit_accel.status(model).towers[0].stock_calls == 1
     handle.remove()
@@ -529,7 +529,7 @@ def test_a_score_mod_is_never_left_out(model: nn.Module) -> None:
     with torch.no_grad(), pytest.raises(FallbackError, match=r"score_mod .* dropped out"):
         tower(pixels, grid_thw=grid)
     tower.eval()
-    hook = tower.blocks[0].register_forward_hook(lambda *_: None)
+    hook = tower.rotary_pos_emb.register_forward_hook(lambda *_: None)
     our_name = tower.config._attn_implementation
     tower.config._attn_implementation = "sdpa"  # as unpatching a tower with the same config does
     with torch.no_grad(), pytest.raises(FallbackError, match=r"score_mod .* blocks attend by 'sdpa'"):

@@ -266,7 +266,7 @@ def test_what_it_cannot_serve_is_told_before_any_call(
 ) -> None:
     hf_vit_accel.patch(model, fp8=True)
     assert "cudnn_fp8" not in str(hf_vit_accel.status(model)), "how long segments are is not known"
-    handle = tower_of(model).blocks[0].register_forward_hook(lambda *_: None)
+    handle = tower_of(model).rotary_pos_emb.register_forward_hook(lambda *_: None)
     hf_vit_accel.patch(model, fp8=True)
     assert "cudnn_fp8: the stock blocks run" in str(hf_vit_accel.status(model))
     handle.remove()
@@ -400,7 +400,7 @@ def test_calibration_sees_all_of_a_long_video(
 def test_calibration_refuses_a_tower_that_does_not_run_in_fp8(fp8_on_cpu: None, tmp_path: Path) -> None:
     model = TINY["qwen3_vl"].build()
     tower = tower_of(model)
-    tower.blocks[0].register_forward_hook(lambda *_: None)
+    tower.rotary_pos_emb.register_forward_hook(lambda *_: None)
     images = [{"pixel_values": pixels_for(tower, GRID), "image_grid_thw": torch.tensor(GRID)}]
     with pytest.raises(FallbackError, match="hooks on"):
         hf_vit_accel.calibrate(model, images, tmp_path / "amax.json")

@@ -135,7 +135,7 @@ class GraphMachine(RuleBasedStateMachine):
 
     @rule()
     def hook_for_one_call(self) -> None:
-        handles = [tower.blocks[0].register_forward_hook(lambda *_: None) for tower in self.towers]
+        handles = [tower.rotary_pos_emb.register_forward_hook(lambda *_: None) for tower in self.towers]
         self.run(GRIDS["image"], grad=False)
         for handle in handles:
             handle.remove()

@@ -323,7 +323,7 @@ def test_hooks_and_hidden_states_go_the_stock_way(on_cpu: type[Recorder], model:
     grid = torch.tensor(IMAGE)
     if why == "hook":
         seen: list[int] = []
-        handle = tower.blocks[1].register_forward_hook(lambda *_: seen.append(1))
+        handle = tower.rotary_pos_emb.register_forward_hook(lambda *_: seen.append(1))
         assert_close(run_tower(tower, IMAGE), expected)
         handle.remove()
         assert seen

@@ -135,14 +135,14 @@ def check_stock_on_one_rank(rank: int) -> None:
     has_hook = rank == 2
 
     def add_hook() -> torch.utils.hooks.RemovableHandle | None:
-        return tower.blocks[1].register_forward_hook(lambda *_: None) if has_hook else None
+        return tower.rotary_pos_emb.register_forward_hook(lambda *_: None) if has_hook else None
 
     hf_vit_accel.patch(model, data_parallel=True)
     handle = add_hook()
     assert_close(run_tower(tower, MIXED), expected)
     status = hf_vit_accel.status(model).towers[0]
     assert (status.calls, status.stock_calls) == ((0, 1) if has_hook else (1, 0))
-    reason = "hooks on blocks.1" if has_hook else "not shared: rank 2 of the group: hooks on blocks.1"
+    reason = "hooks on rotary_pos_emb" if has_hook else "not shared: rank 2 of the group: hooks on rotary_pos_emb"
     assert status.fallbacks == {reason: 1} and "1 calls encoded by each rank alone" in status.ranks
     if handle is not None:
         handle.remove()
@@ -150,7 +150,7 @@ def check_stock_on_one_rank(rank: int) -> None:
     assert "1 calls shared" in sharing_of(model)
     hf_vit_accel.patch(model, data_parallel=True, strict=True)
     add_hook()
-    with pytest.raises(FallbackError if has_hook else RankError, match=r"hooks on blocks\.1"):
+    with pytest.raises(FallbackError if has_hook else RankError, match="hooks on rotary_pos_emb"):
         run_tower(tower, MIXED)
 
 

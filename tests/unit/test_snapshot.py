@@ -245,8 +245,8 @@ def test_hooks_on_blocks_in_a_plain_list(tower: nn.Module) -> None:
     assert state_of(tower).fast_calls == 1
     for changed in (stock, tower):
         changed.blocks[1].register_forward_hook(lambda module, args, output: output * 2)
-    assert_close(run_tower(tower, GRID), run_tower(stock, GRID), 0.0)
-    assert dict(state_of(tower).fallbacks) == {"hooks on blocks.1": 1}
+    assert_close(run_tower(tower, GRID), run_tower(stock, GRID))
+    assert state_of(tower).fast_calls == 2
 
 
 def test_blocks_in_a_plain_list_are_trained(tower: nn.Module) -> None:
