@@ -456,8 +456,8 @@ def _block_arguments(twin: Tower, family: Family, ops: Ops | None, pixels_TP: Te
     arguments = [{**route.block_arguments(layer, names), "position_embeddings": tuple(tables)} for layer in (0, 1)]
     try:
         stock = [{name: value for name, value in kwargs.items() if name != ROUTE} for _, kwargs in calls]
-        bounds = {"rtol": _OUTPUT_BOUND, "atol": _OUTPUT_BOUND}
-        torch.testing.assert_close([(x_TE,), *arguments], [calls[0][0], *stock], **bounds)
+        ours = [(x_TE,), *arguments]
+        torch.testing.assert_close(ours, [calls[0][0], *stock], rtol=_OUTPUT_BOUND, atol=_OUTPUT_BOUND)
     except (AssertionError, TypeError, ValueError):
         return None
     return names
