@@ -144,7 +144,6 @@ def build(grid: Grid, geometry: Geometry) -> VisionMetadata:
 
     Args:
         grid: (frames, height, width) in patches; height and width are multiples of `geometry.merge`.
-        geometry: The tower's geometry.
 
     Returns:
         The metadata: arrays of T rows or M merged tokens, in packing order. `full` has a segment for every frame, or
@@ -194,13 +193,7 @@ def _block_positions(h: int, w: int, merge: int) -> Array:
 
 
 def _window_layout(frames: list[tuple[int, int]], merge: int, side: int) -> tuple[Segments, Array]:
-    """Return the windows of all frames as segments of patch rows, and the merged tokens in window order.
-
-    Args:
-        frames: (height, width) of every frame, in patches.
-        merge: Patches per merged token, along one side.
-        side: Merged tokens per window, along one side.
-    """
+    """Return the windows of all frames as segments of patch rows, and the merged tokens in window order."""
     windows_by_size = {(h, w): _windows(h // merge, w // merge, side) for h, w in set(frames)}
     index = []
     merged_per_window = []

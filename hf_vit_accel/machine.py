@@ -209,7 +209,6 @@ def raise_if_any(reasons: list[str], what: str = "this call", *, because: str = 
     Args:
         reasons: Why the fast path is left; empty for nothing to raise.
         what: The call or the tower, for the message.
-        because: The setting that forbids a fallback, for the message.
 
     Raises:
         FallbackError: If `reasons` is not empty.

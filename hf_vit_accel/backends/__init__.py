@@ -241,10 +241,6 @@ def backend_named(name: str) -> Backend:
 def require(name: str, *, fp8: bool = False) -> None:
     """Check that this machine can run a backend, and attention in FP8 if it is requested.
 
-    Args:
-        name: The name of a backend; "auto" needs nothing.
-        fp8: Whether attention in FP8 is requested.
-
     Raises:
         BackendUnavailableError: If it cannot. The message holds every reason and the alternatives.
     """
@@ -286,7 +282,6 @@ def resolve(
 
     Args:
         name: The name of a backend, or "auto".
-        request: The request.
         segments: The layout. None if it is unknown: then FP8 is never chosen, and only reasons against it are listed.
         faults: Backends that failed when they ran, with the error. They are not chosen again.
 

@@ -187,9 +187,6 @@ def _trial(
     """Run the kernels once, which also compiles them, and list what is wrong with them.
 
     Args:
-        device: The device to run on.
-        dtype: The dtype of the rows.
-        head_dim: Head dim D.
         backward_of: Returns the backward to try. None tries the forward alone.
     """
     cu_seqlens_S1 = torch.tensor((0, *_TRIAL_LENGTHS)).cumsum(0).to(device, torch.int32)

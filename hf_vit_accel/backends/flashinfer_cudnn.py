@@ -124,7 +124,6 @@ def _sequences(plan: Plan, packed: Sequence[bool]) -> Tensors:
     """Return the lengths, and the offsets of q, k, v and the output, in elements.
 
     Args:
-        plan: The bound plan.
         packed: Whether each of q, k and v is a view of the packed projection. The output is always dense.
     """
     dense_offsets = plan.tensors["dense"]
@@ -206,9 +205,7 @@ class CudnnPlan:
         """Launch on the current stream. The pointers are bound for this call only.
 
         Args:
-            qkv: q, k and v.
             sequences: Lengths, and offsets of q, k, v and the output.
-            out_THD: The output to write.
             fp8: The scales for `_FP8_UIDS`, in their order; empty without FP8.
         """
         stream = torch.cuda.current_stream(out_THD.device)
@@ -232,8 +229,6 @@ def cudnn_plan_for(
     Args:
         qkv: q, k and v, (T, H, D) each.
         sequences: Lengths, and offsets of q, k, v and the output.
-        max_seqlen: The declared longest segment.
-        scale: The factor of q k^T.
         out_dtype: The dtype of the output; None for the dtype of q.
 
     Raises:

@@ -151,11 +151,7 @@ def reference(
     For the CPU and for tests. FlexAttention's own uncompiled form holds all T x T scores and has no gradients there.
 
     Args:
-        q_THD: Queries.
-        k_THD: Keys.
-        v_THD: Values.
         tensors: The arrays of `block_mask`, on the device.
-        scale: The factor of q k^T.
         score_mod: Changes every score; None for unchanged scores.
     """
     rows = q_THD.shape[0]

@@ -143,9 +143,6 @@ def _forward(
 
     Args:
         qkv: (T, 3, H, D), or three of (T, H, D).
-        groups: The groups, in the order of the rows.
-        scale: The factor of q k^T.
-        needs_lse: Whether a backward follows, which needs the log-sum-exp.
 
     Returns:
         The attended rows (T, H, D), and for a backward the results of every group that it needs.

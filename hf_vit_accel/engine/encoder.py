@@ -61,7 +61,6 @@ def checkpoints_of(parts: Parts, wrappers: Mapping[int, Any]) -> list[Checkpoint
     """Return the checkpoint of every layer; None for a layer that stock does not run again.
 
     Args:
-        parts: The parts of the tower.
         wrappers: The modules around blocks that checkpoint them, by the index of the layer.
     """
     checkpoints: list[Checkpoint | None] = []
@@ -114,7 +113,6 @@ def encode(
         output_slices: The slices of the call's outputs for this pass. Deepstack features and hidden states are written
             there at once.
         is_embedded: Whether these are embedded rows. The caller keeps them, so they are not written to.
-        after_layer: Replaces the residual stream after every layer.
 
     Shapes:
         rows: (T, E), or as they are downsampled.
@@ -207,12 +205,7 @@ def _layer(
     """Run one layer, operation by operation.
 
     Args:
-        layer: Its operations.
-        attend: Its attention.
         qkv_shape: (3, H, D).
-        cos_TD: Cosines of the rotation.
-        sin_TD: Sines of the rotation.
-        x_TE: The residual stream.
         handed_over: A list of one element, delta, which is popped here. So no caller holds delta, and its memory is
             freed: after torch.compile, the frames of callers keep arguments alive.
     """
@@ -247,14 +240,9 @@ def _run_wrapped(
     """Run a layer inside its block's call, or checkpointed, or both.
 
     Args:
-        run: Runs the layer.
         block: The block whose hooks must run; None for none.
         checkpoint: The checkpoint of the layer; None for none.
         qkv_shape: (3, H, D).
-        cos_TD: Cosines of the rotation.
-        sin_TD: Sines of the rotation.
-        x_TE: The residual stream.
-        delta_TE: What the next norm adds to it.
     """
 
     def run_layer(x_TE: Tensor, delta_TE: Tensor | None) -> Residual:

@@ -61,10 +61,7 @@ def read(expected: Expected, find_repeats: FindRepeats | None, /, *args: object,
     """Return the inputs of a tower's forward, with the grid on the host: the one sync of a call.
 
     Args:
-        expected: The inputs that the tower takes.
         find_repeats: Reads the grid and finds repeated images; None to read the grid alone.
-        *args: Positional arguments of the call.
-        **options: Keyword arguments of the call.
 
     Returns:
         None for a call that the stock forward must take as it is: arguments are missing, too many or given twice, or

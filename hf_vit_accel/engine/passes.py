@@ -54,9 +54,7 @@ def cut(grid: Grid, max_rows: int, *, clips: bool) -> tuple[Grid, ...]:
     Passes of one long video differ by a frame at most, so that they share routes.
 
     Args:
-        grid: the grid of the call.
         max_rows: rows of a pass; only a frame that has more is a longer pass.
-        clips: whether all frames of a video stay together.
     """
     units: list[_Unit] = []
     for image, (t, h, w) in enumerate(grid):
@@ -106,12 +104,7 @@ def _grid_of(units: Sequence[_Unit]) -> Grid:
 
 
 def reasons_not_cut(facts: TowerFacts, checkpoints: Sequence[Checkpoint | None]) -> list[str]:
-    """Return why no call of a tower may be cut.
-
-    Args:
-        facts: of the tower.
-        checkpoints: of its layers, in a call with gradients.
-    """
+    """Return why no call of a tower may be cut."""
     # Ranks with other images would have to make as many passes.
     reasons = ["FSDP2 gathers weights at each pass"] if facts.sharded_layers else []
     if any(layer is not None and layer.is_reentrant for layer in checkpoints):
@@ -142,7 +135,6 @@ class PassLimit:
 
         Args:
             device: where the call runs.
-            grad: whether gradients flow.
             never_cut: whether no call may be cut, see `reasons_not_cut`.
         """
         if self.max_rows is None or never_cut or (self.max_rows == "auto" and device.type != "cuda"):
@@ -192,7 +184,6 @@ class RecomputedPasses:
 
         Args:
             encode_pass: Called with rows and `is_embedded`, see `engine.encoder.encode`. It returns the outputs.
-            pixels_TP: The pixels of the pass.
         """
         rows_TE = self._embedded(pixels_TP)
         is_embedded = rows_TE is not None

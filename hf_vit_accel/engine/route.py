@@ -274,11 +274,8 @@ class Routes:
         Every stream has its own routes: a copy to the device on one stream may be incomplete for another.
 
         Args:
-            grid: The images and videos of the call.
             spec: The decisions that do not depend on the grid.
-            replay: How a CUDA graph may replay the route.
             budget: The budget of a CUDA graph; None for the layout's own shape.
-            layout: Returns the metadata, padded to the budget.
         """
         device = spec.request.device
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
@@ -303,9 +300,6 @@ class Routes:
         They are cached by stream and geometry.
 
         Args:
-            grid: The images and videos of the call.
-            device: The device of the tower.
-            geometry: The part of the tower's config that decides metadata.
             settings: See `KnownSegments`.
             faults: See `KnownSegments`.
             backends: See `KnownSegments`.

@@ -60,11 +60,6 @@ def _family(
 
     Args:
         name: The name of the family, and of its package in transformers.
-        tower: The tower's class.
-        geometry: Returns a tower's geometry.
-        other_towers: (module, class) of further towers.
-        grid_name: The name of the forward's second argument.
-        grid: Returns the grid from the rows of that argument.
     """
     return Family(
         name=name,

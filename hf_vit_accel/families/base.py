@@ -118,10 +118,7 @@ def block_of(
     """Describe a block of transformers.
 
     Args:
-        block: The block.
-        attention: The name of its attention.
         proj: The name of the Linear after attention, inside the attention.
-        norms: The names of its norms.
     """
     module = getattr(block, attention)
     return Block(
@@ -151,7 +148,6 @@ def qwen_parts(tower: Tower, **other_parts: Any) -> Parts:
     """Describe a tower by the names in Qwen's towers, which most other families use, too.
 
     Args:
-        tower: The tower.
         other_parts: Fields of `Parts` that this family has beside Qwen's, or under other names.
     """
     indexes = getattr(tower, "deepstack_visual_indexes", ())
@@ -176,11 +172,6 @@ def _reached_mergers(depth: int, indexes: Sequence[int], mergers: Sequence[nn.Mo
 
     An index without a block is never reached, as after an early exit or under a smaller `depth`. The first of two equal
     indexes decides which merger runs, as in transformers.
-
-    Args:
-        depth: how many blocks run.
-        indexes: layers whose outputs are merged, one for each merger.
-        mergers: the modules that merge them.
 
     Raises:
         ValueError: a layer is listed that has no merger.

@@ -73,10 +73,6 @@ class Form:
 def read_output(output: Output, rows: int) -> tuple[Form, list[Tensor]]:
     """Return the form of a copy's result, and its tensors.
 
-    Args:
-        output: The result.
-        rows: The number of patch rows; merged features are fewer.
-
     Raises:
         ValueError: The form is none of those that towers have.
     """

@@ -130,10 +130,8 @@ class AutoGraphs:
         """Count an inference call, and decide how it uses graphs.
 
         Args:
-            grid: The grid of the call.
             budgets_of_call: The budgets that its images are packed into; None if they fit none, or padding costs more
                 than a replay saves.
-            store: The graphs so far.
             is_padding_worse: Whether no backend can replay graphs of budgets. For a large call (its argument), also
                 whether they need a slower one than an eager call would use.
         """
@@ -172,8 +170,6 @@ class AutoGraphs:
         """Note a call of `warmup` whose budgets are captured, unless calls of its size run faster eagerly.
 
         Args:
-            grid: The grid of the call.
-            budgets_of_call: Its budgets.
             is_padding_worse: See `choose`.
         """
         if is_padding_worse(rows_of(grid) > _PADDED_ROWS):
@@ -190,12 +186,7 @@ class AutoGraphs:
         self._known.pop(grid, None)
 
     def choose_for_step(self, grid: Grid, store: Store) -> GraphUse:
-        """Count a training call, and decide whether its step is replayed.
-
-        Args:
-            grid: The grid of the call.
-            store: The graphs so far.
-        """
+        """Count a training call, and decide whether its step is replayed."""
         self._calls += 1
         if rows_of(grid) > 4 * CONFIG.max_tokens:
             return GraphUse(f"steps of more than {4 * CONFIG.max_tokens} patches keep the GPU busy without a graph")
@@ -229,11 +220,7 @@ class AutoGraphs:
         return min(free_bytes(store.device) // _SHARE, store.max_bytes)
 
     def count_identity(self, captures: int) -> None:
-        """Count that all is captured anew. The first few times, replays need not pay for the graphs before.
-
-        Args:
-            captures: Graphs that were captured so far.
-        """
+        """Count that all is captured anew. The first few times, replays need not pay for the graphs before."""
         self._identities += 1
         if self._identities <= _FREE_IDENTITIES:
             self._free_captures = captures + _FREE_CAPTURES

@@ -42,11 +42,6 @@ def most_windows(tokens: int, frames: int, side: int) -> int:
     """Return the most windows that any layout of this size has.
 
     A frame that is one token high and k long has ceil(k / side) windows. No other frame of k tokens has more.
-
-    Args:
-        tokens: Merged tokens of the layout.
-        frames: Its frames.
-        side: Tokens along the side of a window.
     """
     return (tokens + (side - 1) * min(frames, tokens)) // side
 

@@ -106,7 +106,6 @@ class CudaRecorder:
         unless another graph of the pool was replayed in between.
 
         Args:
-            runs: The functions.
             after_each: Called after every function, as long as nothing is captured.
 
         Returns:

@@ -118,10 +118,6 @@ class Runner(GraphStore[_Graph]):
         """Decide how a call uses graphs, before it is planned.
 
         Args:
-            grid: The grid of the call.
-            merge: Patches along the side of a merged token.
-            width: Columns of the residual stream.
-            device: The device of the call.
             is_padding_worse: See `AutoGraphs.choose`.
             can_pad: Whether the backend that was asked for can replay other layouts than the captured one.
         """
@@ -184,8 +180,6 @@ class Runner(GraphStore[_Graph]):
         """Replay a call.
 
         Args:
-            route: The call's route, in its own shape.
-            pixels_TP: The call's pixels.
             memory: Equal while weights and buffers stay at their addresses (see `Identity`).
             exact: See `GraphUse`.
 
@@ -329,15 +323,7 @@ class Runner(GraphStore[_Graph]):
         return [self._buffer(index, output, len(output), rows, per_token) for index, output in enumerate(encoded)]
 
     def _buffer(self, name: Hashable, like: Tensor, length: int, rows: int, per_token: int) -> Tensor:
-        """Return a slice of a buffer that all layouts share. A layout beyond the largest budget gets its own buffer.
-
-        Args:
-            name: Tells the buffers of one call apart.
-            like: A tensor of the same columns and dtype.
-            length: Rows of the slice.
-            rows: Patch rows of the layout.
-            per_token: Patch rows of a token.
-        """
+        """Return a slice of a buffer that all layouts share. A layout beyond the largest budget gets its own buffer."""
         largest = self._tower_budgets[-1] * per_token
         columns = like.shape[1:]
         if rows > largest:

@@ -293,8 +293,6 @@ def run_eagerly(
 
     Args:
         step: The graphs that cannot be replayed.
-        route: The call's route.
-        leaf_TP: The call's pixels, as a leaf.
         parameters: All parameters of the tower, as they were in the forward.
         incoming: The gradient of every output, None for an output that the loss does not use.
 
@@ -343,14 +341,7 @@ def _detached_leaves(slots: Slots, parameters: Sequence[Tensor], requires_grad: 
 
 
 def _gradients_of(outputs: Tensors, leaf_TP: Tensor, leaves: Tensors, incoming: Tensors) -> Gradients:
-    """Return the gradient of the pixels (None if they require none), then of every leaf (None if none reaches it).
-
-    Args:
-        outputs: The outputs that have a gradient.
-        leaf_TP: The pixels.
-        leaves: The other leaves.
-        incoming: The gradients of the outputs.
-    """
+    """Return the gradient of the pixels (None if they require none), then of every leaf (None if none reaches it)."""
     pixels = [leaf_TP] if leaf_TP.requires_grad else []
     if not outputs:
         return [None] * (1 + len(leaves))

@@ -105,14 +105,7 @@ class TrainingRunner(GraphStore[CapturedStep]):
         return buffers
 
     def choose(self, grid: Grid, values_per_row: int, parameters: Sequence[Tensor], device: torch.device) -> GraphUse:
-        """Decide whether a step is replayed from automatic graphs, before it is planned.
-
-        Args:
-            grid: The grid of the call.
-            values_per_row: Layers times width of the residual stream.
-            parameters: All parameters of the tower.
-            device: The device of the call.
-        """
+        """Decide whether a step is replayed from automatic graphs, before it is planned."""
         assert self.auto is not None, "graphs that the user asked for are not chosen call by call"
         why = self._why_never()
         if why is not None:
@@ -137,9 +130,6 @@ class TrainingRunner(GraphStore[CapturedStep]):
         """Replay the forward of a call, so that autograd replays its backward.
 
         Args:
-            route: The call's route.
-            pixels_TP: The call's pixels.
-            parameters: All parameters of the tower.
             parameter_dicts: The dictionaries in which modules store them, in this order.
             memory: Equal while weights and buffers stay at their addresses (see `Identity`).
 
@@ -222,10 +212,8 @@ class TrainingRunner(GraphStore[CapturedStep]):
         """Return the gradients of a call, fresh tensors, from its graph or computed again.
 
         Args:
-            call: The replayed forward.
             incoming: The gradient of every output, None for an output that the loss does not use.
             parameters: All parameters of the tower, as they were in the forward.
-            compute_again: Runs forward and backward eagerly.
         """
         step = call.step
         used = tuple(gradient is not None for gradient in incoming)

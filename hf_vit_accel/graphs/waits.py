@@ -43,11 +43,6 @@ class CaptureWaits:
     def begin(self, signature: Hashable, call: int, *, for_all: bool) -> int:
         """Note that memory ran out in a capture.
 
-        Args:
-            signature: What was captured.
-            call: The number of the call.
-            for_all: Whether captures of other signatures wait, too.
-
         Returns:
             The first call that may capture the signature again.
         """

@@ -141,7 +141,6 @@ def follow_name(model: nn.Module, is_fast: bool) -> None:
 
     Args:
         model: A model of a composite. Under construction it has no modules yet: they come later.
-        is_fast: Whether its tower gets one of our names.
     """
     models = [model] if is_model(type(model)) else []
     models += [holder for _, holder in holders_of(model)] if vars(model).get("_modules") else []

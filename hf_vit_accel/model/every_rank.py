@@ -77,12 +77,6 @@ def must_call_once(tower: Tower, cache: transformers.Cache | None) -> bool:
 def encode_once(features: Features, model: Model, arguments: Arguments, options: Arguments) -> None:
     """Encode all images and videos of a forward, or a dummy, in one call of the tower.
 
-    Args:
-        features: Receives the result.
-        model: The model.
-        arguments: The named arguments of its forward.
-        options: Its other keyword arguments, which reach the tower.
-
     Raises:
         ValueError: The caller supplies metadata of images or videos alone.
     """

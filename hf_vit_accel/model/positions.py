@@ -22,7 +22,6 @@ def image_positions(arguments: Arguments, merge: int) -> tuple[Tensor, Tensor] |
 
     Args:
         arguments: Of `get_rope_index`, on the host.
-        merge: Patches per merged token, along one side.
 
     Returns:
         None for a batch with other arguments, with videos, or whose runs of tokens do not fit their images.

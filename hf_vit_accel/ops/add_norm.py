@@ -31,7 +31,6 @@ def add_norm_reference(
     rounds its result only. Statistics are fp32.
 
     Args:
-        rms: RMSNorm instead of LayerNorm.
         dtype: dtype of the normed rows; None for stock's, which is that of x or, of an RMSNorm, of x and its weight.
     """
     sum_TE = x_TE if delta_TE is None else x_TE + delta_TE
@@ -134,13 +133,9 @@ def add_norm_rows(
     """Launch the kernel and return the normed rows, (T, E).
 
     Args:
-        x_TE: contiguous rows.
         sum_TE: receives x + delta; may be x.
         delta_TE: None for nothing to add.
-        weight_E: the weight of the norm.
         bias_E: its bias; None for an RMSNorm.
-        eps: its epsilon.
-        rms: RMSNorm instead of LayerNorm.
         dtype: see `add_norm_reference`.
         statistics_2T: receives 1 / standard deviation of every row, then its mean. Of an RMSNorm it is (1, T), and
             receives 1 / root mean square.

@@ -69,7 +69,6 @@ def reasons_replaced(
     """Report why a module may compute something else than its class in torch (`kind`) or transformers.
 
     Args:
-        module: the module.
         kind: the class of torch that it must have; None for any class.
         trusted: further classes, whose code a proof has run, and modules that are proven by themselves.
     """
@@ -259,10 +258,6 @@ class Context:
 
         It reads the modules' dictionaries, where any replacement of a weight is stored: `__getattr__` takes ten times
         as long.
-
-        Args:
-            names: modules, and the names of their weights.
-            cast: cast the weights to the dtype of the rows.
         """
         named = [(vars(module), name) for module, name in names]
 

@@ -19,12 +19,7 @@ from hf_vit_accel.ops.training.context import FunctionContext, Gradients
 
 
 def rope_reference(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    """Rotate q and k in fp32, x * cos + rotate_half(x) * sin, rounded once like stock; a new (T, 3, H, D).
-
-    Args:
-        cos_TD: table whose halves of D are equal.
-        sin_TD: the same.
-    """
+    """Rotate q and k in fp32, x * cos + rotate_half(x) * sin, rounded once like stock; a new (T, 3, H, D)."""
     dim = qkv_T3HD.shape[-1]
     wide = torch.promote_types(qkv_T3HD.dtype, torch.float32)
     cos = cos_TD[:, None, None].to(wide)
@@ -236,7 +231,6 @@ def rope_gather_back(parts_BHLD: tuple[Tensor, ...], cos_TD: Tensor, sin_TD: Ten
 
     Args:
         parts_BHLD: dq, dk and dv, (B, H, L, D), with any strides.
-        out_T3HD: receives the packed gradients.
     """
     if len({part.stride() for part in parts_BHLD}) > 1 or parts_BHLD[0].stride(3) != 1:
         parts_BHLD = tuple(part.contiguous() for part in parts_BHLD)

@@ -153,7 +153,6 @@ def reasons_mixing(
     """Return why all rows of a call must be encoded together: the first module that may mix rows.
 
     Args:
-        modules: every module inside the tower.
         proven: the classes that the proof of the tower has run.
         patches: the modules that get patches or merge blocks as a batch of images.
         class_of: returns the class that a module was written as, where a wrapper has given it another.

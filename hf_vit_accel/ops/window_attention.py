@@ -98,9 +98,6 @@ def heads_per_program(windows: int, heads: int, slots: int) -> int:
     More heads are better while the programs fill all slots: cos and sin are loaded once, and the next head is loaded
     during this one (256 windows of 64 rows, 16 heads of 80: 86 us with 2 heads, 78 with 16; H200). A program itself
     costs about a third of one head's time.
-
-    Args:
-        slots: programs that run at once.
     """
 
     def cost(count: int) -> tuple[int, int]:
@@ -289,12 +286,7 @@ class WindowOp:
     differentiable: bool
 
     def bind(self, cu_seqlens_S1: Tensor, scale: float) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """Return the attention of a layer.
-
-        Args:
-            cu_seqlens_S1: The offsets of the windows.
-            scale: The scale of the scores.
-        """
+        """Return the attention of a layer."""
         if self.differentiable:
             return OpWithBackward(function=WindowAttention, settings=(cu_seqlens_S1, scale))
         return machine.guarded(machine.KERNELS, partial(self.function, cu_seqlens_S1=cu_seqlens_S1, scale=scale))

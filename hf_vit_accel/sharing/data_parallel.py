@@ -85,9 +85,7 @@ class Sharing:
         """Return which rank encodes what, or None for a call that is too small: `grid` decides, so all ranks agree.
 
         Args:
-            grid: Of the call, equal on all ranks.
             distinct: The part of it that is encoded, without repeated images. If it differs by rank, checksums tell.
-            facts: Of the tower.
         """
         clips = facts.geometry.clips
         full = sum(facts.full_layers) / len(facts.full_layers)
@@ -97,12 +95,7 @@ class Sharing:
         return Assignment(distinct, split(distinct, self.ranks.size, clips=clips, full=full))
 
     def reasons_against(self, facts: TowerFacts, *, reentrant: bool) -> list[str]:
-        """Return reasons not to share a call; identical on every rank.
-
-        Args:
-            facts: Of the tower.
-            reentrant: Whether a layer is checkpointed with re-entering.
-        """
+        """Return reasons not to share a call; identical on every rank."""
         reasons = ["FSDP2 shards layers"] if facts.sharded_layers else []
         reasons += facts.mixing
         ddp = DistributedDataParallel._get_active_ddp_module()
@@ -135,10 +128,7 @@ class Sharing:
 
         Args:
             assignment: The result of `split`.
-            facts: Of the tower.
             tower: The tower. If `grad`, aliases replace its trained weights while the share is encoded.
-            pixels_TP: The pixels of everything that all ranks encode together.
-            grad: Whether gradients may be required.
         """
         embedding = rows_checksum(facts.parts.projection.weight.flatten(1))
         # One more sync only where words are exchanged by the host.
@@ -159,9 +149,7 @@ class Sharing:
         """Send this rank's header and return those of all ranks, by rank.
 
         Args:
-            result: The result of this rank's share.
             options: Whatever must be equal on all ranks beside the call.
-            outputs: Shapes of this rank's outputs.
             call_checksum: Of pixels and weight, shape (1,); ignored unless the share is done.
             text: The reason, if it is not done.
 

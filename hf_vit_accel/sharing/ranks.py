@@ -46,7 +46,6 @@ class Ranks:
         Args:
             mine: The words of this rank; every rank gives as many.
             last: One more word, (1,), that the host does not know; on `device`.
-            when: The moment that an error names.
 
         Returns:
             The words of every rank, by rank.
@@ -69,12 +68,7 @@ class Ranks:
         NCCL runs one group of sends and receipts as one kernel, so nothing is padded to the largest size.
 
         Args:
-            mine: The tensor of this rank.
             received: Empty tensors for those of the others, by rank, of any sizes; this rank's is ignored.
-            when: The moment that an error names.
-
-        Returns:
-            Every rank's tensor, by rank.
         """
         by_rank = [mine if rank == self.rank else tensor for rank, tensor in enumerate(received)]
         operations = []

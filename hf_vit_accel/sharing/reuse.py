@@ -160,13 +160,7 @@ class Reuse:
         self._table = None
 
     def find_repeats(self, pixels_TP: Tensor, grid_N3: Tensor, facts: ReuseFacts) -> Repeats:
-        """Read the grid in one host sync, and find equal images. With candidates, their comparison is a second sync.
-
-        Args:
-            pixels_TP: The packed patches of the call.
-            grid_N3: Frames, height and width of every image, unchecked.
-            facts: Facts about the tower.
-        """
+        """Read the grid in one host sync, and find equal images. With candidates, their comparison is a second sync."""
         grid = grid_N3.tolist() if grid_N3.device.type == "cpu" else None
         # Equal pixels that require gradients have gradients of their own.
         applies = facts.applies and not (torch.is_grad_enabled() and pixels_TP.requires_grad)
@@ -255,7 +249,6 @@ class Reuse:
 
         Args:
             repeats: The result of `find_repeats`.
-            grid: The grid of the call.
             fresh: The outputs of the images that `select` returned; empty if there were none.
         """
         sources = repeats.sources

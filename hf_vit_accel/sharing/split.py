@@ -37,12 +37,7 @@ Split = tuple[tuple[Piece, ...], ...]
 
 
 def cost(rows: int, full: float) -> float:
-    """Return the cost of a frame, in rows of very short frames.
-
-    Args:
-        rows: Patch rows of the frame.
-        full: Share of the layers that attend per frame.
-    """
+    """Return the cost of a frame, in rows of very short frames."""
     return rows * (1 + full * rows / BALANCED_ROWS)
 
 
@@ -57,9 +52,7 @@ def split(grid: Grid, ranks: int, *, clips: bool, full: float) -> Split:
 
     Args:
         grid: Frames, height and width of every image or video.
-        ranks: The number of ranks.
         clips: Whether all frames of a video attend to each other, and stay together.
-        full: Share of the layers that attend per frame.
     """
     units: dict[float, list[Piece]] = {}
     for image, (t, h, w) in enumerate(grid):

@@ -183,8 +183,6 @@ def _examine_backend(
     """Run one backend on every device, dtype and head dim that it takes, with q, k and v packed and separate.
 
     Args:
-        backend: The backend.
-        devices: Where it may run.
         lost: Device -> why it no longer works. A device that stops working while this backend runs is added.
     """
     try:

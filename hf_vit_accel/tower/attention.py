@@ -91,9 +91,7 @@ def _attend_packed(
     """Attend by the plan of a route, or by one that is made here.
 
     Args:
-        module: The attention module.
         qkv: Queries, keys and values (1, H, T, D).
-        cu_seqlens_S1: The offsets of the segments.
         scaling: The scale of the scores; None for the usual one.
         route: The route of the tower's forward; None for a tower without one.
         offsets: The segments, where the tower's forward knows them without a route.
@@ -149,12 +147,7 @@ def _plan_without_route(
     """Return a plan for offsets that no route has planned; it is kept for other layers that get the very same tensor.
 
     Args:
-        module: The attention module.
-        q_THD: The queries.
-        cu_seqlens_S1: The offsets.
         offsets: The segments, where they are known.
-        scale: The scale of the scores.
-        grad: Whether gradients are needed.
         score_mod: A function of the user's that changes scores; None without one.
     """
     name = "flex" if score_mod else NAMES.get(getattr(module.config, "_attn_implementation", ""), "auto")

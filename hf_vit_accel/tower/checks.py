@@ -62,11 +62,7 @@ def reasons_stock(
     """Return why a call must reach the stock forward as it is.
 
     Args:
-        tower: The tower.
         former_forward: A forward of others on the instance, which does not call the class's; None for none.
-        name: The attention name that the call runs under.
-        snapshot: The tower as it is now.
-        kwargs: The keyword arguments of the call.
     """
     reasons = list(snapshot.reasons_stock)
     if former_forward is not None:
@@ -84,15 +80,7 @@ def reasons_stock(
 def reasons_of_copy(
     tower: Tower, family: Family, snapshot: Snapshot, weights: WeightMemory, options: Mapping[str, object]
 ) -> list[str]:
-    """Return why a call of a copy must reach its own forward; none for any other tower.
-
-    Args:
-        tower: The tower.
-        family: Its family.
-        snapshot: The tower as it is now.
-        weights: Where its parameters lie.
-        options: The keyword arguments of the call.
-    """
+    """Return why a call of a copy must reach its own forward; none for any other tower."""
     copy_proof = snapshot.copy_proof
     if copy_proof is None or not isinstance(family, CopyFamily):
         return []
@@ -110,13 +98,7 @@ def reasons_of_copy(
 
 
 def reasons_without_segments(tower: Tower, arguments: Mapping[str, object], names: tuple[str, ...]) -> list[str]:
-    """Return why a tower whose attention alone is ours gets no segments from us, and must compute them itself.
-
-    Args:
-        tower: The tower.
-        arguments: The arguments of the call by name.
-        names: The names of the pixels and the grid.
-    """
+    """Return why a tower whose attention alone is ours gets no segments from us, and must compute them itself."""
     name = tower.config._attn_implementation
     if name not in proof.NAMES:
         return reasons_custom_attention(tower, name) or [f"its attention is {name!r}"]
@@ -162,9 +144,7 @@ def attention_name(tower: Tower, settings: Settings, former_name: str | None) ->
     weights, which no other attention returns.
 
     Args:
-        tower: The tower.
         settings: What `patch` was given.
-        former_name: The attention name that the config had before.
     """
     if settings.attention != "auto":
         return proof.name_for(settings.attention)
@@ -189,13 +169,8 @@ def reasons_slow(
     """Return why the blocks of a call must be called one by one.
 
     Args:
-        tower: The tower.
-        snapshot: The tower as it is now.
-        weights: Addresses, dtypes and sizes of its parameters.
-        options: The other keyword arguments of the call.
         hidden_states: The `output_hidden_states` of the call or of the config.
         hooked_parts: Receives the `id` of every callable part with hooks: these run as modules.
-        grad: Whether gradients may be required.
     """
     reasons = [*snapshot.reasons_slow, *weights.reasons]
     hooked_parts = set() if hooked_parts is None else hooked_parts
@@ -258,11 +233,6 @@ def facts_for_reuse(
     """Return the facts that decide which images of a call are reused.
 
     Args:
-        settings: Of the tower.
-        snapshot: The tower as it is now.
-        parameters: Of the tower, as they are now.
-        weights: Their addresses, dtypes and sizes.
-        device: Of the pixels.
         no_kernels: Why Triton kernels are not tried; None if they are.
     """
     assert settings.reuse is not None

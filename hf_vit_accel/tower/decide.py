@@ -60,9 +60,6 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
     """Return the plan of a call.
 
     Args:
-        tower: The patched tower.
-        state: Its state.
-        call: The call, read.
         not_shared: Why the ranks that tried to share this call could not.
 
     Raises:
@@ -183,13 +180,6 @@ def spec_of(
     """Return the spec of calls like this one; the same object while nothing of it changes.
 
     Args:
-        state: The state of the tower.
-        snapshot: The tower as it is now.
-        weights: Where its parameters lie in memory.
-        device: The device of the call.
-        fast: Whether our operations run.
-        grad: Whether gradients are required.
-        hidden_states: Whether hidden states are returned, too.
         hooked_parts: See `Call`.
     """
     autocast = checks.autocast_dtype(device, weights.dtype)
@@ -331,10 +321,6 @@ def _choose_graphs(
     """Return the CUDA graphs of a call.
 
     Args:
-        state: The state of the tower.
-        call: The call.
-        spec: The decisions about calls of its kind.
-        grid: The images that this rank encodes.
         checkpoints: By layer, None for a layer that keeps what its gradient needs.
     """
     grad = spec.request.grad

@@ -225,15 +225,7 @@ def _worst(
 def far_off_in_low_precision(
     sides: Sides, trial: Trial, dtypes: CallDtypes, report: Report, truth: Results
 ) -> str | None:
-    """Compare errors against fp32: ours may not be larger than the copy's, nor the copy's much larger than ours.
-
-    Args:
-        sides: The results in low precision.
-        trial: The images and the mode.
-        dtypes: The dtypes of the calls.
-        report: Receives the numbers.
-        truth: The results of the copy in fp32.
-    """
+    """Compare errors against fp32: ours may not be larger than the copy's, nor the copy's much larger than ours."""
     names = sides.form.names(len(sides.theirs.outputs))
     why = _dtypes_differ(names, sides)
     if why is not None:
@@ -253,8 +245,6 @@ def _errors_differ(rows: list[list[Tensor]], dtypes: CallDtypes, report: Report,
 
     Args:
         rows: Our tensor, the copy's, and the copy's in fp32, for every output or gradient.
-        dtypes: The dtypes of the calls.
-        report: Receives the numbers.
         quantity: "outputs" or "gradients".
     """
     if not rows:

@@ -256,12 +256,6 @@ def read(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) -> C
 def run(tower: Tower, state: TowerState, plan: CallPlan, original: Original) -> Outcome:
     """Run a plan and return its outcome.
 
-    Args:
-        tower: The patched tower.
-        state: Its state.
-        plan: The decisions.
-        original: The stock forward, with the arguments of this call.
-
     Raises:
         Fault: A backend or a kernel failed.
         NotSharedError: The ranks could not share the call.

@@ -47,12 +47,7 @@ def _policy_of(module: Any) -> Any:
 
 
 def gathered_dtype(module: nn.Module, default: torch.dtype) -> torch.dtype:
-    """Return the dtype in which FSDP2 gathers the weights of a module.
-
-    Args:
-        module: A module that FSDP2 shards.
-        default: Returned for a module without parameters.
-    """
+    """Return the dtype in which FSDP2 gathers the weights of a module."""
     shards: torch.dtype = next((value.dtype for value in module.parameters()), default)
     return getattr(_policy_of(module), "param_dtype", None) or shards
 

@@ -28,7 +28,6 @@ def towers_in(model: nn.Module, like: Mapping[str, str]) -> list[tuple[str, Towe
     """Return (path, tower, family) of every tower in a model: of known classes, of patched copies and of new ones.
 
     Args:
-        model: The model.
         like: The family of every class that is a copy, by name. A copy that is patched needs no entry.
 
     Raises:

@@ -97,7 +97,6 @@ def modules_of(tower: nn.Module, parts: Parts | None) -> dict[str, nn.Module]:
     """Return the tower and the modules inside by name, also those that torch does not find, as in a plain list.
 
     Args:
-        tower: The tower; it comes first.
         parts: What its family finds; None where that is not known.
     """
     modules = dict(tower.named_modules())
@@ -126,13 +125,7 @@ class ParameterDicts:
 def parameter_dicts_of(
     modules: Sequence[nn.Module], wrapped: Sequence[nn.Module], known: Collection[type]
 ) -> ParameterDicts:
-    """Group the dictionaries of parameters by kind.
-
-    Args:
-        modules: The tower and the modules inside.
-        wrapped: The modules inside that FSDP2 wraps.
-        known: The classes, beside torch's, whose parameters our operations read.
-    """
+    """Group the dictionaries of parameters by kind."""
     dicts = ParameterDicts()
     sharded_ids = {id(inner) for module in wrapped for inner in module.modules()}
     adapter_ids = {id(adapter) for module in modules for adapter in _adapters_of(module)}

@@ -16,7 +16,6 @@ def after_import(name: str, act: Callable[[], None]) -> None:
     """Call `act` now if the module is imported, else right after its import.
 
     Args:
-        name: The full name of the module.
         act: The function to call. Its error is an error of the import.
     """
     finder = _Finder(name, act)

@@ -161,8 +161,6 @@ def warn_stock(kind: type, proof: Proof, reasons: list[str]) -> None:
 
     Args:
         kind: The tower's class: transformers' own, or a subclass of it.
-        proof: What was proven of the class in transformers.
-        reasons: Why this tower runs its own forward.
     """
     name = kind.__name__
     why = proof.why_not_metadata or proof.why_not_fast
@@ -272,10 +270,7 @@ def _spec(twin: Tower, family: Family, dtype: torch.dtype | None = None, *, hidd
     """Return what decides the twin's routes: all operations as plain torch, attention by SDPA.
 
     Args:
-        twin: The tiny tower.
-        family: Its family.
         dtype: Of autocast; None without.
-        hidden_states: Whether they are returned.
     """
     parts = family.parts(twin)
     weight = parts.projection.weight
@@ -363,10 +358,6 @@ def _compare(
     """Compare stock with the operations.
 
     Args:
-        twin: The tiny stock tower.
-        family: Its family.
-        grid: Images and videos to encode.
-        gradients: Whether gradients are compared too.
         hidden_states: Whether they are requested of stock. Where it returns them, they are compared too.
 
     Returns:
@@ -407,15 +398,7 @@ def _compare(
 def _injectable(
     twin: Tower, family: Family, spec: Spec, expected: _Expected, popped: frozenset[str]
 ) -> tuple[frozenset[str], str | None]:
-    """Return the keyword arguments that stock takes of us, and why it takes none that it should.
-
-    Args:
-        twin: The tiny stock tower.
-        family: Its family.
-        spec: Of its routes.
-        expected: Its results without them.
-        popped: The metadata that its code seems to pop.
-    """
+    """Return the keyword arguments that stock takes of us, and why it takes none that it should."""
     first: str | None = None
     for taken in (popped | {ROUTE}, frozenset({ROUTE}), frozenset[str]()):
         why = _compare_injected(twin, family, spec, expected, taken)

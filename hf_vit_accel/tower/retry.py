@@ -16,7 +16,6 @@ def can_retry_out_of_memory(state: TowerState, plan: CallPlan | None, stores_giv
     """Prepare a call whose memory ran out for another attempt; return False if none can help.
 
     Args:
-        state: Of the tower.
         plan: The decisions of the attempt that failed; None if there were none yet.
         stores_given_up: See `automatic`; the number when that attempt began.
     """
@@ -43,14 +42,7 @@ def halve_passes(state: TowerState, plan: FastPlan) -> bool:
 
 
 def disable(state: TowerState, at_call: Mapping[str, str], at_attempt: Mapping[str, str], fault: Fault) -> None:
-    """Disable the failed backend or kernel for the retry, or re-raise its error.
-
-    Args:
-        state: Of the tower.
-        at_call: The faults when the call came.
-        at_attempt: The faults when the attempt that failed began.
-        fault: The failure.
-    """
+    """Disable the failed backend or kernel for the retry, or re-raise its error."""
     if fault.name in state.faults and fault.name not in at_attempt:
         return  # another thread disabled it meanwhile
     error = fault.__cause__ or fault

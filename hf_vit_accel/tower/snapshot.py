@@ -461,9 +461,7 @@ class Snapshot:
         """Return what the layers ask of a backend.
 
         Args:
-            device: Of the rows.
             dtype: That attention computes in, if it is known.
-            options: Other fields of the request.
         """
         block = self.parts.blocks[0]
         dtype = dtype or getattr(getattr(block.qkv[0], "weight", None), "dtype", None)

@@ -141,15 +141,7 @@ class TowerState:
         pixels_TP: Tensor,
         grid_N3: Tensor,
     ) -> tuple[list[list[int]], Repeats]:
-        """Return the grid on the host, and the repeated images.
-
-        Args:
-            snapshot: The tower as it is now.
-            parameters: Its parameters.
-            weights: Where they lie in memory.
-            pixels_TP: The pixels of the call.
-            grid_N3: Its grid.
-        """
+        """Return the grid on the host, and the repeated images."""
         assert self.reuse is not None
         no_kernels = self.faults.get(KERNELS)
         facts = checks.facts_for_reuse(self.settings, snapshot, parameters, weights, pixels_TP.device, no_kernels)

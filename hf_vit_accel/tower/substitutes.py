@@ -43,9 +43,6 @@ def prove(
 
     Args:
         modules: Those whose forwards the proof of the tower has not run, outer ones before those inside.
-        classes: Those that the proof has run.
-        trusted: Those of them in another package.
-        weight: A weight of the tower.
     """
     without_gradients: list[str] = []
     for module in reversed(modules):

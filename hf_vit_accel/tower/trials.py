@@ -167,13 +167,6 @@ def compare(
 ) -> tuple[Form, str | None]:
     """Compare a copy with our operations.
 
-    Args:
-        tower: The copy.
-        family: The family that it is said to be of.
-        dtypes: The dtypes of the calls.
-        report: Receives the numbers.
-        is_first: Whether random weights are compared, too.
-
     Returns:
         The form of its results; and how far it is off, and where. None if it is not.
     """

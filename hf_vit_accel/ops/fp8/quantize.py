@@ -33,9 +33,6 @@ def sample_reference(qkv_T3HD: Tensor, used: int) -> tuple[Tensor, Tensor]:
 
     A rotated number is at most the sum of its pair's absolute values, whatever the angle.
 
-    Args:
-        used: number of rows, from the first, that count.
-
     Returns:
         The mean of v, fp32 (H, D), and the expected amax, (3, H).
     """
@@ -66,9 +63,7 @@ def quantize_reference(
 
     Args:
         used: number of rows, from the first, that count for amax.
-        center_HD: subtracted from v.
         expected_amax_3H: the scales follow from it. If a number overflows, they follow from the true amax.
-        padded: P.
         fixed_scales: keep the scales of `expected_amax_3H`; numbers that overflow are cut off at `LARGEST`.
 
     Returns:
@@ -228,11 +223,9 @@ def quantize(
     A second launch quantises again if a number overflowed; with `fixed_scales` there is none.
 
     Args:
-        used_1: int32 number of rows that count, on the device.
         scaling_43H: receives four (3, H): the expected amax, the true amax and the scales; the first number of the last
             is one over q's scale times k's. With `fixed_scales`, it holds the expected amax already, and receives the
             largest true amax of all calls.
-        padded: P.
 
     Returns:
         q, k and v in e4m3, (3, T, H, P), and the mean that was subtracted from v, (H, D).

@@ -146,7 +146,6 @@ def mlp(before: Sequence[Lora], after: Lora, kind: str, limit: float | None, con
 
     Args:
         before: the Linear before the activation; gate and up for kind "silu".
-        after: the Linear after the activation.
         limit: see `swiglu_reference`.
     """
     width = len(before[0].base.weight)

@@ -37,10 +37,6 @@ def runs(
 ) -> tuple[int, int]:
     """Divide rows into runs: as many as fill the GPU beside `columns` programs.
 
-    Args:
-        block_t: rows of a tile; a run has complete tiles.
-        programs_per_sm: programs that share a multiprocessor.
-
     Returns:
         Rows of a run, and the number of runs.
     """
@@ -86,11 +82,7 @@ def add_up(partial_NPF: Tensor, dtype: torch.dtype, width: int | None = None) ->
     """Add up partial sums in fp32.
 
     Args:
-        dtype: of the results.
         width: number of columns to keep, from the first; None for all.
-
-    Returns:
-        N tensors, (width,) each.
     """
     sets, count, partial_width = partial_NPF.shape
     width = width or partial_width

@@ -108,8 +108,6 @@ def gelu_gradient(
     """Write the gradient of the activation's input, and the activation again, as far as needed.
 
     Args:
-        z_TF: the activation's input.
-        dh_TF: gradient of the activation's result.
         dz_TF: receives the gradient of z if `needs_z`, else stays; may be dh_TF.
         h_TF: receives the activation if `needs_h`, else stays.
 

@@ -172,8 +172,6 @@ def _layer_needs(
     """Work out which arguments of every part need a gradient.
 
     Args:
-        needs_input_grad: of x, of delta, of all weights.
-        counts: number of weights of every part.
         constants: number of arguments of every part that follow its weights.
     """
     needs_x, needs_delta, *needs_weights = needs_input_grad

@@ -70,7 +70,6 @@ def request_of(tower: Tower, device: torch.device | None = None, *, grad: bool |
     """Return what a tower's layers ask of a backend.
 
     Args:
-        tower: The tower.
         device: Where it will be; by default where it is.
         grad: Whether gradients are asked for; by default where the tower is trained.
     """

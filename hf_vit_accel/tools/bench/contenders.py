@@ -55,7 +55,6 @@ def choose(
     """Return the contenders for a tower, baselines first.
 
     Args:
-        tower: The tower.
         attentions: Names of backends, and "auto"; None for "auto" and each backend that can run it.
             "+graph" at the end of a name replays a CUDA graph of the size's exact shape, from the first call on.
             "+eager" replays none. Other names have `patch`'s default.

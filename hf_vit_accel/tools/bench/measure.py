@@ -106,16 +106,10 @@ def bench(
 
     Args:
         models: Built-in shapes, checkpoints or config files.
-        sizes: Name -> grid of every input.
         attentions: Names of backends and "auto"; None for "auto" and each that can run.
-        baselines: Names of stock set-ups.
         dtype: Of the towers; by default bf16 on CUDA, fp32 on a CPU.
         rounds: Rounds of timing; a GPU takes more for short steps.
         peak: TFLOP/s of the floor, None for no floor.
-        weights: Load the checkpoint's weights instead of random ones.
-        with_profile: Profile the first patched contender.
-        train: Time forward and backward, with every parameter trained.
-        checkpointing: With gradient checkpointing, stock and patched.
         say: Takes what cannot run, before anything does, and then what runs.
 
     Returns:
@@ -201,14 +195,8 @@ def measure(
     copies for all contenders would not fit a GPU.
 
     Args:
-        model: The model's name.
-        tower: The stock tower.
-        sizes: Name -> grid of every input.
-        contenders: Who is measured.
-        rounds: Rounds of timing.
         peak: TFLOP/s of the floor, None for no floor.
         with_profile: Profile the first patched contender that was timed, else the first baseline.
-        say: Takes what runs.
 
     Yields:
         The rows of one size.

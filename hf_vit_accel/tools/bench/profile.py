@@ -49,11 +49,6 @@ class Part:
 def profile(step: Callable[[], object], depth: int, *, cuda: bool) -> tuple[Part, ...]:
     """Run a step once to warm up and once under torch's profiler.
 
-    Args:
-        step: The step.
-        depth: Layers of the tower.
-        cuda: Whether it runs on a GPU.
-
     Returns:
         The parts that took time, the longest first.
     """

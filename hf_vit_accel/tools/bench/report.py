@@ -33,12 +33,7 @@ def document(
     """Return a benchmark as plain dicts, lists, strings and numbers: what --json writes and `plot` reads.
 
     Args:
-        rows: All rows.
-        dtype: The dtype of the towers.
-        rounds: Rounds of timing.
         peak: TFLOP/s of the floor, or None.
-        train: Whether forward and backward were timed.
-        checkpointing: Whether with gradient checkpointing.
     """
     device = machine.cuda_device_name() if device_of_choice().type == "cuda" else "cpu"
     return {
@@ -127,7 +122,6 @@ def lines(rows: Sequence[Row], *, train: bool = False, skipped: bool = True) -> 
     """Yield the table of one model and size, and the profile of the row that has one.
 
     Args:
-        rows: All rows of the model and size.
         train: Whether gradients were compared. Then errors over stock's own (mean and largest) and memory are shown.
         skipped: Whether to say what could not run, and why. It is the same for all sizes of a model.
     """

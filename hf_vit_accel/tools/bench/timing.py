@@ -46,8 +46,6 @@ def time_in_turns(
     Args:
         steps: Contender -> its step. Graphs have been captured: each step has run, as to be verified.
         rounds: Each has a turn of every contender, on a GPU up to four. More if the fastest step on a GPU is short.
-        cuda: Whether steps run on a GPU.
-        now: Takes the round that begins.
         before: Contender -> what runs before each of its steps, and is not timed.
 
     Returns:

@@ -179,8 +179,6 @@ def build_tower(model: str, device: torch.device, dtype: torch.dtype, *, weights
 
     Args:
         model: See `vision_config`.
-        device: Where it is built.
-        dtype: The dtype of its parameters.
         weights: Load the checkpoint's weights. Otherwise they are random, and equal for equal model and device.
     """
     if weights:

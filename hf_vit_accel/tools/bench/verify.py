@@ -93,13 +93,7 @@ def verify(
     """Compare every run with stock in fp32, beside stock in the dtype.
 
     Args:
-        runs: Contender -> its run. Runs that fail are removed.
         problems: Contender -> why it is not timed. Runs that fail are added.
-        contenders: All contenders.
-        reference: The stock tower in fp32.
-        tower: The stock tower in the dtype.
-        grid: The input.
-        say: Reports progress.
 
     Returns:
         The verdict on every contender, and the batch to time with.

@@ -126,8 +126,6 @@ def milliseconds(step: Callable[[], object], *, cuda: bool, before: Callable[[],
     """Time one call: by CUDA events after a synchronisation, on a CPU by the clock.
 
     Args:
-        step: The call.
-        cuda: Whether it runs on a GPU.
         before: Runs first, and is not timed.
     """
     before()
