@@ -14,7 +14,7 @@ Examples:
     >>> logits = model(**inputs).logits
     >>> hf_vit_accel.status(model).towers[0].calls, hf_vit_accel.status(model).towers[0].stock_calls
     (1, 0)
-    >>> with hf_vit_accel.patched(model, attention="sdpa", fuse={"patch_embed"}):
+    >>> with hf_vit_accel.patched(model, attention="sdpa", fuse=False):
     ...     logits = model(**inputs).logits
     >>> model = hf_vit_accel.unpatch(model)
 

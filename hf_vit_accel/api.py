@@ -21,7 +21,6 @@ from hf_vit_accel.families.copies import CopyFamily
 from hf_vit_accel.layout import Grid, rows_of
 from hf_vit_accel.machine import raise_if_any
 from hf_vit_accel.model import around
-from hf_vit_accel.ops import requested_parts
 from hf_vit_accel.ops.fp8.scales import Amax
 from hf_vit_accel.sharing.ranks import ranks_of
 from hf_vit_accel.status import Status, ignored_options, reasons_now, status, towers_of
@@ -39,7 +38,7 @@ def patch(
     model: Model,
     *,
     attention: str | FlexConfig = "auto",
-    fuse: str | bool | Iterable[str] = "auto",
+    fuse: bool = True,
     cuda_graphs: bool | Literal["auto"] | GraphConfig = "auto",
     fp8: bool | Fp8Config = False,
     max_rows: int | Literal["auto"] | None = "auto",
@@ -60,7 +59,7 @@ def patch(
         model: Any module that holds a supported tower, or the tower itself.
         attention: "auto" for the fastest backend of every call, a backend's name, or a `FlexConfig`. "auto" keeps an
             attention function that you registered with transformers; that tower stays stock.
-        fuse: "auto" or True for every part that can be fused, False for none, or names of parts.
+        fuse: True fuses whatever is exact and faster. False leaves attention and metadata alone.
         cuda_graphs: "auto" replays sizes that come again from CUDA graphs, where that saves time and memory is free, in
             inference and in training. True or a `GraphConfig` captures at the first call, within your bounds. False
             captures nothing.
@@ -84,7 +83,7 @@ def patch(
         ValueError: If the model has no supported tower, or if options make no sense, alone or together. Also if a copy
             computes something else than its family: the message says how far off it is, and where.
         BackendUnavailableError: If a named backend or FP8 cannot run on this machine.
-        FallbackError: Under `strict`, if a named part cannot be fused or a tower cannot take the fast path.
+        FallbackError: Under `strict`, if a tower cannot take the fast path.
     """
     settings = _settings(attention, fuse, cuda_graphs, fp8, max_rows, data_parallel, reuse, like, every_rank, strict)
     towers = towers_of(model, settings.like)
@@ -141,11 +140,7 @@ def _prepare(path: str, tower: Tower, family: Family, settings: Settings) -> tup
         for reason in snapshot.weights()[1].reasons:
             warn_once(f"{type(tower).__name__} stays stock: {reason}. {_LEAVE_OUT}")
     if settings.strict:
-        reasons, spec = reasons_now(tower, state, snapshot, name, former_forward)
-        if spec is not None and spec.ops is not None and settings.fuse is not None:
-            for part, why in spec.ops.unfused.items():
-                if part in settings.fuse:
-                    reasons.append(f"{part} is not fused: {why}")
+        reasons, _ = reasons_now(tower, state, snapshot, name, former_forward)
         raise_if_any(reasons, label)
     return tower, state, name
 
@@ -348,15 +343,14 @@ def _settings(
         attention = "flex"
     if attention != "auto":
         backend_named(attention)
-    parts = requested_parts(fuse)
-    if score_mod is not None and "window_attention" in (parts or ()):
-        raise ValueError("expected fuse without 'window_attention' beside a score_mod, which it does not apply")
+    if not isinstance(fuse, bool):
+        raise ValueError(f"expected fuse to be True or False, got {fuse!r}")
     if score_mod is not None and fp8_config is not None:
         raise ValueError("expected fp8=False beside a score_mod, which attention in FP8 does not apply")
     return Settings(
         attention=attention,
         score_mod=score_mod,
-        fuse=parts,
+        fuse=fuse,
         graphs=graph_config,
         fp8=fp8_config,
         amax=None if fp8_config is None or fp8_config.amax_file is None else Amax.load(fp8_config.amax_file),

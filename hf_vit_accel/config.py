@@ -179,7 +179,7 @@ class Settings:
     Args:
         attention: "auto" or the name of a backend.
         score_mod: Changes every score of the attention; None for unchanged scores.
-        fuse: The requested parts; None for all that can be fused.
+        fuse: Whether parts are fused where they can be.
         graphs: How to capture CUDA graphs; "auto" where that pays, None for none.
         fp8: The FP8 settings; None for none.
         amax: The absolute maxima in the file of `fp8`, an `Amax`; None without a file.
@@ -196,7 +196,7 @@ class Settings:
 
     attention: str = "auto"
     score_mod: Callable[..., Tensor] | None = None
-    fuse: frozenset[str] | None = None
+    fuse: bool = True
     graphs: GraphConfig | Literal["auto"] | None = "auto"
     fp8: Fp8Config | None = None
     amax: Any = None

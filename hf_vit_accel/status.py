@@ -326,7 +326,6 @@ def ignored_options(settings: Settings) -> dict[str, str]:
         "fp8": settings.fp8,
         "data_parallel": settings.ranks,
         "reuse": settings.reuse,
-        **dict.fromkeys(settings.fuse or (), True),
     }
     return {name: "this family is served attention only" for name, option in requested.items() if option}
 

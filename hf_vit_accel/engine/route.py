@@ -195,12 +195,12 @@ def make_route(layout: Grid | VisionMetadata, spec: Spec, replay: Replay = "neve
         plans[kind] = plan
         for name, array in plan.arrays.items():
             arrays[f"{kind}/{name}"] = array
-    unmet = _unmet(spec, choices, plans)
+    unmet = _unmet(spec, choices)
     return Route(spec=spec, replay=replay, metadata=metadata, arrays=arrays, plans=plans, choices=choices, unmet=unmet)
 
 
-def _unmet(spec: Spec, choices: Mapping[LayerKind, Choice], plans: Mapping[LayerKind, Plan]) -> list[str]:
-    """List requested backends and fused parts that a route cannot use, and what failed when it ran, with reasons."""
+def _unmet(spec: Spec, choices: Mapping[LayerKind, Choice]) -> list[str]:
+    """List requested backends that a route cannot use, and what failed when it ran, with reasons."""
     settings = spec.settings
     ops = spec.ops
     faults = dict(spec.faults)
@@ -211,12 +211,6 @@ def _unmet(spec: Spec, choices: Mapping[LayerKind, Choice], plans: Mapping[Layer
                 unmet += [f"{name} cannot serve the call: {reason}" for reason in reasons]
     if ops is not None and faults.get(KERNELS) in ops.unfused.values():
         unmet.append(f"no fused kernel can serve the call: one {faults[KERNELS]}")
-    if ops is not None and settings.fuse is not None:
-        for part, reason in ops.unfused.items():
-            if part in settings.fuse:
-                unmet.append(f"{part} is not fused: {reason}")
-        if "window_attention" in settings.fuse & ops.fused and "window" in plans:
-            unmet.append("window_attention is not fused: the windows are longer than the kernel's")
     return list(dict.fromkeys(unmet))
 
 

@@ -1,15 +1,15 @@
 """The operations of a tower, one file each, and the table from which they are chosen.
 
-A new operation is one file, one line in `TABLE`, and its use in `build`. `fuse`, status and tests pick it up. Its
+A new operation is one file, one line in `TABLE`, and its use in `build`. Status and tests pick it up. Its
 plain-torch reference defines what it computes: tests compare kernels with it, and `tower.proof` compares it with
-transformers. `project` and `linear` have no name in `fuse`, so `TABLE` has no line for them.
+transformers. `project` and `linear` have no name in `status`, so `TABLE` has no line for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
+from types import MappingProxyType
 
 from torch import Tensor
 
@@ -30,7 +30,7 @@ from hf_vit_accel.ops import window_attention as window
 from hf_vit_accel.ops.base import AddThen, Apply, BuiltOperation, Context, Operation, Rotate
 from hf_vit_accel.ops.launch import why_not_triton
 
-__all__ = ["PARTS", "TABLE", "Context", "LayerOps", "Operation", "Ops", "build", "requested_parts", "why_not_triton"]
+__all__ = ["PARTS", "TABLE", "Context", "LayerOps", "Operation", "Ops", "build", "why_not_triton"]
 
 TABLE: tuple[Operation, ...] = (
     patch_embed.OPERATION,
@@ -44,30 +44,8 @@ TABLE: tuple[Operation, ...] = (
     window.OPERATION,
 )
 PARTS: Mapping[str, str] = {operation.name: operation.summary for operation in TABLE}
-"""The names that `fuse` takes, with a summary of each."""
-
-
-def requested_parts(fuse: object) -> frozenset[str] | None:
-    """Return the names of parts in `fuse`; None for all that can be fused.
-
-    Raises:
-        ValueError: a value of another kind, or an unknown name. The message suggests a similar one.
-    """
-    if fuse is False:
-        return frozenset()
-    if fuse in ("auto", True):
-        return None
-    expected = f"expected fuse to be 'auto', True, False or names out of {sorted(PARTS)}"
-    if not isinstance(fuse, Iterable) or isinstance(fuse, Mapping):
-        raise ValueError(f"{expected}, got {fuse!r}")
-    parts = frozenset([fuse] if isinstance(fuse, str) else fuse)
-    unknown = sorted(parts - PARTS.keys(), key=str)
-    if unknown:
-        similar = get_close_matches(str(unknown[0]).lower(), PARTS, n=1)
-        hint = f"; did you mean {similar[0]!r}?" if similar else ""
-        raise ValueError(f"{expected}, got {(fuse if isinstance(fuse, str) else unknown)!r}{hint}")
-    return parts
-
+"""The names of operations in `status`, with a summary of each."""
+NOTHING_PLAIN: Mapping[str, str] = MappingProxyType({})
 
 Rows = Tensor
 Finish = Callable[[Rows, Rows | None], tuple[Rows, ...]]
@@ -124,17 +102,16 @@ class Ops:
     unfused: Mapping[str, str]
 
 
-def build(parts: Parts, context: Context, requested: frozenset[str] | None = None) -> Ops:
-    """Build a tower's operations: fused where they are requested and possible, else by the tower's modules.
+def build(parts: Parts, context: Context, why_plain: Mapping[str, str] = NOTHING_PLAIN) -> Ops:
+    """Build a tower's operations: fused where that is possible, else by the tower's modules.
 
     Args:
-        requested: names of parts to fuse; None for all.
+        why_plain: names of operations that are not to be fused, with the reason.
     """
     built: dict[str, dict[int, BuiltOperation]] = {}
     unfused: dict[str, str] = {}
     for operation in TABLE:
-        is_requested = requested is None or operation.name in requested
-        built[operation.name], reason = operation.build(parts, context, requested=is_requested)
+        built[operation.name], reason = operation.build(parts, context, why_plain.get(operation.name))
         if reason is not None:
             unfused[operation.name] = reason
     downsampled = None if parts.downsample is None else built["downsample"][id(parts.downsample)]

@@ -330,7 +330,7 @@ class Operation:
     """One operation of a tower.
 
     Attributes:
-        name: its name in `fuse`.
+        name: its name in `status`.
         summary: one line about it.
         subjects: finds the modules in a tower's parts that it computes, or the parts themselves.
         reasons_against: reports why a subject is not what the operation computes.
@@ -351,10 +351,12 @@ class Operation:
     guards: bool = False
     missing: str = ""
 
-    def build(self, parts: Parts, context: Context, *, requested: bool) -> tuple[dict[int, BuiltOperation], str | None]:
+    def build(
+        self, parts: Parts, context: Context, why_plain: str | None = None
+    ) -> tuple[dict[int, BuiltOperation], str | None]:
         """Build the operation for every subject, by the subject's `id`; also why none is fused, or None."""
         subjects = self.subjects(parts)
-        reason = next(self._reasons(subjects, context, requested), None)
+        reason = why_plain or next(self._reasons(subjects, context), None)
         if reason is not None:
             return {id(subject): self.plain(subject, context) for subject in subjects}, reason
         context.fused.add(self.name)
@@ -366,9 +368,7 @@ class Operation:
             operations[id(subject)] = operation
         return operations, None
 
-    def _reasons(self, subjects: list[Subject], context: Context, requested: bool) -> Iterator[str]:
-        if not requested:
-            yield "not asked for"
+    def _reasons(self, subjects: list[Subject], context: Context) -> Iterator[str]:
         if not subjects:
             yield self.missing
         if self.triton and not context.reference and context.no_kernels is not None:

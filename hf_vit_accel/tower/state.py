@@ -213,9 +213,9 @@ class TowerState:
 
     def _build(self, snapshot: Snapshot, weights: WeightMemory, request: Request, hooked_parts: frozenset[int]) -> Ops:
         """Build the operations for weights and rows of these dtypes on this device."""
-        requested_parts = self.settings.fuse
-        if self.settings.score_mod is not None:  # the fused kernel for windows does not apply it
-            requested_parts = frozenset(PARTS if requested_parts is None else requested_parts) - {"window_attention"}
+        why_plain = {} if self.settings.fuse else dict.fromkeys(PARTS, "fuse=False")
+        if request.score_mod is not None:
+            why_plain["window_attention"] = "it applies no score_mod"
         context = Context(
             device=request.device,
             dtype=request.dtype,
@@ -227,7 +227,7 @@ class TowerState:
             grad=request.grad,
             hooked_parts=hooked_parts,
         )
-        ops = build(snapshot.parts, context, requested_parts)
+        ops = build(snapshot.parts, context, why_plain)
         snapshot.recorded.seal()
         self.routes.allow(weights.nbytes)
         return ops

@@ -107,7 +107,7 @@ WAYS: dict[str, Way] = {
     "a score_mod": Way(
         {"attention": FlexConfig(score_mod=partial(lower_far_scores, slope=0.5))}, "flex with a score_mod", exact=False
     ),
-    "one part fused": Way({"fuse": {"rope"}}, "fused      rope\n", fixtures=("references",)),
+    "nothing fused": Way({"fuse": False}, "fused      nothing\n"),
     "graphs": Way(
         {"cuda_graphs": GraphConfig(max_tokens=128, exact_after=0)},
         "1 captured, 1 replays",

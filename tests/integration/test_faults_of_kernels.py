@@ -134,7 +134,7 @@ def check_copies_and_strict(model: nn.Module, call: KernelCall, error: BaseExcep
         with pytest.raises(FallbackError, match=r"strict=True .*: kernels failed when it ran") as strict:
             run(model, trains=call.trains)
         assert strict.value.__context__.__cause__ is error
-    hf_vit_accel.patch(model, fuse={"patch_embed"}, strict=True)
+    hf_vit_accel.patch(model, fuse=False, strict=True)
     run_tower(tower_of(model), GRID)
 
 
@@ -186,7 +186,7 @@ def test_threads_that_meet_a_fault_at_once(
     launch = KERNELS["add_norm_"].function
 
     def slow(*args: object, **kwargs: object) -> Any:
-        together.wait(20)
+        together.wait(120)
         return launch(*args, **kwargs)
 
     put(monkeypatch, launch, slow)

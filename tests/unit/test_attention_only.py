@@ -297,10 +297,10 @@ def test_layers_that_take_no_segments_count_as_stock(
 
 
 def test_options_beyond_attention_are_reported(tower: nn.Module) -> None:
-    hf_vit_accel.patch(tower, cuda_graphs=True, fuse={"norms"})
+    hf_vit_accel.patch(tower, cuda_graphs=True)
     run(tower)
     [status] = hf_vit_accel.status(tower).towers
-    assert set(status.unfused) == {"cuda_graphs", "norms"} and status.calls == 1
+    assert set(status.unfused) == {"cuda_graphs"} and status.calls == 1
     hf_vit_accel.unpatch(tower)
     with pytest.raises(FallbackError, match="cuda_graphs: this family is served attention only"):
         hf_vit_accel.patch(tower, cuda_graphs=True, strict=True)

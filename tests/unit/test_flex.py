@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.attention import HEADS, LAYOUTS, draw, exact, request, segments_of
 from support.cpu_graphs import SMALL, status_of
+from support.fused_parts import fuse_only
 from support.graphs import draw_grid, patch
 from support.towers import alike, both_towers
 from tiny import assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
@@ -450,9 +451,9 @@ def stock_with_score_mod(model: nn.Module, run: Callable[[], Result]) -> Result:
         config._attn_implementation_internal = former
 
 
-@pytest.mark.parametrize("fuse", ["auto", False])
+@pytest.mark.parametrize("fuse", [True, False])
 @both_towers
-def test_a_tower_through_flex_equals_stock(model: nn.Module, fuse: Literal["auto", False]) -> None:
+def test_a_tower_through_flex_equals_stock(model: nn.Module, fuse: bool) -> None:
     tower = tower_of(model)
     expected = run_tower(tower, GRID)
     hf_vit_accel.patch(model, attention="flex", fuse=fuse, strict=True)
@@ -536,8 +537,6 @@ def test_a_score_mod_is_never_left_out(model: nn.Module) -> None:
         tower(pixels, grid_thw=grid)
     tower.config._attn_implementation = our_name
     hook.remove()
-    with pytest.raises(ValueError, match="without 'window_attention' beside a score_mod"):
-        hf_vit_accel.patch(model, attention=STEEP, fuse={"norms", "window_attention"})
 
 
 def test_a_score_mod_in_layers_that_differ(model: nn.Module) -> None:
@@ -650,17 +649,19 @@ def test_gpu_a_score_mod_equals_a_dense_reference(on_gpu: None) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["flex", STEEP], ids=["plain", "score_mod"])
-def test_gpu_a_tower_replayed_equals_eager(on_gpu: None, model: nn.Module, attention: str | FlexConfig) -> None:
+def test_gpu_a_tower_replayed_equals_eager(
+    on_gpu: None, monkeypatch: pytest.MonkeyPatch, model: nn.Module, attention: str | FlexConfig
+) -> None:
     """Windows run flex, too. Nothing is compiled while 100 other layouts are captured and replayed."""
     tower = tower_of(model.to("cuda", torch.bfloat16))
-    parts = PARTS.keys() - {"window_attention"}
+    fuse_only(monkeypatch, PARTS.keys() - {"window_attention"})
     rng = np.random.default_rng(0)
     grids = [draw_grid(rng, 128) for _ in range(100)]
-    hf_vit_accel.patch(tower, attention=attention, fuse=parts)
+    hf_vit_accel.patch(tower, attention=attention)
     before = compiled_graphs()
     expected = [run_tower(tower, grid, seed) for seed, grid in enumerate(grids)]
     assert compiled_graphs() <= before + 1
-    hf_vit_accel.patch(tower, attention=attention, fuse=parts, cuda_graphs=SMALL)
+    hf_vit_accel.patch(tower, attention=attention, cuda_graphs=SMALL)
     hf_vit_accel.warmup(tower, progress=False)
     before = compiled_graphs()
     for seed, grid in enumerate(grids):

@@ -41,7 +41,7 @@ def why_not_plain(tower: nn.Module) -> list[str]:
     reasons = [*snapshot.reasons_stock, *snapshot.reasons_slow, *snapshot.mixing]
     reasons += [snapshot.unpredictable] if snapshot.unpredictable else []
     for operation in (norm.OPERATION, mlp.OPERATION):
-        reason = operation.build(snapshot.parts, context, requested=True)[1]
+        reason = operation.build(snapshot.parts, context)[1]
         reasons += [reason] if reason else []
     return reasons
 

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MethodType
-from typing import Literal
 
 import pytest
 import torch
@@ -54,8 +53,7 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return TINY[request.param].build()
 
 
-Fuse = Literal["auto", False]
-both_fusions = pytest.mark.parametrize("fuse", ["auto", False], ids=["fused", "unfused"])
+both_fusions = pytest.mark.parametrize("fuse", [True, False], ids=["fused", "unfused"])
 
 
 # --- equal to stock -------------------------------------------------------------------------------------------------
@@ -63,7 +61,7 @@ both_fusions = pytest.mark.parametrize("fuse", ["auto", False], ids=["fused", "u
 
 @both_fusions
 @pytest.mark.parametrize("grid", GRIDS)
-def test_patched_equals_stock(shared: PreTrainedModel, grid: str, fuse: Fuse) -> None:
+def test_patched_equals_stock(shared: PreTrainedModel, grid: str, fuse: bool) -> None:
     tower = tower_of(shared)
     expected = run_tower(tower, GRIDS[grid])
     with hf_vit_accel.patched(shared, fuse=fuse, strict=True):
@@ -169,9 +167,9 @@ def test_patched_restores_the_former_settings(model: PreTrainedModel) -> None:
     before = traces_of(model)
     with hf_vit_accel.patched(model, attention="sdpa") as same:
         assert same is model
-        with hf_vit_accel.patched(model, fuse={"rope"}):
-            assert state_of(tower).settings.fuse == {"rope"}
-        assert state_of(tower).settings.attention == "sdpa" and state_of(tower).settings.fuse is None
+        with hf_vit_accel.patched(model, fuse=False):
+            assert not state_of(tower).settings.fuse
+        assert state_of(tower).settings.attention == "sdpa" and state_of(tower).settings.fuse
     assert traces_of(model) == before
     with pytest.raises(RuntimeError, match="mine"), hf_vit_accel.patched(model):
         raise RuntimeError("mine")
@@ -545,7 +543,7 @@ def test_bad_input_is_a_value_error_and_the_next_call_is_right(shared: PreTraine
 
 @both_fusions
 @pytest.mark.parametrize("case", ["padding rows", "integers", "bytes", "a batch"])
-def test_odd_input_that_stock_takes_is_taken(shared: PreTrainedModel, case: str, fuse: Fuse) -> None:
+def test_odd_input_that_stock_takes_is_taken(shared: PreTrainedModel, case: str, fuse: bool) -> None:
     """Pixels in another shape than the processor's go the stock way."""
     tower = tower_of(shared)
     grid = torch.tensor(GRIDS["images"])
