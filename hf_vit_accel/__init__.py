@@ -3,8 +3,8 @@
 The rooms, each importing only rooms before it: `config` (settings), `layout` (`grid_thw` to metadata on the host) and
 `machine` (what this machine can do); `families` (what differs between models); `versions` (what differs between
 versions of transformers); `ops` and `backends` (the operations and the attention of a tower); `engine` (one call on
-one device); `graphs` (the call replayed from a CUDA graph);
-`sharing` (one picture for many, one call for many ranks); `decoding` (`graphed_decoding`, which knows no tower);
+one device); `graphs` (the call replayed from a CUDA graph); `options` (long calls in passes, one picture for many, one
+call for many ranks); `decoding` (`graphed_decoding`, which knows no tower);
 `tower` (the accelerated forward, its state and its proof); `model` (the whole model around the tower); `status`, `api`
 and `calibration` (what users call); `tools` (the command line).
 To follow a call, begin at `tower/forward.py`.
@@ -31,7 +31,7 @@ from hf_vit_accel.calibration import calibrate
 from hf_vit_accel.config import FlexConfig, Fp8Config, GraphConfig, ReuseConfig
 from hf_vit_accel.machine import FallbackError
 from hf_vit_accel.model.around import follow_name
-from hf_vit_accel.sharing.ranks import RankError
+from hf_vit_accel.options.ranks import RankError
 from hf_vit_accel.status import ModelStatus, Status, TowerStatus, status
 from hf_vit_accel.tower.loading import register
 from hf_vit_accel.tower.on_import import after_import

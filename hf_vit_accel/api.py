@@ -22,7 +22,7 @@ from hf_vit_accel.layout import Grid, rows_of
 from hf_vit_accel.machine import raise_if_any
 from hf_vit_accel.model import around
 from hf_vit_accel.ops.fp8.scales import Amax
-from hf_vit_accel.sharing.ranks import ranks_of
+from hf_vit_accel.options.ranks import ranks_of
 from hf_vit_accel.status import Status, ignored_options, reasons_now, status, towers_of
 from hf_vit_accel.tower import checks
 from hf_vit_accel.tower.install import foreign_forward, install, uninstall

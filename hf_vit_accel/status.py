@@ -20,7 +20,7 @@ from hf_vit_accel.graphs.status import GraphStatus
 from hf_vit_accel.model import around
 from hf_vit_accel.ops import PARTS, TABLE, why_not_triton
 from hf_vit_accel.ops.window_attention import LONGEST
-from hf_vit_accel.sharing.reuse import ReuseStatus
+from hf_vit_accel.options.reuse import ReuseStatus
 from hf_vit_accel.tower import checks, fsdp
 from hf_vit_accel.tower.decide import spec_of
 from hf_vit_accel.tower.install import Forward, foreign_forward, towers_in

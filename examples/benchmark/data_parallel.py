@@ -25,10 +25,10 @@ from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel import machine
-from hf_vit_accel.sharing import data_parallel
-from hf_vit_accel.sharing.data_parallel import rows_checksum
-from hf_vit_accel.sharing.ranks import ranks_of
-from hf_vit_accel.sharing.split import Assignment, loads, split
+from hf_vit_accel.options import data_parallel
+from hf_vit_accel.options.data_parallel import rows_checksum
+from hf_vit_accel.options.ranks import ranks_of
+from hf_vit_accel.options.split import Assignment, loads, split
 from hf_vit_accel.tools.bench.towers import build_tower, family_of_tower
 from hf_vit_accel.tower.state import state_of
 

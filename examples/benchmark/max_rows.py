@@ -22,7 +22,7 @@ from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel import machine
-from hf_vit_accel.engine.passes import AUTO_ROWS, cut
+from hf_vit_accel.options.passes import AUTO_ROWS, cut
 from hf_vit_accel.tools.bench.towers import build_tower, family_of_tower, weight_of
 from hf_vit_accel.tools.bench.work import milliseconds
 

@@ -44,7 +44,7 @@ class Inputs:
         pixels: (T, P), a view of the caller's tensor.
         grid: Frames, height and width of each image and video, in patches, on the host.
         options: The other keyword arguments.
-        repeats: The repeated images, found in the same sync (`sharing.reuse.Repeats`); None without `reuse`.
+        repeats: The repeated images, found in the same sync (`options.reuse.Repeats`); None without `reuse`.
     """
 
     pixels: Tensor

@@ -1,1 +1,1 @@
-"""One image for many (`reuse`), and one call for the ranks of a process group (`data_parallel`)."""
+"""Long calls in passes (`max_rows`), one image for many (`reuse`), one call for the ranks of a group (`data_parallel`)."""

@@ -26,11 +26,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_vit_accel.engine.facts import TowerFacts
 from hf_vit_accel.layout import Grid
-from hf_vit_accel.sharing.checksum import words_of
-from hf_vit_accel.sharing.header import Header, OutputShape, ShareResult, digest
-from hf_vit_accel.sharing.ranks import RankError, Ranks
-from hf_vit_accel.sharing.share import Share
-from hf_vit_accel.sharing.split import Assignment, loads, split
+from hf_vit_accel.options.checksum import words_of
+from hf_vit_accel.options.header import Header, OutputShape, ShareResult, digest
+from hf_vit_accel.options.ranks import RankError, Ranks
+from hf_vit_accel.options.share import Share
+from hf_vit_accel.options.split import Assignment, loads, split
 
 LEAST = {"eager": 4096, "graphs": 1024}
 """Rows that sharing must save to pay: an exchange costs some hundred rows, an eager forward at least its launches.
@@ -206,7 +206,7 @@ def rows_checksum(rows_TP: Tensor) -> Tensor:
 
     It detects mistakes: another image, channels in another order. It is not a cryptographic hash.
 
-    `sharing/checksum.py` has a stronger one, which mixes every word. It finds candidates for reuse, by a kernel. This
+    `options/checksum.py` has a stronger one, which mixes every word. It finds candidates for reuse, by a kernel. This
     one compares the inputs of ranks, by a few operations of torch.
     """
     words_TW = words_of(rows_TP)

@@ -27,8 +27,8 @@ from hf_vit_accel.layout import Grid, settle, to_device
 from hf_vit_accel.machine import KERNELS, LRU, guarded, keep_in_children
 from hf_vit_accel.ops import why_not_triton
 from hf_vit_accel.ops.training.context import FunctionContext
-from hf_vit_accel.sharing import checksum
-from hf_vit_accel.sharing.checksum import CHUNK, words_of
+from hf_vit_accel.options import checksum
+from hf_vit_accel.options.checksum import CHUNK, words_of
 
 Fingerprint = tuple[int, ...]
 """Frames, height, width and checksum of an image."""

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from hf_vit_accel import machine
 from hf_vit_accel.ops.base import Slots, replaced
 from hf_vit_accel.ops.training.context import FunctionContext
-from hf_vit_accel.sharing.header import Header, OutputShape, ShareResult
-from hf_vit_accel.sharing.ranks import Ranks
-from hf_vit_accel.sharing.split import Assignment
+from hf_vit_accel.options.header import Header, OutputShape, ShareResult
+from hf_vit_accel.options.ranks import Ranks
+from hf_vit_accel.options.split import Assignment
 
 
 class Share(AbstractContextManager[None]):

@@ -22,7 +22,7 @@ from hf_vit_accel.config import Settings
 from hf_vit_accel.families import Family, Tower
 from hf_vit_accel.families.copies import CopyFamily
 from hf_vit_accel.machine import is_upstream
-from hf_vit_accel.sharing.reuse import ReuseFacts
+from hf_vit_accel.options.reuse import ReuseFacts
 from hf_vit_accel.tower import copies, fsdp, proof
 from hf_vit_accel.tower.code import names_of_forwards
 from hf_vit_accel.tower.differences import CallDtypes

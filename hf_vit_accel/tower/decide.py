@@ -17,7 +17,6 @@ from torch import nn
 from hf_vit_accel.backends import Backend, Replay, backend_named
 from hf_vit_accel.engine.encoder import CalledBlock, Checkpoint, checkpoints_of
 from hf_vit_accel.engine.inputs import Inputs
-from hf_vit_accel.engine.passes import cut, reasons_not_cut
 from hf_vit_accel.engine.route import SEGMENTS, Spec
 from hf_vit_accel.families import Tower
 from hf_vit_accel.families.copies import CopyFamily
@@ -27,7 +26,8 @@ from hf_vit_accel.graphs.recorder import why_not_graphs
 from hf_vit_accel.graphs.training import TrainingRunner
 from hf_vit_accel.layout import Grid, rows_of
 from hf_vit_accel.machine import raise_if_any
-from hf_vit_accel.sharing.data_parallel import Sharing
+from hf_vit_accel.options.data_parallel import Sharing
+from hf_vit_accel.options.passes import cut, reasons_not_cut
 from hf_vit_accel.tower import checks
 from hf_vit_accel.tower.modules import WeightMemory
 from hf_vit_accel.tower.plan import (

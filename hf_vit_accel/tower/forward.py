@@ -24,15 +24,15 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from hf_vit_accel.engine import inputs
 from hf_vit_accel.engine.encoder import encode
-from hf_vit_accel.engine.joined import JoinedOutputs
-from hf_vit_accel.engine.passes import RecomputedPasses
 from hf_vit_accel.families import Tower
 from hf_vit_accel.graphs import automatic
 from hf_vit_accel.graphs.runner import Runner
 from hf_vit_accel.graphs.store import Eager
 from hf_vit_accel.graphs.training import TrainingRunner
 from hf_vit_accel.machine import Fault, raise_if_any
-from hf_vit_accel.sharing.data_parallel import NotSharedError
+from hf_vit_accel.options.data_parallel import NotSharedError
+from hf_vit_accel.options.joined import JoinedOutputs
+from hf_vit_accel.options.passes import RecomputedPasses
 from hf_vit_accel.tower import attention_only, checks
 from hf_vit_accel.tower.decide import decide
 from hf_vit_accel.tower.plan import NO_GRAPHS, Call, CallPlan, FastPlan, Outcome, Pass, PassDone, StockPlan, Way

@@ -17,7 +17,7 @@ from hf_vit_accel.graphs.automatic import GraphUse
 from hf_vit_accel.graphs.runner import Runner
 from hf_vit_accel.graphs.training import TrainingRunner
 from hf_vit_accel.layout import Grid
-from hf_vit_accel.sharing.split import Assignment
+from hf_vit_accel.options.split import Assignment
 from hf_vit_accel.tower.modules import WeightMemory
 from hf_vit_accel.tower.snapshot import Snapshot
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from hf_vit_accel.backends import Request
 from hf_vit_accel.config import GraphConfig, Settings
-from hf_vit_accel.engine.passes import PassLimit
 from hf_vit_accel.engine.route import Route, Routes, Spec
 from hf_vit_accel.families import Family, Tower
 from hf_vit_accel.graphs import automatic
@@ -22,8 +21,9 @@ from hf_vit_accel.graphs.training import TrainingRunner
 from hf_vit_accel.machine import KERNELS, raise_if_any
 from hf_vit_accel.ops import PARTS, Context, Ops, build, why_not_triton
 from hf_vit_accel.ops.fp8.scales import Scales
-from hf_vit_accel.sharing.data_parallel import Sharing
-from hf_vit_accel.sharing.reuse import Repeats, Reuse
+from hf_vit_accel.options.data_parallel import Sharing
+from hf_vit_accel.options.passes import PassLimit
+from hf_vit_accel.options.reuse import Repeats, Reuse
 from hf_vit_accel.tower import checks, fsdp, proof
 from hf_vit_accel.tower.modules import WeightMemory
 from hf_vit_accel.tower.snapshot import Snapshot

@@ -27,7 +27,7 @@ from hf_vit_accel.ops import (
 from hf_vit_accel.ops.fp8 import quantize
 from hf_vit_accel.ops.lora import mlp as lora_mlp
 from hf_vit_accel.ops.training import column_sum, gelu_backward, norm_backward, swiglu_backward
-from hf_vit_accel.sharing import checksum
+from hf_vit_accel.options import checksum
 
 KernelPlace = tuple[ModuleType, str]
 """The module that defines a kernel, and the kernel's name."""

@@ -15,7 +15,7 @@ from torch import nn
 from torch.multiprocessing.spawn import ProcessRaisedException, start_processes
 
 import hf_vit_accel
-from hf_vit_accel.sharing import data_parallel
+from hf_vit_accel.options import data_parallel
 
 Grid = list[tuple[int, int, int]]
 MIXED: Grid = [(1, 4, 6), (2, 6, 4), (1, 2, 12), (1, 8, 8)]

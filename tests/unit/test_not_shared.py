@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_vit_accel
 from hf_vit_accel import FallbackError, RankError
-from hf_vit_accel.sharing import data_parallel
-from hf_vit_accel.sharing.data_parallel import rows_checksum
+from hf_vit_accel.options import data_parallel
+from hf_vit_accel.options.data_parallel import rows_checksum
 from hf_vit_accel.status import TowerStatus
 
 

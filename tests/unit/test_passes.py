@@ -37,9 +37,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_vit_accel
-from hf_vit_accel.engine import passes, route
-from hf_vit_accel.engine.passes import AUTO_ROWS, NO_LIMIT, PassLimit, cut
+from hf_vit_accel.engine import route
 from hf_vit_accel.layout import rows_of
+from hf_vit_accel.options import passes
+from hf_vit_accel.options.passes import AUTO_ROWS, NO_LIMIT, PassLimit, cut
 from hf_vit_accel.tools.bench.towers import weight_of
 from hf_vit_accel.tower import forward as tower_module
 from hf_vit_accel.tower.state import state_of

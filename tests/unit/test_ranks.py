@@ -19,8 +19,8 @@ from tiny import TINY, assert_close, pixels_for, run_tower, tower_of
 import hf_vit_accel
 from hf_vit_accel import RankError, machine
 from hf_vit_accel.graphs import automatic
-from hf_vit_accel.sharing import ranks as ranks_module
-from hf_vit_accel.sharing import share as share_module
+from hf_vit_accel.options import ranks as ranks_module
+from hf_vit_accel.options import share as share_module
 from hf_vit_accel.tower import forward as tower_module
 from hf_vit_accel.tower.state import state_of
 

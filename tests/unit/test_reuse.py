@@ -22,9 +22,9 @@ from hf_vit_accel.config import Settings
 from hf_vit_accel.engine.route import Route
 from hf_vit_accel.families import FAMILIES
 from hf_vit_accel.machine import KERNELS, guarded
-from hf_vit_accel.sharing import checksum
-from hf_vit_accel.sharing import reuse as reuse_module
-from hf_vit_accel.sharing.reuse import WeightTable, _layout_of, _Repeat
+from hf_vit_accel.options import checksum
+from hf_vit_accel.options import reuse as reuse_module
+from hf_vit_accel.options.reuse import WeightTable, _layout_of, _Repeat
 from hf_vit_accel.status import ignored_options
 from hf_vit_accel.tower import checks
 from hf_vit_accel.tower import forward as tower_module

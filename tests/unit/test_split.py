@@ -11,7 +11,7 @@ import torch
 from support.grids import drawn, frames_of
 
 from hf_vit_accel.layout import rows_of
-from hf_vit_accel.sharing.split import Assignment, Piece, Split, cost, loads, split
+from hf_vit_accel.options.split import Assignment, Piece, Split, cost, loads, split
 from hf_vit_accel.tools.bench.towers import SIZES
 
 Entry = tuple[int, int, int]
