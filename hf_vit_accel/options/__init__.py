@@ -1,1 +1,1 @@
-"""Long calls in passes (`max_rows`), one image for many (`reuse`), one call for the ranks of a group (`data_parallel`)."""
+"""Options around one encoded pass: `max_rows` (several passes), `reuse` (one image for many), `data_parallel` (ranks)."""
