@@ -1,1 +1,1 @@
-"""Options around one encoded pass: `max_rows` (several passes), `reuse` (one image for many), `data_parallel` (ranks)."""
+"""Options around one encoded pass: `max_rows` (passes), `reuse` (equal images), `data_parallel` (ranks)."""
