@@ -23,13 +23,15 @@ import torch
 import typer
 from media.processors import load_processor
 from PIL import Image, ImageDraw, ImageFont
-from tiny_captioner.scenes import draw, scene
 from transformers import AutoModelForImageTextToText
 
 import hf_vit_accel
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from tiny_captioner.scenes import draw, scene
+
 CAPTIONER = Path(__file__).resolve().parent / "batch_caption.py"
-CHECKPOINTS = Path(__file__).resolve().parent / "tiny_captioner"
+CHECKPOINTS = Path(__file__).resolve().parents[1] / "tests" / "tiny_captioner"
 FIRST = 1 << 41
 """The first seed of the demo's scenes; the models were neither trained nor evaluated on them."""
 MARKER = ".hf_vit_accel_demo"

@@ -31,7 +31,8 @@ from PIL import Image
 from transformers import PreTrainedModel, ProcessorMixin
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT / "tests")]
 
 import batch_caption  # noqa: E402
 from measuring import Row, write_json  # noqa: E402
@@ -43,8 +44,8 @@ from hf_vit_accel import machine  # noqa: E402
 from hf_vit_accel.tools import bench  # noqa: E402
 
 CHECKPOINTS = {
-    "qwen2.5-vl-7b": HERE.parent / "tiny_captioner" / "qwen2_5_vl",
-    "qwen3-vl-8b": HERE.parent / "tiny_captioner" / "qwen3_vl",
+    "qwen2.5-vl-7b": ROOT / "tests" / "tiny_captioner" / "qwen2_5_vl",
+    "qwen3-vl-8b": ROOT / "tests" / "tiny_captioner" / "qwen3_vl",
 }
 """The models, with the tiny checkpoint whose processor each of them takes."""
 PATCH_SIDE = {"qwen2.5-vl-7b": 28, "qwen3-vl-8b": 32}

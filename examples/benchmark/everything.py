@@ -187,7 +187,7 @@ JOBS = {
         seconds=80,
     ),
     "ways": _script("ways.json", "ways.py", QWEN[:2], seconds=160),
-    "captions": Job(file="captions.json", command="python examples/tiny_captioner/parity.py --scenes 300", seconds=120),
+    "captions": Job(file="captions.json", command="python tests/tiny_captioner/parity.py --scenes 300", seconds=120),
     "data_parallel": Job(
         file="data_parallel.json",
         command="torchrun --nproc-per-node {gpus} examples/benchmark/data_parallel.py --rounds 3 --calls 50 --no-pays "

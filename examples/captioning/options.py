@@ -19,7 +19,7 @@ from hf_vit_accel.backends import backend_named
 
 __all__ = ["MaxFailures", "OnRay", "Options", "command"]
 
-_TINY = Path(__file__).resolve().parent.parent / "tiny_captioner" / "qwen3_vl"
+_TINY = Path(__file__).resolve().parents[2] / "tests" / "tiny_captioner" / "qwen3_vl"
 _PROMPT = "Describe this {kind}."
 _TINY_PROMPT = "describe this {kind} ."
 

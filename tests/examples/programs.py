@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
+CAPTIONERS = ROOT / "tests" / "tiny_captioner"
 HELD_OUT = 1 << 40
 UNIT = 32
 RUNNER = CliRunner(env={"ACCELERATE_USE_CPU": "true", "COLUMNS": "1000"})

@@ -13,7 +13,7 @@ from captioning import stages
 from media import checkpoints
 from media.checkpoints import config_of
 from media.processors import load_processor
-from programs import EXAMPLES
+from programs import CAPTIONERS
 from transformers import PretrainedConfig, PreTrainedModel, ProcessorMixin
 
 _read_model = lru_cache(maxsize=4)(batch_caption.load_model)
@@ -43,7 +43,7 @@ def config_once(model: str, revision: str | None) -> PretrainedConfig:
 
 def _is_captioner(model: str) -> bool:
     """Return whether a folder is that of a trained captioner, which no test changes."""
-    return Path(model).parent == EXAMPLES / "tiny_captioner"
+    return Path(model).parent == CAPTIONERS
 
 
 STAND_INS = {"load_model": load_once, "load_processor": load_processor_once, "config_of": config_once}

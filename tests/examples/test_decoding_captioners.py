@@ -16,7 +16,7 @@ import hf_vit_accel
 from hf_vit_accel import graphed_decoding
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "examples" / "tiny_captioner")]
+sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests" / "tiny_captioner")]
 
 import parity  # noqa: E402
 

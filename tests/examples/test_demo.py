@@ -16,7 +16,7 @@ import typer
 from accelerate import PartialState
 from media import checkpoints
 from PIL import Image
-from programs import EXAMPLES, ROOT, RUNNER
+from programs import CAPTIONERS, EXAMPLES, ROOT, RUNNER
 from read_once import load_processor_once, read_once
 from transformers import AutoModelForImageTextToText
 
@@ -153,7 +153,7 @@ def test_videos_are_captioned(tmp_path: Path, family: str) -> None:
         expected[name] = drawn.caption
     (tmp_path / "cut.mp4").write_bytes((tmp_path / "0.mp4").read_bytes()[:200])
     script = EXAMPLES / "batch_caption.py"
-    checkpoint = EXAMPLES / "tiny_captioner" / family
+    checkpoint = CAPTIONERS / family
     options = ["--prompt", "describe this {kind} .", "--max-new-tokens", "24", "--model", checkpoint]
     run(script, "caption", tmp_path, "--output", tmp_path / "out", *options, cwd=tmp_path)
     run(script, "merge", tmp_path / "out", tmp_path / "out.jsonl", cwd=tmp_path)

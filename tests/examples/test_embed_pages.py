@@ -14,7 +14,7 @@ import transformers
 import typer
 from click.testing import Result
 from PIL import Image
-from programs import EXAMPLES, RUNNER, WAYS, draw, launched, words
+from programs import CAPTIONERS, EXAMPLES, RUNNER, WAYS, draw, launched, words
 from safetensors.torch import load_file, save_file
 from tiny import IMAGE, TINY, randomise, relative_error
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -273,7 +273,7 @@ def test_mistakes_are_refused_with_the_fix(model: Path, pages: Path, tmp_path: P
     assert "Invalid value for --model: without pages, a query takes the model of its run" in words(without_pages)
     with_pages = call(pages, "--output", output, "--model", model, "--query", "word1", "--run=x")
     assert "Invalid value for --run: pages and options name a run themselves" in words(with_pages)
-    other = EXAMPLES / "tiny_captioner" / "qwen2_vl"
+    other = CAPTIONERS / "qwen2_vl"
     assert "Name a checkpoint of ColQwen2ForRetrieval" in words(call(pages, "--output", output, "--model", other))
     arguments = (pages, "--output", output, "--model", model)
     limits = ("--min-pixels=2048", "--max-pixels=1024")

@@ -16,7 +16,7 @@ import pytest
 from captioning.journal import Journal, Record
 from click.testing import Result
 from media.files import lock
-from programs import EXAMPLES, RUNNER, UNIT, draw, words
+from programs import CAPTIONERS, EXAMPLES, RUNNER, UNIT, draw, words
 from read_once import read_once
 
 
@@ -240,7 +240,7 @@ def test_paths_without_a_model_are_refused(folder: Path, model: str) -> None:
 
 
 def test_a_model_without_a_chat_template_is_refused_before_pictures_are_read(folder: Path) -> None:
-    base = shutil.copytree(EXAMPLES / "tiny_captioner" / "qwen2_5_vl", folder.parent / "base")
+    base = shutil.copytree(CAPTIONERS / "qwen2_5_vl", folder.parent / "base")
     (base / "chat_template.jinja").unlink()
     done = RUNNER.invoke(
         batch_caption.app, ["caption", str(folder), f"--output={folder.parent / 'captions'}", "--model", str(base)]
@@ -280,7 +280,7 @@ def test_help_is_not_cut_at_80_columns(command: str) -> None:
 @pytest.mark.parametrize(
     ("package", "programs"),
     [
-        ("accelerate", ["batch_caption.py", "embed_pages.py", "finetune.py", "tiny_captioner/train.py"]),
+        ("accelerate", ["batch_caption.py", "embed_pages.py", "finetune.py", "../tests/tiny_captioner/train.py"]),
         ("ray", ["caption_on_ray.py"]),
     ],
 )

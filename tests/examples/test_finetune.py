@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
-from programs import EXAMPLES, RUNNER, WAYS, launched, words
+from programs import CAPTIONERS, EXAMPLES, RUNNER, WAYS, launched, words
 from read_once import load_processor_once, read_once
 from safetensors.torch import load_file
 from support.towers import alike
@@ -81,7 +81,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def checkpoint_of(family: str) -> Path:
-    return EXAMPLES / "tiny_captioner" / family
+    return CAPTIONERS / family
 
 
 def arguments(data: Path, output: Path, family: str, *flags: str, **settings: object) -> list[str]:

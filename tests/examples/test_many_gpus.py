@@ -24,6 +24,7 @@ import hf_vit_accel
 from hf_vit_accel.tower import forward as tower_module
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+CAPTIONERS = Path(__file__).resolve().parents[1] / "tiny_captioner"
 sys.path[:0] = [str(EXAMPLES)]
 
 import long_video  # noqa: E402
@@ -198,7 +199,7 @@ RANDOM = "--random=qwen3-vl-8b"
     [
         (["--model=./nope"], "cannot load ./nope: "),
         (
-            [f"--model={EXAMPLES / 'tiny_captioner' / 'qwen3_vl'}"],
+            [f"--model={CAPTIONERS / 'qwen3_vl'}"],
             "--model needs a decoder (pip install av) and the torchvision",
         ),
         ([RANDOM, "--video=nope.mp4"], "nope.mp4 is not there: name a video file"),
@@ -241,7 +242,7 @@ def test_a_damaged_video_ends_in_one_line_before_a_model_is_loaded(
     monkeypatch.setattr(long_video, "read_frames", fail)
     monkeypatch.setattr(transformers.AutoProcessor, "from_pretrained", lambda _: processor)
     monkeypatch.setattr(transformers.AutoModelForImageTextToText, "from_pretrained", lambda *_: pytest.fail("loaded"))
-    options = [f"--model={EXAMPLES / 'tiny_captioner' / 'qwen3_vl'}", f"--video={video}"]
+    options = [f"--model={CAPTIONERS / 'qwen3_vl'}", f"--video={video}"]
     monkeypatch.setattr(sys, "argv", ["long_video.py", *options])
     with pytest.raises(SystemExit) as stopped:
         long_video.main()
@@ -259,7 +260,7 @@ def test_tensor_parallelism_names_its_launcher(
     assert stopped.value.code == 2 and "torchrun --nproc-per-node 2" in capsys.readouterr().err.splitlines()[-1]
 
 
-QWEN3 = EXAMPLES / "tiny_captioner" / "qwen3_vl"
+QWEN3 = CAPTIONERS / "qwen3_vl"
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -29,7 +29,7 @@ from hf_vit_accel import Status
 from hf_vit_accel.backends import BACKENDS, FP8
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "examples" / "tiny_captioner")]
+sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests" / "tiny_captioner")]
 
 import batch_caption  # noqa: E402
 import curves  # noqa: E402

@@ -67,7 +67,7 @@ def blocks(path: Path, *languages: str) -> list[Block]:
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Load tiny checkpoints in place of those that the pages name; put a picture into the working folder."""
-    folder = ROOT / "examples" / "tiny_captioner"
+    folder = ROOT / "tests" / "tiny_captioner"
     folders = {"Qwen/Qwen3-VL-8B-Instruct": folder / "qwen3_vl", "Qwen/Qwen2.5-VL-7B-Instruct": folder / "qwen2_5_vl"}
     processors = {name: load_processor(str(path)) for name, path in folders.items()}
     load: Callable[..., Any] = transformers.AutoModelForImageTextToText.from_pretrained

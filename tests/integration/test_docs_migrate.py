@@ -14,7 +14,7 @@ import hf_vit_accel
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "migrate.md").read_text()
-CHECKPOINT = ROOT / "examples" / "tiny_captioner" / "qwen2_5_vl"
+CHECKPOINT = ROOT / "tests" / "tiny_captioner" / "qwen2_5_vl"
 
 
 def example(model: torch.nn.Module) -> dict[str, torch.Tensor]:

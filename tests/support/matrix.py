@@ -101,7 +101,7 @@ def no_fusions() -> str | None:
 
 def trained_checkpoint(family: str) -> nn.Module:
     """Load the trained checkpoint of the examples, which has a processor."""
-    folder = uses.EXAMPLES / "tiny_captioner" / family
+    folder = uses.CAPTIONERS / family
     return transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
 
 

@@ -90,7 +90,7 @@ def recipe(section: str, containing: str = "") -> Recipe:
 
 def save_captioner(family: str, folder: Path) -> str:
     """Save a tiny captioner of examples/ in fp32, with its processor; return its path."""
-    source = ROOT / "examples" / "tiny_captioner" / family
+    source = ROOT / "tests" / "tiny_captioner" / family
     shutil.copytree(source, folder, dirs_exist_ok=True)
     model = transformers.AutoModelForImageTextToText.from_pretrained(source, dtype=torch.float32)
     model.save_pretrained(folder)

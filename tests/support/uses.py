@@ -18,6 +18,7 @@ from support.tensors import flat
 
 Use = Callable[[nn.Module], list[torch.Tensor]]
 EXAMPLES = Path(__file__).parents[2] / "examples"
+CAPTIONERS = Path(__file__).parents[1] / "tiny_captioner"
 STEPS = 2  # the second one reads what the first one wrote
 
 

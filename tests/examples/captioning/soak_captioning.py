@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Annotated
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-FOLDERS = ("tests/examples", "examples", "examples/tiny_captioner")
+FOLDERS = ("tests/examples", "examples", "tests/tiny_captioner")
 sys.path[:0] = [str(REPOSITORY / folder) for folder in FOLDERS]
 
 import numpy as np

@@ -20,9 +20,9 @@ from media import tables
 from media.batches import Task
 from media.items import Item
 from PIL import Image
-from programs import EXAMPLES, RUNNER, draw, encode
+from programs import CAPTIONERS, RUNNER, draw, encode
 
-MODEL = EXAMPLES / "tiny_captioner" / "qwen3_vl"
+MODEL = CAPTIONERS / "qwen3_vl"
 PROMPT = "describe this {kind} ."
 PICTURE_PROMPT = "describe this picture ."
 FAMILIES = {"qwen2_vl": 28, "qwen2_5_vl": 28, "qwen3_vl": 32}  # the side of a merged token, in pixels

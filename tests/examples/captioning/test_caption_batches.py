@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from media.batches import Task, cost, halve_on_oom, pack, spread
 from media.processors import load_processor, vision_tokens
 from PIL import Image
-from programs import EXAMPLES
+from programs import CAPTIONERS
 from support_captioning import FAMILIES, named_task
 from transformers import ProcessorMixin
 
@@ -73,7 +73,7 @@ def test_pack_keeps_budgets(tasks: list[Task], most_tokens: int, most_items: int
 
 @pytest.fixture(scope="module", params=list(FAMILIES))
 def processor(request: pytest.FixtureRequest) -> Any:
-    return load_processor(str(EXAMPLES / "tiny_captioner" / request.param))
+    return load_processor(str(CAPTIONERS / request.param))
 
 
 @settings(max_examples=25, deadline=None)

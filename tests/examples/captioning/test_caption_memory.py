@@ -26,7 +26,7 @@ from media.items import Item
 from media.pictures import Gate, read_image
 from media.processors import limit_pixels, load_processor, reduced
 from PIL import Image
-from programs import EXAMPLES, draw, encode
+from programs import CAPTIONERS, draw, encode
 from read_once import load_once, read_once
 from support.towers import alike
 from support_captioning import MODEL, caption, captions_in
@@ -74,7 +74,7 @@ def test_photos_of_24_megapixels_are_decoded_one_by_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", alike("qwen3_vl", "qwen2_5_vl", "qwen2_vl"))
 def test_reduced_pictures_are_the_processors(family: str) -> None:
     """Pictures that are not decoded at a smaller scale have equal pixels, bit for bit."""
-    processor = load_processor(str(EXAMPLES / "tiny_captioner" / family))
+    processor = load_processor(str(CAPTIONERS / family))
     smaller = reduced(processor)
     chance = random.Random(0)
     exact = 0

@@ -19,7 +19,7 @@ from media.batches import Task
 from media.items import Item
 from packaging.version import Version
 from PIL import Image
-from programs import EXAMPLES, draw
+from programs import CAPTIONERS, draw
 from read_once import load_once, load_processor_once
 from support.decoding import Counts, counts_of
 from support.recorded_ops import OperationRecorder
@@ -35,7 +35,7 @@ import hf_vit_accel
 
 def load(family: str, max_new_tokens: int = 24, **options: object) -> Captioner:
     """Load a tiny captioner."""
-    folder = str(EXAMPLES / "tiny_captioner" / family)
+    folder = str(CAPTIONERS / family)
     model = load_once(folder, torch.float32, torch.device("cpu"))
     return Captioner(model, load_processor_once(folder), max_new_tokens=max_new_tokens, **options)
 

@@ -1,6 +1,6 @@
 """Train the tiny captioners from scratch, stock with several seeds and patched with the first, and compare curves.
 
-    python examples/tiny_captioner/curves.py --json build/curves.json
+    python tests/tiny_captioner/curves.py --json build/curves.json
 
 A patched model should learn as the stock model does. The script compares the losses of patched and stock with the same
 seed, as means of ten steps. They may differ by as much as stock's losses differ between seeds. The same holds for the
@@ -28,7 +28,7 @@ import hf_vit_accel
 from hf_vit_accel import machine
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import train
 from finetuning.curve import draw
 from scene_batches import encode, held_out, position_ids

@@ -1,6 +1,6 @@
 """Train a tiny Qwen2-VL, Qwen2.5-VL or Qwen3-VL to caption the scenes of `scenes.py`, and save it as a checkpoint.
 
-accelerate launch examples/tiny_captioner/train.py qwen2_5_vl --output build/tiny_captioner/qwen2_5_vl
+accelerate launch tests/tiny_captioner/train.py qwen2_5_vl --output build/tiny_captioner/qwen2_5_vl
 
 Every batch holds scenes of one picture size, which changes between batches.
 """

@@ -1,7 +1,7 @@
 """Compare the captions of patched models with those of the stock model, on scenes that the tiny captioners never saw.
 
-    python examples/tiny_captioner/parity.py --scenes 1000 --json build/parity.json
-    python examples/tiny_captioner/parity.py --only fp8 --dtypes bfloat16           FP8 beside stock; needs a GPU
+    python tests/tiny_captioner/parity.py --scenes 1000 --json build/parity.json
+    python tests/tiny_captioner/parity.py --only fp8 --dtypes bfloat16           FP8 beside stock; needs a GPU
 
 The stock model and every way to patch it that runs on this machine caption the same held-out scenes. They run in bf16
 and fp16 on a GPU, and in fp32 on a CPU. The rows are printed as a Markdown table. The script exits with 1 if an
