@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -12,11 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import typer
 from accelerate import PartialState
 from media import checkpoints
 from PIL import Image
-from programs import CAPTIONERS, EXAMPLES, ROOT, RUNNER
+from programs import CAPTIONERS, EXAMPLES, ROOT
 from read_once import load_processor_once, read_once
 from transformers import AutoModelForImageTextToText
 
@@ -26,11 +26,7 @@ sys.path[:0] = [str(EXAMPLES / "benchmark")]
 
 import captioning_benchmark  # noqa: E402
 import demo  # noqa: E402
-from demo import CELL, COLUMNS, HEADER, contact_sheet, draw_scenes, main  # noqa: E402
 from tiny_captioner.scenes import draw, scene  # noqa: E402
-
-DEMO = typer.Typer()
-DEMO.command()(main)
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -41,29 +37,27 @@ def run(*command: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
-def test_the_demo_captions_scenes_that_it_never_saw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "RUNS", 2)
+def test_the_demo_captions_scenes_that_it_never_saw(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "RUNS", 1)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)  # the demo changes it
-    done = RUNNER.invoke(DEMO, ["--output", str(tmp_path / "demo"), "--family=qwen3_vl", "--scenes=7"])
-    assert done.exit_code == 0, done.output
-    texts = []
-    for name in ("captions.jsonl", "captions_stock.jsonl"):
-        records = [json.loads(line) for line in (tmp_path / "demo" / name).read_text().splitlines()]
-        assert len(records) == 7 and {record["status"] for record in records} == {"ok"}
-        texts.append({record["key"]: record["caption"] for record in records})
-    assert texts[0] == texts[1]
-    statuses = []
-    for way in ("stock", "patched"):
-        manifest = json.loads((tmp_path / "demo" / "records" / way / "manifest.json").read_text())
-        statuses.append(manifest["runs"][-1]["status"])
-    assert statuses[0] == "stock" and "qwen3_vl, patched" in statuses[1]  # not one of them twice
-    steps = [line for line in done.output.splitlines() if line.startswith("--- ")]
-    assert [step[4:10] for step in steps] == [f"{number} of 4" for number in range(1, 5)]
-    assert "stock, 7 of 7 patched; 0 differ between stock and patched" in done.output
-    assert "relative L2 error" in done.output
+    rows = (demo.SCENES / "metadata.jsonl").read_text().splitlines()[:7]
+    scenes = tmp_path / "scenes"
+    shutil.copytree(demo.SCENES, scenes)
+    (scenes / "metadata.jsonl").write_text("\n".join(rows) + "\n")
+    monkeypatch.setattr(demo, "SCENES", scenes)
+    demo.main([f"--output={tmp_path / 'demo'}"])
+    captions = [json.loads(line) for line in (tmp_path / "demo" / "captions.jsonl").read_text().splitlines()]
+    assert captions == [json.loads(row) for row in rows]
+    printed = capsys.readouterr().out
+    steps = [line for line in printed.splitlines() if line.startswith("--- ")]
+    assert [step[4:10] for step in steps] == [f"{number} of 3" for number in range(1, 4)]
+    assert "7 of 7 stock, 7 of 7 patched; 0 differ between stock and patched" in printed
+    assert "relative L2 error" in printed and "qwen2_5_vl, patched" in printed
     sheet = Image.open(tmp_path / "demo" / "contact_sheet.png")
-    assert sheet.size == (COLUMNS * CELL[0], HEADER + 2 * CELL[1])
-    assert (np.asarray(sheet)[:HEADER] < 128).sum() > 500, "the times stand above the pictures"
+    assert sheet.size == (demo.COLUMNS * demo.CELL[0], demo.HEADER + 2 * demo.CELL[1])
+    demo.main([f"--output={tmp_path / 'demo'}"])  # its own folder is written anew
 
 
 def test_every_slow_step_of_make_demo_is_announced(tmp_path: Path) -> None:
@@ -80,39 +74,18 @@ def test_every_slow_step_of_make_demo_is_announced(tmp_path: Path) -> None:
     assert not any(" -q" in line for line in printed)  # pip shows what it downloads
 
 
-def test_the_demo_refuses_a_folder_with_other_files(tmp_path: Path) -> None:
-    other_file = tmp_path / "scenes" / "other.txt"
-    other_file.parent.mkdir()
+@pytest.mark.parametrize("name", ["captions.jsonl", "scenes/other.txt", ""])
+def test_the_demo_refuses_a_folder_with_other_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    output = tmp_path / "mine"
+    other_file = output / name if name else output  # also a file in place of the folder
+    other_file.parent.mkdir(parents=True, exist_ok=True)
     other_file.write_text("as it was")
-    done = RUNNER.invoke(DEMO, ["--output", str(tmp_path), "--scenes=1"])
-    assert done.exit_code == 2 and "name another folder" in done.output
+    with pytest.raises(SystemExit) as stopped:
+        demo.main([f"--output={output}"])
+    assert stopped.value.code == 2 and "name another folder" in capsys.readouterr().err
     assert other_file.read_text() == "as it was"
-
-
-def test_the_demo_takes_no_records_of_others_for_its_own(tmp_path: Path) -> None:
-    others = [tmp_path / name for name in ("records/a.jsonl", "scenes/scene_00.png", "captions.jsonl")]
-    for path in others:
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("mine")
-    done = RUNNER.invoke(DEMO, ["--output", str(tmp_path), "--scenes=1"])
-    assert done.exit_code == 2 and "name another folder" in done.output
-    assert [path.read_text() for path in others] == ["mine"] * 3
-
-
-def test_the_demo_deletes_no_scene(tmp_path: Path) -> None:
-    (tmp_path / "scene_99.png").write_text("mine")
-    assert draw_scenes(tmp_path, 1, 28).keys() == {"scene_00.png"}
-    assert {path.name for path in tmp_path.iterdir()} == {"scene_00.png", "scene_99.png"}
-
-
-@pytest.mark.parametrize("options", [["--family=qwen2_5"], ["--output={file}"]], ids=["family", "output"])
-def test_mistakes_end_the_demo_before_it_draws(tmp_path: Path, options: list[str]) -> None:
-    (tmp_path / "file").write_text("mine")
-    arguments = [option.format(file=tmp_path / "file") for option in options]
-    done = RUNNER.invoke(DEMO, [f"--output={tmp_path / 'demo'}", *arguments])
-    assert done.exit_code == 2 and isinstance(done.exception, SystemExit), done.output
-    assert "qwen2_5_vl" in done.output or "is a file: name a folder" in done.output
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_the_demo_installs_no_test_tools() -> None:
@@ -121,16 +94,11 @@ def test_the_demo_installs_no_test_tools() -> None:
     assert not {"mypy", "pytest", "pytest-xdist", "ruff", "hypothesis", "triton"} & set(extras["examples"])
 
 
-def test_the_contact_sheet_shows_right_captions_green_and_wrong_ones_red(tmp_path: Path) -> None:
-    drawn = scene(1, video=False)
-    draw(drawn, 112, 112)[0].save(tmp_path / "a.png")
-    expected = {"a.png": drawn.caption}
-    right = [{"key": "a.png", "caption": drawn.caption, "error": None}]
-    wrong = [{"key": "a.png", "caption": "a small red circle", "error": None}]
-    sheet = np.asarray(contact_sheet(tmp_path, {"stock": right, "patched": wrong}, expected, ["stock 2 ms"])).astype(
-        int
-    )
-    stock_top = HEADER + 212
+def test_the_contact_sheet_shows_right_captions_green_and_wrong_ones_red() -> None:
+    image = Image.new("RGB", (112, 112))
+    captions = {"stock": ["a large red star"], "patched": ["a small red circle"]}
+    sheet = np.asarray(demo.contact_sheet([image], ["a large red star"], captions)).astype(int)
+    stock_top = demo.HEADER + 212
     halves = (sheet[stock_top : stock_top + 66], sheet[stock_top + 68 :])
     greens = [(half[:, :, 1] - half[:, :, 0] > 60).sum() for half in halves]
     reds = [(half[:, :, 0] - half[:, :, 1] > 60).sum() for half in halves]

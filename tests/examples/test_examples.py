@@ -280,7 +280,7 @@ def test_help_is_not_cut_at_80_columns(command: str) -> None:
 @pytest.mark.parametrize(
     ("package", "programs"),
     [
-        ("accelerate", ["batch_caption.py", "embed_pages.py", "finetune.py", "../tests/tiny_captioner/train.py"]),
+        ("accelerate", ["batch_caption.py", "../tests/tiny_captioner/train.py"]),
         ("ray", ["caption_on_ray.py"]),
     ],
 )

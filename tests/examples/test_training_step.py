@@ -200,10 +200,10 @@ def test_programs_without_options_print_their_purpose(program: str) -> None:
     assert process.returncode == 0 and f"python examples/benchmark/{program}" in process.stdout, process.stderr
 
 
-@pytest.mark.parametrize("program", ["long_video.py", "tensor_parallel.py", "benchmark/training_step.py"])
+@pytest.mark.parametrize("program", ["long_video.py", "training_step.py"])
 def test_programs_that_import_whole_call_start_from_another_folder(program: str, tmp_path: Path) -> None:
     """In a process of its own, since this one has the folder of benchmarks on its path."""
-    command = [sys.executable, str(FOLDER.parent / program), "--help"]
+    command = [sys.executable, str(FOLDER / program), "--help"]
     process = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(FOLDER.parents[1])}
     )

@@ -28,9 +28,8 @@ import hf_vit_accel
 from hf_vit_accel import machine
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import train
-from finetuning.curve import draw
+from chart import draw
 from scene_batches import encode, held_out, position_ids
 from tiny_models import FAMILIES, build_model, build_tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
