@@ -47,8 +47,7 @@ def accelerate_device(module: nn.Module) -> object:
     With `device_map`, accelerate puts such a hook on every module. Inside a tower on one device it does nothing.
     """
     hook: Any = vars(module).get("_hf_hook")
-    is_aligning = (type(hook).__module__, type(hook).__name__) == ("accelerate.hooks", "AlignDevicesHook")
-    return hook.execution_device if is_aligning and not hook.offload else None
+    return None if getattr(hook, "offload", True) else hook.execution_device
 
 
 def own_forward(module: nn.Module) -> object:

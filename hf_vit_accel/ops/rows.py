@@ -12,9 +12,11 @@ from types import FunctionType
 from typing import Any
 
 from torch import nn
+from transformers import activations
 
 from hf_vit_accel import machine
 from hf_vit_accel.ops.base import class_of_own_weight, own_forward
+from hf_vit_accel.ops.lora import modules as lora
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +26,6 @@ class RowWise:
     Attributes:
         summary: the modules, for the documentation.
         classes: exact classes of torch; a subclass is another class.
-        names: full names of other packages' classes. A name that ends with a dot covers everything below it.
         condition: what must hold for such a module, for the documentation; empty where nothing must.
         holds: whether the condition holds for a module.
         of_patches: whether only modules inside the patch embedding or the downsampling count.
@@ -32,24 +33,20 @@ class RowWise:
 
     summary: str
     classes: tuple[type[nn.Module], ...] = ()
-    names: tuple[str, ...] = ()
     condition: str = ""
     holds: Callable[[Any], bool] = lambda module: True
     of_patches: bool = False
-
-    def covers(self, kind: type) -> bool:
-        """Return whether a class is one of those declared."""
-        name = f"{kind.__module__}.{kind.__qualname__}"
-        return kind in self.classes or any(
-            name.startswith(declared) if declared.endswith(".") else name == declared for declared in self.names
-        )
 
 
 PROVEN = RowWise(
     summary="transformers' classes of the tower itself, and norms, activations and MLPs that other code put in",
     condition="a proof has run them",
 )
-"""Declared by no name: `tower.proof` lists them."""
+"""`tower.proof` lists them."""
+TRIED = RowWise(
+    summary="PEFT's LoRA, and other packages' linears: quantised ones, and those with other adapters",
+    condition="it follows LoRA's formula, or a trial gave rows the same results alone as beside others",
+)
 
 _ELEMENTWISE = (
     nn.CELU,
@@ -70,27 +67,8 @@ _ELEMENTWISE = (
     nn.Softsign,
     nn.Tanh,
 )
+_ACTIVATIONS = [kind for kind in vars(activations).values() if isinstance(kind, type) and issubclass(kind, nn.Module)]
 _CONTAINERS = nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict
-_PEFT_METHODS = "adalora", "boft", "hra", "ia3", "loha", "lokr", "lora", "lycoris_utils", "oft", "vera"
-# The last two hold tensors, and whole modules that are trained.
-_PEFT_PARTS = (
-    *(f"tuners.{method}.layer" for method in _PEFT_METHODS),
-    "tuners.lora.bnb",
-    "tuners.lora.dora",
-    "tuners.lora.torchao",
-    "tuners._buffer_dict",
-    "utils.other",
-)
-
-
-def _has_known_variants(module: nn.Module) -> bool:
-    """Return whether the adapters of a PEFT module are plain LoRA or DoRA."""
-    for variant in getattr(module, "lora_variant", {}).values():
-        kind = variant if isinstance(variant, type) else type(variant)
-        if "Dora" not in kind.__name__:
-            return False
-    return True
-
 
 TABLE: tuple[RowWise, ...] = (
     PROVEN,
@@ -109,8 +87,7 @@ TABLE: tuple[RowWise, ...] = (
     ),
     RowWise(
         summary="activations of torch and transformers that act element by element",
-        classes=_ELEMENTWISE,
-        names=("transformers.activations.",),
+        classes=(*_ELEMENTWISE, *_ACTIVATIONS),
     ),
     RowWise(
         summary="Softmax, LogSoftmax, Softmin and GLU of torch",
@@ -128,19 +105,9 @@ TABLE: tuple[RowWise, ...] = (
         condition="they embed patches or merge blocks, each of which is an image of its own to them",
         of_patches=True,
     ),
-    RowWise(
-        summary="PEFT's LoRA (and DoRA), AdaLoRA, BOFT, HRA, IA3, LoHa, LoKr, OFT and VeRA",
-        names=tuple(f"peft.{part}." for part in _PEFT_PARTS),
-        condition="no adapter is a variant other than DoRA: VeLoRA averages over all rows",
-        holds=_has_known_variants,
-    ),
-    RowWise(
-        summary="bitsandbytes' 4-bit linears",
-        names=tuple(f"bitsandbytes.nn.modules.{name}" for name in ("Linear4bit", "LinearFP4", "LinearNF4")),
-    ),
+    TRIED,
 )
-"""All that is known. Left out on purpose, since their scales or outliers are found over all rows of a call: linears of
-torch's dynamic quantisation, `bitsandbytes.nn.Linear8bitLt`, `torchao.float8.Float8Linear`."""
+"""All that is known."""
 
 
 def reasons_mixing(
@@ -149,6 +116,7 @@ def reasons_mixing(
     patches: Iterable[nn.Module | None] = (),
     class_of: Callable[[nn.Module], type] = type,
     trusted: Collection[Any] = (),
+    row_wise: Collection[int] = (),
 ) -> list[str]:
     """Return why all rows of a call must be encoded together: the first module that may mix rows.
 
@@ -157,16 +125,19 @@ def reasons_mixing(
         patches: the modules that get patches or merge blocks as a batch of images.
         class_of: returns the class that a module was written as, where a wrapper has given it another.
         trusted: proven classes of a copy's own code, and modules that are proven by themselves.
+        row_wise: the ids of the modules that a trial has found to treat each row by itself.
 
     Returns:
         One sentence, or none where every module treats each row by itself.
     """
     of_patches = {id(module) for part in patches if part is not None for module in part.modules()}
     for module in modules:
+        if id(module) in row_wise or module in trusted or lora.is_plain(module):
+            continue
         kind = class_of(module)
         is_of_patches = id(module) in of_patches
         reason = _reason_mixing(module, kind, proven, is_trusted=kind in trusted, is_of_patches=is_of_patches)
-        if reason is not None and module not in trusted:
+        if reason is not None:
             return [f"{reason}, and may mix rows of several images"]
     return []
 
@@ -198,7 +169,7 @@ def _reason_mixing(
     is_upstream = is_torch or is_transformers
     if own_forward(module) is not None:
         return f"a {kind.__name__} has a forward of its own"
-    entry = next((entry for entry in TABLE if entry.covers(kind)), None)
+    entry = next((entry for entry in TABLE if kind in entry.classes), None)
     if kind in proven and (is_transformers or is_trusted):
         name = _name_of_own_function(module, is_activation=entry is not None)
         if name is not None:

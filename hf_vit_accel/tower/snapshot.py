@@ -143,7 +143,9 @@ class Snapshot:
         found = [module for module in self._modules if is_fast and self._is_substitute(module)]
         self.trusted: frozenset[Any] = self.proof.trusted
         self.without_gradients: list[str] = []
+        self.row_wise: set[int] = set()
         if found:
+            self.row_wise = substitutes.row_wise_modules(found, self.parts)
             proven = substitutes.prove(found, self.proof.classes, self.trusted, next(tower.parameters()))
             self.trusted, self.without_gradients = proven
         self._known_classes = self.proof.classes | {type(module) for module in found if module in self.trusted}
@@ -203,7 +205,9 @@ class Snapshot:
         self.callable_blocks: dict[int, nn.Module] = {}
         if not self.reasons_stock:
             patches = self.parts.projection, self.parts.downsample
-            self.mixing = reasons_mixing(unwrapped, self.proof.classes, patches, fsdp.class_of, self.trusted)
+            self.mixing = reasons_mixing(
+                unwrapped, self.proof.classes, patches, fsdp.class_of, self.trusted, self.row_wise
+            )
             layers = {id(block.module): index for index, block in enumerate(self.parts.blocks)}
             for module in self._modules:  # a wrapper comes before what is inside
                 index = layers.get(id(looked_through(module)), -1)

@@ -22,9 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from hf_vit_accel import machine
+from hf_vit_accel.families.base import Parts
 from hf_vit_accel.ops import Context, mlp, norm
 from hf_vit_accel.ops.activation import ACTIVATIONS
 from hf_vit_accel.ops.base import own_forward
+from hf_vit_accel.ops.lora import modules as lora
 from hf_vit_accel.tower.exact import exact_products
 from hf_vit_accel.tower.twin import Isolated, random_weight, skip_global_hooks
 
@@ -58,6 +60,62 @@ def prove(
             trusted |= {module}
             without_gradients += [] if _VERDICTS[key] else [type(module).__name__]
     return trusted, without_gradients
+
+
+def row_wise_modules(modules: Sequence[nn.Module], parts: Parts) -> set[int]:
+    """Return the ids of modules that treat each row by itself, by trials of linears, mergers and the patch embedding.
+
+    Args:
+        modules: As for `prove`.
+    """
+    weight = parts.blocks[0].norm1.weight
+    widths = {module: module.in_features for module in modules if _is_linear(module)}
+    widths |= dict.fromkeys(parts.mergers(), len(weight)) | {parts.patch_embed: parts.projection.weight[0].numel()}
+    unknown = {id(module) for module in modules if not lora.is_plain(module)}
+    row_wise: set[int] = set()
+    verdicts: dict[object, bool] = {}
+    for module, width in widths.items():
+        inside = list(module.modules())
+        if unknown.isdisjoint(map(id, inside)) or _importable_forward(module) is None:
+            continue
+        form = (str(module), *map(type, inside))
+        if form not in verdicts:
+            try:
+                verdicts[form] = machine.run_isolated(_treats_rows_alone, module, width, weight)
+            except Exception:  # third-party code may raise anything; sharded weights cannot be tried
+                verdicts[form] = False
+        if verdicts[form]:
+            row_wise.update(map(id, inside))
+            unknown.difference_update(row_wise)
+    return row_wise
+
+
+def _treats_rows_alone(module: nn.Module, width: int, weight: Tensor) -> bool:
+    """Return whether a few rows have the same results and gradients alone as beside others, which are much larger.
+
+    A scale of all rows would show, and outliers among the others.
+    """
+    generator = torch.Generator("cpu").manual_seed(0)
+    x_TE = torch.randn(16, width, generator=generator, device="cpu").to(weight)
+    x_TE[4:] *= 1000
+    bound = max(torch.finfo(weight.dtype).eps / 2, _BOUND)
+    for training in (False, True):
+        beside = _first_results(module, training, x_TE, [16])
+        alone = _first_results(module, training, x_TE, [4, 12])
+        for rows, expected in zip(alone, beside, strict=True):
+            if not (rows - expected).float().norm() <= bound * expected.float().norm():
+                return False
+    return True
+
+
+def _first_results(module: nn.Module, training: bool, x_TE: Tensor, sizes: list[int]) -> list[Tensor]:
+    """Return the first quarters of all results of a module that runs on parts of the rows."""
+    clone = copy.deepcopy(module).train(training)
+    for inner in clone.modules():
+        if isinstance(inner, nn.Dropout):
+            inner.p = 0.0
+    results = _results(lambda rows_TE: torch.cat([clone.forward(x) for x in rows_TE.split(sizes)]), clone, x_TE)
+    return [result.flatten()[: result.numel() // 4] for result in results if result is not None]
 
 
 def _importable_forward(module: nn.Module) -> FunctionType | None:
@@ -180,7 +238,7 @@ def _results(run: Callable[[Tensor], Tensor], module: nn.Module, x_TE: Tensor) -
         return outputs
     generator = torch.Generator("cpu").manual_seed(1)
     incoming = torch.randn(output.shape, generator=generator, device="cpu").to(output)
-    inputs = [leaf_TE, *module.parameters()]
+    inputs = [leaf_TE, *(parameter for parameter in module.parameters() if parameter.requires_grad)]
     return [*outputs, *torch.autograd.grad(output, inputs, incoming, allow_unused=True)]
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
+import peft
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from support import quantised
 from tiny import TINY, assert_close, merged_of, outputs_of, pixels_for, tower_of
 from torch import nn
 from transformers.activations import ACT2FN
@@ -94,10 +96,98 @@ def test_an_activation_that_is_registered_with_transformers(
     assert any("may mix rows" in reason for reason in hf_vit_accel.status(model).towers[0].fallbacks)
 
 
-def test_plain_adapters_of_peft_are_known() -> None:
-    config = LoraConfig(r=4, init_lora_weights=False, target_modules=r".*visual.blocks.*(qkv|proj)$", use_dora=True)
-    model = get_peft_model(TINY["qwen2_5_vl"].build(), config)
+METHODS: dict[str, dict[str, Any]] = {
+    "AdaLora": dict(total_step=10),
+    "BOFT": dict(boft_block_size=2, init_weights=False),
+    "HRA": dict(init_weights=False),
+    "IA3": dict(feedforward_modules=[]),
+    "LoHa": dict(init_weights=False),
+    "LoKr": dict(init_weights=False),
+    "Lora": dict(lora_dropout=0.0, modules_to_save=["merger"]),
+    "Lora with DoRA": dict(use_dora=True),
+    "OFT": dict(oft_block_size=2, r=0, init_weights=False),
+    "Vera": {},
+}
+"""Methods of PEFT, with options that tiny models need."""
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_adapters_that_treat_each_row_by_itself_run_in_passes(method: str) -> None:
+    """None of them is known by name: a trial tells."""
+    kind = getattr(peft, f"{method.split()[0]}Config")
+    config = kind(target_modules=r".*visual.blocks.*(qkv|proj)$", **METHODS[method])
+    model = peft.get_peft_model(TINY["qwen2_5_vl"].build(), config)
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(std=0.1)
     stock = copy.deepcopy(model)
     hf_vit_accel.patch(model, max_rows=40)
     assert_close(results(model.base_model.model), results(stock.base_model.model))
     assert hf_vit_accel.status(model).towers[0].passes is not None
+
+
+class OfOneScale(nn.Linear):
+    """Scale all rows of a call by the largest value, and round: float8 and 8-bit linears do the like."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        scale = rows.detach().abs().amax() / 127
+        return super().forward(rows + (rows / scale).detach().round() * scale - rows.detach())
+
+
+class OfOutliers(nn.Linear):
+    """Round all columns but those in which any row has an outlier, as `LLM.int8()` does."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        scale = rows.detach().abs().amax(-1, keepdim=True) / 127
+        rounded = (rows / scale).detach().round() * scale
+        is_kept = rows.detach().abs().amax(0) > 6
+        return super().forward(rows + torch.where(is_kept, rows, rounded).detach() - rows.detach())
+
+
+class GradientOfAll(nn.Linear):
+    """Give all rows the mean gradient."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        mean = rows.mean(0, keepdim=True)
+        return super().forward(rows.detach() + mean - mean.detach())
+
+
+@pytest.mark.parametrize("kind", [OfOneScale, OfOutliers, GradientOfAll])
+@pytest.mark.parametrize("options", OPTIONS, ids=["max_rows", "reuse"])
+def test_linears_that_mix_rows(kind: type[nn.Linear], options: dict[str, Any]) -> None:
+    model = TINY["qwen2_5_vl"].build()
+    for block in tower_of(model).blocks:
+        block.attn.proj.__class__ = kind
+    stock = copy.deepcopy(model)
+    hf_vit_accel.patch(model, **options)
+    assert_close(results(model), results(stock))
+    assert any("may mix rows" in reason for reason in hf_vit_accel.status(model).towers[0].fallbacks)
+
+
+@pytest.mark.parametrize("threshold", [None, 0.0, 6.0], ids=["4 bit", "8 bit", "8 bit with outliers"])
+def test_linears_of_bitsandbytes(threshold: float | None) -> None:
+    """`load_in_8bit` looks for outliers among all rows, with a threshold of 6."""
+    pytest.importorskip("bitsandbytes")
+    way = quantised.bitsandbytes_4bit if threshold is None else quantised.bitsandbytes_8bit
+    model = way(TINY["qwen2_5_vl"].build().bfloat16(), ExitStack()).eval()
+    for module in model.modules():
+        if threshold is not None and hasattr(module, "state"):
+            module.state.threshold = threshold
+    tower = tower_of(hf_vit_accel.patch(model, max_rows=40))
+    with torch.no_grad():
+        tower(pixels_for(tower, GRID).bfloat16(), grid_thw=torch.tensor(GRID))
+    [status] = hf_vit_accel.status(model).towers
+    assert status.calls == 1 and (status.passes is not None) == (threshold != 6.0), str(status)
+
+
+def test_dynamic_quantisation_mixes_rows() -> None:
+    """Its scale depends on all rows of a call."""
+    model = TINY["qwen2_5_vl"].build().eval()
+    with pytest.warns(DeprecationWarning):
+        blocks = torch.ao.quantization.quantize_dynamic(tower_of(model).blocks, {nn.Linear}, dtype=torch.qint8)
+    tower_of(model).blocks = blocks
+    tower = tower_of(hf_vit_accel.patch(model, max_rows=40))
+    with torch.no_grad():
+        tower(pixels_for(tower, GRID), grid_thw=torch.tensor(GRID))
+    assert hf_vit_accel.status(model).towers[0].passes is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ SIZED: dict[type, Callable[[], nn.Module]] = {
     nn.Softmax: lambda: nn.Softmax(dim=-1),
     nn.LogSoftmax: lambda: nn.LogSoftmax(dim=-1),
     nn.Softmin: lambda: nn.Softmin(dim=-1),
+    activations.ClippedGELUActivation: lambda: activations.ClippedGELUActivation(-10, 10),
     nn.Sequential: lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()),
 }
 """How to make a module that needs arguments."""
@@ -69,31 +69,6 @@ def test_a_convolution_counts_only_where_patches_are_its_batch(kind: type[nn.Mod
     assert reasons_mixing([convolution], proven=(), patches=[None, nn.Sequential(convolution)]) == []
     assert "may mix rows" in reasons_mixing([convolution], proven=())[0]
     assert "may mix rows" in reasons_mixing([convolution], proven=[kind])[0], "the twin's convolution embeds patches"
-
-
-METHODS = ["AdaLora", "BOFT", "HRA", "IA3", "LoHa", "LoKr", "Lora", "OFT", "Vera"]
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_declared_methods_of_peft_treat_each_row_by_itself(method: str) -> None:
-    peft = pytest.importorskip("peft")
-    options: dict[str, Any] = dict(target_modules=["first", "second"])
-    options |= dict(feedforward_modules=[]) if method == "IA3" else dict(init_weights=False)
-    if method in ("AdaLora", "Lora", "Vera"):
-        options.pop("init_weights")
-    options |= dict(total_step=10) if method == "AdaLora" else {}
-    options |= dict(oft_block_size=2, r=0) if method == "OFT" else {}
-    options |= dict(boft_block_size=2) if method == "BOFT" else {}
-    options |= dict(use_dora=True) if method == "Lora" else {}
-    model = nn.Sequential(OrderedDict((name, nn.Linear(WIDTH, WIDTH)) for name in ("first", "second", "third")))
-    adapted = peft.get_peft_model(
-        model, getattr(peft, f"{method}Config")(**options, modules_to_save=["third"])
-    ).base_model
-    torch.manual_seed(0)
-    for parameter in adapted.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    assert_row_by_row(adapted.model)
-    assert reasons_mixing(adapted.model.modules(), proven=()) == []
 
 
 class OwnLinear(nn.Linear):
@@ -146,14 +121,6 @@ def test_a_forward_of_torch_that_was_replaced_may_mix_rows(monkeypatch: pytest.M
     assert reasons_mixing([nn.Linear(WIDTH, WIDTH)], proven=()) == [
         "the forward of Linear was replaced by another, and may mix rows of several images"
     ]
-
-
-def test_dynamic_quantisation_may_mix_rows() -> None:
-    """Refuse dynamic quantisation, whose scale depends on all rows of a call."""
-    linear = nn.Sequential(nn.Linear(WIDTH, WIDTH))
-    with pytest.warns(DeprecationWarning):
-        quantised = torch.ao.quantization.quantize_dynamic(linear, {nn.Linear}, dtype=torch.qint8)
-    assert "may mix rows" in reasons_mixing(quantised.modules(), proven=())[0]
 
 
 GRID = [(1, 4, 6), (1, 4, 6), (4, 6, 4), (1, 2, 10)]

@@ -89,8 +89,13 @@ def _is_lora(module: nn.Module) -> bool:
     return (kind.__module__, kind.__name__) == ("peft.tuners.lora.layer", "Linear")
 
 
-def _reason_against(module: Part, context: Context) -> str | None:
-    """Return why a Linear of PEFT's LoRA does not follow the formula; None if it does."""
+def is_plain(module: Part) -> bool:
+    """Return whether a module follows the formula, so that it treats each row by itself if the Linears inside do."""
+    return _is_lora(module) and _reason_of_code(module) is None and not _variants(module)
+
+
+def _reason_of_code(module: Part) -> str | None:
+    """Return why the code of a Linear of PEFT's LoRA computes another formula; None if it does not."""
     kind = type(module)
     if own_forward(module) is not None:
         return "it has a forward of its own"
@@ -99,6 +104,14 @@ def _reason_against(module: Part, context: Context) -> str | None:
         return "its class's forward was replaced"  # a replacement may compute something else at another call
     if not _is_proven(kind.forward):
         return "this version of PEFT computes another formula"
+    return None
+
+
+def _reason_against(module: Part, context: Context) -> str | None:
+    """Return why a Linear of PEFT's LoRA does not follow the formula; None if it does."""
+    reason = _reason_of_code(module)
+    if reason is not None:
+        return reason
     if context.grad and not context.trains_by_kernels:
         return "gradients do not flow through kernels here"
     matrices = [*module.lora_A.values(), *module.lora_B.values()]
