@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 
@@ -173,6 +174,33 @@ class ReuseConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Normalisation:
+    """Computes pixel values from the bytes of pictures, as an image processor does: (x - mean) / std, in fp32.
+
+    Args:
+        mean: Of every channel, in bytes.
+        std: Of every channel, in bytes.
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __call__(self, bytes_TP: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return pixel values (T, P) of a dtype. Channels are the outermost dimension of P. Any dtype holds bytes."""
+        chunks = [self._of_chunk(chunk_TP, dtype) for chunk_TP in bytes_TP.split(_ROWS_AT_ONCE)]
+        return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
+
+    def _of_chunk(self, bytes_TP: Tensor, dtype: torch.dtype) -> Tensor:
+        channels = bytes_TP.float().chunk(len(self.mean), dim=1)
+        triples = zip(channels, self.mean, self.std, strict=True)
+        return torch.cat([((channel - mean) / std).to(dtype) for channel, mean, std in triples], dim=1)
+
+
+_ROWS_AT_ONCE = 16384
+"""Patch rows whose bytes are normalised at once: the fp32 values between take some 150 MB."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """The options of `hf_vit_accel.patch`, checked.
 
@@ -188,6 +216,7 @@ class Settings:
         reuse: How to encode equal images once; None for not at all.
         every_rank: Whether every training forward of the model calls the tower exactly once.
         strict: Whether a fallback raises.
+        normalisation: Of pixel values, which are bytes; None where the processor normalises them.
         like: The family of every class of a tower that is a copy, by name.
 
     Raises:
@@ -205,6 +234,7 @@ class Settings:
     reuse: ReuseConfig | None = None
     every_rank: bool = False
     strict: bool = False
+    normalisation: Normalisation | None = None
     like: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:

@@ -37,6 +37,8 @@ from hf_vit_accel.tower import checks, fsdp
 from hf_vit_accel.tower.code import names_of_method
 from hf_vit_accel.tower.forward import is_our_forward, own_hooks, redirect_shallow_copies
 from hf_vit_accel.tower.modules import is_inert
+from hf_vit_accel.tower.processors import BYTES_UNKNOWN
+from hf_vit_accel.tower.state import state_of as tower_state_of
 from hf_vit_accel.versions import cache_name
 
 STATE = "_hf_vit_accel_model"
@@ -313,6 +315,7 @@ def _features(model: Model, state: ModelState, stock: StockMethod, arguments: Ar
         None if the grid on the host would be seen by code of others.
     """
     pixels_name, grid_name = parameters_of(stock)[:2]
+    _refuse_bytes(model, arguments)
     features = state.features.find(arguments.get(pixels_name))
     if features is not None:
         return features
@@ -376,6 +379,7 @@ def _before(model: Model, args: tuple[object, ...], kwargs: Arguments) -> None:
     if len(args) > len(names) or checks.reasons_untraceable():
         return
     arguments: Arguments = dict(zip(names, args, strict=False)) | kwargs
+    _refuse_bytes(model, arguments)
     has_pictures = any(arguments.get(name) is not None for name in _PICTURES)
     if has_pictures and isinstance(vars(model).get("get_rope_index"), Method):
         small = [arguments.get(name) for name in parameters_of(type(model).get_rope_index)]
@@ -393,6 +397,15 @@ def _before(model: Model, args: tuple[object, ...], kwargs: Arguments) -> None:
             model.language_model.register_forward_pre_hook(AddDummy(state.features), with_kwargs=True)
         options = {name: value for name, value in kwargs.items() if name not in (*names, "return_dict")}
         encode_once(state.features, model, arguments, options)
+
+
+def _refuse_bytes(model: Model, arguments: Arguments) -> None:
+    """Raise ValueError for pixels in bytes that the tower would not normalise: models cast them before it sees them."""
+    is_bytes = [getattr(arguments.get(name), "dtype", None) == torch.uint8 for name in _PICTURES]
+    in_model = tower_in(model) if any(is_bytes) else None
+    state = None if in_model is None else tower_state_of(in_model[1])
+    if state is not None and state.settings.normalisation is None:
+        raise ValueError(BYTES_UNKNOWN)
 
 
 def _own_state(model: nn.Module) -> ModelState:

@@ -179,6 +179,9 @@ def is_class_forward(forward: object, tower: nn.Module) -> bool:
 def _call(tower: Tower, state: TowerState, original: Original, args: Arguments, kwargs: Options) -> object:
     """Serve one call, again without a backend, a kernel or a way of sharing that failed, and in shorter passes."""
     pixels: Any = args[0] if args else kwargs.get(state.family.arguments[0])
+    if isinstance(pixels, Tensor) and (state.settings.normalisation is not None or pixels.dtype == torch.uint8):
+        pixels = state.pixel_values(tower, pixels)
+        args, kwargs = (pixels, *args[1:]), {name: x for name, x in kwargs.items() if name != state.family.arguments[0]}
     on_cuda = isinstance(pixels, Tensor) and pixels.is_cuda
     faults_at_call = state.faults
     not_shared: str | None = None

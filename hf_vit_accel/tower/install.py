@@ -17,6 +17,7 @@ from hf_vit_accel.tower.forward import (
     own_hooks,
     redirect_shallow_copies,
 )
+from hf_vit_accel.tower.processors import leave_to_tower, put_back
 from hf_vit_accel.tower.proof import warn_once
 from hf_vit_accel.tower.slots import Slot, name_of, slots_of
 from hf_vit_accel.tower.state import STATE, TowerState, attributes_of, state_of
@@ -76,7 +77,9 @@ def install(tower: nn.Module, state: TowerState) -> None:
     former_state = state_of(tower)
     vars(tower)[STATE] = state
     if former_state is not None and former_state is not state:
+        put_back(former_state.processors)
         former_state.drop_caches()
+    leave_to_tower(state.processors)
     state.former_forward = foreign_forward(tower)
     if state.former_forward is not None:
         name = name_of(state.former_forward)
@@ -110,6 +113,7 @@ def uninstall(tower: nn.Module) -> TowerState | None:
         if hook is redirect_shallow_copies:
             del tower._forward_pre_hooks[key]
             tower._forward_pre_hooks_with_kwargs.pop(key, None)
+    put_back(state.processors)
     state.drop_caches()
     for backend in BACKENDS:
         backend.close()

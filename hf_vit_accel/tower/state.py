@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from hf_vit_accel.backends import Request
 from hf_vit_accel.config import GraphConfig, Settings
@@ -26,6 +27,7 @@ from hf_vit_accel.options.passes import PassLimit
 from hf_vit_accel.options.reuse import Repeats, Reuse
 from hf_vit_accel.tower import checks, fsdp, proof
 from hf_vit_accel.tower.modules import WeightMemory
+from hf_vit_accel.tower.processors import BYTES_UNKNOWN, References
 from hf_vit_accel.tower.snapshot import Snapshot
 
 STATE = "_hf_vit_accel"
@@ -73,6 +75,8 @@ class TowerState:
         rebuilds: How often the tower was read, and built, again because it changed.
         rebuild_reason: Why it was last.
         keeps_attention: Whether an attention function that the user registers is kept.
+        processors: Those that leave rescaling and normalising to the tower.
+        has_checked_bytes: Whether the pixels of a call were looked at.
     """
 
     def __init__(self, family: Family, settings: Settings, *, former_name: str | None) -> None:
@@ -93,6 +97,8 @@ class TowerState:
         self.faults: dict[str, str] = {}
         self.rebuilds = 0
         self.rebuild_reason: str | None = None
+        self.processors: References = ()
+        self.has_checked_bytes = False
 
         self.routes = Routes()
         self.pass_limit = PassLimit(settings.max_rows)
@@ -132,6 +138,24 @@ class TowerState:
         self.former_forward = state["former_forward"]
         self.keeps_attention = state["keeps_attention"]
         self._attention_function = None  # another process may have registered another
+
+    def pixel_values(self, tower: Tower, pixels: Tensor) -> Tensor:
+        """Return the pixel values of a call whose processor may leave them to the tower.
+
+        Raises:
+            ValueError: The tower was not told how bytes are normalised, or pixel values are normalised already.
+        """
+        normalisation = self.settings.normalisation
+        if normalisation is None:
+            raise ValueError(BYTES_UNKNOWN)
+        can_look = not (self.has_checked_bytes or pixels.dtype == torch.uint8 or is_in_torch_dispatch_mode())
+        if can_look and pixels.numel() and pixels.amin() < 0:
+            raise ValueError(
+                "expected the bytes of pictures, since patch was given their processor, got negative pixel values; "
+                "drop do_rescale and do_normalize from the processor's call, or patch without `processor`"
+            )
+        self.has_checked_bytes = self.has_checked_bytes or can_look
+        return normalisation(pixels, tower.dtype)
 
     def find_repeats(
         self,

@@ -1,0 +1,260 @@
+"""Pixels that reach the model as bytes: the tower computes what the processor would have, or the call is refused."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import pickle
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tiny import TINY, all_equal, assert_close, chat_inputs, outputs_of, tower_of
+
+import hf_vit_accel
+from hf_vit_accel.tower.processors import normalisation_of
+
+IMAGE_SIZES = [(112, 84), (56, 140)]
+
+
+def pil_processor(kind: str = "image") -> Any:
+    """Return a processor of transformers that needs no torchvision, with the patches of the tiny towers."""
+    module = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+    base: Any = module.Qwen2VLImageProcessorPil
+
+    class ByteProcessor(base):
+        """As torchvision's backend: bytes stay bytes where they are neither rescaled nor normalised."""
+
+        def preprocess(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().preprocess(*args, **kwargs)
+            flags = [kwargs.get(name, getattr(self, name)) for name in ("do_rescale", "do_normalize")]
+            if not any(flags):
+                output["pixel_values"] = output["pixel_values"].to(torch.uint8)
+            return output
+
+    return ByteProcessor(patch_size=4, min_pixels=16, max_pixels=1 << 16)
+
+
+def torchvision_processor() -> Any:
+    """Return transformers' own, whose backend returns bytes."""
+    pytest.importorskip("torchvision")
+    return transformers.Qwen2VLImageProcessor(patch_size=4, min_pixels=16, max_pixels=1 << 16)
+
+
+@pytest.fixture(params=[pil_processor, torchvision_processor], ids=["pillow", "torchvision"])
+def processor(request: pytest.FixtureRequest) -> Any:
+    return request.param()
+
+
+@pytest.fixture(params=["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def model(request: pytest.FixtureRequest) -> Any:
+    return TINY[request.param].build()
+
+
+def pictures(seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 256, (*size, 3), dtype=np.uint8) for size in IMAGE_SIZES]
+
+
+def tower_inputs(processor: Any, seed: int = 0, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    batch = processor(images=pictures(seed), return_tensors="pt", **options)
+    return batch["pixel_values"], batch["image_grid_thw"]
+
+
+@torch.no_grad()
+def features(tower: Any, processor: Any) -> list[torch.Tensor]:
+    pixels, grid = tower_inputs(processor)
+    return outputs_of(tower(pixels.to(tower.dtype) if pixels.dtype != torch.uint8 else pixels, grid_thw=grid))
+
+
+def test_a_tower_that_normalises_equals_the_processor(model: Any, processor: Any) -> None:
+    tower = tower_of(model)
+    hf_vit_accel.patch(model)
+    expected = features(tower, processor)
+    hf_vit_accel.patch(model, processor=processor)
+    assert tower_inputs(processor)[0].dtype == torch.uint8
+    assert_close(features(tower, processor), expected)
+    [status] = hf_vit_accel.status(model).towers
+    assert status.calls == 1 and not status.stock_calls
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_model_that_casts_bytes_gives_the_same(model: Any, processor: Any, dtype: torch.dtype) -> None:
+    """Models cast pixels to the tower's dtype first (`get_image_features`, ColQwen2's forward): it holds all bytes."""
+    model = model.to(dtype)
+    tower = tower_of(model)
+    hf_vit_accel.patch(model)
+    expected = features(tower, processor)
+    hf_vit_accel.patch(model, processor=processor)
+    pixels, grid = tower_inputs(processor)
+    with torch.no_grad():
+        assert all_equal(outputs_of(tower(pixels.to(dtype), grid_thw=grid)), expected)
+
+
+def test_a_whole_model_takes_bytes(model: Any, processor: Any) -> None:
+    _, grid = tower_inputs(processor)
+    inputs = chat_inputs(model, [tuple(sizes) for sizes in grid.tolist()])
+    with torch.no_grad():
+        expected = model(**inputs | {"pixel_values": tower_inputs(processor)[0]}).logits
+        hf_vit_accel.patch(model, processor=processor)
+        actual = model(**inputs | {"pixel_values": tower_inputs(processor)[0]}).logits
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_stock_way_gets_normalised_pixels(model: Any, processor: Any) -> None:
+    tower = tower_of(model)
+    expected = features(tower, processor)
+    hf_vit_accel.patch(model, processor=processor)
+    tower.blocks[0].mlp = copy.deepcopy(tower.blocks[0].mlp)
+    tower.blocks[0].forward = lambda *args, **kwargs: type(tower.blocks[0]).forward(tower.blocks[0], *args, **kwargs)
+    actual = features(tower, processor)
+    [status] = hf_vit_accel.status(model).towers
+    assert status.stock_calls == 1
+    for ours, stock in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-4)
+
+
+def test_bytes_are_refused_without_their_processor(model: Any, processor: Any) -> None:
+    """Stock computes nonsense: values up to 255 stand where -1.8 to 2.2 are expected."""
+    pixels, grid = tower_inputs(processor, do_rescale=False, do_normalize=False)
+    hf_vit_accel.patch(model)
+    inputs = chat_inputs(model, [tuple(sizes) for sizes in grid.tolist()]) | {"pixel_values": pixels}
+    for call in (
+        lambda: tower_of(model)(pixels, grid_thw=grid),
+        lambda: model(**inputs),
+        lambda: model.get_image_features(pixels, grid),
+    ):
+        with torch.no_grad(), pytest.raises(ValueError, match="got bytes"):
+            call()
+
+
+def test_normalised_pixels_are_refused_where_bytes_are_expected(model: Any, processor: Any) -> None:
+    """Another processor than the one that `patch` was given, or pixels that a dataset has kept."""
+    pixels, grid = tower_inputs(processor)
+    hf_vit_accel.patch(model, processor=processor)
+    with torch.no_grad(), pytest.raises(ValueError, match="negative pixel values"):
+        tower_of(model)(pixels, grid_thw=grid)
+
+
+def test_the_processor_is_set_back(model: Any, processor: Any) -> None:
+    expected = tower_inputs(processor)[0]
+    other = copy.deepcopy(processor)
+    hf_vit_accel.patch(model, processor=processor)
+    hf_vit_accel.patch(model, processor=processor)
+    hf_vit_accel.unpatch(model)
+    assert torch.equal(tower_inputs(processor)[0], expected)
+    hf_vit_accel.patch(model, processor=processor)
+    hf_vit_accel.patch(model, processor=other)
+    assert torch.equal(tower_inputs(processor)[0], expected)
+    hf_vit_accel.patch(model)
+    assert torch.equal(tower_inputs(other)[0], expected)
+    with hf_vit_accel.patched(model, processor=processor):
+        assert tower_inputs(processor)[0].dtype == torch.uint8
+        with hf_vit_accel.patched(model):
+            assert torch.equal(tower_inputs(processor)[0], expected)
+        assert tower_inputs(processor)[0].dtype == torch.uint8
+    assert torch.equal(tower_inputs(processor)[0], expected)
+    assert (processor.do_rescale, processor.do_normalize) == (True, True)
+
+
+def test_a_saved_processor_normalises(model: Any, tmp_path: Path) -> None:
+    """transformers' Trainer saves its processor beside each checkpoint (`Trainer._save`)."""
+    processor = pil_processor()
+    expected = tower_inputs(processor)[0]
+    hf_vit_accel.patch(model, processor=processor)
+    processor.save_pretrained(tmp_path)
+    flags = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    assert flags["do_rescale"] and flags["do_normalize"]
+    loaded = type(processor).from_pretrained(tmp_path)
+    assert torch.equal(tower_inputs(loaded)[0], expected)
+
+
+def test_workers_get_the_same_processor(model: Any) -> None:
+    """A DataLoader pickles what its workers need."""
+    module = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+    hf_vit_accel.patch(model, processor=(processor := pil_processor()))
+    plain = module.Qwen2VLImageProcessorPil()
+    vars(plain).update(vars(processor))
+    received = pickle.loads(pickle.dumps(plain))
+    assert not received.do_rescale and not received.do_normalize
+    hf_vit_accel.unpatch(model)
+
+
+def test_a_copy_of_the_model_takes_bytes_too(model: Any, processor: Any) -> None:
+    hf_vit_accel.patch(model, processor=processor)
+    expected = features(tower_of(model), processor)
+    assert all_equal(features(tower_of(copy.deepcopy(model)), processor), expected)
+    assert all_equal(features(tower_of(pickle.loads(pickle.dumps(model))), processor), expected)
+
+
+def test_gradients_reach_pixels(model: Any, processor: Any) -> None:
+    """Each value is divided by its channel's std, which the gradient sees."""
+    tower = tower_of(model)
+    hf_vit_accel.patch(model)
+    pixels, grid = tower_inputs(processor)
+    pixels = pixels.requires_grad_()
+    outputs_of(tower(pixels, grid_thw=grid))[-1].sum().backward()
+    hf_vit_accel.patch(model, processor=processor)
+    in_bytes = tower_inputs(processor)[0].float().requires_grad_()
+    outputs_of(tower(in_bytes, grid_thw=grid))[-1].sum().backward()
+    assert pixels.grad is not None and in_bytes.grad is not None
+    std = torch.tensor(processor.image_std).repeat_interleave(pixels.shape[1] // 3) * 255
+    torch.testing.assert_close(in_bytes.grad * std, pixels.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_long_calls_are_normalised_in_chunks(monkeypatch: pytest.MonkeyPatch, processor: Any) -> None:
+    pixels = torch.randint(0, 256, (1000, 96), dtype=torch.uint8)
+    normalisation = normalisation_of(processor)
+    expected = normalisation(pixels, torch.float32)
+    monkeypatch.setattr("hf_vit_accel.config._ROWS_AT_ONCE", 7)
+    assert torch.equal(normalisation(pixels, torch.float32), expected)
+
+
+def test_a_deleted_processor_is_freed(model: Any) -> None:
+    processor = pil_processor()
+    reference = weakref.ref(processor)
+    hf_vit_accel.patch(model, processor=processor)
+    del processor
+    gc.collect()
+    assert reference() is None
+    hf_vit_accel.unpatch(model)
+
+
+def refused() -> dict[str, tuple[Any, str]]:
+    module = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+
+    class Gamma(type(pil_processor())):  # type: ignore[misc]
+        def preprocess(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().preprocess(*args, **kwargs)
+            if output["pixel_values"].dtype != torch.uint8:
+                output["pixel_values"] = output["pixel_values"].abs().sqrt()
+            return output
+
+    class Both:
+        image_processor = pil_processor()
+        video_processor = pil_processor()
+
+    Both.video_processor.image_mean = [0.1, 0.2, 0.3]
+    raw = pil_processor()
+    raw.do_normalize = False
+    return {
+        "no bytes": (module.Qwen2VLImageProcessorPil(), "returns no bytes"),
+        "a curve": (Gamma(patch_size=4), "does more than"),
+        "two means": (Both(), "images and videos are normalised differently"),
+        "raw already": (raw, "is set to leave that out"),
+        "a tokenizer": (object(), "expected processor to be the model's processor"),
+    }
+
+
+@pytest.mark.parametrize("case", ["no bytes", "a curve", "two means", "raw already", "a tokenizer"])
+def test_other_processors_are_refused(case: str) -> None:
+    model = TINY["qwen3_vl"].build()
+    bad, message = refused()[case]
+    with pytest.raises(ValueError, match=message):
+        hf_vit_accel.patch(model, processor=bad)
+    assert not hf_vit_accel.status(model).towers[0].patched
