@@ -2,7 +2,7 @@
 # make quick  the core in a minute: every family against stock, gradients, guard, registration, metadata; no lint
 # make matrix every cell of SUPPORT.md, every supported version, and transformers' own tests: more than an hour; see noxfile.py
 # make support  SUPPORT.md and the blocks of docs/ that are declared in the source, written anew
-# make tables   the tables of README.md and docs/ and README's chart, written anew from examples/benchmark/*.json
+# make tables   the tables of README.md and docs/ and README's chart, written anew from benchmarks/*.json
 # make docs   the documentation, into build/docs
 # make demo   the example, into build/demo; installs nothing that only the tests need
 # All set up .venv first, and again after pyproject.toml or constraints.txt changed.
@@ -50,7 +50,7 @@ support: $(VENV)/.installed-test
 	$(BIN)/python tests/support_table.py
 
 tables: $(VENV)/.installed-test
-	$(BIN)/python examples/benchmark/tables.py
+	$(BIN)/python docs/writers/tables.py
 
 docs: $(VENV)/.installed-test
 	$(BIN)/mkdocs build --strict

@@ -1,7 +1,7 @@
 """Measure images per second of `batch_caption.py` with a full-size model of random weights, stock and patched.
 
-    accelerate launch --num_processes 2 examples/benchmark/captioning_benchmark.py FOLDER --model qwen3-vl-8b
-    python examples/benchmark/captioning_benchmark.py build/captioning --cores 4,14
+    accelerate launch --num_processes 2 benchmarks/captioning_benchmark.py FOLDER --model qwen3-vl-8b
+    python benchmarks/captioning_benchmark.py build/captioning --cores 4,14
 
 The second command prepares pictures on the CPU and on the GPU, with 4 and with 14 cores for one GPU. Then it compares
 the captions of a trained tiny model. Every CUDA device needs 20 GB of free memory. The pictures are drawn first. They
@@ -31,8 +31,8 @@ from PIL import Image
 from transformers import PreTrainedModel, ProcessorMixin
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT / "tests")]
+ROOT = HERE.parent
+sys.path[:0] = [str(HERE), str(ROOT / "examples"), str(ROOT / "tests")]
 
 import batch_caption  # noqa: E402
 from measuring import Row, write_json  # noqa: E402

@@ -1,6 +1,6 @@
 """Time what a steady call takes of the host: its checks, and one layer of a call without CUDA graphs.
 
-python examples/benchmark/checks.py [--json FILE] [--models qwen3-vl-8b,qwen2.5-vl-7b]
+python benchmarks/checks.py [--json FILE] [--models qwen3-vl-8b,qwen2.5-vl-7b]
 
 The checks run before a route is chosen. Is the tower unchanged, which attention does its config name, have parameters
 moved, do the inputs fit, are there hooks?

@@ -1,7 +1,7 @@
 """Time two versions of the package in one process, in turns, so that the host and the clock are the same for both.
 
 git worktree add ../before COMMIT
-python examples/benchmark/compare.py --before ../before --json build/compare.json
+python benchmarks/compare.py --before ../before --json build/compare.json
 
 Each cell is one tower with random weights and one input: a forward, a forward from CUDA graphs, or a training step.
 Both versions compute the same input; outputs that differ by more than rounding end the run.

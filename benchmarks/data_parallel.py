@@ -1,6 +1,6 @@
 """Time towers whose calls several GPUs of one machine share, beside one GPU, after checking their outputs.
 
-torchrun --nproc-per-node 4 examples/benchmark/data_parallel.py --json results.json
+torchrun --nproc-per-node 4 benchmarks/data_parallel.py --json results.json
 
 Weights and pixels are random. The checks come first: calls of random sizes, and a rank that raises. Then every possible
 number of ranks (1, 2, 4, 8) is timed in turns, in one run. `pays` holds the times of small calls, which are shared too.

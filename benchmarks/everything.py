@@ -1,8 +1,8 @@
 """Run every benchmark, several at a time where there are several GPUs, and write the JSON files of the tables.
 
-    python examples/benchmark/everything.py                            all, on every GPU, into examples/benchmark
-    python examples/benchmark/everything.py --only training,towers --output build
-    python examples/benchmark/everything.py --commands                 what would run
+    python benchmarks/everything.py                            all, on every GPU, into benchmarks
+    python benchmarks/everything.py --only training,towers --output build
+    python benchmarks/everything.py --commands                 what would run
 
 A job has one GPU and its share of the CPU's cores to itself. Jobs that need several GPUs run alone, after all others.
 Every model of a script is timed by a process of its own, on any of the GPUs. Most runs of `bench` time all models in
@@ -24,18 +24,19 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
-from documents import Document
 
 from hf_vit_accel import machine
 from hf_vit_accel.tools import bench
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
+ROOT = HERE.parent
 QWEN = ("qwen2.5-vl-7b", "qwen3-vl-8b", "qwen2-vl-7b")
+Document = dict[str, Any]
+"""The content of a JSON file."""
 OTHERS = (
     *("qwen3.5", "glm-ocr", "glm-4.1v-9b", "glm-5.3-flash", "paddleocr-vl", "ernie-4.5-vl"),
     *("qwen2.5-omni-7b", "exaone-4.5"),
@@ -72,7 +73,7 @@ class Job:
     def command_line(self) -> str:
         """Return the command that makes the complete file, as the pages show it."""
         models = f" {self.option} {','.join(self.models)}" if self.models else ""
-        return f"{self.command}{models} --json examples/benchmark/{self.file}"
+        return f"{self.command}{models} --json benchmarks/{self.file}"
 
     def parts(self) -> list[Job]:
         """Split the job into the jobs of its processes."""
@@ -96,7 +97,7 @@ def _bench(file: str, options: str, models: tuple[str, ...] = QWEN, seconds: int
 
 
 def _script(file: str, script: str, models: tuple[str, ...] = (), seconds: int = 100) -> Job:
-    command = f"python examples/benchmark/{script}"
+    command = f"python benchmarks/{script}"
     return Job(file=file, command=command, models=models, option="--models", seconds=seconds)
 
 
@@ -110,7 +111,7 @@ JOBS = {
     ),
     "cuda_extra": Job(  # what `pip install hf-vit-accel[cuda]` brings
         file="cuda_extra.json",
-        command="python examples/benchmark/without.py flash_attn_interface hf_vit_accel bench --rounds 2 "
+        command="python benchmarks/without.py flash_attn_interface hf_vit_accel bench --rounds 2 "
         '--sizes "one 448²,one page,16 x 512²" --baselines sdpa --backends auto,auto+graph',
         models=QWEN,
         seconds=25,
@@ -118,7 +119,7 @@ JOBS = {
     ),
     "plain": Job(  # a plain install: torch's own attention
         file="plain.json",
-        command="python examples/benchmark/without.py flash_attn,flash_attn_interface,flashinfer hf_vit_accel "
+        command="python benchmarks/without.py flash_attn,flash_attn_interface,flashinfer hf_vit_accel "
         "bench --rounds 2 --baselines sdpa --backends auto,auto+graph",
         models=QWEN,
         seconds=50,
@@ -132,7 +133,7 @@ JOBS = {
     ),
     "slow_host": Job(
         file="slow_host.json",
-        command="python examples/benchmark/slowed.py hf_vit_accel bench --rounds 2 "
+        command="python benchmarks/slowed.py hf_vit_accel bench --rounds 2 "
         '--sizes "one 448²,one 1024²,6x30x52,16 x 512²" --backends auto,auto+graph,auto+eager --baselines sdpa',
         models=QWEN,
         seconds=110,
@@ -179,8 +180,7 @@ JOBS = {
     "training_step": _script("training_step.json", "training_step.py", QWEN[:2], seconds=95),
     "captioning": Job(
         file="captioning.json",
-        command="python examples/benchmark/captioning_benchmark.py build/captioning --pictures 96 --tokens 1,32 "
-        "--rounds 1",
+        command="python benchmarks/captioning_benchmark.py build/captioning --pictures 96 --tokens 1,32 --rounds 1",
         models=QWEN[:2],
         seconds=80,
     ),
@@ -188,7 +188,7 @@ JOBS = {
     "captions": Job(file="captions.json", command="python tests/tiny_captioner/parity.py --scenes 300", seconds=120),
     "data_parallel": Job(
         file="data_parallel.json",
-        command="torchrun --nproc-per-node {gpus} examples/benchmark/data_parallel.py --rounds 3 --calls 50 --no-pays "
+        command="torchrun --nproc-per-node {gpus} benchmarks/data_parallel.py --rounds 3 --calls 50 --no-pays "
         '--sizes "16 x 512²,64 x 512²,video 64 x 36x64,32 pages"',
         seconds=120,
         gpus=0,

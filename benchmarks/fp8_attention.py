@@ -1,6 +1,6 @@
 """Time the attention of one layer in FP8 and in bf16, from the packed projection to attended rows.
 
-python examples/benchmark/fp8_attention.py [rows, or segments x rows, ...]
+python benchmarks/fp8_attention.py [rows, or segments x rows, ...]
 
 Needs a CUDA device. In bf16, q and k are rotated in place before the backend runs. FP8 includes everything from
 centring to unpadding. Times are medians of replays of a CUDA graph of one layer, with contenders interleaved. Errors

@@ -1,6 +1,6 @@
 """Time towers that also return the hidden state of every block, as colpali's models ask in every call.
 
-python examples/benchmark/hidden_states.py [--json FILE] [--models qwen3-vl-8b,qwen2.5-vl-7b] [--device cuda]
+python benchmarks/hidden_states.py [--json FILE] [--models qwen3-vl-8b,qwen2.5-vl-7b] [--device cuda]
 
 Towers run alone, with random weights in real shapes, in bf16. All contenders are compared with stock in fp32 before
 anything is timed, and take turns. `not asked` is `patch(model)` without the request: what the request costs.

@@ -1,6 +1,6 @@
 """Time Liger's kernels beside ours, and both together: a LoRA step and the first token about one 1024² picture.
 
-    python examples/benchmark/liger.py --json build/liger.json      needs a CUDA device with 60 GB and liger-kernel
+    python benchmarks/liger.py --json build/liger.json      needs a CUDA device with 60 GB and liger-kernel
 
 Towers have their full size. Language models have eight layers instead of 28 and 36: the tower's share of a call is
 larger, and two models fit. Weights and pictures are random. Adapters are on all Linears of tower and language model.

@@ -1,6 +1,6 @@
 """Run Qwen3-VL on a ten-minute video within the memory of a 24 GB card: stock beside patched.
 
-    python examples/benchmark/long_video.py --random qwen3-vl-8b       random weights and patches, in real shapes
+    python benchmarks/long_video.py --random qwen3-vl-8b       random weights and patches, in real shapes
 
 `--budget` limits the memory of the process in GB, whatever the card has. Stock and patched encode the video, then
 generate. They begin with two frames a second, as Qwen3-VL's video processor does. Where memory runs out, they try half

@@ -1,6 +1,6 @@
 """Time towers that LoRA trains on all Linears of their blocks: stock sdpa and compiled blocks beside patched.
 
-    python examples/benchmark/lora.py --json build/lora.json
+    python benchmarks/lora.py --json build/lora.json
 
 A step is forward and backward. Weights are random and in bf16. Adapters are in fp32 under autocast, as PEFT and
 `Trainer(bf16=True)` leave them. In the JSON file, `error` is the largest relative L2 error against an fp32 run of

@@ -1,6 +1,6 @@
 """Time one long video in passes of several sizes, and measure its peak memory; then a video of a million rows.
 
-    python examples/benchmark/max_rows.py --json build/max_rows.json      needs a CUDA device
+    python benchmarks/max_rows.py --json build/max_rows.json      needs a CUDA device
 
 Weights and pixels are random. Peak memory is beyond weights, pixels and outputs. The outputs of every size are compared
 with those of one pass before anything is timed. `alone_ms` is the time of the passes as calls of their own. The

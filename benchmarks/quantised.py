@@ -1,7 +1,7 @@
 """Time towers all of whose Linears bitsandbytes has quantised, in 4 and in 8 bit: stock beside patched.
 
     pip install bitsandbytes peft
-    python examples/benchmark/quantised.py --json build/quantised.json
+    python benchmarks/quantised.py --json build/quantised.json
 
 A forward runs in bf16 without gradients. A step is QLoRA's: floats upcast as `peft.prepare_model_for_kbit_training`
 does, LoRA on all Linears, forward and backward under bf16 autocast. Both contenders hold the same weights, and are

@@ -1,6 +1,6 @@
 """Time calls of random sizes, with the default and without CUDA graphs.
 
-    python examples/benchmark/random_calls.py [--json FILE] [--models qwen2.5-vl-7b,qwen3-vl-8b]
+    python benchmarks/random_calls.py [--json FILE] [--models qwen2.5-vl-7b,qwen3-vl-8b]
 
 Streams: 500 calls, each of a size that no other has, and 2,000 calls of 60 sizes. A call has one to three pictures of
 8 to 40 patches a side. Both towers take every call, in turn, and their outputs are compared. Times are means over all

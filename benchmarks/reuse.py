@@ -1,6 +1,6 @@
 """Time the reuse of equal pictures: a step of GRPO, a chat, many questions about a picture, and calls without copies.
 
-python examples/benchmark/reuse.py [--json FILE] [--models qwen3-vl-8b,qwen2.5-vl-7b] [--device cuda] [--seconds 2]
+python benchmarks/reuse.py [--json FILE] [--models qwen3-vl-8b,qwen2.5-vl-7b] [--device cuda] [--seconds 2]
 
 Towers run alone, with random weights in real shapes. Results are compared before anything is timed. Times are medians,
 with and without reuse in turn. In the JSON file, `ratio` is the time with reuse over the time without, and `bar` is the

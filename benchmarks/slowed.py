@@ -1,6 +1,6 @@
 """Run a module on one CPU core beside a busy process, to time a slow or loaded host. It needs Linux.
 
-    python examples/benchmark/slowed.py hf_vit_accel bench --sizes "one 448²"
+    python benchmarks/slowed.py hf_vit_accel bench --sizes "one 448²"
 
 The arguments of the module follow its name. The busy process ends with this one, also if this one is killed.
 """

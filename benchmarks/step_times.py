@@ -1,6 +1,6 @@
 """Time one token of `graphed_decoding`, in the tree that PYTHONPATH names. Alternate two trees to compare them.
 
-for run in 1 2 3; do for tree in BEFORE AFTER; do PYTHONPATH=$tree python examples/benchmark/step_times.py; done; done
+for run in 1 2 3; do for tree in BEFORE AFTER; do PYTHONPATH=$tree python benchmarks/step_times.py; done; done
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Time rounds that switch a tower as GRPO trainers do: a rollout in eval mode, then a step with gradient checkpointing.
 
-python examples/benchmark/toggles.py [--json FILE] [--models qwen3-vl-8b,qwen2.5-vl-7b] [--device cuda]
+python benchmarks/toggles.py [--json FILE] [--models qwen3-vl-8b,qwen2.5-vl-7b] [--device cuda]
 
 Towers run alone, with random weights in real shapes, in bf16. A round switches checkpointing off, calls the tower in
 `eval()` without gradients as often as a rollout asks (policy, reference, old policy), switches checkpointing on, and

@@ -1,6 +1,6 @@
 """Time one step of transformers' `Trainer` under bf16 autocast, stock and patched: 16 x 512² pictures, full size.
 
-    python examples/benchmark/training_step.py --json build/training_step.json      needs a CUDA device with 80 GB
+    python benchmarks/training_step.py --json build/training_step.json      needs a CUDA device with 80 GB
 
 There are two ways to fine-tune: adapters (LoRA) on the language model with a frozen tower, or the tower with a frozen
 language model. Weights and pictures are random. Stock and patched take turns in one process. The tower's share of a

@@ -1,7 +1,7 @@
 """Time forward and backward of towers in the ways that people train them: stock sdpa beside patched.
 
-    python examples/benchmark/ways.py --json build/ways.json
-    torchrun --nproc-per-node 2 examples/benchmark/ways.py      DDP and FSDP2 over two GPUs
+    python benchmarks/ways.py --json build/ways.json
+    torchrun --nproc-per-node 2 benchmarks/ways.py      DDP and FSDP2 over two GPUs
 
 Weights are random; a step has no optimizer. In the JSON file, `difference` is the relative L2 difference of the
 gradients, which stock and patched round differently. `calls` counts fast and stock calls of the patched tower. `slower`

@@ -2,7 +2,7 @@
 
 Weights are random, in the models' real shapes. README's chart and table are made of the file that this writes.
 
-python examples/benchmark/whole_call.py --json build/whole_call.json     needs a CUDA device with 40 GB free
+python benchmarks/whole_call.py --json build/whole_call.json     needs a CUDA device with 40 GB free
 """
 
 import json

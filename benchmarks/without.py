@@ -1,6 +1,6 @@
 """Run a module as if some packages were not installed, to time a plain install on a machine that has them all.
 
-    python examples/benchmark/without.py flash_attn,flash_attn_interface,flashinfer,quack hf_vit_accel bench
+    python benchmarks/without.py flash_attn,flash_attn_interface,flashinfer,quack hf_vit_accel bench
 
 The arguments of the module follow its name.
 """

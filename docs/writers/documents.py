@@ -1,4 +1,4 @@
-"""Read the JSON files beside this one, and write their values as the cells of Markdown tables."""
+"""Read the JSON files of benchmarks/, and write their values as the cells of Markdown tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[2]
+MEASURED = ROOT / "benchmarks"
+"""The folder of the JSON files."""
 MODELS = ("qwen2.5-vl-7b", "qwen3-vl-8b", "qwen2-vl-7b")
 
 Row = Mapping[str, Any]
@@ -23,7 +25,7 @@ Times = dict[Cell, dict[str, Row]]
 
 def load(file: str) -> Document:
     """Read one of the JSON files."""
-    return dict(json.loads((HERE / file).read_text(encoding="utf-8")))
+    return dict(json.loads((MEASURED / file).read_text(encoding="utf-8")))
 
 
 def times(document: Document) -> Times:
@@ -91,7 +93,7 @@ def conditions(document: Document, file: str) -> str:
         ValueError: if parts of the document were measured at different commits
     """
     command = document["command"]
-    path = f"examples/benchmark/{file}"
+    path = f"benchmarks/{file}"
     source = f"By `{command}`." if command.endswith(path) else f"`{command}` wrote `{path}`."
     return f"*{measured_at(document, file)} {source}*"
 

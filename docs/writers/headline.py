@@ -1,6 +1,6 @@
 """Write README's table and draw its chart; both show the same rows of whole_call.json.
 
-`python examples/benchmark/tables.py` runs both. A test fails where README shows something else.
+`python docs/writers/tables.py` runs both. A test fails where README shows something else.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-from documents import HERE, Document, grid, measured_at, title
+from documents import ROOT, Document, grid, measured_at, title
 
 FILE = "whole_call.json"
-CHART = HERE.parent.parent / "docs" / "speedup.svg"
+CHART = ROOT / "docs" / "speedup.svg"
 TOWER_ALONE = 0
 """The number of new tokens that stands for the tower without the language model."""
 ANSWER = 64

@@ -1,4 +1,4 @@
-"""Write the numbers in sentences of README.md and docs/ from the JSON files beside this one.
+"""Write the numbers in sentences of README.md and docs/ from the JSON files of benchmarks/.
 
 A sentence has `{}` in the place of every number. `tables.py` writes the numbers of a page anew, between words that
 stay. A test fails where they differ.

@@ -1,6 +1,6 @@
-"""Write the tables and numbers of README.md and docs/, and README's chart, from the JSON files beside this one.
+"""Write the tables and numbers of README.md and docs/, and README's chart, from the JSON files of benchmarks/.
 
-python examples/benchmark/tables.py
+python docs/writers/tables.py
 
 A page holds a table between `<!-- table: NAME -->` and `<!-- end of table -->`. NAME is one of TABLES and TEXTS. A
 table shows one file, so all its cells have one baseline. A file that mixes two commits is refused. `sentences`
@@ -19,10 +19,22 @@ from pathlib import Path
 import headline
 import sentences
 import summary
-from documents import HERE, Cell, Document, Row, conditions, digits, further_token_ms, grid, load, times, title
+from documents import (
+    MEASURED,
+    ROOT,
+    Cell,
+    Document,
+    Row,
+    conditions,
+    digits,
+    further_token_ms,
+    grid,
+    load,
+    times,
+    title,
+)
 from timings import TIMINGS
 
-ROOT = HERE.parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 PLACE = re.compile(r"(<!-- table: (?P<name>[a-z0-9_]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
@@ -316,7 +328,7 @@ SCRIPTS: Mapping[str, Callable[[Document], str]] = {
 
 def _is_measured(file: str) -> bool:
     """Say whether a file is there. A new one is missing until everything.py has measured it."""
-    return (HERE / file).is_file()
+    return (MEASURED / file).is_file()
 
 
 TABLES: Mapping[str, Table] = {

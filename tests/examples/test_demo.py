@@ -22,7 +22,7 @@ from transformers import AutoModelForImageTextToText
 
 import hf_vit_accel
 
-sys.path[:0] = [str(EXAMPLES / "benchmark")]
+sys.path[:0] = [str(ROOT / "benchmarks")]
 
 import captioning_benchmark  # noqa: E402
 import demo  # noqa: E402

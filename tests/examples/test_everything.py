@@ -1,4 +1,4 @@
-"""Test `examples/benchmark/everything.py`: its commands, where its processes run, and the files that it writes."""
+"""Test `benchmarks/everything.py`: its commands, where its processes run, and the files that it writes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-BENCHMARK = Path(__file__).resolve().parents[2] / "examples" / "benchmark"
+BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks"
 SCRIPT = """
 import json, os, sys, time
 models = sys.argv[sys.argv.index('--models') + 1] if '--models' in sys.argv else 'all'
@@ -50,17 +50,17 @@ def test_every_shown_command_is_the_one_that_runs(everything: ModuleType) -> Non
         assert shown[0] in ("hf-vit-accel", "python", "torchrun"), name
         assert shown[1:-2] == arguments[-len(shown) + 1 : -2], name
         scripts = [word for word in arguments if word.endswith(".py")]
-        assert all((BENCHMARK.parents[1] / script).is_file() for script in scripts)
+        assert all((BENCHMARK.parent / script).is_file() for script in scripts)
 
 
 def test_every_program_starts(everything: ModuleType) -> None:
     """Most of them need a GPU, so that no other test here would notice a renamed import."""
-    programs = [path for folder in (BENCHMARK, BENCHMARK.parent) for path in sorted(folder.glob("*.py"))]
+    programs = [path for folder in (BENCHMARK, BENCHMARK.parent / "examples") for path in sorted(folder.glob("*.py"))]
     others = {"caption_on_ray": "ray", "liger": "liger_kernel", "quantised": "bitsandbytes"}  # may not be installed
     lacking = {program for program, package in others.items() if importlib.util.find_spec(package) is None}
     names = [path.stem for path in programs if path.stem not in lacking]
     code = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
-    folders = [BENCHMARK, BENCHMARK.parent, BENCHMARK.parents[1]]
+    folders = [BENCHMARK, BENCHMARK.parent / "examples", BENCHMARK.parent]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(str(folder) for folder in folders)}
     process = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True, env=environment)
     assert process.returncode == 0, process.stderr

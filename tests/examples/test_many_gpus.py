@@ -19,8 +19,8 @@ from tiny import TINY, tower_of
 import hf_vit_accel
 from hf_vit_accel.tower import forward as tower_module
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-sys.path[:0] = [str(EXAMPLES / "benchmark")]
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path[:0] = [str(BENCHMARKS)]
 
 import long_video  # noqa: E402
 
@@ -38,7 +38,7 @@ def prove(family: str) -> None:
 
 
 def _run_benchmark(rank: int, path: str) -> None:
-    spec: Any = importlib.util.spec_from_file_location("shared", EXAMPLES / "benchmark" / "data_parallel.py")
+    spec: Any = importlib.util.spec_from_file_location("shared", BENCHMARKS / "data_parallel.py")
     benchmark: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(benchmark)
     benchmark.DEVICE = CPU

@@ -17,7 +17,7 @@ from tiny import TINY, tower_of
 from torch import nn
 
 pytest.importorskip("peft")
-FOLDER = Path(__file__).parents[2] / "examples" / "benchmark"
+FOLDER = Path(__file__).parents[2] / "benchmarks"
 TEXT = dict(
     vocab_size=400,
     hidden_size=32,
@@ -194,10 +194,10 @@ def test_whole_calls_and_the_tower_alone_are_timed(
     assert whole_call.ways_of(build_and_record("tiny"), 1) == ["stock", "patched", "decoding"]
 
 
-@pytest.mark.parametrize("program", ["fp8_attention.py", "slowed.py", "without.py", "tables.py"])
+@pytest.mark.parametrize("program", ["fp8_attention.py", "slowed.py", "without.py"])
 def test_programs_without_options_print_their_purpose(program: str) -> None:
     process = subprocess.run([sys.executable, str(FOLDER / program), "--help"], capture_output=True, text=True)
-    assert process.returncode == 0 and f"python examples/benchmark/{program}" in process.stdout, process.stderr
+    assert process.returncode == 0 and f"python benchmarks/{program}" in process.stdout, process.stderr
 
 
 @pytest.mark.parametrize("program", ["long_video.py", "training_step.py"])

@@ -32,7 +32,14 @@ from media.processors import load_processor  # noqa: E402
 README = ROOT / "README.md"
 START = ROOT / "docs" / "index.md"
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-WRITTEN = [README, *PAGES, ROOT / "CONTRIBUTING.md", ROOT / "RELEASING.md", *sorted((ROOT / "examples").rglob("*.md"))]
+WRITTEN = [
+    README,
+    *PAGES,
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "RELEASING.md",
+    *sorted((ROOT / "examples").rglob("*.md")),
+    ROOT / "benchmarks" / "README.md",
+]
 FENCE = re.compile(
     r"(?:<!-- run: (?P<needs>\w+) -->\n)?^```(?P<language>\w+)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE
 )
@@ -176,7 +183,11 @@ def test_commands_exist() -> None:
                 subcommand = command.commands[words[1]]
                 subcommand.make_context(words[1], words[2:])  # raises for an unknown option
             elif program in ("python", "accelerate"):
-                files = [word for word in words if word.startswith("examples/") and word.endswith(".py")]
+                files = [
+                    word
+                    for word in words
+                    if word.startswith(("examples/", "benchmarks/", "docs/")) and word.endswith(".py")
+                ]
                 assert all((ROOT / file).is_file() for file in files), f"{name(path)}: {line}"
     assert {"make", "hf-vit-accel", "python", "accelerate"} <= seen
 

@@ -1,4 +1,4 @@
-"""Tables of README and docs, and README's chart: all are those of the JSON files in `examples/benchmark`."""
+"""Tables of README and docs, and README's chart: all are those of the JSON files in `benchmarks`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hf_vit_accel.tools.bench.measure import Row
 from hf_vit_accel.tools.bench.report import document
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "examples" / "benchmark"))
+sys.path.insert(0, str(ROOT / "docs" / "writers"))
 
 import documents  # noqa: E402
 import headline  # noqa: E402
@@ -38,7 +38,7 @@ def name(path: Path) -> str:
 
 
 def read(file: str) -> Document:
-    return dict(json.loads((ROOT / "examples" / "benchmark" / file).read_text()))
+    return dict(json.loads((ROOT / "benchmarks" / file).read_text()))
 
 
 def four_digits(number: float) -> str:
@@ -231,7 +231,7 @@ def test_a_table_reads_one_file_and_names_its_commit(table: str, monkeypatch: py
         monkeypatch.setattr(module, "load", load, raising=False)
     text = tables.TABLES[table].text()
     assert opened == [tables.TABLES[table].file]
-    assert f"Measured at commit {read(opened[0])['commit']} on " in text and f"examples/benchmark/{opened[0]}`" in text
+    assert f"Measured at commit {read(opened[0])['commit']} on " in text and f"benchmarks/{opened[0]}`" in text
 
 
 def test_the_balance_of_ranks_stands_beside_what_the_split_expects() -> None:

@@ -26,7 +26,7 @@ TIMEOUT = 900
 
 def seeded_copy(fault: Fault, folder: Path) -> None:
     """Copy the package and its tests, and put the fault in."""
-    for name in ("hf_vit_accel", "tests", "examples", "docs"):
+    for name in ("hf_vit_accel", "tests", "examples", "benchmarks", "docs"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for path in ROOT.glob("*.*"):
         if path.is_file():

@@ -41,7 +41,7 @@ GRID = ((1, 4, 6), (3, 8, 4))
 SIZE = "1x4x6+3x8x4"
 DEPTH = 2
 FAMILY_NAMES = tiny.FAMILIES
-MEASURED = Path(__file__).parents[2] / "examples" / "benchmark" / "towers.json"
+MEASURED = Path(__file__).parents[2] / "benchmarks" / "towers.json"
 
 
 @pytest.fixture(autouse=True)

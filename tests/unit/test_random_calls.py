@@ -17,7 +17,7 @@ from hf_vit_accel.graphs.runner import Runner
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The script, whose towers are tiny."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples" / "benchmark"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     script = importlib.import_module("random_calls")
     monkeypatch.setattr(script, "build_tower", lambda *_: tower_of(TINY["qwen3_vl"].build()))
     monkeypatch.setattr(script, "SIDES", range(4, 12, 2))

@@ -88,7 +88,7 @@ BESIDE_CHECKS = {"autocast_dtype", "outputs_require_grad", "request"}
 def test_the_benchmark_of_checks_does_the_checks_of_a_call(
     tower: nn.Module, grad: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples" / "benchmark"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     benchmark = importlib.import_module("checks")
     pixels = pixels_for(tower, GRID)
     grid = torch.tensor(GRID)
