@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 import warnings
 from typing import Any
 
@@ -61,6 +62,7 @@ class GraphMachine(RuleBasedStateMachine):
         self.attend_faults: list[Exception] = []
         self.calls = 0
         self.seed = 0
+        self.warmed_up = 0
 
     @initialize()
     def build(self) -> None:
@@ -71,7 +73,7 @@ class GraphMachine(RuleBasedStateMachine):
     def patch(self) -> None:
         patch(self.model, self.config)
         patch_training(tower_of(self.model), self.config)
-        self.captured_before = 0
+        self.warmed_up = 0
 
     @property
     def towers(self) -> tuple[Any, Any]:
@@ -106,6 +108,78 @@ class GraphMachine(RuleBasedStateMachine):
     def call_all(self, grad: bool) -> None:
         for grid in GRIDS.values():
             self.run(grid, grad=grad)
+
+    @rule(names=st.lists(st.sampled_from(sorted(GRIDS)), min_size=2, max_size=3))
+    def call_in_threads(self, names: list[str]) -> None:
+        stock, tower = self.towers
+        inputs = []
+        for name in names:
+            self.seed += 1
+            inputs.append((pixels_for(tower, GRIDS[name], self.seed), torch.tensor(GRIDS[name])))
+        outputs: dict[int, Any] = {}
+
+        def work(index: int) -> None:
+            with torch.no_grad():
+                outputs[index] = outputs_of(tower(inputs[index][0], grid_thw=inputs[index][1]))
+
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(len(names))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.calls += len(names)
+        with torch.no_grad():
+            for index, (pixels_TP, grid_N3) in enumerate(inputs):
+                assert_close(outputs[index], outputs_of(stock(pixels_TP, grid_thw=grid_N3)))
+
+    @rule(first=st.sampled_from(sorted(GRIDS)), second=st.sampled_from(sorted(GRIDS)), reverse=st.booleans())
+    def train_on_two_calls_at_once(self, first: str, second: str, reverse: bool) -> None:
+        """As a loss over two pictures does: both forwards come before any backward."""
+        self.calls += 2
+        self.seed += 1
+        gradients = []
+        for tower in self.towers:
+            tower.zero_grad()
+            losses = []
+            for name in (first, second):
+                pixels_TP = pixels_for(tower, GRIDS[name], self.seed)
+                outputs = outputs_of(tower(pixels_TP, grid_thw=torch.tensor(GRIDS[name])))
+                losses.append(torch.stack([(output * output).sum() for output in outputs[1:]]).sum())
+            if losses[0].requires_grad:
+                for loss in losses[::-1] if reverse else losses:
+                    loss.backward()
+            gradients.append([parameter.grad for parameter in tower.parameters() if parameter.grad is not None])
+        assert len(gradients[0]) == len(gradients[1])
+        if gradients[0]:
+            assert_close(gradients[1], gradients[0], 1e-4)
+
+    @rule(precision=st.sampled_from(["highest", "high"]))
+    def set_precision(self, precision: str) -> None:
+        """A CPU computes alike, but graphs of one setting serve no call of the other."""
+        torch.set_float32_matmul_precision(precision)
+
+    @rule(name=st.sampled_from(sorted(GRIDS)))
+    def call_for_hidden_states(self, name: str) -> None:
+        self.calls += 1
+        self.seed += 1
+        results = []
+        for tower in self.towers:
+            pixels_TP = pixels_for(tower, GRIDS[name], self.seed)
+            with torch.no_grad():
+                results.append(tower(pixels_TP, grid_thw=torch.tensor(GRIDS[name]), output_hidden_states=True))
+        expected, ours = results
+        assert_close(outputs_of(ours), outputs_of(expected))
+
+    @rule(name=st.sampled_from(sorted(GRIDS)))
+    def warm_up(self, name: str) -> None:
+        before = hf_vit_accel.status(self.model).towers[0].graphs
+        hf_vit_accel.warmup(self.model, sizes=[GRIDS[name]], progress=False)
+        graphs = hf_vit_accel.status(self.model).towers[0].graphs
+        self.calls += 1
+        self.warmed_up += (graphs.captures if graphs else 0) - (before.captures if before else 0)
+
+    def teardown(self) -> None:
+        torch.set_float32_matmul_precision("highest")
 
     @rule(factor=st.sampled_from([0.5, 1.5]))
     def write_weights(self, factor: float) -> None:
@@ -167,7 +241,7 @@ class GraphMachine(RuleBasedStateMachine):
     @rule()
     def copy_the_model(self) -> None:
         self.model = copy.deepcopy(self.model)
-        self.captured_before = 0
+        self.warmed_up = 0
 
     @rule()
     def patch_again(self) -> None:
@@ -183,7 +257,7 @@ class GraphMachine(RuleBasedStateMachine):
                 continue
             stale = min(sum(graphs.stale.values()) + sum(graphs.kept.values()), STALE_TIMES)
             rebuilt = status.rebuilds
-            free = FREE_CAPTURES * (1 + stale + rebuilt)
+            free = FREE_CAPTURES * (1 + stale + rebuilt) + self.warmed_up
             paid = graphs.replays // REPLAYS_PER_CAPTURE + self.calls // CALLS_PER_CAPTURE
             assert graphs.captures <= free + paid + 1
 
@@ -217,7 +291,26 @@ class AskedFor(GraphMachine):
     config = GraphConfig(max_tokens=128, exact_after=2)
 
 
-@pytest.mark.parametrize("machine", [GraphMachine, ScarceMemory, AskedFor], ids=["auto", "scarce memory", "asked for"])
+class FewGraphs(GraphMachine):
+    """Fewer graphs than sizes, and budgets that cut the large call in two."""
+
+    config = GraphConfig(max_tokens=64, exact_after=3, max_graphs=2)
+
+
+class OneLayout(GraphMachine):
+    """A backend whose graphs serve one layout, so that nothing is padded."""
+
+
+MACHINES = {
+    "auto": GraphMachine,
+    "scarce memory": ScarceMemory,
+    "asked for": AskedFor,
+    "few graphs": FewGraphs,
+    "one layout": OneLayout,
+}
+
+
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
 def test_whatever_happens(on_cpu: type[Recorder], monkeypatch: pytest.MonkeyPatch, machine: type[GraphMachine]) -> None:
     current: list[GraphMachine] = []
     attend = Masked.attend
@@ -232,6 +325,7 @@ def test_whatever_happens(on_cpu: type[Recorder], monkeypatch: pytest.MonkeyPatc
         return current[-1]
 
     monkeypatch.setattr(Masked, "attend", attend_or_fail)
+    monkeypatch.setattr(Masked, "replays_other_layouts", machine is not OneLayout)
     monkeypatch.setattr(machine, "recorder", on_cpu, raising=False)
     options = settings(
         max_examples=6,
