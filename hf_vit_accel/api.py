@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from hf_vit_accel.backends import backend_named, require
+from hf_vit_accel.backends import Replay, backend_named, require
 from hf_vit_accel.config import FlexConfig, Fp8Config, GraphConfig, ReuseConfig, Settings
 from hf_vit_accel.families import FAMILIES_OF_COPIES, Family, Tower
 from hf_vit_accel.families.copies import CopyFamily
@@ -274,6 +274,7 @@ def _warm_up_tower(tower: Tower, state: TowerState, calls: list[Grid] | None, pr
     merge = snapshot.geometry.merge
     weight = snapshot.parts.projection.weight
     assert isinstance(weight, Tensor)
+    replay: Replay = "padded" if calls is None else "exactly"
     grids = calls or []
     if runner is not None and calls is None:
         grids = _grids_of_budgets(runner.budgets_of(merge), merge)
@@ -284,7 +285,7 @@ def _warm_up_tower(tower: Tower, state: TowerState, calls: list[Grid] | None, pr
                 grid = tuple((1, h, w) for t, h, w in grid for _ in range(t))
             pixels_TP = torch.zeros(rows_of(grid), weight[0].numel(), dtype=weight.dtype, device=weight.device)
             pixels = state.family.pixels(tower, pixels_TP)
-            with torch.no_grad(), runner.capturing(exactly=calls is not None) if runner else nullcontext():
+            with torch.no_grad(), runner.warming_up(replay) if runner else nullcontext():
                 tower(pixels, grid_thw=torch.tensor(grid))
     finally:
         state.warming = None

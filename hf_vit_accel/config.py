@@ -109,8 +109,8 @@ class GraphConfig:
         budgets: Merged tokens of every budget, increasing. None for the ladder of budgets up to `max_tokens`.
         exact_after: A shape that came so often is captured as it is, without padding; 0 for never.
         max_graphs: The largest number of graphs. Above it, the least recently used graph is dropped.
-        max_bytes: No graph is captured while all graphs hold more device memory; the last one may exceed it. If the
-            bound prevents many captures, all graphs are dropped.
+        max_bytes: No graph is captured while all graphs hold as much device memory; those of the last call may exceed
+            it. If the bound prevents many captures, all graphs are dropped.
         max_training_bytes: The same bound for graphs with gradients. They hold the activations for a backward pass:
             up to 4 GB at 3,136 patches, shared by all layouts. A layout of up to `max_tokens` that came `exact_after`
             times is captured, forward and backward. 0 runs steps with gradients eagerly.

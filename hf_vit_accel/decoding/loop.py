@@ -31,7 +31,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from hf_vit_accel.decoding.step import CACHE, Arguments, DecodeStep, check_cache, key_of_inputs
 from hf_vit_accel.decoding.steps import DecodeSteps, steps_of
 from hf_vit_accel.decoding.text_models import Reading, UnservedError, refuse
-from hf_vit_accel.graphs.automatic import capture_of_ours
+from hf_vit_accel.graphs.memory import capture_of_ours
 from hf_vit_accel.machine import one_line
 
 FEWEST = 8

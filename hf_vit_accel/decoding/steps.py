@@ -13,7 +13,7 @@ from torch import nn
 
 from hf_vit_accel.decoding.step import DecodeStep
 from hf_vit_accel.decoding.text_models import Model, Reading, UnservedError, read_model
-from hf_vit_accel.graphs.automatic import capture_of_ours
+from hf_vit_accel.graphs.memory import capture_of_ours
 from hf_vit_accel.graphs.recorder import CudaRecorder
 
 

@@ -6,12 +6,13 @@ A route is decided on the host, sent to the device in one copy, and cached: late
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_vit_accel.backends import FP8, Attend, Choice, LayerKind, Plan, Replay, Request, resolve
 from hf_vit_accel.config import Settings
@@ -45,6 +46,8 @@ class Spec:
         max_rows: Rows of a pass; None for calls that are never cut.
         settings: The settings of the tower.
         hidden_states: Whether the rows that each layer takes are returned, too.
+        against_graphs: Why no CUDA graph serves such calls; None where one may.
+        called_linears: The linears of third parties, which a trial must prove safe in CUDA graphs.
     """
 
     geometry: Geometry
@@ -55,6 +58,8 @@ class Spec:
     max_rows: int | None = None
     settings: Settings
     hidden_states: bool = False
+    against_graphs: str | None = None
+    called_linears: Sequence[nn.Module] = ()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -86,20 +91,18 @@ class Route:
     attends: list[Attend] = field(default_factory=list)
     nodes: list[LayerNode | None] = field(default_factory=list)
     signature: Any = None
-    _packed: Tensor | None = None
     _bound: Route | None = None
 
+    @cached_property
     def packed(self) -> Tensor:
-        """Return the bytes of all arrays on the device, sent once."""
-        if self._packed is None:
-            with outside_modes():
-                self._packed = send(pack(self.arrays), self.spec.request.device)
-        return self._packed
+        """The bytes of all arrays on the device, sent once."""
+        with outside_modes():
+            return send(pack(self.arrays), self.spec.request.device)
 
     def ready(self) -> Route:
         """Return this route, bound to its own arrays on the device."""
         if self._bound is None:
-            self._bound = self.bind(self.packed())
+            self._bound = self.bind(self.packed)
         return self._bound
 
     def bind(self, packed: Tensor) -> Route:
@@ -110,7 +113,7 @@ class Route:
             for kind, plan in self.plans.items():
                 arrays_of_plan = {name: tensors[f"{kind}/{name}"] for name in plan.arrays}
                 plans[kind] = guarded(plan.backend.name, plan.bind)(arrays_of_plan)
-        bound = replace(self, tensors=tensors, plans=plans, signature=None, _packed=None, _bound=None)
+        bound = replace(self, tensors=tensors, plans=plans, signature=None, _bound=None)
         ops = self.spec.ops
         if ops is not None:
             bound.attends = bound._attends(ops)

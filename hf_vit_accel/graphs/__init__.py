@@ -10,10 +10,14 @@ arrays of the layout. A training graph keeps the arrays of its own layout.
 In inference the signature is `identity.Signature`: rows, array shapes and dtypes, and the host decisions of all plans.
 In training it is the call's grid, and which outputs receive gradients.
 
+**How a pass is decided.** Once, in `GraphStore.decide`, when its signatures are known: for every way to replay it that
+`policy.Policy` allows by the calls so far, its graphs are looked up. If none is missing, it is replayed. Else one
+question decides whether they may be captured now. A capture that fails is noted, and the pass is decided anew.
+
 **What drops graphs.**
 
 - Weights or buffers that move make all graphs stale. Graphs of several identities are otherwise kept beside each
-  other: the least recently used go first, and all if there is no room (`GraphStore._change_identity`).
+  other: the least recently used go first, and all if there is no room (`GraphStore._follow`).
 - `TowerState.drop_caches()`: after `unpatch`, another `patch`, or the failure of a backend or a kernel. Also if a
   module or a function of the tower was replaced. (If a plain value changed, as by switching an adapter, the tower is
   read again, and graphs stay: the value may be set back.)
@@ -22,6 +26,7 @@ In training it is the call's grid, and which outputs receive gradients.
 - An allocation on the device fails while automatic graphs are held (`GraphStore.give_up`).
 - FP8 attention gets new scales (`TowerState.scales`).
 
-The other files: `store` holds what both runners share. `budgets` decides which sizes are captured, and whether a replay
-pays. `buffers` pads layouts. `step` captures a training step. `recorder` makes all calls of CUDA.
+The other files: `store` holds what both runners share. `budgets` packs images into budgets, and says whether a replay
+pays. `buffers` pads layouts. `step` captures a training step. `memory` gives all up when memory runs out. `recorder`
+makes all calls of CUDA.
 """

@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from hf_vit_accel.layout import Grid
 
@@ -38,6 +39,16 @@ def ladder(largest: int) -> tuple[int, ...]:
     return (*budgets, largest)
 
 
+@lru_cache(maxsize=16)
+def in_tokens(budgets: tuple[int, ...], merge: int) -> tuple[int, ...]:
+    """Return budgets in a tower's own tokens, `merge` x `merge` patches each.
+
+    Budgets are meant for 2 x 2 patches, so a tower that merges no patches has four times as many tokens.
+    """
+    factor = max(1, 4 // merge**2)
+    return tuple(budget * factor for budget in budgets)
+
+
 def most_windows(tokens: int, frames: int, side: int) -> int:
     """Return the most windows that any layout of this size has.
 
@@ -65,7 +76,8 @@ class Bin:
     budget: int | None
 
 
-def pack(grid: Grid, merge: int, budgets: Sequence[int]) -> list[Bin] | str:
+@lru_cache(maxsize=256)
+def pack(grid: Grid, merge: int, budgets: tuple[int, ...]) -> tuple[Bin, ...] | str:
     """Pack neighbouring images into as few bins as tokens and frames allow.
 
     Returns:
@@ -90,7 +102,7 @@ def pack(grid: Grid, merge: int, budgets: Sequence[int]) -> list[Bin] | str:
         if not is_end:
             tokens += tokens_of[index]
             frames += frames_of[index]
-    return bins
+    return tuple(bins)
 
 
 def pays(bins: Sequence[Bin], merge: int) -> bool:

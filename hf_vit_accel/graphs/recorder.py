@@ -6,6 +6,7 @@ import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -67,15 +68,8 @@ class _Memory:
         }
 
 
-class _Replay:
-    """Replays a graph, and owns it."""
-
-    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
-        self._graph = graph
-        keep_in_children(self)
-
-    def __call__(self) -> None:
-        self._graph.replay()
+class _Replay(partial[None]):
+    """The launch of a graph, which it owns."""
 
 
 class CudaRecorder:
@@ -136,7 +130,10 @@ class CudaRecorder:
             self._capture(graph, run)
             after_each()
         nbytes = torch.cuda.memory_reserved(self._device) - reserved_before
-        return [_Replay(graph) for graph in graphs], max(nbytes, 0)
+        replays = [_Replay(graph.replay) for graph in graphs]
+        for replay in replays:
+            keep_in_children(replay)
+        return [*replays], max(nbytes, 0)
 
     def _capture(self, graph: torch.cuda.CUDAGraph, run: Callable[[], None]) -> None:
         """Capture one run."""
@@ -189,10 +186,6 @@ class CudaRecorder:
         stream = torch.cuda.current_stream(self._device)
         if self._last_stream is not None and self._last_stream != stream:
             stream.wait_event(self._event)
-
-    def keep_until_done(self, tensor: Tensor) -> None:
-        """Keep a dropped tensor's memory until the work queued on the current stream is over."""
-        tensor.record_stream(torch.cuda.current_stream(self._device))
 
     def done(self) -> None:
         """Mark the static buffers as free for the next `wait`."""

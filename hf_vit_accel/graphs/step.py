@@ -62,6 +62,7 @@ class CapturedStep:
 
     Attributes:
         label: What the graphs replay, as `status` prints it.
+        way: How a call that they serve is reported.
         grid: The one grid that they replay.
         route: The route that was captured; it keeps the tensors alive that the graphs read.
         pixels_TP: Static pixels, read by the forward.
@@ -70,7 +71,7 @@ class CapturedStep:
         used: Whether the loss uses each output, so that a gradient arrives for it.
         incoming: Static gradients of the used outputs, read by the backward.
         stages: The stages of the backward, in their order.
-        trained: Number of distinct trained parameters.
+        trained: The indices of the distinct trained parameters.
         slots: Where modules store the tower's parameters.
         other_slots: Where they store other tensors: buffers and plain attributes.
         requires_grad: Whether each parameter requires a gradient.
@@ -78,11 +79,12 @@ class CapturedStep:
         forward: Launches the forward graph.
         nbytes: Device memory that the graphs took.
         replays: How often the forward was launched.
-        captured_at: The number of calls when it was captured.
+        used_at: The last call that launched it.
         last_call: Returns the call whose pixels lie in `pixels_TP`; None once it is freed.
     """
 
     label: str
+    way: str = ""
     grid: Grid | None
     route: Route
     pixels_TP: Tensor
@@ -91,7 +93,7 @@ class CapturedStep:
     used: tuple[bool, ...]
     incoming: Tensors
     stages: list[Stage]
-    trained: int
+    trained: list[int]
     slots: Slots
     other_slots: list[Slot]
     requires_grad: tuple[bool, ...]
@@ -99,7 +101,7 @@ class CapturedStep:
     forward: Callable[[], None]
     nbytes: int
     replays: int = 0
-    captured_at: int = 0
+    used_at: int = 0
     last_call: Callable[[], object] | None = None
 
     def has_pixels_of(self, call: object) -> bool:
@@ -108,7 +110,7 @@ class CapturedStep:
 
     def backward(self) -> Gradients:
         """Replay the backward. Return copies of the gradients of the pixels and of every trained parameter."""
-        result: Gradients = [None] * (1 + self.trained)
+        result: Gradients = [None] * (1 + len(self.trained))
         for stage in self.stages:
             stage.run(result)
         return result
@@ -245,7 +247,7 @@ class StepCapture:
             used=self.used,
             incoming=self.incoming,
             stages=stages,
-            trained=len(distinct_trained(self.parameters, self.requires_grad)),
+            trained=indices_of_trained(self.parameters, self.requires_grad),
             slots=self.slots,
             other_slots=self._other_slots(),
             requires_grad=self.requires_grad,
@@ -317,13 +319,13 @@ def _cuts(route: Route, pixels_require_grad: bool) -> list[int]:
     return [candidates[len(candidates) * stage // stages] for stage in range(1, stages)]
 
 
-def distinct_trained(parameters: Sequence[Tensor], requires_grad: Sequence[bool]) -> Tensors:
-    """Return the distinct trained parameters: a parameter that several modules share has one gradient."""
-    distinct = {}
-    for parameter, is_trained in zip(parameters, requires_grad, strict=True):
-        if is_trained:
-            distinct[id(parameter)] = parameter
-    return list(distinct.values())
+def indices_of_trained(parameters: Sequence[Tensor], requires_grad: Sequence[bool]) -> list[int]:
+    """Return the indices of the distinct trained parameters: one that several modules share has one gradient."""
+    indices = {}
+    for index, parameter in enumerate(parameters):
+        if requires_grad[index]:
+            indices.setdefault(id(parameter), index)
+    return list(indices.values())
 
 
 @contextmanager
@@ -334,8 +336,8 @@ def _detached_leaves(slots: Slots, parameters: Sequence[Tensor], requires_grad: 
     the stream that made it, which by default cannot be captured. It also runs hooks, which are meant for the gradient
     that leaves the tower. A parameter that was frozen since its forward has no such node.
     """
-    distinct = distinct_trained(parameters, requires_grad)
-    leaves = {id(parameter): parameter.detach().requires_grad_() for parameter in distinct}
+    trained = [parameters[index] for index in indices_of_trained(parameters, requires_grad)]
+    leaves = {id(parameter): parameter.detach().requires_grad_() for parameter in trained}
     with replaced(slots, [leaves.get(id(parameter), parameter) for parameter in parameters]):
         yield list(leaves.values())
 

@@ -1,80 +1,70 @@
-"""Stores the graphs of one tower: when they are stale, how many stay, what is counted."""
+"""Holds the graphs of one kind of passes of one tower: finds, captures and drops them as the policy decides."""
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from threading import RLock
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from hf_vit_accel.config import GraphConfig
-from hf_vit_accel.graphs.automatic import NO_ROOM, AutoGraphs, capture_of_ours, drop_when_memory_runs_out
+from hf_vit_accel.backends import Replay
+from hf_vit_accel.engine.route import Route, Routes, Spec
+from hf_vit_accel.graphs.budgets import Bin
+from hf_vit_accel.graphs.called import reason_against_capture
 from hf_vit_accel.graphs.identity import Identity, what_differs
-from hf_vit_accel.graphs.recorder import CudaRecorder
+from hf_vit_accel.graphs.memory import capture_of_ours, drop_when_memory_runs_out
+from hf_vit_accel.graphs.policy import CHANGED, NEVER, NO_ROOM, Accepted, Decision, Key, Policy, Thresholds
+from hf_vit_accel.graphs.recorder import CudaRecorder, free_bytes
 from hf_vit_accel.graphs.status import GraphStatus
-from hf_vit_accel.graphs.waits import CaptureWaits
 from hf_vit_accel.layout import Grid
-from hf_vit_accel.machine import Fault
+from hf_vit_accel.machine import Fault, raise_if_any
 
 _MOST_REASONS = 64
 """Reasons that are counted one by one: an error's text may name numbers, which differ from call to call."""
-_FAILURES = 3
-"""Captures that fail in a row before no other is tried."""
-_REFUSED = 32
-"""Signatures whose capture failed before no other is tried."""
-_CHANGES = 4
-"""Times that graphs go stale at call after call before calls run eagerly."""
-REMEMBERED = 4096
-"""Grids whose calls are counted."""
 _IDENTITIES = 4
 """Identities whose graphs are kept beside each other: what a trainer switches at every step."""
-_PATIENCE = 16
-"""Calls that find no room for a graph before all graphs are dropped; doubled each time."""
-_NEVER = sys.maxsize
-"""The number of a call that never comes."""
-
-_RAN_OUT = "memory ran out in a capture, another one is tried after more calls"
-_CHANGED = "weights, modules or what gradients are given for changed at call after call"
+_FREE_CHANGES = 4
+"""Times that all may be captured anew, as when weights are replaced, before replays have to pay for it."""
+_SHARE = 8
+"""The graphs of one kind may hold an eighth of the memory that is free."""
 
 
 @dataclass(frozen=True)
 class Eager:
-    """Why a call runs without graphs.
+    """Why a pass runs without graphs.
 
     Attributes:
         why: The reason, as `status` prints it.
         allowed_under_strict: Whether `strict` accepts it: an eager call is as fast, or graphs were not asked for.
-        part_failed: Whether a backend or a kernel failed in the capture. If it fails eagerly, too, it is disabled.
+        failed: The route whose backend or kernel failed in the capture. If it fails eagerly, too, it is disabled.
     """
 
     why: str
     allowed_under_strict: bool = False
-    part_failed: bool = False
+    failed: Route | None = None
 
 
-EXACT_ONLY = "the backend replays exact shapes only, from the time that they came often"
-"""Why a call is neither padded nor captured, if a backend was named whose graphs serve one layout."""
+class Replayed(NamedTuple):
+    """A pass that was replayed: fresh outputs, the route of its first images, and how `status` reports it."""
+
+    outputs: list[Tensor]
+    route: Route
+    way: str
 
 
-class CaptureError(RuntimeError):
-    """A graph could not be captured.
+class Candidate(NamedTuple):
+    """A way to replay a pass, with the route, the images and the signature of each graph."""
 
-    Args:
-        why: The reason.
-        allowed_under_strict: Whether the capture was not tried, for lack of room.
-        not_before: The number of the call that may try again.
-    """
-
-    def __init__(self, why: str, *, allowed_under_strict: bool = False, not_before: int = 0) -> None:
-        super().__init__(why)
-        self.allowed_under_strict = allowed_under_strict
-        self.not_before = not_before
+    replay: Replay
+    bins: tuple[Bin, ...]
+    routes: tuple[Route, ...]
+    signatures: tuple[Hashable, ...]
 
 
 class StoredGraph(Protocol):
@@ -82,20 +72,23 @@ class StoredGraph(Protocol):
 
     Attributes:
         label: What the graph replays.
+        way: How a call that it serves is reported: at which call it was captured.
         grid: The one grid that it replays; None for the graph of a budget.
         nbytes: Device memory that it took.
         replays: How often it was launched.
-        captured_at: The number of calls when it was captured, that call included.
+        used_at: The last call that launched it.
     """
 
     label: str
+    way: str
     grid: Grid | None
     nbytes: int
     replays: int
-    captured_at: int
+    used_at: int
 
 
 G = TypeVar("G", bound=StoredGraph)
+Capture = Callable[[Route, Bin | None, CudaRecorder], G]
 
 
 def _ordinal(number: int) -> str:
@@ -106,94 +99,74 @@ def _ordinal(number: int) -> str:
 
 
 class GraphStore(ABC, Generic[G]):
-    """The graphs of one kind of one tower. They share one memory pool.
+    """The graphs of one kind of passes of one tower. They share one memory pool.
 
     Those of several identities are kept beside each other while there is room. All go stale if weights move.
 
     Args:
-        config: The bounds.
-        max_bytes: Device memory above which no graph is captured.
-        auto: Chooses the calls that are replayed; None where the user asked for graphs.
+        thresholds: When a pass is captured, and the bounds of all graphs.
+        routes: The routes of the tower.
     """
 
-    def __init__(self, config: GraphConfig, max_bytes: int, auto: AutoGraphs | None = None) -> None:
-        self.config = config
-        self.auto = auto
-        self.device: torch.device | None = None  # that of the last call
-        self.max_bytes = max_bytes
-        self.needed_bytes = 0
-        self.is_warming_up = False
+    def __init__(self, thresholds: Thresholds, routes: Routes) -> None:
+        self.policy = Policy(thresholds)
         self.replays = 0
         self.captures = 0
-        self._lock = RLock()
-        self._calls = 0
-        self.way_of_pass = ""  # how the last replay of any thread is reported
+        self.nbytes = 0
         self.last_way: str | None = None  # how the last call is reported
-        self._given_up: str | None = None
-        self._changes = 0
         self._eager: Counter[str] = Counter()
         self._stale: Counter[str] = Counter()
         self._kept: Counter[str] = Counter()
-
-        self._identities: list[Identity] = []  # the current one last
-        self.off: str | None = None  # why no other capture is tried
-        self._failures = 0
-        self._calls_without_room = 0
-        self._patience = _PATIENCE
-        self._waits = CaptureWaits()
-        self._refused: dict[Hashable, str] = {}
-        self._not_exact: dict[Grid, tuple[str, int]] = {}  # grids of calls without exact graphs: why, up to which call
-
-        self.nbytes = 0
+        self._routes = routes
+        self._lock = RLock()
+        self._warming: Replay | None = None  # the way that a call of `warmup` is replayed
+        self._given_up: str | None = None
         self._recorder: Any = None  # a CudaRecorder from the first call on
-        self._graphs: OrderedDict[tuple[int, Hashable], G] = OrderedDict()  # by id of the identity, and signature
-        self._seen: OrderedDict[Grid, int] = OrderedDict()
-        self._retired: list[G] = []  # dropped graphs whose last replay may still run
-
-    def _reset(self) -> None:
-        """Forget all graphs, and every capture that failed."""
-        self._identities = []
-        self._forget_failures()
-        self._drop()
-
-    def _forget_failures(self) -> None:
-        """Forget every capture that failed, or found no room."""
-        self.off = None
-        self._failures = 0
-        self._calls_without_room = 0
-        self._patience = _PATIENCE
-        self._refused = {}
-        self._waits = CaptureWaits()
-        self._not_exact = {}
-
-    def _forget_waits(self) -> None:
-        """Forget all captures that ran out of memory."""
-        self._waits = CaptureWaits()
-        self._not_exact = {grid: (why, end) for grid, (why, end) in self._not_exact.items() if end == _NEVER}
+        self._identities: list[Identity] = []  # the current one last
+        self._graphs: dict[Key, G] = {}
+        self._steady: dict[Hashable, tuple[Decision, list[G]]] = {}  # of the current identity, by grid and stream
 
     def _drop(self) -> None:
         """Drop all graphs and static buffers."""
         self.nbytes = 0
         self._recorder = None
-        self._graphs = OrderedDict()
-        self._seen = OrderedDict()
-        self._retired = []
+        self._graphs = {}
+        self._steady = {}
 
     def drop_graphs(self) -> None:
         """Give back every graph and buffer, once no replay runs, and forget failed captures."""
         with self._lock:
             if self._recorder is not None:
                 self._recorder.settle()
-            self._reset()
+            self._identities = []
+            self.policy.forget_failures()
+            self._drop()
 
     @abstractmethod
     def static_buffers(self) -> list[Tensor]:
         """List the tensors that the next call writes before a graph reads them."""
 
+    @abstractmethod
+    def _candidates(self, grid: Grid, spec: Spec) -> Iterator[Candidate | str]:
+        """Yield the ways to replay a pass that the calls so far allow, the best first, and why there is no other."""
+
+    @abstractmethod
+    def _why_worse(self, grid: Grid, candidate: Candidate) -> str | None:
+        """Return why a replay would be slower than an eager call, or None."""
+
+    @abstractmethod
+    def needed_bytes(self, grid: Grid, spec: Spec) -> int:
+        """Estimate the device memory of a graph. All graphs share it, since one runs at a time."""
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device of the graphs; None before the first call."""
+        return self._identities[-1].spec.request.device if self._identities else None
+
     @property
     def was_called(self) -> bool:
         """Whether any call was replayed, or counted as eager."""
-        return self._calls > 0 or self.last_way is not None
+        return self.policy.calls > 0 or self.last_way is not None
 
     def status(self) -> GraphStatus:
         """Return the counters so far."""
@@ -206,43 +179,28 @@ class GraphStore(ABC, Generic[G]):
                 stale=dict(self._stale),
                 kept=dict(self._kept),
                 nbytes=self.nbytes,
-                off=self._given_up or self.off,
+                off=self._given_up or self.policy.off,
                 last=self.last_way,
             )
 
-    def eager(self, why: str, *, allowed_under_strict: bool = False) -> Eager:
-        """Count why a pass runs without graphs, and return it. `strict` accepts that where graphs are automatic."""
-        with self._lock:
-            is_counted = why in self._eager or len(self._eager) < _MOST_REASONS
-            self._eager[why if is_counted else "other reasons"] += 1
-        return Eager(why, allowed_under_strict or self.auto is not None)
-
-    def eager_after(self, error: CaptureError) -> Eager:
-        """Count a call whose graph was not captured; return why."""
-        eager = self.eager(str(error), allowed_under_strict=error.allowed_under_strict)
-        return replace(eager, part_failed=isinstance(error.__cause__, Fault))
-
     def count_eager(self, why: str) -> Eager:
-        """Count a call that does not come to `run`; return why it runs eagerly."""
-        self._calls += 1
-        return self.eager(why, allowed_under_strict=why in (EXACT_ONLY, NO_ROOM))
+        """Count a pass that no graph may serve, and return why."""
+        with self._lock:
+            self.policy.count(())
+            return self._run_eagerly(why)
+
+    def _run_eagerly(self, why: str, failed: Route | None = None) -> Eager:
+        """Count why a pass runs without graphs, and return it. `strict` accepts that where graphs are automatic."""
+        is_counted = why in self._eager or len(self._eager) < _MOST_REASONS
+        self._eager[why if is_counted else "other reasons"] += 1
+        self.policy.without_room += why == NO_ROOM
+        is_accepted = isinstance(why, Accepted) or not self.policy.thresholds.asked_for
+        return Eager(why, is_accepted, failed)
 
     @property
     def has_given_up(self) -> bool:
         """Whether memory ran out, so that no call uses graphs any more."""
         return self._given_up is not None
-
-    def _why_never(self) -> str | None:
-        """Return why no call uses graphs any more, or None. Drop graphs that another thread could not drop."""
-        if self._given_up is not None and self._recorder is not None:
-            self.drop_graphs()
-        return self._given_up or (None if self._graphs else self.off)
-
-    def _count_replay(self, graph: G) -> None:
-        """Count the launch of a graph for a call."""
-        self.replays += 1
-        graph.replays += 1
-        self.way_of_pass = f"replayed (captured at the {_ordinal(graph.captured_at)} call)"
 
     def give_up(self, why: str) -> None:
         """Drop all graphs and capture no other: a program needs their memory.
@@ -256,133 +214,147 @@ class GraphStore(ABC, Generic[G]):
             finally:
                 self._lock.release()
 
-    def _begin(self, identity: Identity, device: torch.device) -> Eager | None:
-        """Count a call, and drop stale graphs. Return why the call runs eagerly, or None if it may be replayed."""
-        self._calls += 1
-        self.device = device
-        if self._given_up is not None:  # since the call was planned
-            return self.eager(self._given_up)
-        if not self._identities or self._identities[-1] != identity:
-            self._change_identity(identity)
-        else:
-            self._changes = max(self._changes - 1, 0)
-        if self._recorder is None:
-            self._recorder = CudaRecorder(device)
-        if self._changes > _CHANGES:
-            return self.eager(_CHANGED, allowed_under_strict=True)
-        why = self._recorder.against()
-        return None if why is None else self.eager(why)
+    @contextmanager
+    def warming_up(self, replay: Replay) -> Iterator[None]:
+        """Capture what the calls within the with block need, by exact shapes or by budgets: calls of `warmup`."""
+        with self._lock:  # calls of other threads wait
+            self.policy.forget_waits()
+            self._warming = replay
+            try:
+                yield
+            finally:
+                self._warming = None
 
-    def _change_identity(self, identity: Identity) -> None:
-        """Find an earlier identity again, or begin to capture under another one. Drop the graphs that are stale."""
-        if identity in self._identities:
-            self._identities.append(self._identities.pop(self._identities.index(identity)))
-            return
-        if self._identities:
-            former = self._identities[-1]
-            if self.auto is not None:
-                self.auto.count_identity(self.captures)
-            is_stale = identity.memory != former.memory or not self._has_room()
-            counts = self._stale if is_stale else self._kept
-            counts[what_differs(former, identity)] += 1
-            if is_stale:
+    def _resolve(
+        self, grid: Grid, identity: Identity, stream: int, capture: Capture[G]
+    ) -> tuple[Decision, list[G]] | Eager:
+        """Count a pass and decide about it; return its graphs, captured where they are missing.
+
+        Args:
+            stream: Of the call. Each has routes of its own: a copy to the device on one may be incomplete for another.
+        """
+        ready = self._steady.get((grid, stream))
+        is_steady = self._warming is None and self._given_up is None
+        if ready is None or not is_steady or self._identities[-1] != identity:
+            return self._decide_and_capture(grid, identity, stream, capture)
+        policy = self.policy  # as `Policy.count` and `_follow`, without entering them
+        policy.calls += 1
+        policy.credit += 1
+        policy.changes = max(policy.changes - 1, 0)
+        policy.counts[grid] = policy.counts.pop(grid, 0) + 1
+        return ready
+
+    def _decide_and_capture(
+        self, grid: Grid, identity: Identity, stream: int, capture: Capture[G]
+    ) -> tuple[Decision, list[G]] | Eager:
+        spec = identity.spec
+        self.policy.count((grid, *self._budgets(grid, spec)))
+        if self._given_up is not None:
+            if self._recorder is not None:  # another thread could not drop them
                 self.drop_graphs()
-            self._forget_failures()
-        self._count_change(1)
-        self._identities.append(identity)
-        if len(self._identities) > _IDENTITIES:
-            self._drop_identity(self._identities.pop(0))
+            return self._run_eagerly(self._given_up)
+        self._follow(identity, grid)
+        if self.policy.changes_too_often:
+            return self._run_eagerly(CHANGED)
+        why_failed: str | None = None
+        while True:
+            decision = self.decide(grid, spec)
+            if decision.replay == "never":
+                return self._run_eagerly(why_failed or decision.reason)
+            if spec.settings.strict:
+                raise_if_any([why for route in decision.routes for why in route.unmet])
+            try:
+                self._capture_missing(decision, capture)
+                break
+            except _CaptureError as error:
+                why_failed = str(error)
+                if error.failed is not None:
+                    return self._run_eagerly(why_failed, error.failed)
+        ready = decision, [self._graphs[key] for key in decision.keys]
+        if len(self._steady) >= self.policy.thresholds.most_graphs:
+            self._steady = {}
+        if decision.is_final:
+            self._steady[grid, stream] = ready
+        return ready
 
-    def _has_room(self) -> bool:
-        """Return whether graphs of another identity may be captured beside those that are stored."""
-        most_bytes = self.max_bytes if self.auto is None else self.auto.most_bytes(self)
-        return max(self.nbytes, self.needed_bytes) < most_bytes
+    def _budgets(self, grid: Grid, spec: Spec) -> list[Hashable]:
+        """List the budgets of a pass, to be counted."""
+        return []
 
-    def _drop_identity(self, identity: Identity) -> None:
-        """Drop the graphs of one identity. Their memory stays with the pool, for later captures."""
-        self._recorder.settle()
-        for key in [key for key in self._graphs if key[0] == id(identity)]:
-            self._forget_grid(self._graphs.pop(key).grid)
+    def decide(self, grid: Grid, spec: Spec) -> Decision:
+        """Return how a pass of the current identity is replayed; it changes nothing."""
+        limits = self.policy.thresholds
+        refused: list[str] = []
+        reasons: list[str] = []
+        for candidate in self._candidates(grid, spec):
+            if isinstance(candidate, str):
+                reasons.append(candidate)
+                continue
+            keys = tuple((id(self._identities[-1]), signature) for signature in candidate.signatures)
+            missing = {key for key in keys if key not in self._graphs}
+            why = self._why_not_captured(grid, candidate, missing) if missing else None
+            makes_room = why == NO_ROOM and self.policy.will_make_room
+            if why is None or makes_room:
+                return Decision(
+                    replay=candidate.replay,
+                    bins=candidate.bins,
+                    routes=candidate.routes,
+                    keys=keys,
+                    makes_room=makes_room,
+                    is_final=not refused and (candidate.replay == "exactly" or limits.exact_calls == NEVER),
+                )
+            refused.append(why)
+        return Decision(reason=[*refused, *reasons][0])
 
-    def _forget_grid(self, grid: Grid | None) -> None:
-        """Let automatic graphs choose anew for a grid, unless a graph of another identity replays it."""
-        if self.auto is not None and all(graph.grid != grid for graph in self._graphs.values()):
-            self.auto.forget(grid)
+    def _why_not_captured(self, grid: Grid, candidate: Candidate, missing: set[Key]) -> str | None:
+        """Return why the missing graphs of a pass are not captured now, or None."""
+        spec = candidate.routes[0].spec
+        is_asked_for = self.policy.thresholds.asked_for or self._warming is not None
+        why = self._why_worse(grid, candidate) or self._recorder.against() or self.policy.why_refused(missing)
+        if why is None and not is_asked_for:
+            why = self.policy.why_unpaid(len(missing))
+        if why is None and spec.called_linears:
+            why = reason_against_capture(spec.called_linears, spec.request.dtype, spec.request.device)
+        if why is not None:
+            return why
+        most_bytes = self._most_bytes(spec)
+        if not is_asked_for and self.needed_bytes(grid, spec) >= most_bytes:
+            return "too little memory of the device is free for another graph"
+        return NO_ROOM if self.nbytes >= most_bytes else None
 
-    def _count_change(self, weight: int) -> None:
-        """Count a change. Every call without a change takes one off again."""
-        self._changes = min(self._changes + weight, 2 * _CHANGES)
+    def _most_bytes(self, spec: Spec) -> int:
+        """Return the device memory that all graphs may hold now."""
+        limits = self.policy.thresholds
+        if limits.asked_for or self._warming is not None:
+            return limits.most_bytes
+        return min(free_bytes(spec.request.device) // _SHARE, limits.most_bytes)
 
-    def _count_calls(self, grid: Grid) -> int:
-        """Count and return the calls of a grid, this one included."""
-        count = self._seen.pop(grid, 0) + 1
-        self._seen[grid] = count
-        if len(self._seen) > REMEMBERED:
-            self._seen.popitem(last=False)
-        return count
-
-    def _find_or_capture(self, signature: Hashable, capture: Callable[[CudaRecorder], G]) -> G:
-        """Return the graph of a signature, captured if none is stored. Raises `CaptureError`."""
-        key = (id(self._identities[-1]), signature)
-        graph = self._graphs.get(key)
-        if graph is None:
-            self._check_capture(key)
-            graph = self._capture_once(key, capture)
+    def _capture_missing(self, decision: Decision, capture: Capture[G]) -> None:
+        """Capture the missing graphs of a pass. Raises `_CaptureError` for the first that fails."""
+        if decision.makes_room:
+            self._make_room()
+        bins = decision.bins or (None,) * len(decision.keys)
+        for key, route, bin_ in zip(decision.keys, decision.routes, bins, strict=True):
+            if key in self._graphs:
+                continue
+            graph = self._capture_one(key, route, bin_, capture)
             self.captures += 1
-            graph.captured_at = self._calls
-            self._failures = 0
-            self._waits.note_success(key)
+            graph.way = f"replayed (captured at the {_ordinal(self.policy.calls)} call)"
+            self.policy.note_capture(key, is_free=self._warming is not None)
             self._graphs[key] = graph
             self.nbytes += graph.nbytes
-            if len(self._graphs) > self.config.max_graphs:
-                self._retire_least_used()
-        self._graphs.move_to_end(key)
-        return graph
+            self._steady = {}
+        needed = set(decision.keys)
+        while len(self._graphs) > max(self.policy.thresholds.most_graphs, len(needed)):
+            others = (key for key in self._graphs if key not in needed)
+            self._recorder.settle()
+            del self._graphs[min(others, key=lambda key: self._graphs[key].used_at)]
+            self._steady = {}
 
-    def _check_capture(self, key: Hashable) -> None:
-        """Raise `CaptureError` where a capture failed before, or has no room."""
-        why = self.off or self._refused.get(key)
-        if why:
-            raise CaptureError(why, not_before=_NEVER if key in self._refused else 0)
-        end_of_wait = 0 if self.is_warming_up else self._waits.end_of(key)
-        if self._calls < end_of_wait:
-            raise CaptureError(_RAN_OUT, not_before=end_of_wait)
-        if self.auto is not None and not self.is_warming_up:
-            why = self.auto.reason_against_capture(self)  # NO_ROOM only for a capture that replays have paid for
-        elif self.nbytes > self.max_bytes:
-            why = NO_ROOM
-        if why is not None:
-            self._count_refusal(why)
-            raise CaptureError(why, allowed_under_strict=why == NO_ROOM)
-
-    @property
-    def will_make_room(self) -> bool:
-        """Whether so many calls found no room that the next call of `run` drops all graphs."""
-        return self._calls_without_room >= self._patience
-
-    @property
-    def why_no_capture(self) -> str | None:
-        """Why the next call captures nothing: captures failed, or memory ran out in one. None if it may."""
-        return self.off or (_RAN_OUT if self._is_waiting(self._calls + 1) else None)
-
-    def _is_waiting(self, call: int) -> bool:
-        """Return whether a call captures nothing, since memory ran out in a capture shortly before."""
-        return call < self._waits.end_of_all and not self.is_warming_up
-
-    def why_not_exact(self, grid: Grid) -> str | None:
-        """Return why the next call has no graph of its own shape: its capture failed or waits. None if it may."""
-        why, end = self._not_exact.get(grid, (None, 0))
-        return why if self._calls + 1 < end else None
-
-    def _count_refusal(self, why: str | None) -> None:
-        """Count a call that runs eagerly since graphs of other calls hold the memory (see `_make_room`)."""
-        if why == NO_ROOM:
-            self._calls_without_room += 1
-
-    def _capture_once(self, key: Hashable, capture: Callable[[CudaRecorder], G]) -> G:
-        """Capture a graph. Remember a failure, and raise it as `CaptureError`."""
+    def _capture_one(self, key: Key, route: Route, bin_: Bin | None, capture: Capture[G]) -> G:
+        """Capture a graph; note a failure."""
         recorder = self._recorder
-        if self.auto is not None:
+        if not self.policy.thresholds.asked_for:
             drop_when_memory_runs_out(self)
         try:
             recorder.wait()
@@ -390,43 +362,65 @@ class GraphStore(ABC, Generic[G]):
                 capture_of_ours(),
                 torch.inference_mode(False),
             ):  # buffers of inference mode cannot be written outside of it
-                return capture(recorder)
+                return capture(route, bin_, recorder)
         except Exception as error:
             why = f"capture failed: {type(error).__name__}: {error}".split("\n")[0]
             if isinstance(error, torch.OutOfMemoryError):  # other programs may give memory back
-                end_of_wait = self._waits.begin(key, self._calls, for_all=not self.is_warming_up)
-                raise CaptureError(why, not_before=end_of_wait) from error
-            self._failures += 1
-            self._refused[key] = why
-            if self._failures >= _FAILURES or len(self._refused) >= _REFUSED:
-                self.off = f"{len(self._refused)} captures failed, the last: {why}"
-            raise CaptureError(why, not_before=_NEVER) from error
+                self.policy.note_out_of_memory(key, for_all=self._warming is None)
+            else:
+                self.policy.note_failure(key, why)
+            raise _CaptureError(why, failed=route if isinstance(error, Fault) else None) from error
         finally:
             recorder.done()
 
-    def _retire_least_used(self) -> None:
-        """Drop the least recently used graph, once its last replay is over."""
-        if self._retired:
-            self._recorder.settle()
-            self._retired.clear()
-        _, oldest = self._graphs.popitem(last=False)
-        self._retired.append(oldest)
-        self._forget_grid(oldest.grid)
-
-    def _make_room(self, device: torch.device) -> None:
-        """Drop all graphs, if they hold too much memory and many calls found no room.
-
-        All go at once, since graphs share one pool: dropping one would give nothing back.
-        It must run before a call chooses its graphs, so that no dropped graph is replayed.
-        The patience doubles each time, so that captures never outweigh replays.
-        """
-        if not self.will_make_room or self._is_waiting(self._calls):
-            return
-        self._calls_without_room = 0
-        self._patience *= 2
-        if self.auto is not None:  # replays cannot pay for the graphs that take the place of these
-            self.auto.add_free_captures(len(self._graphs))
+    def _make_room(self) -> None:
+        """Drop all graphs at once: they share one pool, so dropping one would give nothing back."""
+        self.policy.note_room_made(len(self._graphs))
         self._recorder.settle()
         self._drop()
         torch.cuda.empty_cache()  # the allocator would keep their pool until memory runs out
-        self._recorder = CudaRecorder(device)
+        assert self.device is not None
+        self._recorder = CudaRecorder(self.device)
+
+    def _follow(self, identity: Identity, grid: Grid) -> None:
+        """Find the graphs of an earlier identity again, or begin another one. Drop the graphs that are stale."""
+        identities = self._identities
+        if identities and identities[-1] == identity:
+            self.policy.changes = max(self.policy.changes - 1, 0)
+            return
+        self._steady = {}
+        if identity in identities:
+            identities.append(identities.pop(identities.index(identity)))
+            return
+        if identities:
+            self._leave(identities[-1], identity, grid)
+        self.policy.count_change()
+        self._identities.append(identity)
+        if self._recorder is None:
+            self._recorder = CudaRecorder(identity.spec.request.device)
+        if len(self._identities) > _IDENTITIES:
+            self._recorder.settle()
+            oldest = id(self._identities.pop(0))
+            for key in [key for key in self._graphs if key[0] == oldest]:
+                del self._graphs[key]  # their memory stays with the pool, for later captures
+
+    def _leave(self, former: Identity, identity: Identity, grid: Grid) -> None:
+        """Begin to capture under another identity. Drop all graphs that are stale, or leave no room."""
+        if sum((self._stale + self._kept).values()) < _FREE_CHANGES:
+            self.policy.start_anew()
+        needed_bytes = 0 if self.policy.thresholds.asked_for else self.needed_bytes(grid, identity.spec)
+        has_room = max(self.nbytes, needed_bytes) < self._most_bytes(identity.spec)
+        is_stale = identity.memory != former.memory or not has_room
+        counts = self._stale if is_stale else self._kept
+        counts[what_differs(former, identity)] += 1
+        if is_stale:
+            self.drop_graphs()
+        self.policy.forget_failures()
+
+
+class _CaptureError(RuntimeError):
+    """A graph could not be captured: why, and the route whose backend or kernel failed, if one did."""
+
+    def __init__(self, why: str, failed: Route | None) -> None:
+        super().__init__(why)
+        self.failed = failed

@@ -12,7 +12,7 @@ activations were overwritten are computed again, with the pixels, weights and bu
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -20,20 +20,20 @@ from torch import Tensor
 from hf_vit_accel import machine
 from hf_vit_accel.config import GraphConfig
 from hf_vit_accel.engine.recorded import RecordedTensors
-from hf_vit_accel.engine.route import Route
-from hf_vit_accel.graphs.automatic import AutoGraphs, GraphUse
+from hf_vit_accel.engine.route import Route, Routes, Spec
+from hf_vit_accel.graphs.budgets import Bin
 from hf_vit_accel.graphs.identity import Identity
+from hf_vit_accel.graphs.policy import AUTOMATIC_STEPS, CREDIT_OF_REPLAY, Accepted, thresholds_of_steps
 from hf_vit_accel.graphs.recorder import CudaRecorder
 from hf_vit_accel.graphs.step import (
     CapturedStep,
     Gradients,
     StepCapture,
     Tensors,
-    distinct_trained,
     present,
     run_eagerly,
 )
-from hf_vit_accel.graphs.store import CaptureError, Eager, GraphStore
+from hf_vit_accel.graphs.store import Candidate, Eager, GraphStore, Replayed
 from hf_vit_accel.layout import Grid, rows_of
 from hf_vit_accel.ops.base import Attributes
 from hf_vit_accel.ops.training.context import FunctionContext
@@ -79,17 +79,18 @@ class _WriteCounter:
 
 
 class TrainingRunner(GraphStore[CapturedStep]):
-    """The graphs of forward and backward of one tower."""
+    """The graphs of forward and backward of one tower.
 
-    def __init__(self, config: GraphConfig, auto: AutoGraphs | None = None) -> None:
-        super().__init__(config, config.max_training_bytes, auto)
+    Args:
+        config: What the user asked for; None for automatic graphs.
+        routes: The routes of the tower.
+    """
+
+    def __init__(self, config: GraphConfig | None, routes: Routes) -> None:
+        super().__init__(AUTOMATIC_STEPS if config is None else thresholds_of_steps(config), routes)
         self._outputs_of_last_loss: tuple[bool, ...] = ()  # whether it used each output
         self._last: weakref.ref[_Call] | None = None
-        self._gradient_bytes: int | None = None  # of all gradients; None until a call of this identity
-
-    def _forget_failures(self) -> None:
-        super()._forget_failures()
-        self._gradient_bytes = None
+        self._gradient_bytes: tuple[Identity | None, int] = None, 0  # of all gradients, for this identity
 
     def _drop(self) -> None:
         super()._drop()
@@ -104,85 +105,84 @@ class TrainingRunner(GraphStore[CapturedStep]):
                 buffers.append(step.pixels_TP)
         return buffers
 
-    def choose(self, grid: Grid, values_per_row: int, parameters: Sequence[Tensor], device: torch.device) -> GraphUse:
-        """Decide whether a step is replayed from automatic graphs, before it is planned."""
-        assert self.auto is not None, "graphs that the user asked for are not chosen call by call"
-        why = self._why_never()
-        if why is not None:
-            return GraphUse(why)
-        self.device = device
-        if self._gradient_bytes is None:
-            self._gradient_bytes = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
-        activation_bytes = rows_of(grid) * values_per_row * _BYTES_PER_VALUE
-        self.needed_bytes = activation_bytes + self._gradient_bytes // 4
-        use = self.auto.choose_for_step(grid, self)
-        self._count_refusal(use.eager_reason)
-        return use
+    def needed_bytes(self, grid: Grid, spec: Spec) -> int:
+        """Estimate the device memory of a step: activations, and the gradients of two stages."""
+        values_per_row = len(spec.full_layers) * spec.request.heads * spec.request.head_dim
+        return rows_of(grid) * values_per_row * _BYTES_PER_VALUE + self._gradient_bytes[1] // 4
 
     def run(
         self,
-        route: Route,
+        grid: Grid,
+        spec: Spec,
         pixels_TP: Tensor,
+        memory: list[object],
         parameters: Sequence[Tensor],
         parameter_dicts: Sequence[Attributes],
-        memory: list[object],
-    ) -> Tensors | Eager:
-        """Replay the forward of a call, so that autograd replays its backward.
+    ) -> Replayed | Eager:
+        """Replay the forward of a call, so that autograd replays its backward; or return why it runs eagerly (counted).
 
         Args:
-            parameter_dicts: The dictionaries in which modules store them, in this order.
             memory: Equal while weights and buffers stay at their addresses (see `Identity`).
-
-        Returns:
-            Fresh output tensors, or why the call runs eagerly (counted).
+            parameters: Of the tower, as they are now.
+            parameter_dicts: The dictionaries in which modules store them, in this order.
         """
         if pixels_TP.is_inference():  # autograd cannot save inference tensors
             pixels_TP = pixels_TP.clone()
         requires_grad = (pixels_TP.requires_grad, *[parameter.requires_grad for parameter in parameters])
-        identity = Identity(route.spec, memory, pixels_TP.shape[1], machine.numerics(), requires_grad)
+        identity = Identity(spec, memory, pixels_TP.shape[1], machine.numerics(), requires_grad)
+
+        def capture(route: Route, bin_: Bin | None, recorder: CudaRecorder) -> CapturedStep:
+            slots = [
+                (parameter_dict, name)
+                for parameter_dict in parameter_dicts
+                for name, value in parameter_dict.items()
+                if value is not None
+            ]
+            step = StepCapture(route, pixels_TP, parameters, slots, self._outputs_of_last_loss).step(recorder)
+            torch.cuda.empty_cache()  # the warm-up's memory is of the recorder's stream: no other work can use it
+            return step
+
+        device = spec.request.device
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         with self._lock:
-            device = route.spec.request.device
-            refused = self._begin(identity, device) or self._why_eager(route, parameters)
-            if refused is not None:
-                return refused
-            self._make_room(device)
-
-            def capture(recorder: CudaRecorder) -> CapturedStep:
-                slots = [
-                    (parameter_dict, name)
-                    for parameter_dict in parameter_dicts
-                    for name, value in parameter_dict.items()
-                    if value is not None
-                ]
-                step = StepCapture(route, pixels_TP, parameters, slots, self._outputs_of_last_loss).step(recorder)
-                torch.cuda.empty_cache()  # the warm-up's memory is of the recorder's stream: no other work can use it
-                return step
-
-            try:
-                step = self._find_or_capture((route.metadata.grid, self._outputs_of_last_loss), capture)
-            except CaptureError as error:
-                return self.eager_after(error)
+            reason = self._why_eager(parameters)
+            if reason is not None:
+                return self.count_eager(reason)
+            if self._gradient_bytes[0] != identity:
+                trained = [parameter.nbytes for parameter in parameters if parameter.requires_grad]
+                self._gradient_bytes = identity, sum(trained)
+            ready = self._resolve(grid, identity, stream, capture)
+            if isinstance(ready, Eager):
+                return ready
+            decision, (step,) = ready
+            (route,) = decision.routes
             call = self._forward(step, pixels_TP, parameters)
-        leaves = distinct_trained(parameters, requires_grad[1:])  # collected while the GPU works
-        return list(_Replay.apply(self, call, route, pixels_TP, *leaves))
+        leaves = [parameters[index] for index in step.trained]  # collected while the GPU works
+        return Replayed(list(_Replay.apply(self, call, route, pixels_TP, *leaves)), route, step.way)
 
-    def _why_eager(self, route: Route, parameters: Sequence[Tensor]) -> Eager | None:
-        """Return why a call runs eagerly, or None."""
+    def _why_eager(self, parameters: Sequence[Tensor]) -> str | None:
+        """Return why a call runs eagerly, whatever its layout."""
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
-            return self.eager("what gradients need is saved by hooks of somebody else (checkpointing, offloading)")
+            return "what gradients need is saved by hooks of somebody else (checkpointing, offloading)"
         for parameter in parameters:
             if parameter._backward_hooks:
-                return self.eager("a parameter has a hook on its gradient")
-        largest = self.config.max_tokens * max(4, route.spec.geometry.merge**2)
-        if route.metadata.rows > largest:
-            return self.eager(
-                f"with gradients, layouts of up to {largest} patches are captured", allowed_under_strict=True
-            )
-        if self.auto is None and not 0 < self.config.exact_after <= self._count_calls(route.metadata.grid):
-            return self.eager("with gradients, a layout is captured when it comes often", allowed_under_strict=True)
+                return "a parameter has a hook on its gradient"
         last = None if self._last is None else self._last()
         if last is not None and not last.is_over:
-            return self.eager("the gradients of an earlier call are still to come", allowed_under_strict=True)
+            return Accepted("the gradients of an earlier call are still to come")
+        return None
+
+    def _candidates(self, grid: Grid, spec: Spec) -> Iterator[Candidate | str]:
+        most_rows = self.policy.thresholds.most_rows
+        if rows_of(grid) > most_rows:
+            yield Accepted(f"steps of more than {most_rows} patches keep the GPU busy without a graph")
+        elif not self.policy.came_often(grid, is_padded=False):
+            yield Accepted("with gradients, a layout is captured when it comes often")
+        else:
+            route = self._routes.get(grid, spec, "exactly")
+            yield Candidate("exactly", (), (route,), ((grid, self._outputs_of_last_loss),))
+
+    def _why_worse(self, grid: Grid, candidate: Candidate) -> str | None:
         return None
 
     @torch.no_grad()
@@ -199,7 +199,10 @@ class TrainingRunner(GraphStore[CapturedStep]):
             recorder.done()
         self._last = weakref.ref(call)
         step.last_call = self._last
-        self._count_replay(step)
+        step.replays += 1
+        step.used_at = self.policy.calls
+        self.replays += 1
+        self.policy.credit += CREDIT_OF_REPLAY
         return call
 
     def backward(
@@ -229,7 +232,8 @@ class TrainingRunner(GraphStore[CapturedStep]):
                 return compute_again()
             if used != step.used:
                 self._outputs_of_last_loss = used
-                self._count_change(2)
+                self._steady = {}
+                self.policy.count_change(2)
                 return compute_again()
             return self._backward(step, present(incoming))
 

@@ -1,4 +1,4 @@
-"""Decide everything about a call before it runs, but one thing: a runner picks the CUDA graph of each pass, or none.
+"""Decide everything about a call before it runs, but the CUDA graphs of its passes: their runner decides about those.
 
 A call goes one of the four ways of `Way`. Its plan says which, with every reason, and holds whatever that way needs.
 
@@ -8,50 +8,33 @@ A call goes one of the four ways of `Way`. Its plan says which, with every reaso
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import nn
 
-from hf_vit_accel.backends import Backend, Replay, backend_named
 from hf_vit_accel.engine.encoder import CalledBlock, Checkpoint, checkpoints_of
 from hf_vit_accel.engine.inputs import Inputs
 from hf_vit_accel.engine.route import SEGMENTS, Spec
 from hf_vit_accel.families import Tower
 from hf_vit_accel.families.copies import CopyFamily
-from hf_vit_accel.graphs.automatic import GraphUse
-from hf_vit_accel.graphs.called import reason_against_capture
-from hf_vit_accel.graphs.recorder import why_not_graphs
-from hf_vit_accel.graphs.training import TrainingRunner
+from hf_vit_accel.graphs.policy import Accepted
 from hf_vit_accel.layout import Grid, rows_of
 from hf_vit_accel.machine import raise_if_any
 from hf_vit_accel.options.data_parallel import Sharing
 from hf_vit_accel.options.passes import cut, reasons_not_cut
 from hf_vit_accel.tower import checks
 from hf_vit_accel.tower.modules import WeightMemory
-from hf_vit_accel.tower.plan import (
-    NO_GRAPHS,
-    NOT_SHARED,
-    Call,
-    CallPlan,
-    FastPlan,
-    GraphChoice,
-    Pass,
-    SharedCall,
-    StockPlan,
-    Way,
-)
+from hf_vit_accel.tower.plan import NOT_SHARED, Call, CallPlan, FastPlan, Pass, SharedCall, StockPlan, Way
 from hf_vit_accel.tower.proof import NAMES
 from hf_vit_accel.tower.snapshot import Snapshot
-from hf_vit_accel.tower.state import SpecKey, TowerState
+from hf_vit_accel.tower.state import HIDDEN_STATES_OF_STEP, SpecKey, TowerState
 from hf_vit_accel.versions import keyword_arguments, knows_segments
 
 _OUTER_GRAPH = (
     "A patched tower cannot be captured in an outer CUDA graph. By default it captures its own where that pays, with "
     "hf_vit_accel.patch(model, cuda_graphs=True) at the first call"
 )
-_HIDDEN_STATES_OF_STEP = "with gradients, hidden states are those that the layers take"
 AUTOMATIC_ON = ("cuda",)
 """The types of devices on which `cuda_graphs="auto"` captures."""
 
@@ -114,25 +97,28 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
         reasons += [] if inputs.repeats is None else inputs.repeats.unmet
     rows = len(inputs.pixels) if grid is inputs.grid else rows_of(grid)
     is_whole = most_rows is None or rows <= most_rows
-    graphs = NO_GRAPHS
-    runner = state.training_runner if grad else state.inference_runner
-    # Automatic graphs replay calls of one pass. A score_mod may capture tensors that a graph would never read again.
-    may_be_automatic = device.type in AUTOMATIC_ON and state.settings.score_mod is None
-    is_replayable = state.settings.graphs != "auto" or (may_be_automatic and is_whole)
-    if grid and runner is not None and may_be_automatic and not is_replayable:
-        graphs = GraphChoice(runner=runner, use=GraphUse(eager_reason="long calls of several passes"))
-    elif grid and runner is not None and is_replayable:
-        graphs = _choose_graphs(state, call, spec, grid, checkpoints)
     if grid is inputs.grid and is_whole:
-        route = state.routes.get(grid, spec, graphs.replay)
-        passes = [Pass(grid=grid, rows=slice(0, len(inputs.pixels)), route=route)]
+        passes = [Pass(grid=grid, rows=slice(0, len(inputs.pixels)))]
     else:
-        passes = _passes(state, spec, grid, most_rows, graphs.replay)
-    if grad and len(passes) > 1 and graphs.runner is not None:  # such passes run again in the backward pass
-        graphs = GraphChoice(use=GraphUse(eager_reason="steps of several passes"))
-        passes = _passes(state, spec, grid, most_rows, "never")
-    for one_pass in passes:
-        reasons += [reason for reason in one_pass.route.unmet if reason not in reasons]
+        passes = _passes(spec, grid, most_rows)
+    runner = state.training_runner if grad else state.inference_runner
+    if runner is not None and state.settings.graphs == "auto" and device.type not in AUTOMATIC_ON:
+        runner = None
+    why_eager = None if runner is None else spec.against_graphs
+    memory: list[object] = []
+    if runner is not None and why_eager is None:
+        if not weights.contiguous:  # a graph identifies weights by `data_ptr`, so a change of strides goes unseen
+            why_eager = "a parameter is not contiguous"
+        elif any(checkpoints):
+            why_eager = "gradient checkpointing runs layers again"
+        elif grad and len(passes) > 1:  # such passes run again in the backward pass
+            why_eager = Accepted("steps of several passes")
+        elif state.settings.graphs == "auto" and len(passes) > 1:
+            why_eager = "long calls of several passes"
+        else:
+            memory = [weights, *[buffer.data_ptr() for buffer in snapshot.buffers()]]
+            if snapshot.called_linears:
+                memory.append(snapshot.called_memory())
     if state.settings.strict:
         raise_if_any(reasons)
     return FastPlan(
@@ -147,7 +133,9 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
         checkpoints=checkpoints,
         called=called,
         shared=shared,
-        graphs=graphs,
+        runner=runner,
+        why_eager=why_eager,
+        memory=memory,
         outputs_require_grad=torch.is_grad_enabled() and not grad and snapshot.outputs_require_grad(),
     )
 
@@ -280,7 +268,7 @@ def _called_blocks(state: TowerState, call: Call, reasons: list[str], *, grad: b
     return {layer: partial(block, **route.block_arguments(layer, names), **options) for layer, block in hooked.items()}
 
 
-def _passes(state: TowerState, spec: Spec, grid: Grid, most_rows: int | None, replay: Replay) -> list[Pass]:
+def _passes(spec: Spec, grid: Grid, most_rows: int | None) -> list[Pass]:
     """Return the passes of a grid, of at most `most_rows` rows each where frames allow that."""
     if not grid:
         return []
@@ -291,8 +279,7 @@ def _passes(state: TowerState, spec: Spec, grid: Grid, most_rows: int | None, re
     start = 0
     for pass_grid in grids:
         stop = start + rows_of(pass_grid)
-        route = state.routes.get(pass_grid, spec, replay)
-        passes.append(Pass(grid=pass_grid, rows=slice(start, stop), route=route))
+        passes.append(Pass(grid=pass_grid, rows=slice(start, stop)))
         start = stop
     return passes
 
@@ -308,84 +295,8 @@ def _most_rows(
         return spec.max_rows, []
     reasons = reasons_not_cut(snapshot.facts, checkpoints)
     if spec.hidden_states and spec.request.grad:
-        reasons.append(f"not cut by max_rows: {_HIDDEN_STATES_OF_STEP}")
+        reasons.append(f"not cut by max_rows: {HIDDEN_STATES_OF_STEP}")
     if spec.max_rows is not None and not reasons:
         return spec.max_rows, []
     too_long = isinstance(state.settings.max_rows, int) and rows > state.settings.max_rows
     return None, reasons if too_long else []
-
-
-def _choose_graphs(
-    state: TowerState, call: Call, spec: Spec, grid: Grid, checkpoints: Sequence[Checkpoint | None]
-) -> GraphChoice:
-    """Return the CUDA graphs of a call.
-
-    Args:
-        checkpoints: By layer, None for a layer that keeps what its gradient needs.
-    """
-    grad = spec.request.grad
-    device = spec.request.device
-    snapshot = call.snapshot
-    runner = state.training_runner if grad else state.inference_runner
-    if runner is None:
-        return NO_GRAPHS
-    assert snapshot is not None and call.weights is not None
-    reason = _reason_against_graphs(snapshot, call.weights, device, checkpoints, grad=grad)
-    if call.hooked_parts:
-        reason = reason or call.why_whole
-    if call.hidden_states and grad:
-        reason = reason or _HIDDEN_STATES_OF_STEP
-    if reason is not None:
-        return GraphChoice(runner=runner, use=GraphUse(eager_reason=reason))
-    width = snapshot.heads * snapshot.head_dim
-    if isinstance(runner, TrainingRunner):
-        if runner.auto is None:
-            return GraphChoice(runner=runner, use=GraphUse(exact=grid))
-        values_per_row = len(snapshot.parts.blocks) * width
-        use = runner.choose(grid, values_per_row, call.parameters, device)
-        return GraphChoice(runner=runner, use=use)
-
-    def backends_of(replay: Replay) -> list[Backend]:
-        """Return the backends that the call would use, by kind of layer."""
-        return [choice.backend for choice in state.routes.get(grid, spec, replay).choices.values()]
-
-    def is_padding_worse(is_large: bool) -> bool:
-        """See `AutoGraphs.choose`."""
-        candidates = backends_of("padded") + (backends_of("never") if is_large else [])
-        return not all(backend.replays_other_layouts for backend in candidates)
-
-    attention = state.settings.attention
-    is_named = attention != "auto" and attention not in state.faults
-    can_pad = not is_named or backend_named(attention).replays_other_layouts
-    if not can_pad:  # another backend serves calls that the named one refuses
-        can_pad = all(backend.name != attention for backend in backends_of("never"))
-    if call.hidden_states:  # of 36 bytes that a value needs, 4 again for each layer: in the graph, and returned
-        width += width * len(snapshot.parts.blocks) // 9
-    use = runner.choose(grid, snapshot.geometry.merge, width, device, is_padding_worse, can_pad=can_pad)
-    if use.eager_reason is None and snapshot.called_linears:
-        use = replace(use, eager_reason=reason_against_capture(snapshot.called_linears, spec.request.dtype, device))
-    return GraphChoice(runner=runner, use=use)
-
-
-def _reason_against_graphs(
-    snapshot: Snapshot,
-    weights: WeightMemory,
-    device: torch.device,
-    checkpoints: Sequence[Checkpoint | None],
-    *,
-    grad: bool,
-) -> str | None:
-    """Return why a call cannot be replayed from CUDA graphs, whatever its layout."""
-    reason = why_not_graphs(device)
-    if reason is not None:
-        return reason
-    unpredictable = snapshot.unpredictable if grad else snapshot.unpredictable_others
-    if unpredictable:  # it may act on state that Python holds: an adapter that is switched off, a counter
-        return f"{unpredictable}, and might act otherwise at a later call"
-    if snapshot.mixing:  # a graph pads its rows, and a module that mixes rows would see them
-        return snapshot.mixing[0]
-    if not weights.contiguous:  # a graph identifies weights by `data_ptr`, so a change of strides goes unseen
-        return "a parameter is not contiguous"
-    if snapshot.sharded_layers:
-        return "FSDP2 gathers weights again at every call"
-    return "gradient checkpointing runs layers again" if any(checkpoints) else None

@@ -25,17 +25,15 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from hf_vit_accel.engine import inputs
 from hf_vit_accel.engine.encoder import encode
 from hf_vit_accel.families import Tower
-from hf_vit_accel.graphs import automatic
-from hf_vit_accel.graphs.runner import Runner
-from hf_vit_accel.graphs.store import Eager
-from hf_vit_accel.graphs.training import TrainingRunner
+from hf_vit_accel.graphs import memory
+from hf_vit_accel.graphs.store import Replayed
 from hf_vit_accel.machine import Fault, raise_if_any
 from hf_vit_accel.options.data_parallel import NotSharedError
 from hf_vit_accel.options.joined import JoinedOutputs
 from hf_vit_accel.options.passes import RecomputedPasses
 from hf_vit_accel.tower import attention_only, checks
 from hf_vit_accel.tower.decide import decide
-from hf_vit_accel.tower.plan import NO_GRAPHS, Call, CallPlan, FastPlan, Outcome, Pass, PassDone, StockPlan, Way
+from hf_vit_accel.tower.plan import Call, CallPlan, FastPlan, Outcome, Pass, PassDone, StockPlan, Way
 from hf_vit_accel.tower.retry import can_retry_out_of_memory, disable
 from hf_vit_accel.tower.state import STATE, TowerState, state_of
 
@@ -189,7 +187,7 @@ def _call(tower: Tower, state: TowerState, original: Original, args: Arguments, 
     with torch.cuda.device(pixels.device) if on_cuda else nullcontext(), state.sharing or nullcontext():
         while True:
             faults_at_attempt = state.faults
-            given_up_at_attempt = automatic.stores_given_up
+            given_up_at_attempt = memory.stores_given_up
             plan: CallPlan | None = None
             try:
                 call = read(tower, state, args, kwargs)
@@ -338,20 +336,26 @@ def _encode_pass(
     is_embedded: bool = False,
 ) -> list[Tensor]:
     """Return the outputs of one pass, replayed from a CUDA graph or encoded, and append to `done` how it ran."""
-    runner = plan.graphs.runner
-    route = one_pass.route
-    why_eager = plan.graphs.use.eager_reason
+    route = None
+    why_eager = "such calls are never replayed"
+    runner = plan.runner
     if runner is not None and not is_embedded:
-        result = runner.count_eager(why_eager) if why_eager else _replay(plan, runner, one_pass, pixels_or_rows)
-        if not isinstance(result, Eager):
-            done.append(PassDone(route, runner.way_of_pass))
-            return result
-        why_eager = result.why
-        if state.settings.strict and not result.allowed_under_strict:
-            raise_if_any([f"not replayed from a CUDA graph: {result.why}"])
-        runs_failed_part = result.part_failed and not state.settings.strict  # it fails again, and is disabled
-        if route.replay != "never" and not runs_failed_part:  # another backend may be faster eagerly
-            route = state.routes.get(one_pass.grid, plan.spec)
+        if plan.why_eager is None:
+            dicts = plan.snapshot.parameter_dicts
+            ran = runner.run(one_pass.grid, plan.spec, pixels_or_rows, plan.memory, plan.parameters, dicts)
+        else:
+            ran = runner.count_eager(plan.why_eager)
+        if isinstance(ran, Replayed):
+            done.append(PassDone(ran.route, ran.way))
+            return ran.outputs
+        why_eager = ran.why
+        if state.settings.strict and not ran.allowed_under_strict:
+            raise_if_any([f"not replayed from a CUDA graph: {why_eager}"])
+        route = None if state.settings.strict else ran.failed  # it fails again, and is disabled
+    if route is None:
+        route = state.routes.get(one_pass.grid, plan.spec)
+    if state.settings.strict:
+        raise_if_any(route.unmet)
     blocks = plan.called or plan.snapshot.sharded_layers
     outputs = encode(
         route.ready(), pixels_or_rows, plan.checkpoints, blocks, output_slices=output_slices, is_embedded=is_embedded
@@ -360,20 +364,11 @@ def _encode_pass(
     return outputs
 
 
-def _replay(plan: FastPlan, runner: Runner | TrainingRunner, one_pass: Pass, pixels_TP: Tensor) -> list[Tensor] | Eager:
-    """Return the outputs of one pass from CUDA graphs, or why it runs eagerly."""
-    memory: list[object] = [plan.weights, *[buffer.data_ptr() for buffer in plan.snapshot.buffers()]]
-    if plan.snapshot.called_linears:
-        memory.append(plan.snapshot.called_memory())
-    if isinstance(runner, Runner):
-        return runner.run(one_pass.route, pixels_TP, memory, exact=plan.graphs.use.exact)
-    return runner.run(one_pass.route, pixels_TP, plan.parameters, plan.snapshot.parameter_dicts, memory)
-
-
 def _count(state: TowerState, outcome: Outcome) -> object:
     """Count a call that is over, and return its output. A call that failed is not counted."""
     plan = outcome.plan
-    state.fallbacks.update({*plan.reasons, *outcome.reasons})
+    unmet = [why for route, _ in outcome.passes for why in route.unmet]
+    state.fallbacks.update({*plan.reasons, *outcome.reasons, *unmet})
     if state.sharing is not None and plan.shared.result is not None:
         state.sharing.counts[plan.shared.result] += 1
     if plan.way is Way.FAST or (plan.way is Way.ATTENTION and not outcome.reasons):
@@ -383,10 +378,13 @@ def _count(state: TowerState, outcome: Outcome) -> object:
     if isinstance(plan, StockPlan):
         state.last_route = plan.route or state.last_route  # a call that goes STOCK has no route
         return outcome.output
-    state.last_route = outcome.passes[-1].route if outcome.passes else state.last_route
+    way = "no image was encoded: all features were known, or are those of other ranks"
+    for route, way_of_pass in outcome.passes:
+        state.last_route = route
+        way = way if way.startswith("eager") else way_of_pass
     runner = state.training_runner if plan.spec.request.grad else state.inference_runner
-    if runner is not None and (plan.graphs is not NO_GRAPHS or runner.last_way is not None):
-        runner.last_way = outcome.graph_way
+    if runner is not None and (plan.runner is not None or runner.last_way is not None):
+        runner.last_way = way
     if len(plan.passes) > 1:
         state.pass_limit.calls += 1
         state.pass_limit.passes += len(plan.passes)

@@ -9,11 +9,9 @@ from typing import ClassVar, NamedTuple
 
 from torch import nn
 
-from hf_vit_accel.backends import Replay
 from hf_vit_accel.engine.encoder import CalledBlock, Checkpoint
 from hf_vit_accel.engine.inputs import Inputs
 from hf_vit_accel.engine.route import Route, Spec
-from hf_vit_accel.graphs.automatic import GraphUse
 from hf_vit_accel.graphs.runner import Runner
 from hf_vit_accel.graphs.training import TrainingRunner
 from hf_vit_accel.layout import Grid
@@ -77,12 +75,10 @@ class Pass:
     Attributes:
         grid: Their grid.
         rows: Their rows among those that this rank encodes.
-        route: The route of their layout.
     """
 
     grid: Grid
     rows: slice
-    route: Route
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,30 +119,6 @@ class StockPlan:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class GraphChoice:
-    """The CUDA graphs of a call.
-
-    Attributes:
-        runner: Their runner; None for a call that no runner counts.
-        use: How the runner serves the call, or why there is none.
-        replay: How the call is replayed. It decides which backends are chosen.
-    """
-
-    runner: Runner | TrainingRunner | None = None
-    use: GraphUse
-    replay: Replay = field(init=False)
-
-    def __post_init__(self) -> None:
-        replay: Replay = "padded" if self.use.exact is None else "exactly"
-        if self.runner is None or self.use.eager_reason is not None:
-            replay = "never"
-        object.__setattr__(self, "replay", replay)
-
-
-NO_GRAPHS = GraphChoice(use=GraphUse(eager_reason="such calls are never replayed"))
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
 class FastPlan:
     """The decisions about a call that runs our operations.
 
@@ -162,7 +134,9 @@ class FastPlan:
         checkpoints: By layer, None for a layer that keeps what its gradient needs.
         called: The blocks that run by their own call, by the index of the layer.
         shared: Which rank encodes what, if ranks share the call.
-        graphs: The CUDA graphs of the call.
+        runner: Of the CUDA graphs that may serve the passes; None for a call that no runner counts.
+        why_eager: Why no graph may.
+        memory: Equal while weights and buffers stay at their addresses; of a call that graphs may serve.
         outputs_require_grad: Whether the outputs of a frozen tower must require gradients.
         way: Always `Way.FAST`.
     """
@@ -178,7 +152,9 @@ class FastPlan:
     checkpoints: Sequence[Checkpoint | None]
     called: Mapping[int, CalledBlock]
     shared: SharedCall
-    graphs: GraphChoice
+    runner: Runner | TrainingRunner | None
+    why_eager: str | None
+    memory: list[object]
     outputs_require_grad: bool
     way: ClassVar[Way] = Way.FAST
 
@@ -208,11 +184,3 @@ class Outcome:
     output: object
     reasons: tuple[str, ...] = ()
     passes: Sequence[PassDone] = ()
-
-    @property
-    def graph_way(self) -> str:
-        """How `status` reports the call: as eager if one of its passes was."""
-        ways = [one_pass.way for one_pass in self.passes]
-        if len(ways) > 1:
-            return next((way for way in ways if way.startswith("eager")), ways[0])
-        return ways[0] if ways else "no image was encoded: all features were known, or are those of other ranks"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hf_vit_accel.backends import BACKENDS
-from hf_vit_accel.graphs import automatic
+from hf_vit_accel.graphs import memory
 from hf_vit_accel.layout import rows_of
 from hf_vit_accel.machine import KERNELS, Fault, raise_if_any
 from hf_vit_accel.tower.plan import CallPlan, FastPlan
@@ -17,9 +17,9 @@ def can_retry_out_of_memory(state: TowerState, plan: CallPlan | None, stores_giv
 
     Args:
         plan: The decisions of the attempt that failed; None if there were none yet.
-        stores_given_up: See `automatic`; the number when that attempt began.
+        stores_given_up: See `graphs.memory`; the number when that attempt began.
     """
-    has_new_room = automatic.stores_given_up > stores_given_up
+    has_new_room = memory.stores_given_up > stores_given_up
     if plan is None:
         return has_new_room
     if not isinstance(plan, FastPlan):

@@ -15,8 +15,7 @@ from hf_vit_accel.backends import Request
 from hf_vit_accel.config import GraphConfig, Settings
 from hf_vit_accel.engine.route import Route, Routes, Spec
 from hf_vit_accel.families import Family, Tower
-from hf_vit_accel.graphs import automatic
-from hf_vit_accel.graphs.automatic import AutoGraphs
+from hf_vit_accel.graphs import recorder
 from hf_vit_accel.graphs.runner import Runner
 from hf_vit_accel.graphs.training import TrainingRunner
 from hf_vit_accel.machine import KERNELS, raise_if_any
@@ -120,12 +119,12 @@ class TowerState:
         graphs = settings.graphs
         if settings.ranks is not None:
             self.sharing = Sharing(settings.ranks, graphs=isinstance(graphs, GraphConfig))
-        if graphs == "auto":
-            self.inference_runner = Runner(automatic.CONFIG, self.routes, AutoGraphs())
-            self.training_runner = TrainingRunner(automatic.CONFIG, AutoGraphs())
-        elif graphs is not None:
+        if graphs == "auto" and settings.score_mod is None:  # it may capture tensors that graphs would not read again
+            self.inference_runner = Runner(None, self.routes)
+            self.training_runner = TrainingRunner(None, self.routes)
+        elif isinstance(graphs, GraphConfig):
             self.inference_runner = Runner(graphs, self.routes)
-            self.training_runner = TrainingRunner(graphs) if graphs.max_training_bytes else None
+            self.training_runner = TrainingRunner(graphs, self.routes) if graphs.max_training_bytes else None
         if settings.reuse is not None:
             self.reuse = Reuse(settings.reuse)
 
@@ -297,6 +296,8 @@ class TowerState:
             max_rows=self.pass_limit.rows(key.device, grad=grad, never_cut=never_cut),
             settings=settings,
             hidden_states=key.hidden_states,
+            against_graphs=_reason_against_graphs(snapshot, key),
+            called_linears=snapshot.called_linears,
         )
         snapshot.specs[key] = spec
         is_insensitive = spec.ops is not None and not snapshot.unpredictable and spec.ops.fused >= _INSENSITIVE
@@ -343,6 +344,26 @@ class TowerState:
 
 _INSENSITIVE = {"patch_embed", "norms", "mergers", "mlp"}
 """Parts whose fused operations call no module, so that autocast to the dtype of the weights changes nothing."""
+
+
+HIDDEN_STATES_OF_STEP = "with gradients, hidden states are those that the layers take"
+
+
+def _reason_against_graphs(snapshot: Snapshot, key: SpecKey) -> str | None:
+    """Return why calls of a kind cannot be replayed from CUDA graphs, whatever their layout."""
+    reason = recorder.why_not_graphs(key.device)
+    if reason is not None:
+        return reason
+    unpredictable = snapshot.unpredictable if key.grad else snapshot.unpredictable_others
+    if unpredictable:  # it may act on state that Python holds: an adapter that is switched off, a counter
+        return f"{unpredictable}, and might act otherwise at a later call"
+    if snapshot.mixing:  # a graph pads its rows, and a module that mixes rows would see them
+        return snapshot.mixing[0]
+    if snapshot.sharded_layers:
+        return "FSDP2 gathers weights again at every call"
+    if key.hooked_parts:
+        return "hooks see each call of their module"
+    return HIDDEN_STATES_OF_STEP if key.hidden_states and key.grad else None
 
 
 def attributes_of(tower: nn.Module) -> dict[str, object]:

@@ -13,7 +13,7 @@ import hf_vit_accel
 from hf_vit_accel import GraphConfig, backends
 from hf_vit_accel.backends import BACKENDS, Plan, Request
 from hf_vit_accel.backends.sdpa import Sdpa
-from hf_vit_accel.graphs import automatic, called, store
+from hf_vit_accel.graphs import called, recorder, store
 from hf_vit_accel.layout import Segments
 from hf_vit_accel.tower import decide as decide_module
 
@@ -103,9 +103,6 @@ class Recorder:
         assert self.waiting
         self.waiting = False
 
-    def keep_until_done(self, tensor: torch.Tensor) -> None:
-        """Do nothing: a CPU has one stream."""
-
     def settle(self) -> None:
         """Do nothing: a CPU runs nothing in the background."""
 
@@ -120,8 +117,8 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
     masked = Masked()
     monkeypatch.setattr(store, "CudaRecorder", RecorderOfTest)
     monkeypatch.setattr(called, "CudaRecorder", RecorderOfTest)
-    monkeypatch.setattr(automatic, "free_bytes", lambda device: RecorderOfTest.free_bytes)
-    monkeypatch.setattr(decide_module, "why_not_graphs", lambda device: None)
+    monkeypatch.setattr(store, "free_bytes", lambda device: RecorderOfTest.free_bytes)
+    monkeypatch.setattr(recorder, "why_not_graphs", lambda device: None)
     monkeypatch.setattr(decide_module, "AUTOMATIC_ON", ("cpu",))
     all_backends = tuple(masked if backend.name == "sdpa" else backend for backend in BACKENDS)
     monkeypatch.setattr(backends, "BACKENDS", all_backends)

@@ -24,7 +24,7 @@ IMPORTS = {
     "ops": "families layout machine versions",
     "backends": "layout machine ops",
     "engine": "backends config families layout machine ops versions",
-    "graphs": "config engine layout machine ops",
+    "graphs": "backends config engine layout machine ops",
     "options": "config engine layout machine ops",
     "decoding": "graphs machine ops versions",
     "tower": "backends config engine families graphs layout machine ops options versions",

@@ -20,7 +20,7 @@ from torch import nn
 import hf_vit_accel
 from hf_vit_accel import ReuseConfig
 from hf_vit_accel.backends.flash_attention_3 import FlashAttention3
-from hf_vit_accel.graphs import automatic
+from hf_vit_accel.graphs import memory
 from hf_vit_accel.tools.bench.towers import build_tower
 from hf_vit_accel.tower.state import state_of
 
@@ -255,7 +255,7 @@ def test_memory_that_a_program_needs_is_given_back(tower: nn.Module, limit_memor
     expected = replay_once(tower)
     runner = state_of(tower).inference_runner
     graph_bytes = reserved_bytes() - before
-    assert runner in automatic._stores and graph_bytes >= 4 << 20
+    assert runner in memory._stores and graph_bytes >= 4 << 20
     free = 64 << 20
     limit_memory(free)
     needed = free + graph_bytes // 2
@@ -335,7 +335,7 @@ def test_memory_of_large_calls(name: str) -> None:
     assert status_line(tower).startswith("replayed")
     assert all(relative_error(x, y) < 5e-2 for x, y in zip(outputs, expected, strict=True))
     runner = state_of(tower).inference_runner
-    assert runner.nbytes <= runner.needed_bytes
+    assert runner.nbytes <= runner.needed_bytes(tuple(captured), state_of(tower).last_route.spec)
 
 
 def test_a_backward_of_a_capture_runs_in_another_thread() -> None:
@@ -344,9 +344,9 @@ def test_a_backward_of_a_capture_runs_in_another_thread() -> None:
     this_thread = threading.get_ident()
 
     def note(gradient: torch.Tensor) -> None:
-        seen.append((threading.get_ident() == this_thread, automatic._is_within_capture()))
+        seen.append((threading.get_ident() == this_thread, memory._is_within_capture()))
 
-    for capture in (automatic.capture_of_ours(), nullcontext()):
+    for capture in (memory.capture_of_ours(), nullcontext()):
         x = torch.ones(4, device="cuda", requires_grad=True)
         x.register_hook(note)
         with capture:

@@ -37,7 +37,7 @@ from hf_vit_accel.decoding import loop as decoding
 from hf_vit_accel.decoding import step as step_module
 from hf_vit_accel.decoding.steps import steps_of
 from hf_vit_accel.decoding.text_models import TEXT_MODELS, UnservedError, read_model
-from hf_vit_accel.graphs import automatic
+from hf_vit_accel.graphs import memory
 
 Recorder = type[OperationRecorder]
 TEXT = {"input_ids": torch.tensor([[5, 6, 7, 8], [9, 4, 3, 3]])}
@@ -540,10 +540,10 @@ def test_memory_that_runs_out_for_a_step_leaves_other_graphs(
             given_up.append(why)
 
     graphs = Graphs()
-    automatic._stores.add(graphs)
+    memory._stores.add(graphs)
 
     def run_out(*args: object, **kwargs: object) -> None:
-        automatic._give_up_graphs(0, 1 << 40, 0, 0)
+        memory._give_up_graphs(0, 1 << 40, 0, 0)
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     owner = decoding if place == "DecodeStep" else decoding.DecodeStep
@@ -566,17 +566,17 @@ def test_memory_that_runs_out_in_a_capture_leaves_other_graphs(
             self.given_up = why
 
     graphs = Graphs()
-    automatic._stores.add(graphs)
+    memory._stores.add(graphs)
     record = recorder.record
 
     def record_at_the_second_try(self: Recorder, *runs: Callable[[], None]) -> object:
-        automatic._give_up_graphs(0, 1 << 40, 0, 0)
+        memory._give_up_graphs(0, 1 << 40, 0, 0)
         return record(self, *runs)
 
     monkeypatch.setattr(recorder, "record", record_at_the_second_try)
     both(model, TEXT, max_new_tokens=12)
     assert counts_of(model).static_calls == 1 and graphs.given_up is None
-    automatic._give_up_graphs(0, 1 << 40, 0, 0)
+    memory._give_up_graphs(0, 1 << 40, 0, 0)
     assert graphs.given_up
 
 

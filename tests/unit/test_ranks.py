@@ -18,7 +18,7 @@ from tiny import TINY, assert_close, pixels_for, run_tower, tower_of
 
 import hf_vit_accel
 from hf_vit_accel import RankError, machine
-from hf_vit_accel.graphs import automatic
+from hf_vit_accel.graphs import memory
 from hf_vit_accel.options import ranks as ranks_module
 from hf_vit_accel.options import share as share_module
 from hf_vit_accel.tower import forward as tower_module
@@ -142,7 +142,7 @@ def check_memory_retried(rank: int) -> None:
     def fail_once(*_: object, **__: object) -> NoReturn:
         tower_module.encode = encode
         share_module._Buffers.join = join  # type: ignore[method-assign]
-        automatic.stores_given_up += 1
+        memory.stores_given_up += 1
         raise error
 
     if rank == 1:

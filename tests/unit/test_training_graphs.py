@@ -799,7 +799,7 @@ def test_a_capture_without_memory_is_tried_again(monkeypatch: pytest.MonkeyPatch
         "current_stream": lambda device: stream,
         "memory_reserved": lambda device: len(events),
         "stream": lambda stream: nullcontext(),
-        "CUDAGraph": lambda: SimpleNamespace(replay=len(events)),
+        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
         "empty_cache": lambda: events.append("emptied"),
     }
     for name, fake in fakes.items():

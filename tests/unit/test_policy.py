@@ -1,4 +1,4 @@
-"""The waits after captures that ran out of memory: what fits gets its turn, and what never fits is hardly tried."""
+"""The policy of captures alone: what fits gets its turn, what never fits is hardly tried, and what is paid for."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ from itertools import pairwise
 
 import pytest
 
-from hf_vit_accel.graphs.waits import CaptureWaits
+from hf_vit_accel.graphs.policy import AUTOMATIC, CREDIT_OF_REPLAY, NEVER, Policy
 
 
 def captures_of(calls: Sequence[int], fitting: Collection[int]) -> tuple[list[int], dict[int, int]]:
     """Return the calls whose capture ran out of memory, and the call at which each signature was captured."""
-    waits = CaptureWaits()
+    policy = Policy(AUTOMATIC, credit=NEVER)
     failed = []
     captured: dict[int, int] = {}
     for call, signature in enumerate(calls, 1):
-        if signature in captured or call < waits.end_of(signature):
+        policy.count([signature])
+        if signature in captured or policy.why_refused([(0, signature)]) is not None:
             continue
         if signature in fitting:
-            waits.note_success(signature)
+            policy.note_capture((0, signature), is_free=False)
             captured[signature] = call
         else:
-            waits.begin(signature, call, for_all=True)
+            policy.note_out_of_memory((0, signature), for_all=True)
             failed.append(call)
     return failed, captured
 
@@ -63,6 +64,31 @@ def test_all_sizes_that_fit_get_their_turns_between_as_many_that_do_not(pairs: i
 
 
 def test_a_capture_for_warmup_delays_no_other() -> None:
-    waits = CaptureWaits()
-    assert waits.begin(1, 10, for_all=False) == waits.end_of(1) == 26
-    assert waits.end_of(2) == 0
+    policy = Policy(AUTOMATIC)
+    policy.note_out_of_memory((0, 1), for_all=False)
+    assert policy.why_refused([(0, 1)]) is not None and policy.why_refused([(0, 2)]) is None
+
+
+def test_graphs_that_were_dropped_unpaid_are_captured_again_later() -> None:
+    """Without replays nothing earns a capture, so calls must, or a tower would stay eager for ever."""
+    policy = Policy(AUTOMATIC)
+    for key in range(10):
+        policy.note_capture((0, key), is_free=False)
+    reasons = []
+    for _ in range(2560):
+        policy.count([])
+        reasons.append(policy.why_unpaid(1))
+    assert "paid" in str(reasons[5]) and reasons[-1] is None
+
+
+@pytest.mark.parametrize("captures", [1, 3])
+def test_captures_wait_until_replays_have_paid_for_them(captures: int) -> None:
+    policy = Policy(AUTOMATIC)
+    for key in range(5):
+        assert policy.why_unpaid(1) is None
+        policy.note_capture((0, key), is_free=False)
+    replays = 0
+    while policy.why_unpaid(captures) is not None:
+        policy.credit += CREDIT_OF_REPLAY
+        replays += 1
+    assert replays == 8 * captures

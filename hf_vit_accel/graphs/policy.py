@@ -1,0 +1,309 @@
+"""Decides what CUDA graphs are captured: by the calls so far, the captures that failed, and what replays have paid.
+
+All decisions follow from the calls so far, so the same program makes the same decisions on the same machine. Only the
+free memory of the device counts beside them. Passes are numbered from 1; here each is a call.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from hf_vit_accel.backends import Replay
+from hf_vit_accel.config import GraphConfig
+from hf_vit_accel.engine.route import Route
+from hf_vit_accel.graphs.budgets import Bin
+
+Key = tuple[int, Hashable]
+"""The key of a graph: the id of the identity that it was captured under, and its signature."""
+NEVER = sys.maxsize
+"""The number of a call that never comes."""
+
+
+class Accepted(str):
+    """Why a pass runs eagerly, where `strict` accepts that: it is as fast, or graphs of it come later."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thresholds:
+    """When a pass is captured, and what captures cost.
+
+    Attributes:
+        exact_calls: Calls of a shape before it is captured as it is; `NEVER` for never.
+        padded_calls: Calls of a budget before it is captured; `NEVER` in training, which pads nothing.
+        common_calls: Calls of a shape that padding serves, before it is captured as it is,
+        common_share: unless one in so many calls has it.
+        most_rows: Patch rows of the largest pass that is captured.
+        padded_rows: Patch rows up to which a padded replay pays, even with a slower backend than an eager call.
+        most_graphs: Graphs that are kept.
+        most_bytes: Device memory above which no graph is captured.
+        asked_for: Whether the user asked for graphs. Else replays have to pay for captures, none runs under a profiler,
+            and graphs hold a share of the memory that is free.
+    """
+
+    exact_calls: int
+    padded_calls: int = NEVER
+    common_calls: int = 0
+    common_share: int = 1
+    most_rows: int = NEVER
+    padded_rows: int = NEVER
+    most_graphs: int
+    most_bytes: int
+    asked_for: bool = True
+
+
+AUTOMATIC = Thresholds(
+    exact_calls=3,
+    padded_calls=2,
+    common_calls=32,
+    common_share=4,
+    most_rows=16384,
+    padded_rows=2400,
+    most_graphs=64,
+    most_bytes=1 << 30,
+    asked_for=False,
+)
+"""Inference with `cuda_graphs="auto"`.
+
+From 8,192 rows on a replay saves up to 4% on a fast host (docs/benchmarks.md), and more where the host is slow. Graphs
+of more than 16,384 would hold more memory than is allowed.
+"""
+AUTOMATIC_STEPS = Thresholds(exact_calls=3, most_rows=5120, most_graphs=64, most_bytes=8 << 30, asked_for=False)
+"""Training with `cuda_graphs="auto"`."""
+
+
+def thresholds_of(config: GraphConfig) -> Thresholds:
+    """Return the thresholds of inference with a config."""
+    return Thresholds(
+        exact_calls=config.exact_after or NEVER,
+        padded_calls=1,
+        most_graphs=config.max_graphs,
+        most_bytes=config.max_bytes,
+    )
+
+
+def thresholds_of_steps(config: GraphConfig) -> Thresholds:
+    """Return the thresholds of training with a config."""
+    return Thresholds(
+        exact_calls=config.exact_after or NEVER,
+        most_rows=4 * config.max_tokens,
+        most_graphs=config.max_graphs,
+        most_bytes=config.max_training_bytes,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """How a pass runs.
+
+    Attributes:
+        replay: By graphs of its own shape, by padded ones, or by none.
+        reason: Why by none.
+        bins: The images of each graph.
+        routes: The route of each graph's images.
+        keys: The key of each graph. Those that are missing are captured first.
+        makes_room: Whether all other graphs are dropped before.
+        is_final: Whether the pass is replayed alike as long as no graph is captured or dropped.
+    """
+
+    replay: Replay = "never"
+    reason: str = ""
+    bins: tuple[Bin, ...] = ()
+    routes: tuple[Route, ...] = ()
+    keys: tuple[Key, ...] = ()
+    makes_room: bool = False
+    is_final: bool = False
+
+
+class Refusal(NamedTuple):
+    """Why no graph is captured, before which call, and for how many calls since memory ran out last (else 0)."""
+
+    why: str
+    not_before: int
+    calls: int = 0
+
+
+NO_ROOM = Accepted("graphs hold as much memory as they may")
+"""Why a call is not captured until the graphs of other calls are dropped."""
+RAN_OUT = "memory ran out in a capture, another one is tried after more calls"
+CHANGED = Accepted("weights, modules or what gradients are given for changed at call after call")
+
+_ANY = "any key"
+_RETRIED = "keys that ran out of memory before"
+"""Keys of refusals that hold for several graphs."""
+_SHORTEST = 16
+_LONGEST = 1 << 14
+"""Calls from a capture that ran out of memory to the next one of its key."""
+_LONGEST_OF_ANY = 64
+"""Calls from a capture that ran out of memory to the next one of any key, at most twice as many."""
+_FAILURES = 3
+"""Captures that fail in a row before no other is tried."""
+_MOST_REFUSED = 32
+"""Keys whose capture failed before no other is tried."""
+_CHANGES = 4
+"""Times that graphs go stale at call after call before calls run eagerly."""
+_FREE_CAPTURES = 5
+_CAPTURE = 256
+"""The price of a capture, in calls: without them a tower whose graphs were dropped unpaid would stay eager."""
+CREDIT_OF_REPLAY = _CAPTURE // 8
+"""Eight replays pay for a capture, which takes 25 to 75 ms. A replay saves 4 to 9 ms (H100, 98f4b93)."""
+_REMEMBERED = 4096
+
+
+@dataclass
+class Policy:
+    """The history of one kind of passes of one tower, and what it allows.
+
+    Attributes:
+        calls: Passes so far.
+        counts: Passes of each shape and budget; the least recent ones are forgotten.
+        refusals: Why keys of graphs are not captured, and from which call on they may be.
+        credit: What calls and replays have paid for captures that come.
+        failures: Captures that failed in a row.
+        changes: Times that graphs went stale; every call without a change takes one off again.
+        without_room: Calls that found no room for a graph.
+        patience: So many of these before all graphs are dropped; doubled each time.
+    """
+
+    thresholds: Thresholds
+    calls: int = 0
+    counts: dict[Hashable, int] = field(default_factory=dict)
+    refusals: dict[Hashable, Refusal] = field(default_factory=dict)
+    credit: int = _FREE_CAPTURES * _CAPTURE
+    failures: int = 0
+    changes: int = 0
+    without_room: int = 0
+    patience: int = _SHORTEST
+
+    def count(self, keys: Iterable[Hashable]) -> None:
+        """Count a pass, by its shape and its budgets."""
+        self.calls += 1
+        self.credit += 1
+        for key in keys:
+            self.counts[key] = self.counts.pop(key, 0) + 1
+        while len(self.counts) > _REMEMBERED:
+            self.counts.pop(next(iter(self.counts)))
+
+    def count_change(self, weight: int = 1) -> None:
+        """Count that graphs went stale."""
+        self.changes = min(self.changes + weight, 2 * _CHANGES)
+
+    @property
+    def changes_too_often(self) -> bool:
+        """Whether graphs went stale at call after call."""
+        return self.changes > _CHANGES
+
+    def came_often(self, grid: Hashable, *, is_padded: bool) -> bool:
+        """Return whether a shape came so often that it is captured as it is, though padding may serve it."""
+        count = self.counts.get(grid, 0)
+        limits = self.thresholds
+        is_common = count >= limits.common_calls or count * limits.common_share >= self.calls
+        return count >= limits.exact_calls and (is_common or not is_padded)
+
+    def why_refused(self, keys: Iterable[Hashable]) -> str | None:
+        """Return why captures of these keys are not tried now, since others failed; None if they may be."""
+        for key in keys:
+            scopes = (_ANY, key, _RETRIED) if key in self.refusals else (_ANY,)
+            for scope in scopes:
+                refusal = self.refusals.get(scope)
+                if refusal is not None and self.calls < refusal.not_before:
+                    return refusal.why
+        return None
+
+    def why_unpaid(self, captures: int) -> str | None:
+        """Return why so many captures, which nobody asked for, are not tried now; None if they may be."""
+        if self.credit < captures * _CAPTURE:
+            return "another graph is captured when replays have paid for those before"
+        return "no graph is captured under a profiler" if _is_profiling() else None
+
+    @property
+    def off(self) -> str | None:
+        """Why no capture is tried any more, or None."""
+        refusal = self.refusals.get(_ANY)
+        return refusal.why if refusal is not None and refusal.not_before == NEVER else None
+
+    def note_capture(self, key: Hashable, *, is_free: bool) -> None:
+        """Note that a graph was captured: there is memory for others like it."""
+        self.failures = 0
+        self.refusals.pop(key, None)
+        if _ANY in self.refusals:
+            self.refusals[_ANY] = self.refusals[_ANY]._replace(calls=0)
+        self.credit -= 0 if is_free else _CAPTURE
+
+    def note_failure(self, key: Hashable, why: str) -> None:
+        """Note that a capture failed: its key is not tried again."""
+        self.failures += 1
+        self.refusals[key] = Refusal(why, NEVER)
+        refused = sum(refusal.not_before == NEVER for refusal in self.refusals.values())
+        if self.failures >= _FAILURES or refused >= _MOST_REFUSED:
+            self.refusals[_ANY] = Refusal(f"{refused} captures failed, the last: {why}", NEVER)
+
+    def note_out_of_memory(self, key: Hashable, *, for_all: bool) -> None:
+        """Space out captures: other programs may give memory back soon, later or never.
+
+        - A key that ran out waits 16 calls, then 32, and so on: one that never fits costs ever less.
+        - Between two such keys there are some 16 calls, too.
+        - All others wait some 16 calls after a key that ran out for the first time, and longer after each further
+          one: where nothing fits, few captures are tried.
+
+        Args:
+            for_all: Whether other keys wait, too.
+        """
+        former = self.refusals.pop(key, None)
+        calls = _SHORTEST if former is None else min(2 * former.calls, _LONGEST)
+        self.refusals[key] = Refusal(RAN_OUT, self.calls + calls, calls)
+        if for_all and former is None:
+            of_any = self.refusals.get(_ANY, Refusal(RAN_OUT, 0))
+            calls = of_any.calls or _SHORTEST
+            longer = min(2 * calls, _LONGEST_OF_ANY)
+            self.refusals[_ANY] = Refusal(RAN_OUT, self.calls + self._varied(calls), longer)
+        elif for_all:
+            self.refusals[_RETRIED] = Refusal(RAN_OUT, self.calls + self._varied(_SHORTEST))
+        while len(self.refusals) > _REMEMBERED:
+            self.refusals.pop(next(key for key in self.refusals if key not in (_ANY, _RETRIED)))
+
+    def _varied(self, calls: int) -> int:
+        """Return so many calls, or up to twice as many: waits that vary end elsewhere in calls that repeat."""
+        return calls + random.Random(self.calls).randrange(calls)
+
+    def forget_waits(self) -> None:
+        """Let captures be tried that ran out of memory."""
+        self.refusals = {key: refusal for key, refusal in self.refusals.items() if refusal.not_before == NEVER}
+
+    def forget_failures(self) -> None:
+        """Let every capture be tried that failed, or found no room."""
+        self.refusals = {}
+        self.failures = 0
+        self.without_room = 0
+        self.patience = _SHORTEST
+
+    def start_anew(self) -> None:
+        """Let some captures be free, as at the start: none of the graphs before is replayed any more."""
+        self.credit += _FREE_CAPTURES * _CAPTURE
+
+    @property
+    def will_make_room(self) -> bool:
+        """Whether so many calls found no room that graphs of others are dropped for the next one."""
+        return self.without_room >= self.patience
+
+    def note_room_made(self, dropped: int) -> None:
+        """Note that so many graphs were dropped for others: replays need not pay for those that take their place.
+
+        The patience doubles, so that captures never outweigh replays.
+        """
+        self.without_room = 0
+        self.patience *= 2
+        self.credit += dropped * _CAPTURE
+
+
+def _is_profiling() -> bool:
+    """Return whether a profiler of torch runs in this thread or in another."""
+    in_this_thread: bool = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    return in_this_thread or getattr(torch.autograd.profiler, "_is_profiler_enabled", False)
