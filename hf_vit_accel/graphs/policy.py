@@ -154,7 +154,8 @@ _CAPTURE = 256
 """The price of a capture, in calls: without them a tower whose graphs were dropped unpaid would stay eager."""
 CREDIT_OF_REPLAY = _CAPTURE // 8
 """Eight replays pay for a capture, which takes 25 to 75 ms. A replay saves 4 to 9 ms (H100, 98f4b93)."""
-_REMEMBERED = 4096
+REMEMBERED = 4096
+"""Shapes and budgets whose passes are counted, and keys whose captures are refused."""
 
 
 @dataclass
@@ -188,7 +189,7 @@ class Policy:
         self.credit += 1
         for key in keys:
             self.counts[key] = self.counts.pop(key, 0) + 1
-        while len(self.counts) > _REMEMBERED:
+        while len(self.counts) > REMEMBERED:
             self.counts.pop(next(iter(self.counts)))
 
     def count_change(self, weight: int = 1) -> None:
@@ -266,7 +267,7 @@ class Policy:
             self.refusals[_ANY] = Refusal(RAN_OUT, self.calls + self._varied(calls), longer)
         elif for_all:
             self.refusals[_RETRIED] = Refusal(RAN_OUT, self.calls + self._varied(_SHORTEST))
-        while len(self.refusals) > _REMEMBERED:
+        while len(self.refusals) > REMEMBERED:
             self.refusals.pop(next(key for key in self.refusals if key not in (_ANY, _RETRIED)))
 
     def _varied(self, calls: int) -> int:

@@ -23,7 +23,6 @@ from hf_vit_accel import FlexConfig
 from hf_vit_accel.backends import BACKENDS
 from hf_vit_accel.engine import route
 from hf_vit_accel.ops import add_norm
-from hf_vit_accel.tower.state import state_of
 
 pytestmark = pytest.mark.usefixtures("afresh")
 
@@ -159,12 +158,12 @@ def test_out_of_memory_with_graphs(
     assert status_of(model).graphs.replays == 0 and not faults_of(model)
     hf_vit_accel.patch(model, cuda_graphs=SMALL)
     assert_close(run_tower(tower, GRID), expected)
-    for owner, name in ((route, "send"), (torch.Tensor, "clone")):
-        state_of(tower).routes.cache.clear()
+    other_grid = GRID[::-1]
+    for owner, name, grid in ((route, "send", other_grid), (torch.Tensor, "clone", GRID)):
         with monkeypatch.context() as broken:
             fail_once(broken, owner, name, error)
             with pytest.raises(torch.OutOfMemoryError) as raised:
-                run_tower(tower, GRID)
+                run_tower(tower, grid)
         assert raised.value is error
         assert_close(run_tower(tower, GRID), expected)
     assert not faults_of(model) and not status_of(model).fallbacks and not status_of(model).graphs.eager

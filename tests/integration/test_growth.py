@@ -24,8 +24,8 @@ from hf_vit_accel import GraphConfig, machine
 from hf_vit_accel.backends import BACKENDS, Backend, Request
 from hf_vit_accel.backends import flashinfer_cudnn as cudnn_backend
 from hf_vit_accel.engine.route import Routes, Spec
+from hf_vit_accel.graphs import policy, store
 from hf_vit_accel.graphs import runner as runner_module
-from hf_vit_accel.graphs import store
 from hf_vit_accel.layout import Geometry, build, to_device
 from hf_vit_accel.tower import decide
 from hf_vit_accel.tower.state import state_of
@@ -120,13 +120,12 @@ def test_graphs_do_not_grow(on_cpu: type[Recorder], monkeypatch: pytest.MonkeyPa
     routes.cache.entries = ENTRIES
     runner = runner_module.Runner(GraphConfig(max_tokens=128, exact_after=1, max_graphs=8), routes)
     monkeypatch.setattr(runner_module, "encode", lambda route, pixels_TP: [pixels_TP, pixels_TP[::4]])
-    monkeypatch.setattr(store, "REMEMBERED", 128)  # reached before the first half is over
+    monkeypatch.setattr(policy, "REMEMBERED", 128)  # reached before the first half is over
     on_cpu.fail = RuntimeError("no capture") if fails else None
 
     def call(grid: Grid) -> None:
         rows = sum(t * h * w for t, h, w in grid)
-        use = runner.choose(grid, 2, 32, torch.device("cpu"), lambda is_large: False)
-        result = runner.run(routes.get(grid, spec), torch.zeros(rows, 1), [1], exact=use.exact)
+        result = runner.run(grid, spec, torch.zeros(rows, 1), [1])
         assert isinstance(result, store.Eager) == fails
 
     growth = growth_of(call)
@@ -183,7 +182,7 @@ def test_a_tower_does_not_grow(
     on_cpu: type[Recorder], monkeypatch: pytest.MonkeyPatch, family: str, graphs: GraphConfig | bool
 ) -> None:
     """Make many calls of new shapes, a tenth of them after a refused call."""
-    monkeypatch.setattr(store, "REMEMBERED", 24)  # reached before the first third is over
+    monkeypatch.setattr(policy, "REMEMBERED", 24)  # reached before the first third is over
     tower = tower_of(TINY[family].build())
     rng = np.random.default_rng(0)
     hf_vit_accel.patch(tower, cuda_graphs=graphs)

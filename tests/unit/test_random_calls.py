@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from support.cpu_graphs import Recorder
 from tiny import TINY, tower_of
 
 from hf_vit_accel.graphs.runner import Runner
+from hf_vit_accel.graphs.store import Replayed
 
 
 @pytest.fixture
@@ -42,6 +44,11 @@ def test_random_calls_are_counted(on_cpu: type[Recorder], benchmark: ModuleType)
 
 def test_a_wrong_replay_fails(on_cpu: type[Recorder], benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     replay = Runner._replay
-    monkeypatch.setattr(Runner, "_replay", lambda *arguments: [output * 1.1 for output in replay(*arguments)])
+
+    def wrong(*arguments: Any) -> Replayed:
+        replayed = replay(*arguments)
+        return replayed._replace(outputs=[output * 1.1 for output in replayed.outputs])
+
+    monkeypatch.setattr(Runner, "_replay", wrong)
     with pytest.raises(AssertionError):
         benchmark.measure("tiny", torch.device("cpu"), (benchmark.Stream(20, 2),))
