@@ -321,7 +321,7 @@ def _cuts(route: Route, pixels_require_grad: bool) -> list[int]:
 
 def indices_of_trained(parameters: Sequence[Tensor], requires_grad: Sequence[bool]) -> list[int]:
     """Return the indices of the distinct trained parameters: one that several modules share has one gradient."""
-    indices = {}
+    indices: dict[int, int] = {}
     for index, parameter in enumerate(parameters):
         if requires_grad[index]:
             indices.setdefault(id(parameter), index)
