@@ -340,24 +340,11 @@ def reasons_from_trial(
 ) -> tuple[str, ...]:
     """Run an attention once on this machine and list what is wrong with it; empty if nothing is.
 
-    The results are compared with the plain-torch reference in fp32.
-
-    Args:
-        attend: Attends within segments: (T, 3, H, D) to (T, H, D), scaled by D ** -0.5.
-        lengths: Rows of every segment.
-        device: The device to run on.
-        dtype: The dtype of the rows.
-        head_dim: Head dim D.
-        grad: Whether to run and compare the gradient, too.
+    The arguments are those of `trial_error`.
     """
-
-    def largest_error() -> float:
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            return _largest_error(attend, lengths, device, dtype, head_dim, grad)
-
     subject = "its gradients" if grad else "its results"
     try:
-        error = machine.run_isolated(largest_error)
+        error = machine.run_isolated(lambda: trial_error(attend, lengths, device, dtype, head_dim, grad=grad))
     except Exception as raised:
         return (f"{subject} fail here: {machine.one_line(raised)[:220]}",)
     return () if error < _TRIAL_BOUND else (f"{subject} are wrong here: relative error {error:.1e}",)
@@ -365,31 +352,46 @@ def reasons_from_trial(
 
 _TRIAL_BOUND = 0.03
 """Largest relative L2 error that counts as rounding of half precision."""
+TRIAL_HEADS = 2
 
 
-def _largest_error(
+def trial_error(
     attend: Callable[[Tensor], Tensor],
     lengths: Sequence[int],
     device: torch.device,
     dtype: torch.dtype,
     head_dim: int,
-    grad: bool,
+    *,
+    grad: bool = False,
 ) -> float:
-    """Return the largest relative error of the output and, with `grad`, of the gradients of q, k and v."""
-    generator = torch.Generator("cpu").manual_seed(0)
-    rows = sum(lengths)
-    wide_T3HD = torch.randn(rows, 3, 2, head_dim, generator=generator, dtype=torch.float32, device="cpu")
-    wide_dout_THD = torch.randn(rows, 2, head_dim, generator=generator, dtype=torch.float32, device="cpu")
-    qkv_T3HD = wide_T3HD.to(device, dtype).requires_grad_(grad)
-    dout_THD = wide_dout_THD.to(device, dtype)
+    """Run an attention on random rows; return its largest relative L2 error beside the plain-torch reference in fp32.
 
-    out_THD = attend(qkv_T3HD)
-    exact_T3HD = qkv_T3HD.detach().float().requires_grad_()
-    exact_out_THD = attention_reference(exact_T3HD, lengths, head_dim**-0.5)
-    pairs = [(out_THD, exact_out_THD)]
-    if grad:
-        (dqkv_T3HD,) = torch.autograd.grad(out_THD, qkv_T3HD, dout_THD)
-        (exact_dqkv_T3HD,) = torch.autograd.grad(exact_out_THD, exact_T3HD, dout_THD.float())
-        pairs += zip(dqkv_T3HD.unbind(1), exact_dqkv_T3HD.unbind(1), strict=True)
-    with torch.no_grad():
-        return max(float((ours.float() - exact).norm() / exact.norm()) for ours, exact in pairs)
+    Args:
+        attend: Attends within segments: (T, 3, H, D) to (T, H, D), scaled by D ** -0.5.
+        lengths: Rows of every segment.
+        grad: Whether to run and compare the gradients of q, k and v, too.
+
+    Raises:
+        ValueError: The result has another shape or dtype. Errors of `attend` pass.
+    """
+    generator = torch.Generator("cpu").manual_seed(0)
+    shape = sum(lengths), 3, TRIAL_HEADS, head_dim
+    wide_T3HD = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+    wide_dout_THD = torch.randn(shape[0], *shape[2:], generator=generator, dtype=torch.float32, device="cpu")
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        qkv_T3HD = wide_T3HD.to(device, dtype).requires_grad_(grad)
+        out_THD = attend(qkv_T3HD)
+        if out_THD.shape != wide_dout_THD.shape or out_THD.dtype != dtype:
+            expected = f"{str(dtype).removeprefix('torch.')} of shape {tuple(wide_dout_THD.shape)}"
+            got = f"{str(out_THD.dtype).removeprefix('torch.')} of shape {tuple(out_THD.shape)}"
+            raise ValueError(f"expected {expected}, got {got}")
+        exact_T3HD = qkv_T3HD.detach().float().requires_grad_(grad)
+        exact_out_THD = attention_reference(exact_T3HD, lengths, head_dim**-0.5)
+        pairs = [(out_THD, exact_out_THD)]
+        if grad:
+            dout_THD = wide_dout_THD.to(device, dtype)
+            (dqkv_T3HD,) = torch.autograd.grad(out_THD, qkv_T3HD, dout_THD)
+            (exact_dqkv_T3HD,) = torch.autograd.grad(exact_out_THD, exact_T3HD, dout_THD.float())
+            pairs += zip(dqkv_T3HD.unbind(1), exact_dqkv_T3HD.unbind(1), strict=True)
+        with torch.no_grad():
+            return max(float((ours.float() - exact).norm() / exact.norm()) for ours, exact in pairs)

@@ -13,17 +13,17 @@ from typing import Literal, get_args
 
 import numpy as np
 import torch
+from torch import Tensor
 
 import hf_vit_accel
 from hf_vit_accel import backends, machine
 from hf_vit_accel.backends import Backend, LayerKind, Request
+from hf_vit_accel.backends.base import TRIAL_HEADS, trial_error
 from hf_vit_accel.layout import Segments
-from hf_vit_accel.ops.window_attention import attention_reference
 from hf_vit_accel.versions import untested
 
 LENGTHS = (1, 64, 64, 37, 200)
 """Rows of the segments: a single row, two equal segments in a row, and lengths that fill no tile of a kernel."""
-HEADS = 4
 HEAD_DIMS = (64, 72, 80)
 DTYPES: Mapping[str, tuple[torch.dtype, ...]] = {
     "cpu": (torch.float32, torch.bfloat16),
@@ -31,21 +31,14 @@ DTYPES: Mapping[str, tuple[torch.dtype, ...]] = {
 }
 BOUNDS: Mapping[torch.dtype, float] = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """Largest relative L2 error per dtype: a few times the error of rounding weights and results to it."""
-SEED = 20240229
 
 Status = Literal["usable", "unusable", "wrong", "unchecked"]
 
 
+# The help of `doctor` describes the fields of all reports: they are the keys of its JSON object.
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A CUDA device.
-
-    Attributes:
-        index: torch's index of the device.
-        name: The name that its driver reports.
-        capability: Compute capability, "major.minor".
-        memory: Bytes in all.
-    """
+    """A CUDA device."""
 
     index: int
     name: str
@@ -55,17 +48,7 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One run of a backend, compared with the reference.
-
-    Attributes:
-        device: Where it ran.
-        dtype: The dtype of its inputs.
-        head_dim: Values per head.
-        packed: Whether q, k and v were views of one projection.
-        bound: The largest relative L2 error that passes.
-        error: The relative L2 error; None if it is not finite, or the run raised.
-        problem: Why the check failed; None if it passed.
-    """
+    """One run of a backend, compared with the reference."""
 
     device: str
     dtype: str
@@ -78,32 +61,17 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class BackendVerdict:
-    """The verdict on one backend.
-
-    Attributes:
-        name: The backend's name.
-        status: "usable", "unusable", "wrong", or "unchecked" if it may run but was not run.
-        reasons: Why it cannot run, or was not checked.
-        checks: All runs of it.
-    """
+    """The verdict on one backend, with all runs of it."""
 
     name: str
     status: Status
-    reasons: tuple[str, ...]
-    checks: tuple[Check, ...]
+    reasons: tuple[str, ...] = ()
+    checks: tuple[Check, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Auto:
-    """The backends that attention="auto" takes.
-
-    Attributes:
-        device: The device that was asked for.
-        dtype: The dtype that was asked for.
-        head_dim: Values per head.
-        layers: LayerKind of layer -> name of the backend.
-        problem: Why "auto" could not be resolved, or None.
-    """
+    """The backends that attention="auto" takes, by kind of layer."""
 
     device: str
     dtype: str
@@ -114,7 +82,7 @@ class Auto:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The result of `examine`; its fields are the keys of `doctor --json`."""
+    """The result of `examine`."""
 
     ok: bool
     versions: Mapping[str, str | None]
@@ -186,27 +154,25 @@ def _examine_backend(
         lost: Device -> why it no longer works. A device that stops working while this backend runs is added.
     """
     try:
-        reasons_against = backend.reasons_against_machine()
+        reasons = backend.reasons_against_machine()
     except Exception as error:
-        return BackendVerdict(name=backend.name, status="wrong", reasons=(machine.one_line(error),), checks=())
-    if reasons_against:
-        return BackendVerdict(name=backend.name, status="unusable", reasons=tuple(reasons_against), checks=())
+        return BackendVerdict(name=backend.name, status="wrong", reasons=(machine.one_line(error),))
+    if reasons:
+        return BackendVerdict(name=backend.name, status="unusable", reasons=tuple(reasons))
     checks: list[Check] = []
-    reasons: list[str] = []
     for request in _requests(devices):
-        if backend.reasons_against(request):
-            continue
         device = request.device
+        if backend.reasons_against(request) or lost.get(device) in reasons:
+            continue
         if device in lost:
-            if lost[device] not in reasons:
-                reasons.append(lost[device])
+            reasons.append(lost[device])
             continue
         check = _check(backend, request)
         checks.append(check)
         if check.problem is not None and not _still_works(device):
             lost[device] = f"{device} stopped working while {backend.name} ran; nothing more was run on it"
     if not checks and not reasons:
-        reasons.append("it takes none of the devices, dtypes and head dims that are checked")
+        reasons = ["it takes none of the devices, dtypes and head dims that are checked"]
     status: Status = "usable" if checks else "unchecked"
     if any(check.problem is not None for check in checks):
         status = "wrong"
@@ -225,18 +191,26 @@ def _requests(devices: Sequence[torch.device]) -> Iterator[Request]:
 def _request(
     device: torch.device, dtype: torch.dtype, head_dim: int, *, packed: bool, kind: LayerKind = "full"
 ) -> Request:
+    scale = head_dim**-0.5
     return Request(
-        device=device, dtype=dtype, heads=HEADS, head_dim=head_dim, scale=head_dim**-0.5, kind=kind, packed=packed
+        device=device, dtype=dtype, heads=TRIAL_HEADS, head_dim=head_dim, scale=scale, kind=kind, packed=packed
     )
 
 
 def _check(backend: Backend, request: Request) -> Check:
-    """Run a backend once on random rows and compare. An exception becomes the check's problem."""
+    """Try a backend as the backends try themselves. An exception becomes the check's problem."""
+    segments = Segments(np.array(LENGTHS, dtype=np.int32))
+
+    def attend(qkv_T3HD: Tensor) -> Tensor:
+        qkv = qkv_T3HD.unbind(1)
+        q_THD, k_THD, v_THD = qkv if request.packed else (x_THD.contiguous() for x_THD in qkv)
+        return backends.plan_alone(backend, segments, request).attend(q_THD, k_THD, v_THD)
+
     bound = BOUNDS[request.dtype]
     error: float | None = None
     problem: str | None = None
     try:
-        error = _relative_error(backend, request)
+        error = trial_error(attend, LENGTHS, request.device, request.dtype, request.head_dim)
     except Exception as raised:
         problem = machine.one_line(raised)
     if error is not None and not math.isfinite(error):
@@ -253,30 +227,6 @@ def _check(backend: Backend, request: Request) -> Check:
         error=error,
         problem=problem,
     )
-
-
-@torch.no_grad()
-def _relative_error(backend: Backend, request: Request) -> float:
-    """Return |out - reference| / |reference| in L2.
-
-    Inputs are rounded to the dtype first. The reference runs in float64 on the CPU.
-    """
-    generator = torch.Generator("cpu").manual_seed(SEED)
-    shape = sum(LENGTHS), 3, request.heads, request.head_dim
-    host_T3HD = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(request.dtype)
-    qkv = host_T3HD.to(request.device).unbind(1)
-    q_THD, k_THD, v_THD = qkv if request.packed else (x_THD.contiguous() for x_THD in qkv)
-
-    segments = Segments(np.array(LENGTHS, dtype=np.int32))
-    out_THD = backends.plan_alone(backend, segments, request).attend(q_THD, k_THD, v_THD)
-    if out_THD.shape != q_THD.shape or out_THD.dtype != q_THD.dtype:
-        raise ValueError(
-            f"expected {_name(q_THD.dtype)} of shape {tuple(q_THD.shape)}, "
-            f"got {_name(out_THD.dtype)} of shape {tuple(out_THD.shape)}"
-        )
-    expected_THD = attention_reference(host_T3HD.double(), LENGTHS, request.scale)
-    difference_THD = out_THD.cpu().double() - expected_THD
-    return float(difference_THD.norm() / expected_THD.norm())
 
 
 def _still_works(device: torch.device) -> bool:
@@ -354,7 +304,7 @@ def _check_lines(report: Report) -> Iterator[str]:
         yield f"  {device:9}  " + ", ".join(f"{dtype} ({BOUNDS[getattr(torch, dtype)]:.0e})" for dtype in dtypes)
     yield f"  segments   {', '.join(str(length) for length in LENGTHS)} rows"
     head_dims = ", ".join(str(head_dim) for head_dim in HEAD_DIMS)
-    yield f"  head dims  {head_dims}; {HEADS} heads; q, k, v separate and packed"
+    yield f"  head dims  {head_dims}; {TRIAL_HEADS} heads; q, k, v separate and packed"
 
 
 def _backend_lines(verdicts: Sequence[BackendVerdict]) -> Iterator[str]:

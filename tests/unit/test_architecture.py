@@ -33,7 +33,7 @@ IMPORTS = {
     "api": "backends config families layout machine model ops options status tower",
     "calibration": "api backends config ops status tower",
     "__init__": "api backends calibration config decoding machine model options status tower",
-    "tools": "__init__ api backends config engine families graphs layout machine ops tower versions",
+    "tools": "__init__ api backends config engine families graphs layout machine tower versions",
     "__main__": "tools",
 }
 """The rooms, and which rooms above it each of them imports."""
