@@ -266,9 +266,37 @@ class Family:
 
     def tensors_of(self, output: Any) -> list[Tensor]:
         """Return the tensors that a stock output holds, in the order of `output_of`. A bare one lacks the last rows."""
-        if isinstance(output, Tensor):
-            return [output]
-        if type(output) is tuple:
-            return [output[0], *output[1]]
-        tensors = [output.last_hidden_state, output.pooler_output, *(output.get("deepstack_features") or ())]
-        return [tensor for tensor in tensors if tensor is not None]
+        return list(named_tensors(output).values())
+
+    def form_of(self, tower: Tower, output: Any, rows: int) -> Any:
+        """Return the `output_class` that `output_of` takes to return a tower's output.
+
+        Args:
+            rows: The rows of the call's pixels.
+        """
+        return None if isinstance(output, Tensor | tuple) else self.output_class(tower)
+
+    def trusted_classes(self, tower: nn.Module) -> frozenset[type]:
+        """Return the classes of other code than torch's and transformers' that a proof covers."""
+        return frozenset()
+
+
+def named_tensors(output: Any) -> dict[str, Tensor]:
+    """Return every tensor of a tower's output by name: a bare tensor, a pair with deepstack features, or fields."""
+    if isinstance(output, Tensor):
+        return {"features": output}
+    fields = zip(("features", "deepstack features"), output) if type(output) is tuple else output.items()  # noqa: B905
+    tensors: dict[str, Tensor] = {}
+    for name, value in fields:
+        if isinstance(value, Tensor):
+            tensors[name] = value
+        else:
+            tensors |= {f"{name} {index}": tensor for index, tensor in enumerate(value)}
+    return tensors
+
+
+def heads_of(parts: Parts, values: list[Any]) -> list[Any]:
+    """Return (heads, head dim, scale); fill in the defaults where a tower names the heads only."""
+    heads, head_dim, scale = values
+    head_dim = head_dim or parts.projection.weight.shape[0] // heads
+    return [heads, head_dim, scale or head_dim**-0.5]

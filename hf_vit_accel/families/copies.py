@@ -44,6 +44,8 @@ class Form:
 
     def build(self, tensors: Sequence[Tensor]) -> Output:
         """Return our last rows, merged features and deepstack features in the form of the copy."""
+        if self.kind is Tensor and len(tensors) <= self.index:
+            raise ValueError("it returns merged features, but has no merger that is known")
         if self.kind is Tensor:
             return tensors[self.index]
         if self.kind is tuple:
@@ -52,40 +54,19 @@ class Form:
         values[_FEATURES[2]] = list(tensors[2:])
         return self.kind(**{name: values[name] for name in self.fields})
 
-    def select(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Select the tensors that the copy returns, too, out of ours, in the order of `read_output`."""
-        if self.kind is Tensor:
-            return [tensors[self.index]]
-        if self.kind is tuple:
-            return list(tensors[1:])
-        values = dict(zip(_FEATURES, (tensors[:1], tensors[1:2], tensors[2:]), strict=True))
-        return [tensor for name in self.fields for tensor in values[name]]
 
-    def names(self, count: int) -> list[str]:
-        """Return a name for every tensor of `read_output`."""
-        if self.kind is Tensor or self.kind is tuple:
-            leading = ["features" if self.index else "rows"]
-        else:
-            leading = [name for name in self.fields if name != _FEATURES[2]]
-        return leading + [f"deepstack features {index}" for index in range(count - len(leading))]
-
-
-def read_output(output: Output, rows: int) -> tuple[Form, list[Tensor]]:
-    """Return the form of a copy's result, and its tensors.
+def form_of(output: Output, rows: int) -> Form:
+    """Return the form of a copy's result.
 
     Raises:
         ValueError: The form is none of those that towers have.
     """
     if isinstance(output, Tensor):
-        return Form(Tensor, index=int(output.shape[0] != rows)), [output]
+        return Form(Tensor, index=int(output.shape[0] != rows))
     if type(output) is tuple and len(output) == 2 and isinstance(output[0], Tensor) and isinstance(output[1], list):
-        return Form(tuple), [output[0], *output[1]]
+        return Form(tuple)
     if isinstance(output, ModelOutput) and output and set(output) <= set(_FEATURES):
-        names = tuple(name for name in _FEATURES if name in output)
-        tensors = []
-        for name in names:
-            tensors += [output[name]] if isinstance(output[name], Tensor) else list(output[name])
-        return Form(type(output), names), tensors
+        return Form(type(output), tuple(name for name in _FEATURES if name in output))
     raise ValueError(f"its forward returns a {type(output).__name__} of an unknown form")
 
 
@@ -174,26 +155,23 @@ class CopyFamily(Family):
         """Return tensors in the form of the copy, a `Form`."""
         return output_class.build(tensors)
 
+    def form_of(self, tower: Tower, output: Output, rows: int) -> Form:
+        """Return the form of the copy's output."""
+        return form_of(output, rows)
+
+    def trusted_classes(self, tower: nn.Module) -> frozenset[type]:
+        """Return the classes of a copy's modules that its own package defines, and our rotary module's."""
+        package = type(tower).__module__.partition(".")[0]
+        kinds = {type(module) for module in tower.modules()}
+        own_kinds = frozenset(kind for kind in kinds if kind.__module__.partition(".")[0] == package)
+        return own_kinds | {CopiedRotaryEmbedding}
+
 
 def copy_family(tower: Tower, base: Family, copied: str) -> CopyFamily:
     """Return the family that serves a copy."""
     values = {item.name: getattr(base, item.name) for item in fields(Family)}
     values |= dict(geometry=CopiedGeometry(base), parts=CopiedParts(base), arguments=tuple(_arguments(tower)[:2]))
     return CopyFamily(copied=copied, **values)
-
-
-def trusted_classes(tower: nn.Module) -> frozenset[type]:
-    """Return the classes of a copy's modules that its own package defines, and our rotary module's."""
-    package = type(tower).__module__.partition(".")[0]
-    classes = {type(module) for module in tower.modules()}
-    return frozenset(kind for kind in classes if kind.__module__.partition(".")[0] == package) | {CopiedRotaryEmbedding}
-
-
-def heads_of(parts: Parts, values: list[Any]) -> list[Any]:
-    """Return (heads, head dim, scale); fill in the defaults where a tower names the heads only."""
-    heads, head_dim, scale = values
-    head_dim = head_dim or parts.projection.weight.shape[0] // heads
-    return [heads, head_dim, scale or head_dim**-0.5]
 
 
 def class_in(names: Mapping[str, str], module: nn.Module) -> str | None:

@@ -17,13 +17,23 @@ from torch import nn
 
 from hf_vit_accel import machine
 from hf_vit_accel.families import Tower
-from hf_vit_accel.families.copies import CopiedRotaryEmbedding, CopyFamily, Form, trusted_classes
+from hf_vit_accel.families.copies import CopiedRotaryEmbedding, CopyFamily, Form
 from hf_vit_accel.machine import one_line
 from hf_vit_accel.tower.code import CopyCode
 from hf_vit_accel.tower.copy_state import CopyState
 from hf_vit_accel.tower.differences import CallDtypes, Report
+from hf_vit_accel.tower.exact import exact_products
 from hf_vit_accel.tower.proof import Key, Proof, warn_once
-from hf_vit_accel.tower.trials import compare
+from hf_vit_accel.tower.trials import (
+    Subject,
+    all_trials,
+    compare,
+    first_layer_off,
+    first_trial,
+    grids_of,
+    trial_of_small_weights,
+)
+from hf_vit_accel.tower.twin import clone_of, draw_weights, shrink_weights
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -31,13 +41,11 @@ class CopyProof(Proof):
     """The result of running a copy beside our operations.
 
     Attributes:
-        form: The form of its results; None where that is unknown.
         state: The state that the proof depends on; None where its changes go unseen.
         reasons_by_dtypes: Why calls in these dtypes must run the copy's own forward; None where they need not.
         report: The numbers.
     """
 
-    form: Form | None
     state: CopyState | None
     reasons_by_dtypes: dict[CallDtypes, str | None]
     report: Report
@@ -47,7 +55,7 @@ def prove(tower: Tower, family: CopyFamily) -> CopyProof:
     """Run the proof of a copy as it is now, for calls in the dtype of its weights without autocast."""
     code = CopyCode(tower)
     report = Report()
-    form: Form | None = None
+    form: Form | type | None = None
     state: CopyState | None = None
     reasons_by_dtypes: dict[CallDtypes, str | None] = {}
     try:
@@ -65,7 +73,7 @@ def prove(tower: Tower, family: CopyFamily) -> CopyProof:
         why_not_metadata=why,
         classes=code.classes | {CopiedRotaryEmbedding},
         code=code,
-        trusted=trusted_classes(tower),
+        trusted=family.trusted_classes(tower),
         form=form,
         state=state,
         reasons_by_dtypes=reasons_by_dtypes,
@@ -78,7 +86,7 @@ def reasons_of_call(
 ) -> list[str]:
     """Return why a call must run the copy's own forward: unknown arguments, or a dtype that was refused."""
     unknown = [name for name in options if name not in family.arguments]
-    returns_fields = proof.form is not None and bool(proof.form.fields)
+    returns_fields = isinstance(proof.form, Form) and bool(proof.form.fields)
     if returns_fields and options.get("return_dict") is True:  # that is what it returns anyway
         unknown.remove("return_dict")
     if unknown:
@@ -99,29 +107,59 @@ def _refusal(tower: nn.Module, family: CopyFamily, why: str) -> str:
     return f"{type(tower).__name__} is no copy of {family.name}: {why}"
 
 
-def _run_on(
+def _compare(
+    tower: Tower, family: CopyFamily, dtypes: CallDtypes, report: Report, *, is_first: bool
+) -> tuple[Form | type | None, str | None]:
+    """Run the trials apart from the caller's modes; ValueError where the copy cannot be run."""
+    started = time.perf_counter()
+    device = family.parts(tower).projection.weight.device
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    try:
+        return machine.run_isolated(_run_trials, stream, tower, family, dtypes, report, is_first)
+    except Exception as error:  # remote code may raise anything
+        raise ValueError(f"it could not be run beside our operations in {dtypes}: {one_line(error)}") from error
+    finally:
+        report.seconds += time.perf_counter() - started
+
+
+def _run_trials(
     stream: torch.cuda.Stream | None,
     tower: Tower,
     family: CopyFamily,
     dtypes: CallDtypes,
     report: Report,
     is_first: bool,
-) -> tuple[Form, str | None]:
-    """Run `compare` in another thread, on the stream that may still write the weights."""
-    with torch.cuda.stream(stream):  # None for no stream
-        return compare(tower, family, dtypes, report, is_first)
+) -> tuple[Form | type | None, str | None]:
+    """Compare a copy with our operations, in fp32 and in the dtypes of calls.
 
+    Args:
+        stream: The stream that may still write the weights; None for none.
 
-def _compare(
-    tower: Tower, family: CopyFamily, dtypes: CallDtypes, report: Report, *, is_first: bool
-) -> tuple[Form, str | None]:
-    """Run `compare` apart from the caller's modes; ValueError where the copy cannot be run."""
-    started = time.perf_counter()
-    device = family.parts(tower).projection.weight.device
-    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-    try:
-        return machine.run_isolated(_run_on, stream, tower, family, dtypes, report, is_first)
-    except Exception as error:  # remote code may raise anything
-        raise ValueError(f"it could not be run beside our operations in {dtypes}: {one_line(error)}") from error
-    finally:
-        report.seconds += time.perf_counter() - started
+    Returns:
+        The form of its results; and how far it is off, and where. None if it is not.
+    """
+    with torch.cuda.stream(stream):
+        exact = Subject(clone_of(tower, torch.float32), family, CallDtypes(torch.float32), report)
+        own = None if dtypes == exact.dtypes else Subject(clone_of(tower), family, dtypes, report)
+        grids = grids_of(exact.tower, family)
+        for trial in all_trials(grids):
+            if not is_first and not trial.is_of_rounding:
+                continue
+            with exact_products():
+                theirs, why = compare(exact, trial)
+                if why is not None:
+                    layer = None if "gradient" in why else first_layer_off(exact, trial)
+                    return theirs.form, why if layer is None else f"{why}, from layer {layer} on"
+            if own is not None and (dtypes.is_exact or trial.is_of_rounding):
+                why = compare(own, trial, None if dtypes.is_exact else theirs)[1]
+                if why is not None:
+                    return theirs.form, why
+        if is_first:
+            with exact_products():
+                draw_weights(exact.tower)
+                why = compare(exact, first_trial(grids))[1]
+                if why is None:
+                    shrink_weights(exact.tower)
+                    why = compare(exact, trial_of_small_weights(grids))[1]
+            why = why and f"with random weights, {why}"
+        return theirs.form, why

@@ -22,7 +22,8 @@ from hf_vit_accel.engine.facts import TowerFacts
 from hf_vit_accel.engine.inputs import Expected
 from hf_vit_accel.engine.route import Spec
 from hf_vit_accel.families import Family, Parts, Tower
-from hf_vit_accel.families.copies import CopyFamily, heads_of
+from hf_vit_accel.families.base import heads_of
+from hf_vit_accel.families.copies import CopyFamily
 from hf_vit_accel.graphs.called import CalledMemory
 from hf_vit_accel.layout import Geometry
 from hf_vit_accel.machine import is_upstream
@@ -97,9 +98,7 @@ class Snapshot:
         self.proof = self.copy_proof or proof.prove(tower, family)
         self.recorded = RecordedAttributes()
         self.specs: dict[Any, Spec] = {}
-        self.output_class = None if self.proof.is_bare else family.output_class(tower)
-        if self.copy_proof is not None:
-            self.output_class = self.copy_proof.form
+        self.output_class = self.proof.form
         self.dropout = False
         self._tower = weakref.ref(tower)
         self._weights = WeightMemory([], None, False)
@@ -325,8 +324,7 @@ class Snapshot:
         self.full_layers = tuple(self.parts.full(index) for index in range(len(blocks)))
         heads_of_layers = []
         for block in blocks:
-            heads = [self.recorded.read(block.attention, name) for name in _HEADS]
-            heads_of_layers.append(heads if self.copy_proof is None else heads_of(self.parts, heads))
+            heads_of_layers.append(heads_of(self.parts, [self.recorded.read(block.attention, name) for name in _HEADS]))
             if self.recorded.read(block.attention, "attention_dropout", 0.0):
                 self.dropout = True
         self.heads, self.head_dim, self.scale = heads_of_layers[0]

@@ -1,244 +1,284 @@
-"""Run a clone of a copy beside our operations, and compare the results.
+"""Run a tower beside our operations under many conditions: a tiny twin of a class, or a clone of a copy.
 
-All trials of `differences.trials` run in fp32, and the small and the large images in the dtype of the calls. Weights
-are the copy's and random ones. Everything is plain torch, on the device of the copy.
-`T` packed patch rows, `P` pixels of a patch.
+Everything is plain torch, on the device of the tower. `T` packed patch rows, `P` pixels of a patch.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from hf_vit_accel.backends import Request
 from hf_vit_accel.config import Settings
-from hf_vit_accel.engine.encoder import encode
+from hf_vit_accel.engine.encoder import AfterLayer, Residual, encode
 from hf_vit_accel.engine.route import Spec, make_route
-from hf_vit_accel.families import Parts, Tower
-from hf_vit_accel.families.copies import CopyFamily, Form, Output, heads_of, read_output, trusted_classes
-from hf_vit_accel.layout import rows_of
+from hf_vit_accel.families import Family, Parts, Tower
+from hf_vit_accel.families.base import heads_of, named_tensors
+from hf_vit_accel.layout import Grid, rows_of
 from hf_vit_accel.ops import Context, build
 from hf_vit_accel.tower.differences import (
-    OUTPUT_BOUND,
+    PIXELS,
     CallDtypes,
     Report,
     Results,
-    Sides,
-    Trial,
-    far_off,
-    far_off_in_low_precision,
-    trials,
+    furthest,
+    gradients_differ,
+    outputs_differ,
 )
-from hf_vit_accel.tower.exact import attending_in_fp32, exact_products
+from hf_vit_accel.tower.exact import attending_in_fp32
 
-_COMPARED_IN_LOW_PRECISION = ("small images", "large images")
-"""The errors of fewer rows vary too much in a half precision."""
-
-
-def _clone(tower: nn.Module, dtype: torch.dtype | None = None) -> Tower:
-    """Return a stock clone without hooks, all of whose parameters are trained."""
-    clone = copy.deepcopy(tower)
-    for module in clone.modules():
-        attributes = vars(module)
-        if module is clone or "_hf_hook" in attributes:
-            for name in ("forward", "_old_forward", "_hf_hook", "_hf_vit_accel"):
-                attributes.pop(name, None)
-        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-            attributes[name] = OrderedDict()
-        if type(module).__module__.startswith("peft."):  # our operations apply an adapter's dropout, but at random
-            for part in module.modules():
-                if isinstance(part, nn.Dropout):
-                    part.p = 0.0
-    return (clone if dtype is None else clone.to(dtype)).requires_grad_()
-
-
-def _redraw(clone: nn.Module) -> None:
-    """Draw all parameters anew: results must agree for weights that are loaded later, too."""
-    generator = torch.Generator("cpu").manual_seed(2)
-    with torch.no_grad():
-        for name, parameter in clone.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator, device="cpu", dtype=torch.float32)
-            if parameter.dim() > 1:
-                noise = noise / parameter.shape[1:].numel() ** 0.5
-            else:
-                noise = noise * 0.1 + float(name.endswith("weight"))
-            parameter.copy_(noise)
+CONDITIONS: dict[str, Grid] = {
+    # A page, a strip, clips and equal images. Real ones have 256 to 16,000 rows, and 16 to 128 patches along a side.
+    "large images": ((1, 24, 14), (1, 4, 32), (2, 3, 4), (8, 2, 2), *[(1, 2, 3)] * 8),
+    # Several sizes and a clip, which share no layout and fill some windows only.
+    "small images": ((1, 3, 5), (3, 2, 4), (1, 1, 9)),
+    "single images": ((1, 1, 1),),
+    "one image": ((1, 4, 6),),
+    "a square image": ((1, 8, 8),),
+    "a strip": ((1, 1, 9),),
+    "an upright strip": ((1, 9, 1),),
+    "two images": ((1, 2, 3), (1, 3, 2)),
+    "two equal images": ((1, 2, 2), (1, 2, 2)),
+    "three images": ((1, 3, 2), (1, 1, 1), (1, 2, 4)),
+    "five images": ((1, 2, 2), (1, 1, 3), (1, 4, 1), (1, 3, 3), (1, 2, 5)),
+    "a clip of 2 frames": ((2, 2, 3),),
+    "a clip of 3 frames": ((3, 3, 2),),
+    "a clip of 4 frames": ((4, 1, 2),),
+    "a clip of 5 frames": ((5, 2, 2),),
+    "two clips": ((4, 2, 3), (5, 1, 2)),
+    "an image and a clip": ((1, 3, 3), (2, 2, 2)),
+}
+"""Conditions that the code of a tower may test, in merged tokens."""
+_LARGE = "large images"
+_SMALL = "small images"
 
 
-def _spec(clone: Tower, family: CopyFamily, parts: Parts, dtypes: CallDtypes) -> Spec:
-    """Return what decides the routes of a clone: all operations in plain torch, attention by SDPA."""
-    weight = parts.projection.weight
-    attention = parts.blocks[0].attention
-    names = ("num_heads", "head_dim", "scaling")
-    heads, head_dim, scale = heads_of(parts, [getattr(attention, name, None) for name in names])
-    dtype = dtypes.autocast_dtype or weight.dtype
-    request = Request(device=weight.device, dtype=dtype, heads=heads, head_dim=head_dim, scale=scale, grad=True)
-    context = Context(
-        device=weight.device,
-        dtype=dtype,
-        weights_dtype=weight.dtype,
-        reference=True,
-        grad=True,
-        trusted=trusted_classes(clone),
-    )
-    return Spec(
-        geometry=family.geometry(clone),
-        request=request,
-        ops=build(parts, context),
-        full_layers=tuple(parts.full(index) for index in range(len(parts.blocks))),
-        settings=Settings(attention="sdpa"),
-    )
+def grids_of(tower: Tower, family: Family) -> dict[str, Grid]:
+    """Return the grid of every condition, in patches; frame by frame where the family takes no videos."""
+    geometry = family.geometry(tower)
+    conditions = dict(CONDITIONS)
+    if geometry.table is not None:
+        side = max(1, geometry.table // geometry.merge)
+        conditions["an image of the table's own size"] = ((1, side, side),)
+    grids = {}
+    for name, tokens in conditions.items():
+        unit = max(geometry.merge, 2) if name == _LARGE else geometry.merge
+        frames = [(t, h * unit, w * unit) for t, h, w in tokens]
+        grids[name] = tuple(frames) if family.videos else tuple((1, h, w) for t, h, w in frames for _ in range(t))
+    return grids
 
 
-def _pixels(trial: Trial, weight: Tensor) -> Tensor:
-    """Draw pixels (T, P) that have the same values in every dtype."""
-    generator = torch.Generator("cpu").manual_seed(1)
-    shape = rows_of(trial.grid), weight[0].numel()
-    noise_TP = torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
-    return noise_TP.to(torch.bfloat16).to(weight)
+@dataclass(frozen=True)
+class Trial:
+    """One comparison: grids by condition, the mode, and whether gradients are compared, summed over the grids."""
+
+    grids: Mapping[str, Grid]
+    training: bool
+    grad: bool
+    hidden_states: bool = False
+
+    @property
+    def is_of_rounding(self) -> bool:
+        """Whether errors in a half precision are compared; those of fewer rows vary too much."""
+        return self.grids.keys() <= {_LARGE, _SMALL}
+
+    def describe(self, *conditions: str) -> str:
+        """Describe conditions and the mode."""
+        names = ", ".join(f"{name} ({rows_of(self.grids[name])} rows)" for name in conditions)
+        return f"{names} in {'training' if self.training else 'eval'} mode"
+
+    def gradient_mode(self) -> AbstractContextManager[object]:
+        """Return the context of the trial. Without gradients, people train other parts or encode."""
+        if self.grad:
+            return torch.enable_grad()
+        return torch.no_grad() if self.training else torch.inference_mode()
 
 
-def _call(clone: Tower, family: CopyFamily, pixels: Tensor, grid_thw: Tensor) -> Output:
-    """Call a clone, in fp32 with exact attention and with the arguments that let it compute in fp32."""
-    options: dict[str, object] = {}
-    if pixels.dtype != torch.bfloat16 and not torch.is_autocast_enabled(pixels.device.type):
-        names = inspect.signature(type(clone).forward).parameters
-        options = {name: value for name, value in family.options_of_proof.items() if name in names}
-    with attending_in_fp32(clone):
-        return clone(pixels, grid_thw=grid_thw, **options)
+def first_trial(grids: Mapping[str, Grid]) -> Trial:
+    """Return the trial that shows most: every kind of layout, and gradients."""
+    return Trial({_SMALL: grids[_SMALL]}, training=False, grad=True)
 
 
-def _run(clone: Tower, family: CopyFamily, trial: Trial, dtypes: CallDtypes) -> Sides:
-    """Run a clone and our operations on the same pixels."""
-    clone.train(trial.training)
-    parts = family.parts(clone)
-    weight = parts.projection.weight
-    pixels_TP = _pixels(trial, weight).requires_grad_()
-    spec = _spec(clone, family, parts, dtypes)
-    grid_thw = torch.tensor(trial.grid, device=weight.device)
-    autocast = (
-        nullcontext()
-        if dtypes.autocast_dtype is None
-        else torch.autocast(weight.device.type, dtype=dtypes.autocast_dtype)
-    )
-    with _without_gradients(trial):
-        with autocast:
-            output = _call(clone, family, family.pixels(clone, pixels_TP), grid_thw)
-        form, expected = read_output(output, len(pixels_TP))
-        expected = list(expected)
-        stock = Results(expected, _gradients(clone, trial, pixels_TP, expected))
-        with autocast:
-            encoded = encode(make_route(trial.grid, spec).ready(), pixels_TP)
-        if len(encoded) <= (form.index if form.kind is Tensor else 0):
-            raise ValueError("it returns merged features, but has no merger that is known")
-        tensors = form.select(encoded)
-        if [x.shape for x in tensors] != [x.shape for x in expected]:
-            shapes = [[tuple(x.shape) for x in results] for results in (tensors, expected)]
-            raise ValueError(f"it returns the shapes {shapes[1]}, where our operations return {shapes[0]}")
-        ours = Results(tensors, _gradients(clone, trial, pixels_TP, tensors))
-    return Sides(form, stock, ours)
+def all_trials(grids: Mapping[str, Grid]) -> list[Trial]:
+    """Return trials of all conditions as people train and as they encode, and of a few in every mode.
+
+    Trials in inference mode are last: no tensor that a module keeps from there can be trained with later.
+    """
+    large = {_LARGE: grids[_LARGE]}
+    small = {_SMALL: grids[_SMALL]}
+    few = {name: grids[name] for name in ("one image", "two images")}
+    others = {name: grid for name, grid in grids.items() if name not in (_LARGE, _SMALL)}
+    trials = [first_trial(grids), Trial(few, training=False, grad=True)]
+    trials += [Trial(some, training=True, grad=True) for some in (large, small, others)]
+    trials += [Trial(some, training=True, grad=False) for some in (small, few)]
+    return trials + [Trial(some, training=False, grad=False) for some in (large, small, others)]
 
 
-def _without_gradients(trial: Trial) -> AbstractContextManager[object]:
-    """Return the mode of a trial."""
-    if trial.grad:
-        return nullcontext()
-    return torch.no_grad() if trial.training else torch.inference_mode()
+def trial_of_small_weights(grids: Mapping[str, Grid]) -> Trial:
+    """Return the trial for weights so small that the epsilon of a norm counts. It runs in training mode."""
+    return Trial({_SMALL: grids[_SMALL]}, training=True, grad=False)
 
 
-def _gradients(clone: nn.Module, trial: Trial, pixels_TP: Tensor, outputs: list[Tensor]) -> list[Tensor | None]:
-    """Return the gradients of pixels and of all parameters, for a random weighting of the outputs."""
-    if not trial.grad:
-        return []
-    generator = torch.Generator("cpu").manual_seed(3)
-    incoming = [torch.randn(x.shape, generator=generator, device="cpu").to(x) for x in outputs]
-    inputs = [pixels_TP, *clone.parameters()]
-    return list(torch.autograd.grad(outputs, inputs, incoming, allow_unused=True))
+@dataclass(eq=False)
+class Subject:
+    """A tower that runs beside our operations."""
+
+    tower: Tower
+    family: Family
+    dtypes: CallDtypes
+    report: Report = field(default_factory=Report)
+
+    def __post_init__(self) -> None:
+        self.parts: Parts = self.family.parts(self.tower)
+        self._specs: dict[bool, Spec] = {}
+
+    def spec(self, *, hidden_states: bool = False) -> Spec:
+        """Return what decides the routes: all operations in plain torch, attention by SDPA."""
+        if hidden_states not in self._specs:
+            self._specs[hidden_states] = self._make_spec(hidden_states)
+        return self._specs[hidden_states]
+
+    def _make_spec(self, hidden_states: bool) -> Spec:
+        """Return a spec with gradients: without them, adapters would run kernels."""
+        parts = self.parts
+        weight = parts.projection.weight
+        dtype = self.dtypes.autocast_dtype or weight.dtype
+        names = ("num_heads", "head_dim", "scaling")
+        heads, head_dim, scale = heads_of(parts, [getattr(parts.blocks[0].attention, name, None) for name in names])
+        trusted = self.family.trusted_classes(self.tower)
+        context = Context(
+            device=weight.device,
+            dtype=dtype,
+            weights_dtype=weight.dtype,
+            reference=True,
+            grad=True,
+            classes=frozenset(type(module) for module in self.tower.modules()) | trusted,
+            trusted=trusted,
+        )
+        return Spec(
+            geometry=self.family.geometry(self.tower),
+            request=Request(device=weight.device, dtype=dtype, heads=heads, head_dim=head_dim, scale=scale, grad=True),
+            ops=build(parts, context),
+            full_layers=tuple(parts.full(index) for index in range(len(parts.blocks))),
+            settings=Settings(attention="sdpa"),
+            hidden_states=hidden_states,
+        )
+
+    def draw_pixels(self, grid: Grid) -> Tensor:
+        """Draw pixels (T, P) that have the same values in every dtype."""
+        weight = self.parts.projection.weight
+        generator = torch.Generator("cpu").manual_seed(1)
+        shape = rows_of(grid), weight[0].numel()
+        noise_TP = torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
+        return noise_TP.to(torch.bfloat16).to(weight)
+
+    def call(self, pixels_TP: Tensor, grid: Grid, **arguments: object) -> object:
+        """Call the tower, in fp32 with exact attention and with the arguments that let it compute in fp32."""
+        if pixels_TP.dtype != torch.bfloat16 and self.dtypes.autocast_dtype is None:
+            names = inspect.signature(type(self.tower).forward).parameters
+            arguments |= {name: value for name, value in self.family.options_of_proof.items() if name in names}
+        grid_thw = torch.tensor(grid, device=pixels_TP.device)
+        with attending_in_fp32(self.tower):
+            return self.tower(self.family.pixels(self.tower, pixels_TP), grid_thw=grid_thw, **arguments)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return the context of autocast, if it is on."""
+        dtype = self.dtypes.autocast_dtype
+        if dtype is None:
+            return nullcontext()
+        return torch.autocast(self.parts.projection.weight.device.type, dtype=dtype)
 
 
-def compare(
-    tower: Tower, family: CopyFamily, dtypes: CallDtypes, report: Report, is_first: bool
-) -> tuple[Form, str | None]:
-    """Compare a copy with our operations.
+def compare(subject: Subject, trial: Trial, truth: Results | None = None) -> tuple[Results, str | None]:
+    """Run a tower and our operations on the same pixels.
+
+    Args:
+        truth: The results of the tower in fp32, for dtypes of a lower precision.
 
     Returns:
-        The form of its results; and how far it is off, and where. None if it is not.
+        The results of the tower; and how far they are off, and where. None if they are not.
     """
-    fp32 = CallDtypes(torch.float32)
-    exact = _clone(tower, torch.float32)
-    own_clone = None if dtypes == fp32 else _clone(tower)
-    all_trials = trials(family.geometry(exact), videos=family.videos)
-    if is_first:
-        drawn = copy.deepcopy(exact)
-        _redraw(drawn)
-    for trial in all_trials:
-        is_of_rounding = trial.name in _COMPARED_IN_LOW_PRECISION
-        if not is_first and not is_of_rounding:
-            continue
-        with exact_products():
-            truth = _run(exact, family, trial, fp32)
-        why = far_off(exact, truth, trial, fp32, report)
+    subject.tower.train(trial.training)
+    request = {"output_hidden_states": True} if trial.hidden_states else {}
+    theirs = _run(subject, trial, lambda pixels_TP, grid: subject.call(pixels_TP, grid, **request))
+    has_states = any(name.startswith("hidden_states") for output in theirs.outputs.values() for name in output)
+    spec = subject.spec(hidden_states=has_states)
+    states = len(spec.full_layers) if has_states else 0
+
+    def encode_in_form(pixels_TP: Tensor, grid: Grid) -> object:
+        tensors = encode(make_route(grid, spec).ready(), pixels_TP)
+        return subject.family.output_of(theirs.form, tensors, states)
+
+    ours = _run(subject, trial, encode_in_form)
+    dtypes = subject.dtypes
+    for condition in trial.grids:
+        why = outputs_differ(ours, theirs, condition, dtypes, subject.report, truth)
         if why is not None:
-            layer = None if "gradient" in why else _first_layer(exact, family, trial)
-            return truth.form, why if layer is None else f"{why}, from layer {layer} on"
-        if own_clone is not None and (dtypes.is_exact or is_of_rounding):
-            sides = _run(own_clone, family, trial, dtypes)
-            if dtypes.is_exact:
-                why = far_off(own_clone, sides, trial, dtypes, report)
-            else:
-                why = far_off_in_low_precision(sides, trial, dtypes, report, truth.theirs)
-            if why is not None:
-                return truth.form, why
-        if is_first and trial is all_trials[0]:
-            with exact_products():
-                sides = _run(drawn, family, trial, fp32)
-            why = far_off(drawn, sides, trial, fp32, report)
-            if why is not None:
-                return truth.form, f"with random weights, {why}"
-            del drawn
-    return truth.form, None
+            return theirs, f"{why}, for {trial.describe(condition)}"
+    exact = None if truth is None else truth.gradients
+    why = gradients_differ(ours.gradients, theirs.gradients, dtypes, subject.report, exact)
+    return theirs, why and f"{why}, for {trial.describe(*trial.grids)}"
 
 
-def _first_layer(clone: Tower, family: CopyFamily, trial: Trial) -> int | None:
-    """Return the first layer whose rows are off; None if layers are called in a way that is unknown."""
-    parts = family.parts(clone)
-    entering_rows: list[Tensor] = []
+def _run(subject: Subject, trial: Trial, call: Callable[[Tensor, Grid], object]) -> Results:
+    """Return the outputs of a call for every grid, and the gradients of a random weighting of all outputs."""
+    outputs: dict[str, dict[str, Tensor]] = {}
+    inputs: dict[str, Tensor] = {}
+    gradients: dict[str, Tensor | None] = {}
+    output: object = None
+    with trial.gradient_mode():
+        for condition, grid in trial.grids.items():
+            pixels_TP = subject.draw_pixels(grid).requires_grad_(trial.grad)
+            with subject.autocast():
+                output = call(pixels_TP, grid)
+            outputs[condition] = named_tensors(output)
+            inputs[f"{PIXELS} of {condition}"] = pixels_TP
+            for name, tensor in outputs[condition].items():
+                if name.startswith("hidden_states"):
+                    inputs[f"{name} of {condition}"] = tensor
+        if trial.grad:
+            tensors = [tensor for named in outputs.values() for tensor in named.values()]
+            inputs |= dict(subject.tower.named_parameters())
+            inputs = {name: tensor for name, tensor in inputs.items() if tensor.requires_grad}
+            generator = torch.Generator("cpu").manual_seed(2)
+            incoming = [torch.randn(x.shape, generator=generator, device="cpu").to(x) for x in tensors]
+            found = torch.autograd.grad(tensors, list(inputs.values()), incoming, allow_unused=True)
+            gradients = dict(zip(inputs, found, strict=True))
+    form = subject.family.form_of(subject.tower, output, len(pixels_TP))
+    return Results(outputs=outputs, gradients=gradients, kind=type(output), form=form)
 
-    def keep_rows(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        entering_rows.extend(arguments[:1])
 
-    hooks = [block.module.register_forward_pre_hook(keep_rows) for block in parts.blocks]
-    weight = parts.projection.weight
-    pixels_TP = _pixels(trial, weight)
-    with torch.no_grad() if trial.grad else _without_gradients(trial), exact_products():
-        _call(clone, family, family.pixels(clone, pixels_TP), torch.tensor(trial.grid, device=weight.device))
+def first_layer_off(subject: Subject, trial: Trial) -> int | None:
+    """Return the first layer whose rows are off; None for none, and where layers are called in unknown ways."""
+    spec = subject.spec()
+    for grid in trial.grids.values():
+        theirs: list[Tensor] = []
+        ours: list[Tensor] = []
+
+        def keep_entering(_: nn.Module, arguments: tuple[Tensor, ...], rows: list[Tensor] = theirs) -> None:
+            rows.extend(arguments[:1])
+
+        def keep_leaving(_: int, residual: Residual, rows: list[Tensor] = ours) -> Residual:
+            x_TE, delta_TE = residual
+            rows.append(x_TE.clone() if delta_TE is None else x_TE + delta_TE)
+            return residual
+
+        hooks = [block.module.register_forward_pre_hook(keep_entering) for block in subject.parts.blocks]
+        pixels_TP = subject.draw_pixels(grid)
+        with trial.gradient_mode(), torch.no_grad():
+            subject.call(pixels_TP, grid)
+            after_layer: AfterLayer = keep_leaving
+            encode(make_route(grid, spec).ready(), pixels_TP, after_layer=after_layer)
         for hook in hooks:
             hook.remove()
-        if len(entering_rows) != len(parts.blocks):
+        if len(theirs) != len(subject.parts.blocks):
             return None
-        spec = _spec(clone, family, parts, CallDtypes(torch.float32))
-        first = 0
-        end = len(entering_rows)  # rows that enter layer `end` are off, or there is no such layer
-        while end - first > 1:
-            middle = (first + end) // 2
-            ours_TE = encode(make_route(trial.grid, _shortened(spec, middle)).ready(), pixels_TP)[0]
-            stock_TE = entering_rows[middle]
-            if float((ours_TE - stock_TE).norm() / stock_TE.norm()) <= OUTPUT_BOUND:
-                first = middle
-            else:
-                end = middle
-    return first
-
-
-def _shortened(spec: Spec, depth: int) -> Spec:
-    """Return a spec of the first layers alone."""
-    assert spec.ops is not None
-    deepstack = {layer: merge for layer, merge in spec.ops.deepstack.items() if layer < depth}
-    ops = replace(spec.ops, layers=spec.ops.layers[:depth], deepstack=deepstack)
-    return replace(spec, ops=ops, full_layers=spec.full_layers[:depth])
+        for layer, (our_TE, their_TE) in enumerate(zip(ours[:-1], theirs[1:], strict=True)):
+            if furthest({"": our_TE}, {"": their_TE})[1] > subject.dtypes.bound:
+                return layer
+    return None

@@ -1,9 +1,9 @@
-"""Tiny towers of random weights, which run apart from the process around them. `tower.proof` compares with them."""
+"""The towers that a proof runs: tiny twins of a class, which run apart from the process around them, and clones."""
 
 from __future__ import annotations
 
 import copy
-import re
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -43,6 +43,7 @@ def _plain_attention(
 
 
 _SDPA = functional.scaled_dot_product_attention
+_INITIALISERS = ("uniform_", "normal_", "orthogonal_", "sparse_")
 
 
 class Isolated(TorchFunctionMode):
@@ -52,7 +53,7 @@ class Isolated(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is _SDPA:
             return _plain_attention(*args, **kwargs)
-        if re.search("uniform_$|normal_$|orthogonal_$|sparse_$", getattr(func, "__name__", "")):
+        if getattr(func, "__name__", "").endswith(_INITIALISERS):
             return args[0] if args else kwargs["tensor"]  # the generator stays as it is
         return func(*args, **kwargs)
 
@@ -76,7 +77,8 @@ def build_twin(
     config.return_dict = True
     config.output_hidden_states = False
     config.output_attentions = False
-    twin = kind(config).to(dtype).eval()
+    with torch.device(device):
+        twin = kind(config).to(dtype).eval()
     generator = torch.Generator("cpu").manual_seed(0)
     for module in twin.modules():
         for name, parameter in module._parameters.items():
@@ -92,6 +94,39 @@ def random_weight(name: str, shape: torch.Size, generator: torch.Generator) -> T
     if len(shape) > 1:
         return noise / shape[1:].numel() ** 0.5
     return noise * 0.1 + float(name == "weight")
+
+
+def clone_of(tower: nn.Module, dtype: torch.dtype | None = None) -> Tower:
+    """Return a stock clone without hooks, all of whose parameters are trained."""
+    clone = copy.deepcopy(tower)
+    for module in clone.modules():
+        attributes = vars(module)
+        if module is clone or "_hf_hook" in attributes:
+            for name in ("forward", "_old_forward", "_hf_hook", "_hf_vit_accel"):
+                attributes.pop(name, None)
+        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+            attributes[name] = OrderedDict()
+        if type(module).__module__.startswith("peft."):  # our operations apply an adapter's dropout, but at random
+            for part in module.modules():
+                if isinstance(part, nn.Dropout):
+                    part.p = 0.0
+    return (clone if dtype is None else clone.to(dtype)).requires_grad_()
+
+
+@torch.no_grad()
+def draw_weights(tower: nn.Module) -> None:
+    """Draw all parameters anew: results must agree for weights that are loaded later, too."""
+    generator = torch.Generator("cpu").manual_seed(2)
+    for name, parameter in tower.named_parameters():
+        parameter.copy_(random_weight(name.rpartition(".")[2], parameter.shape, generator))
+
+
+@torch.no_grad()
+def shrink_weights(tower: nn.Module) -> None:
+    """Make the residual stream so small that the epsilon of a norm counts."""
+    for name, parameter in tower.named_parameters():
+        if parameter.dim() > 1 or name.endswith("bias"):
+            parameter.mul_(0.02)
 
 
 def skip_global_hooks(module: nn.Module) -> None:

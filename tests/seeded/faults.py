@@ -447,23 +447,23 @@ FAULTS = (
     # --- proofs ---
     Fault(
         "gradients of a class are not compared",
-        "tower/proof.py",
-        "    if why := _difference(our_gradients, stock_gradients, _GRADIENT_BOUND):",
-        "    if why := None:",
+        "tower/trials.py",
+        "    why = gradients_differ(ours.gradients,",
+        "    why = None and gradients_differ(ours.gradients,",
         PROOF,
     ),
     Fault(
         "a class is compared in one grid",
         "tower/proof.py",
-        "why_not_fast = why_not_fast or _compare(twin, family, GRIDS[1])[0]",
+        "why_not_fast = compare(subject, one_image)[1]",
         "pass",
         PROOF,
     ),
     Fault(
         "training mode is not compared",
         "tower/proof.py",
-        "why_not_fast or _compare(twin.train(), family, GRIDS[0])[0]",
-        "why_not_fast",
+        "why_not_fast = compare(small, trial_of_small_weights(grids))[1]",
+        "pass",
         PROOF,
     ),
     # --- faults and backends ---
