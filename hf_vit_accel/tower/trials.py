@@ -87,10 +87,11 @@ class Trial:
         """Whether errors in a half precision are compared; those of fewer rows vary too much."""
         return self.grids.keys() <= {_LARGE, _SMALL}
 
-    def describe(self, *conditions: str) -> str:
-        """Describe conditions and the mode."""
-        names = ", ".join(f"{name} ({rows_of(self.grids[name])} rows)" for name in conditions)
-        return f"{names} in {'training' if self.training else 'eval'} mode"
+    def describe(self, condition: str | None = None) -> str:
+        """Describe a condition, or all of them, and the mode."""
+        name = condition or (next(iter(self.grids)) if len(self.grids) == 1 else None)
+        what = f"{len(self.grids)} conditions" if name is None else f"{name} ({rows_of(self.grids[name])} rows)"
+        return f"{what} in {'training' if self.training else 'eval'} mode"
 
     def gradient_mode(self) -> AbstractContextManager[object]:
         """Return the context of the trial. Without gradients, people train other parts or encode."""
@@ -222,7 +223,7 @@ def compare(subject: Subject, trial: Trial, truth: Results | None = None) -> tup
             return theirs, f"{why}, for {trial.describe(condition)}"
     exact = None if truth is None else truth.gradients
     why = gradients_differ(ours.gradients, theirs.gradients, dtypes, subject.report, exact)
-    return theirs, why and f"{why}, for {trial.describe(*trial.grids)}"
+    return theirs, why and f"{why}, for {trial.describe()}"
 
 
 def _run(subject: Subject, trial: Trial, call: Callable[[Tensor, Grid], object]) -> Results:

@@ -271,6 +271,22 @@ def test_a_copy_that_stops_gradients_is_refused() -> None:
     assert "from layer" not in str(raised.value), "layers were compared by their outputs"
 
 
+def test_gradients_are_compared_under_every_condition() -> None:
+    """A condition of some rows counts among the others, whose gradients are right."""
+    name = "StopsGradientsOfFiveImages"
+    with pytest.raises(ValueError, match=r"the gradient of the pixels of five images in float32: relative error"):
+        hf_vit_accel.patch(build(copies.StopsGradientsOfFiveImages), like={name: "qwen2_vl"})
+
+
+def test_an_epsilon_that_counts_for_small_weights_alone_is_refused() -> None:
+    """Weights that are loaded later may be small. The rows of the present ones hide it."""
+    tower = build(copies.AddsAnotherEpsilon)
+    with torch.no_grad():
+        tower.patch_embed.proj.weight.mul_(100)
+    with pytest.raises(ValueError, match=r"with random weights, .* relative error"):
+        hf_vit_accel.patch(tower, like={"AddsAnotherEpsilon": "qwen2_5_vl"})
+
+
 def test_a_constant_of_the_file_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     tower = build(copies.ActsByAConstant)
     stock = copy.deepcopy(tower)

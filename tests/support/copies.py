@@ -604,6 +604,30 @@ class StopsGradients(CopyOfQwen2):
         return x.detach() if index == 1 else x
 
 
+class StopsGradientsOfFiveImages(CopyOfQwen2):
+    """Trains early layers with all images but five."""
+
+    def after_layer(self, x: Tensor, index: int, grid: Sizes) -> Tensor:
+        return x.detach() + 0 * x if index == 1 and len(grid) == 5 else x
+
+
+class OtherEpsilonNorm(RootNorm):
+    """Adds another epsilon than the one that it names."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        scale = wide.square().mean(-1, keepdim=True).add(1e-5).rsqrt()
+        return self.weight * (wide * scale).to(x.dtype)
+
+
+class AddsAnotherEpsilon(CopyOfQwen25):
+    """Has norms that differ from the family's where rows are small alone."""
+
+    def make_parts(self, config: CopiedConfig) -> None:
+        super().make_parts(config)
+        self.merger.ln_q = OtherEpsilonNorm(config.hidden_size)
+
+
 class ActsOnOneImage(CopyOfQwen2):
     """Forgets the order of merge blocks for one image."""
 
