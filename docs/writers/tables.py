@@ -1,10 +1,10 @@
-"""Write the tables and numbers of README.md and docs/, and README's chart, from the JSON files of benchmarks/.
+"""Write the tables of README.md and docs/, and README's chart, from the JSON files of benchmarks/.
 
 python docs/writers/tables.py
 
 A page holds a table between `<!-- table: NAME -->` and `<!-- end of table -->`. NAME is one of TABLES and TEXTS. A
-table shows one file, so all its cells have one baseline. A file that mixes two commits is refused. `sentences`
-declares the numbers in sentences. A test fails where a page differs.
+table shows one file, so all its cells have one baseline. A file that mixes two commits is refused. A test
+fails where a page differs. No sentence has a number of a file, except README's first line, which a test checks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import headline
-import sentences
+import options
 import summary
 from documents import (
     MEASURED,
@@ -351,21 +351,20 @@ TABLES: Mapping[str, Table] = {
 TEXTS: Mapping[str, Callable[[], str]] = {
     "summary": summary.text,
     "beside_the_headline": summary.beside_the_headline,
-    "options": sentences.options,
+    "options": options.options,
 }
 """Lines from several files, by the name that a page gives them."""
 
 
 def filled(path: Path) -> str:
-    """Write the tables, lines and numbers of a page anew.
+    """Write the tables and lines of a page anew.
 
     Raises:
         KeyError: if the page names an unknown table
-        ValueError: if a table would mix measurements of two commits, or a sentence is missing
+        ValueError: if a table would mix measurements of two commits
     """
     page = path.read_text(encoding="utf-8")
-    page = PLACE.sub(lambda place: f"{place[1]}\n{text_of(place['name'])}\n{place[3]}", page)
-    return sentences.filled(path.relative_to(ROOT).as_posix(), page)
+    return PLACE.sub(lambda place: f"{place[1]}\n{text_of(place['name'])}\n{place[3]}", page)
 
 
 def text_of(name: str) -> str:
