@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_vit_accel.backends import FP8, Attend, Choice, LayerKind, Plan, Replay, Request, resolve
+from hf_vit_accel.backends import FP8, Attend, Choice, LayerKind, Plan, Replay, Request, plan_alone, resolve
 from hf_vit_accel.config import Settings
 from hf_vit_accel.layout import Array, Geometry, Grid, Segments, VisionMetadata, build, pack, send, to_device, unpack
 from hf_vit_accel.machine import KERNELS, LRU, guarded, outside_modes
@@ -24,12 +25,9 @@ from hf_vit_accel.ops.window_attention import LONGEST
 from hf_vit_accel.versions import METADATA, keyword_arguments
 
 ROUTE = "vision_route"
-"""The keyword argument that takes a route to the registered attention function, through stock's `**kwargs`.
-
-Where a tower does not pass its keyword arguments on, the route is an attribute of this name on the offsets.
-"""
-_KNOWN = "_hf_vit_accel_known"
-"""The attribute of offsets that a tower computed by itself: their kind, and the route that has equal ones."""
+"""The keyword argument that takes a route to the registered attention function, through stock's `**kwargs`."""
+SEGMENTS = "vision_segments"
+"""The keyword argument of layers that holds `SegmentPlans` by number of rows, of a tower that computes offsets."""
 _OFFSETS_BY_KIND: Mapping[LayerKind, str] = {"full": "cu_seqlens", "window": "cu_window_seqlens"}
 
 
@@ -92,6 +90,8 @@ class Route:
     nodes: list[LayerNode | None] = field(default_factory=list)
     signature: Any = None
     _bound: Route | None = None
+    _segment_plans: dict[LayerKind, SegmentPlans] = field(default_factory=dict, init=False)
+    _equal_offsets: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False)
 
     @cached_property
     def packed(self) -> Tensor:
@@ -142,20 +142,37 @@ class Route:
             attends.append(guarded(self.plans[kind_of_layer].backend.name, by_kind[kind_of_layer][index]))
         return attends
 
-    def plan_for(self, cu_seqlens: Tensor) -> Plan | None:
-        """Return the plan made for these offsets; None for others, since equal sizes may be other layouts.
+    def segment_plans(self, cu_seqlens: Tensor) -> SegmentPlans | None:
+        """Return the plans for these offsets; None for others, since equal sizes may be other layouts.
 
         Offsets that a tower computed by itself are compared once, by a host sync, for all layers that get them.
         """
-        for kind, name in _OFFSETS_BY_KIND.items():
-            if cu_seqlens is self.tensors.get(name) or getattr(cu_seqlens, _KNOWN, None) == (kind, self):
-                return self.plans.get(kind)
+        version, kind = self._equal_offsets.get(cu_seqlens, (None, None))
+        if kind is not None and version == _version(cu_seqlens):
+            return self._plans_of(kind)
         for kind, name in _OFFSETS_BY_KIND.items():
             own_S1 = self.tensors.get(name)
             if own_S1 is not None and own_S1.device == cu_seqlens.device and torch.equal(own_S1, cu_seqlens):
-                setattr(cu_seqlens, _KNOWN, (kind, self))
-                return self.plans.get(kind)
+                self._equal_offsets[cu_seqlens] = _version(cu_seqlens), kind
+                return self._plans_of(kind)
         return None
+
+    def _plans_of(self, kind: LayerKind) -> SegmentPlans:
+        if kind not in self._segment_plans:
+            self._segment_plans[kind] = SegmentPlans(
+                kind=kind,
+                segments=self.metadata.segments()[kind],
+                settings=self.spec.settings,
+                faults=dict(self.spec.faults),
+                own=self.plans.get(kind),
+            )
+        return self._segment_plans[kind]
+
+    def _own_offsets(self) -> None:
+        """Let the attention function know the offsets of this route, for towers that do not pass `ROUTE` on."""
+        for kind, name in _OFFSETS_BY_KIND.items():
+            if name in self.tensors:
+                PLANS_OF_OFFSETS[self.tensors[name]] = self._plans_of(kind)
 
     def injected(self, taken: frozenset[str]) -> dict[str, Any]:
         """Return the keyword arguments that a stock tower takes: the metadata that it pops, and the route itself.
@@ -167,15 +184,17 @@ class Route:
         metadata["max_seqlen"] = self.metadata.full.max_seqlen
         if self.metadata.window is not None:
             metadata["max_window_seqlen"] = self.metadata.window.max_seqlen
-        setattr(self.tensors["cu_seqlens"], ROUTE, self)  # for towers that do not pass keyword arguments on to layers
+        self._own_offsets()
         return keyword_arguments({**metadata, ROUTE: self}, taken)
 
     def block_arguments(self, layer: int, names: frozenset[str]) -> dict[str, Any]:
         """Return the keyword arguments of these names that stock passes to a block. The offsets lead to this route."""
         kind: LayerKind = "full" if self.spec.full_layers[layer] else "window"
-        cu_seqlens = self.tensors[_OFFSETS_BY_KIND[kind]]
-        setattr(cu_seqlens, ROUTE, self)
-        known = {"cu_seqlens": cu_seqlens, "max_seqlen": self.metadata.segments()[kind].max_seqlen}
+        self._own_offsets()
+        known = {
+            "cu_seqlens": self.tensors[_OFFSETS_BY_KIND[kind]],
+            "max_seqlen": self.metadata.segments()[kind].max_seqlen,
+        }
         return {name: value for name, value in known.items() if name in names}
 
 
@@ -217,32 +236,70 @@ def _unmet(spec: Spec, choices: Mapping[LayerKind, Choice]) -> list[str]:
     return list(dict.fromkeys(unmet))
 
 
-OFFSETS = "_hf_vit_accel_offsets"
-"""The attribute of offsets on the device that holds their `KnownSegments`, for the attention function."""
-
-SEGMENTS = "vision_segments"
-"""The keyword argument of layers that holds the `KnownSegments` of a tower that computes offsets, by number of rows."""
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
-class KnownSegments:
-    """The segments of a tower whose attention alone is ours. The host knows their lengths.
+class SegmentPlans:
+    """Attention within segments that the host knows: a plan for each kind of layers that asks for one.
 
     Attributes:
         kind: The kind of the layers that attend by them.
         segments: The segments.
         settings: The settings of the tower.
         faults: What failed in this tower when it ran, with the reason.
+        own: The plan of the tower's route; None without a route.
         backends: The backend of every kind of layer, shared by the tower.
-        plans: The plans made so far, by the requests of layers.
+        plans: The other plans made so far, by stream and request.
     """
 
     kind: LayerKind
     segments: Segments
     settings: Settings
-    faults: Mapping[str, str]
-    backends: dict[str, str]
+    faults: Mapping[str, str] = field(default_factory=dict)
+    own: Plan | None = None
+    backends: dict[str, str] = field(default_factory=dict)
     plans: dict[Hashable, Plan] = field(default_factory=dict)
+
+    def plan(self, request: Request) -> Plan:
+        """Return the plan for a layer's request, whose kind, max_seqlen and score_mod are those of the segments.
+
+        Raises:
+            ValueError: The rows are not those of the segments.
+        """
+        own = self.own
+        if own is not None and _serves(own.request, request):
+            is_same = own.request.scale == request.scale
+            return own if is_same else replace(own, request=replace(own.request, scale=request.scale))
+        device = request.device
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        plan = self.plans.get((stream, request))
+        if plan is None:
+            if self.segments.rows != request.rows:
+                raise ValueError(f"expected {self.segments.rows} rows for this grid_thw, got {request.rows}")
+            complete = replace(
+                request,
+                kind=self.kind,
+                max_seqlen=self.segments.max_seqlen,
+                score_mod=self.settings.score_mod,
+                dtype=request.dtype if own is None else own.request.dtype,
+            )
+            backend = resolve(self.settings.attention, complete, self.segments, self.faults).backend
+            self.plans[stream, request] = plan = plan_alone(backend, self.segments, complete)
+        self.backends[self.kind] = plan.backend.name
+        return plan
+
+
+def _serves(planned: Request, request: Request) -> bool:
+    """Return whether a plan has the heads of a request, and gradients where it needs them. (Any scale will do.)"""
+    has_gradients = planned.grad or not request.grad
+    return has_gradients and (planned.heads, planned.head_dim) == (request.heads, request.head_dim)
+
+
+PLANS_OF_OFFSETS = WeakIdKeyDictionary()
+"""The `SegmentPlans` of offsets on the device that we made, for the attention function."""
+
+
+def _version(offsets: Tensor) -> int:
+    """Return how often offsets were written to; inference tensors count none, so a change of them goes unseen."""
+    return -1 if offsets.is_inference() else offsets._version
 
 
 _SEGMENTS = ("cu_seqlens", "window_index", "cu_window_seqlens")
@@ -297,14 +354,14 @@ class Routes:
         They are cached by stream and geometry.
 
         Args:
-            settings: See `KnownSegments`.
-            faults: See `KnownSegments`.
-            backends: See `KnownSegments`.
+            settings: See `SegmentPlans`.
+            faults: See `SegmentPlans`.
+            backends: See `SegmentPlans`.
         """
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
-        def known_segments(kind: LayerKind, segments: Segments) -> KnownSegments:
-            return KnownSegments(kind=kind, segments=segments, settings=settings, faults=faults, backends=backends)
+        def plans_of(kind: LayerKind, segments: Segments) -> SegmentPlans:
+            return SegmentPlans(kind=kind, segments=segments, settings=settings, faults=faults, backends=backends)
 
         def make() -> tuple[dict[str, object], int]:
             metadata = build(grid, geometry)
@@ -312,12 +369,12 @@ class Routes:
             with outside_modes():
                 tensors = to_device(arrays, device)
             for kind, segments in metadata.segments().items():
-                setattr(tensors[_OFFSETS_BY_KIND[kind]], OFFSETS, known_segments(kind, segments))
+                PLANS_OF_OFFSETS[tensors[_OFFSETS_BY_KIND[kind]]] = plans_of(kind, segments)
             arguments: dict[str, object] = {**tensors, "max_seqlen": metadata.full.max_seqlen}
             if geometry.quarters:  # the tower would pass our offsets to the layers behind its merger, too
                 del arguments["cu_seqlens"]
                 both = (metadata.full, Segments(metadata.full.lengths_S // 4))
-                arguments[SEGMENTS] = {segments.rows: known_segments("full", segments) for segments in both}
+                arguments[SEGMENTS] = {segments.rows: plans_of("full", segments) for segments in both}
             return arguments, sum(array.nbytes for array in arrays.values())
 
         return self.cache.get((grid, device, geometry, stream), make)

@@ -159,14 +159,14 @@ def test_offsets_without_a_plan_are_planned_once(saved: Saved, monkeypatch: pyte
     grid = [(1, 4, 4), (1, 4, 4)]
     offsets = torch.tensor([0, 32], dtype=torch.int32)
     tower = tower_of(saved.load(attn_implementation=AUTO))
-    original = tower_attention._plan_offsets
+    original = tower_attention._plans_from_device
     plans: list[object] = []
 
     def plan_offsets(*args: object) -> object:
         plans.append(original(*args))
         return plans[-1]
 
-    monkeypatch.setattr(tower_attention, "_plan_offsets", plan_offsets)
+    monkeypatch.setattr(tower_attention, "_plans_from_device", plan_offsets)
     expected = run_tower(tower_of(saved.model), grid, cu_seqlens=offsets)
     assert_close(run_tower(tower, grid, cu_seqlens=offsets), expected)
     has_windows = type(tower).__name__.startswith("Qwen2_5")  # the windows' offsets alternate with the caller's

@@ -18,9 +18,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_vit_accel
 from hf_vit_accel import FallbackError, FlexConfig
-from hf_vit_accel.backends import Plan
+from hf_vit_accel.backends import Plan, Request
 from hf_vit_accel.config import Settings
-from hf_vit_accel.engine.route import SEGMENTS, Routes
+from hf_vit_accel.engine import route as route_module
+from hf_vit_accel.engine.route import SEGMENTS, Routes, SegmentPlans
 from hf_vit_accel.families import FAMILIES, Family, family_of
 from hf_vit_accel.layout import Geometry
 from hf_vit_accel.tower import attention as tower_attention
@@ -66,13 +67,13 @@ def test_it_equals_stock_with_one_plan_per_kind_of_layer(
 ) -> None:
     expected = run(tower, trained=trained)
     plans = []
-    original = tower_attention.plan_alone
+    original = route_module.plan_alone
 
     def counted(*args: object) -> Plan:
         plans.append(args)
         return original(*args)
 
-    monkeypatch.setattr(tower_attention, "plan_alone", counted)
+    monkeypatch.setattr(route_module, "plan_alone", counted)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         hf_vit_accel.patch(tower, strict=True)
@@ -122,17 +123,16 @@ def test_every_layer_attends_by_known_segments(tower: nn.Module, monkeypatch: py
     """Count the layers, with gradient checkpointing, too: it runs them again, with the segments of their call."""
     attended = []
     expected = run(tower, trained=True)
-    original = tower_attention._plan_without_route
+    original = SegmentPlans.plan
 
-    def counted(module: nn.Module, query: torch.Tensor, *args: object, **kwargs: object) -> Plan:
-        attended.append(module)
-        return original(module, query, *args, **kwargs)
+    def counted(plans: SegmentPlans, request: Request) -> Plan:
+        attended.append(request)
+        return original(plans, request)
 
-    monkeypatch.setattr(tower_attention, "_plan_without_route", counted)
-    monkeypatch.setattr(tower_attention, "_plan_offsets", lambda *_: pytest.fail("offsets were read"))
+    monkeypatch.setattr(SegmentPlans, "plan", counted)
+    monkeypatch.setattr(tower_attention, "_plans_from_device", lambda *_: pytest.fail("offsets were read"))
     hf_vit_accel.patch(tower, strict=True)
     run(tower)
-    assert {id(module) for module in attended} == {id(module) for module in attentions_in(tower)}
     assert len(attended) == len(attentions_in(tower)) > 1
     if tower.supports_gradient_checkpointing:
         attended.clear()
@@ -241,7 +241,7 @@ def test_compiled_layers_count_as_stock(tower: nn.Module) -> None:
 
 def test_offsets_are_not_read_from_the_device(tower: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     hf_vit_accel.patch(tower)
-    monkeypatch.setattr(tower_attention, "_plan_offsets", lambda *_: pytest.fail("offsets were read"))
+    monkeypatch.setattr(tower_attention, "_plans_from_device", lambda *_: pytest.fail("offsets were read"))
     run(tower)
 
 

@@ -366,7 +366,7 @@ def test_stock_blocks_receive_plans(typical: Any, monkeypatch: pytest.MonkeyPatc
         return type(block).forward(block, *args, **kwargs)
 
     block.forward = recording_forward
-    monkeypatch.setattr(tower_attention, "_plan_offsets", lambda *_: pytest.fail("offsets were read"))
+    monkeypatch.setattr(tower_attention, "_plans_from_device", lambda *_: pytest.fail("offsets were read"))
     assert_close(run(typical, GRIDS[1]), expected)
     [status] = hf_vit_accel.status(typical).towers
     assert len(seen) == 1 and status.stock_calls == 1
