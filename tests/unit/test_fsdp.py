@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.uses import prompt_with_labels
 from tiny import FAMILIES, TINY, checkpoint_layers, outputs_of, pixels_for, relative_error, tower_of
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -80,12 +83,68 @@ def check_gradients(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def test_gradients_are_those_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run all families in the same two processes. Forking is quicker, but a process that uses CUDA cannot be forked."""
+def shard_as_accelerate_does(model: nn.Module, version: int) -> nn.Module:
+    """Shard a model by the plugin that `fsdp_version` in accelerate's config makes; `Accelerator` asks for GPUs."""
+    utils = pytest.importorskip("accelerate.utils")
+    wrapped = ["Qwen2_5_VLVisionBlock", "Qwen2_5_VLDecoderLayer"]
+    plugin = utils.FullyShardedDataParallelPlugin(
+        fsdp_version=version, transformer_cls_names_to_wrap=wrapped, cpu_ram_efficient_loading=False
+    )
+    if version == 2:
+        state = SimpleNamespace(fsdp_plugin=plugin)
+        device = torch.device("cpu")
+        accelerator = SimpleNamespace(state=state, mixed_precision="no", is_main_process=True, device=device)
+        return utils.fsdp2_prepare_model(accelerator, model)
+    plugin.set_auto_wrap_policy(model)
+    return FullyShardedDataParallel(
+        model, auto_wrap_policy=plugin.auto_wrap_policy, use_orig_params=True, device_id=torch.device("cpu")
+    )
+
+
+def check_versions(rank: int, folder: str) -> None:
+    """Compare two steps of both versions with those of one process; version 1 is stock, with one warning."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    stock = TINY["qwen2_5_vl"].build().train()
+    inputs = prompt_with_labels(stock)
+    expected = stock(**inputs).loss
+    expected.backward()
+    norm = torch.stack([parameter.grad.norm() for parameter in stock.parameters() if parameter.grad is not None]).norm()
+    for version in (1, 2):
+        stock.zero_grad(set_to_none=True)
+        model = shard_as_accelerate_does(copy.deepcopy(stock), version)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            hf_vit_accel.patch(model)
+            for _ in range(2):
+                model.zero_grad()
+                loss = model(**inputs).loss
+                loss.backward()
+        assert relative_error(loss, expected) < 1e-5
+        if isinstance(model, FullyShardedDataParallel):
+            sharded_norm = model.clip_grad_norm_(1e9)
+        else:
+            sharded_norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9).full_tensor()
+        assert relative_error(sharded_norm, norm) < 1e-4
+        [status] = hf_vit_accel.status(model).towers
+        advice = [str(warning.message) for warning in caught if "FSDP 1" in str(warning.message)]
+        if version == 1:
+            assert len(advice) == 1 and "fsdp_version: 2" in advice[0]
+            assert status.calls == 0 and status.fallbacks[fsdp.VERSION_1] == status.stock_calls
+        else:
+            assert not advice and status.calls > 0 and status.stock_calls == 0, str(status)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("check", [check_gradients, check_versions], ids=["families", "versions of accelerate"])
+def test_two_ranks_have_the_gradients_of_one_process(
+    check: Callable[[int, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run all cases in the same two processes. Forking is quicker, but a process that uses CUDA cannot be forked."""
     tests = str(Path(__file__).parents[1])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")]))
     method = "spawn" if torch.cuda.is_initialized() else "fork"
-    start_processes(check_gradients, (str(tmp_path),), nprocs=2, start_method=method)
+    start_processes(check, (str(tmp_path),), nprocs=2, start_method=method)
 
 
 @pytest.fixture
