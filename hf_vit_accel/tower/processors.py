@@ -20,7 +20,7 @@ References = tuple["weakref.ref[Processor]", ...]
 FLAGS = ("do_rescale", "do_normalize")
 _READ = (*FLAGS, "rescale_factor", "image_mean", "image_std", "model_input_names")
 BYTES_UNKNOWN = (
-    "expected normalised pixel values, got bytes (uint8), which the tower would take for pixel values. Call "
+    "expected normalised pixel values, got bytes (uint8), which the tower would take for pixel values; call "
     "hf_vit_accel.patch(model, processor=processor), or let the processor rescale and normalise"
 )
 _BAR = 1e-5

@@ -46,7 +46,7 @@ def twin_of(tower: nn.Module, **options: object) -> nn.Module:
 
 INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2]
-OTHERS = [torch.complex64, torch.bool, torch.uint8, torch.int64]
+OTHERS = [torch.complex64, torch.bool, torch.int16, torch.int64]
 
 
 KINDS: list[Callable[[torch.Tensor], object]] = [

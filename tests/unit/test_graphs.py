@@ -35,7 +35,6 @@ Tensors = list[torch.Tensor]
 IMAGE: Grid = [(1, 6, 8)]
 ODD_INPUTS: dict[str, Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
     "integers": lambda p, g: ((p * 10).to(torch.int32), g),
-    "bytes": lambda p, g: ((p.abs() * 10).to(torch.uint8), g),
     "wider floats": lambda p, g: (p.double() * 1.1, g),
     "padding rows in the grid": lambda p, g: (p, torch.cat([g.new_zeros(1, 3), g])),
 }
