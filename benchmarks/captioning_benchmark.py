@@ -1,4 +1,4 @@
-"""Measure images per second of `batch_caption.py` with a full-size model of random weights, stock and patched.
+"""Measure images per second of `captioner/main.py` with a full-size model of random weights, stock and patched.
 
     accelerate launch --num_processes 2 benchmarks/captioning_benchmark.py FOLDER --model qwen3-vl-8b
     python benchmarks/captioning_benchmark.py build/captioning --cores 4,14
@@ -34,7 +34,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path[:0] = [str(HERE), str(ROOT / "examples"), str(ROOT / "tests")]
 
-import batch_caption  # noqa: E402
+from captioner import main as batch_caption  # noqa: E402
 from measuring import Row, write_json  # noqa: E402
 from tiny_captioner import scenes  # noqa: E402
 from whole_call import build  # noqa: E402

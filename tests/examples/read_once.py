@@ -7,12 +7,11 @@ from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 
-import batch_caption
 import pytest
-from captioning import stages
-from media import checkpoints
-from media.checkpoints import config_of
-from media.processors import load_processor
+from captioner import checkpoints, stages
+from captioner import main as batch_caption
+from captioner.checkpoints import config_of
+from captioner.processors import load_processor
 from programs import CAPTIONERS
 from transformers import PretrainedConfig, PreTrainedModel, ProcessorMixin
 

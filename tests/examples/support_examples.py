@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
-import batch_caption
 import numpy as np
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
-from captioning.journal import Journal, Record
+from captioner import main as batch_caption
+from captioner.journal import Journal, Record
 from PIL import Image
 from programs import EXAMPLES, ROOT, draw, encode, launched
 
@@ -168,7 +168,7 @@ def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
 
 
 def options_of(inputs: Inputs, output: Path, **options: object) -> list[str]:
-    """Return the arguments of `batch_caption.py`."""
+    """Return the arguments of `captioner/main.py`."""
     settings = {"max-new-tokens": 24, "batch-size": 4, "decoders": 2} | options
     by_name = [f"--{name}={value}" for name, value in settings.items()]
     return ["caption", *inputs.arguments, f"--output={output}", "--demo", *by_name]
@@ -176,7 +176,7 @@ def options_of(inputs: Inputs, output: Path, **options: object) -> list[str]:
 
 def command(inputs: Inputs, output: Path, processes: int) -> list[str]:
     """Return the command that captions the inputs in so many processes."""
-    script = [str(EXAMPLES / "batch_caption.py"), *options_of(inputs, output)]
+    script = [str(EXAMPLES / "captioner" / "main.py"), *options_of(inputs, output)]
     if processes == 1:
         return [sys.executable, *script]
     # `--cpu` starts one process unless mpirun starts it; `--multi_gpu` starts the number that is given, on CPUs too.
@@ -250,4 +250,4 @@ def _run_two_of_which_one_hangs(arguments: list[str], folder: Path) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
 
     Journal.append = append_and_stop
-    launched("forked", EXAMPLES / "batch_caption.py", batch_caption.app, arguments, folder)
+    launched("forked", EXAMPLES / "captioner" / "main.py", batch_caption.app, arguments, folder)

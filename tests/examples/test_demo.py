@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import PartialState
-from media import checkpoints
+from captioner import checkpoints
 from PIL import Image
 from programs import CAPTIONERS, EXAMPLES, ROOT
 from read_once import load_processor_once, read_once
@@ -120,7 +120,7 @@ def test_videos_are_captioned(tmp_path: Path, family: str) -> None:
         writer.release()
         expected[name] = drawn.caption
     (tmp_path / "cut.mp4").write_bytes((tmp_path / "0.mp4").read_bytes()[:200])
-    script = EXAMPLES / "batch_caption.py"
+    script = EXAMPLES / "captioner" / "main.py"
     checkpoint = CAPTIONERS / family
     options = ["--prompt", "describe this {kind} .", "--max-new-tokens", "24", "--model", checkpoint]
     run(script, "caption", tmp_path, "--output", tmp_path / "out", *options, cwd=tmp_path)

@@ -56,7 +56,7 @@ def test_every_shown_command_is_the_one_that_runs(everything: ModuleType) -> Non
 def test_every_program_starts(everything: ModuleType) -> None:
     """Most of them need a GPU, so that no other test here would notice a renamed import."""
     programs = [path for folder in (BENCHMARK, BENCHMARK.parent / "examples") for path in sorted(folder.glob("*.py"))]
-    others = {"caption_on_ray": "ray", "liger": "liger_kernel", "quantised": "bitsandbytes"}  # may not be installed
+    others = {"on_ray": "ray", "liger": "liger_kernel", "quantised": "bitsandbytes"}  # may not be installed
     lacking = {program for program, package in others.items() if importlib.util.find_spec(package) is None}
     names = [path.stem for path in programs if path.stem not in lacking]
     code = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"

@@ -1,4 +1,4 @@
-"""Run the command line of `examples/batch_caption.py`: resume, limits, prompts, refusals and exit codes."""
+"""Run the command line of `examples/captioner/main.py`: resume, limits, prompts, refusals and exit codes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-import batch_caption
 import pytest
-from captioning.journal import Journal, Record
+from captioner import main as batch_caption
+from captioner.files import lock
+from captioner.journal import Journal, Record
 from click.testing import Result
-from media.files import lock
 from programs import CAPTIONERS, EXAMPLES, RUNNER, UNIT, draw, words
 from read_once import read_once
 
@@ -280,8 +280,8 @@ def test_help_is_not_cut_at_80_columns(command: str) -> None:
 @pytest.mark.parametrize(
     ("package", "programs"),
     [
-        ("accelerate", ["batch_caption.py", "../tests/tiny_captioner/train.py"]),
-        ("ray", ["caption_on_ray.py"]),
+        ("accelerate", ["captioner/main.py", "../tests/tiny_captioner/train.py"]),
+        ("ray", ["captioner/on_ray.py"]),
     ],
 )
 def test_a_missing_package_is_one_clear_line(package: str, programs: list[str]) -> None:

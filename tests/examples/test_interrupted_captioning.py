@@ -1,4 +1,4 @@
-"""Caption good and bad files of every kind with `examples/batch_caption.py`; kill runs and resume them."""
+"""Caption good and bad files of every kind with `examples/captioner/main.py`; kill runs and resume them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import batch_caption
 import pyarrow.parquet as pq
 import pytest
-from captioning.journal import Journal
-from media.files import lock
+from captioner import main as batch_caption
+from captioner.files import lock
+from captioner.journal import Journal
 from programs import EXAMPLES, RUNNER, WAYS, draw, launched
 from support_examples import ALL, BAD, GOOD, KINDS, BackgroundRun, Inputs, options_of, write_inputs
 
@@ -112,7 +112,7 @@ def test_runs_that_hang_and_are_killed_give_the_same_records(
             shard.write(b'{"key": "torn \xc3')
         (output / f".manifest.json.{processes}").write_text('{"runs": [{"run"')
     written = {(record.key, record.prompt) for record in Journal(output).records()}
-    script = EXAMPLES / "batch_caption.py"
+    script = EXAMPLES / "captioner" / "main.py"
     stdout = launched("forked", script, batch_caption.app, options_of(inputs, output), tmp_path)
     assert f"{ALL} items, {ALL - len(written)} of them to caption" in stdout
     assert stdout.count("of them to caption") == 1 and f"{GOOD} of {ALL} records have captions" in stdout

@@ -17,7 +17,7 @@ import pytest
 import scenes
 import torch
 import transformers
-from media.processors import load_processor
+from captioner.processors import load_processor
 from PIL import Image
 from programs import CAPTIONERS, EXAMPLES, ROOT
 from safetensors.torch import load_file
@@ -32,8 +32,7 @@ from transformers import BatchFeature, PreTrainedTokenizerFast
 import hf_vit_accel
 from hf_vit_accel.tower import forward as tower_module
 
-CAPTIONER = ("batch_caption.py", "caption_on_ray.py")
-SCRIPTS = [path for path in sorted(EXAMPLES.glob("*.py")) if path.name not in CAPTIONER]
+SCRIPTS = sorted(EXAMPLES.glob("*.py"))
 PROMPT = "--prompt=describe this picture ."
 
 

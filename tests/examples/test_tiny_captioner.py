@@ -31,13 +31,13 @@ from hf_vit_accel.backends import BACKENDS, FP8
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests" / "tiny_captioner")]
 
-import batch_caption  # noqa: E402
 import curves  # noqa: E402
 import parity  # noqa: E402
 import scene_batches  # noqa: E402
 import scenes  # noqa: E402
 import tiny_models  # noqa: E402
 import train  # noqa: E402
+from captioner import main as batch_caption  # noqa: E402
 
 
 def test_a_seed_decides_a_scene() -> None:

@@ -27,7 +27,7 @@ from hf_vit_accel.tools.cli import app
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 
-from media.processors import load_processor  # noqa: E402
+from captioner.processors import load_processor  # noqa: E402
 
 README = ROOT / "README.md"
 START = ROOT / "docs" / "index.md"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from media.processors import load_processor
+from captioner.processors import load_processor
 from peft import LoraConfig, get_peft_model
 from support.stacks import FAMILIES, Job, Names, block, losses, pictures, recipe
 from transformers import (

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from media.processors import load_processor
+from captioner.processors import load_processor
 from support.stacks import FAMILIES, Job, block, pictures
 from torch import Tensor, nn
 from verl.trainer.config import CheckpointConfig

@@ -98,7 +98,7 @@ def captions(model: nn.Module) -> list[torch.Tensor]:
     from PIL import Image
 
     sys.path.insert(0, str(EXAMPLES))
-    from media.processors import load_processor
+    from captioner.processors import load_processor
 
     base = base_of(model)
     processor = load_processor(base.config._name_or_path)

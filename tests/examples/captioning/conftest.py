@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from captioning.journal import Record
+from captioner.journal import Record
 from programs import draw, encode
 from read_once import read_once
 from support_captioning import caption, counted, put, write_tar

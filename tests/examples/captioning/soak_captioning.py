@@ -1,4 +1,4 @@
-"""Kill a long run of `examples/batch_caption.py` again and again, and look for lost, doubled, torn or changed records.
+"""Kill a long run of `examples/captioner/main.py` again and again, and look for lost, doubled, torn or changed records.
 
     python tests/examples/captioning/soak_captioning.py build/soak --pictures 20000 --kills 12
 
@@ -33,13 +33,13 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import typer
-from captioning.journal import Journal
+from captioner.journal import Journal
 from PIL import Image
 from programs import EXAMPLES, ROOT, draw, encode
 from support_captioning import MODEL, call, write_tar
 
 PROMPTS = ("describe this picture .", "is the text above ?")
-SCRIPT = EXAMPLES / "batch_caption.py"
+SCRIPT = EXAMPLES / "captioner" / "main.py"
 ENVIRONMENT = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 ENVIRONMENT["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 

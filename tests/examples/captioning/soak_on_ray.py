@@ -1,4 +1,4 @@
-"""Run `examples/caption_on_ray.py` on a cluster of three nodes, of which some are killed and others added.
+"""Run `examples/captioner/on_ray.py` on a cluster of three nodes, of which some are killed and others added.
 
     python tests/examples/captioning/soak_on_ray.py build/soak --pictures 5000 --kills 8
 
@@ -32,7 +32,7 @@ sys.path[:0] = [str(REPOSITORY / folder) for folder in FOLDERS]
 
 import psutil
 import typer
-from captioning.journal import Journal
+from captioner.journal import Journal
 from programs import EXAMPLES, ROOT
 from soak_captioning import ENVIRONMENT, PROMPTS, lay_out, spellings
 from support_captioning import MODEL
@@ -114,14 +114,21 @@ def cluster() -> Iterator[Nodes]:
 
 def alone(inputs: Sequence[str], output: Path) -> None:
     """Caption in one undisturbed process."""
-    command = [sys.executable, EXAMPLES / "batch_caption.py", "caption", *inputs, f"--output={output}", *OPTIONS]
+    command = [sys.executable, EXAMPLES / "captioner" / "main.py", "caption", *inputs, f"--output={output}", *OPTIONS]
     subprocess.run([str(argument) for argument in command], env=ENVIRONMENT, check=True, stdout=subprocess.DEVNULL)
 
 
 @contextmanager
 def on_cluster(nodes: Nodes, inputs: Sequence[str], output: Path, log: Path) -> Iterator[psutil.Popen]:
     """Start the pipeline in a process of its own."""
-    command = [sys.executable, EXAMPLES / "caption_on_ray.py", *inputs, f"--output={output}", *OPTIONS, "--actors=3"]
+    command = [
+        sys.executable,
+        EXAMPLES / "captioner" / "on_ray.py",
+        *inputs,
+        f"--output={output}",
+        *OPTIONS,
+        "--actors=3",
+    ]
     with log.open("ab") as file:
         environment = ENVIRONMENT | {"RAY_ADDRESS": nodes.address}
         process = psutil.Popen([str(argument) for argument in command], env=environment, stdout=file, stderr=file)

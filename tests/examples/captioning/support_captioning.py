@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import batch_caption
 import pytest
-from captioning.exports import Export
-from captioning.journal import Journal, Record
+from captioner import main as batch_caption
+from captioner import tables
+from captioner.batches import Task
+from captioner.exports import Export
+from captioner.items import Item
+from captioner.journal import Journal, Record
 from click.testing import Result
-from media import tables
-from media.batches import Task
-from media.items import Item
 from PIL import Image
 from programs import CAPTIONERS, RUNNER, draw, encode
 
@@ -57,7 +57,7 @@ def write_tar(path: Path, *members: tuple[str, bytes], **options: object) -> Pat
 
 
 def call(*arguments: object) -> Result:
-    """Run `batch_caption.py` with any arguments."""
+    """Run `captioner/main.py` with any arguments."""
     return RUNNER.invoke(batch_caption.app, [str(argument) for argument in arguments])
 
 

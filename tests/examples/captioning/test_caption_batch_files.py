@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from captioning.journal import Batches, Journal, Record
-from captioning.plan import Plan
+from captioner.journal import Batches, Journal, Record
+from captioner.plan import Plan
 from hypothesis import given
 from hypothesis import strategies as st
 from support_captioning import (
@@ -53,7 +53,7 @@ def test_a_fold_that_is_killed_loses_and_doubles_nothing(tmp_path: Path, monkeyp
     for number in range(3):
         batches.append(number, [record_of(f"{number}")])
     expected = counted(tmp_path)
-    for module, name in (("captioning.records", "Path.replace"), ("captioning.journal", "shutil.rmtree")):
+    for module, name in (("captioner.records", "Path.replace"), ("captioner.journal", "shutil.rmtree")):
         with monkeypatch.context() as patch:
             patch.setattr(f"{module}.{name}", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):

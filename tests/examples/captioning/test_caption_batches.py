@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from captioner.batches import Task, cost, halve_on_oom, pack, spread
+from captioner.processors import load_processor, vision_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from media.batches import Task, cost, halve_on_oom, pack, spread
-from media.processors import load_processor, vision_tokens
 from PIL import Image
 from programs import CAPTIONERS
 from support_captioning import FAMILIES, named_task

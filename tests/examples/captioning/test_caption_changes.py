@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from captioning.journal import Journal
-from captioning.plan import make_plan
-from media.batches import Task
-from media.items import Item, checksum
+from captioner.batches import Task
+from captioner.items import Item, checksum
+from captioner.journal import Journal
+from captioner.plan import make_plan
 from PIL import Image
 from programs import EXAMPLES, ROOT, draw, encode, words
 from support_captioning import (
@@ -110,7 +110,7 @@ def test_a_copy_is_read_once_and_captioned_no_more(
     assert "1 items, 0 of them to caption" in words(caption(place, output))
     assert "outdated" not in words(caption(place, output)) and not (output / "superseded.jsonl").exists()
     if kind != "row that names a file":  # the time of its table does not show a change
-        monkeypatch.setattr("captioning.plan.checksum", lambda file: pytest.fail("read again"))
+        monkeypatch.setattr("captioner.plan.checksum", lambda file: pytest.fail("read again"))
     assert "1 items, 0 of them to caption" in words(caption(place, output))
 
 
@@ -191,7 +191,7 @@ def test_pictures_that_cannot_be_read_keep_their_captions(
         raise PermissionError("not today")
 
     with monkeypatch.context() as patch:
-        patch.setattr("captioning.plan.open_item", fail)
+        patch.setattr("captioner.plan.open_item", fail)
         plan = make_plan([item], [records[0].prompt], records)
     assert not plan.tasks and not plan.stale and not plan.stamps  # nor is it taken as unchanged
     assert make_plan([item], [records[0].prompt], records).stamps.keys() == {"a.png"}
@@ -231,7 +231,7 @@ def test_pixel_limits_that_cross_are_not_the_models_fault(photos: Path, output: 
 def started(*arguments: str, **environment: str) -> subprocess.Popen[str]:
     """Start the program so that Ctrl-C reaches it as in a terminal."""
     return subprocess.Popen(
-        [sys.executable, str(EXAMPLES / "batch_caption.py"), *arguments],
+        [sys.executable, str(EXAMPLES / "captioner" / "main.py"), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

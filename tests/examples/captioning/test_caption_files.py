@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from media.checkpoints import checkpoint
-from media.files import fingerprint, lock, replace_file
+from captioner.checkpoints import checkpoint
+from captioner.files import fingerprint, lock, replace_file
 from programs import EXAMPLES
 
 
@@ -37,7 +37,7 @@ LOCKED = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-from media.files import lock
+from captioner.files import lock
 with lock(Path(sys.argv[2]), alone=sys.argv[3] == "alone"):
     print("locked", flush=True)
     time.sleep(60)
@@ -108,7 +108,4 @@ def test_checksums_are_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_files_are_short() -> None:
-    programs = [EXAMPLES / "batch_caption.py", EXAMPLES / "caption_on_ray.py"]
-    parts = [*(EXAMPLES / "captioning").glob("*.py"), *(EXAMPLES / "media").glob("*.py")]
-    assert len(parts) > 15
-    assert all(len(path.read_text().splitlines()) <= 400 for path in [*programs, *parts])
+    assert all(len(path.read_text().splitlines()) <= 400 for path in (EXAMPLES / "captioner").glob("*.py"))

@@ -95,8 +95,8 @@ def test_parquet_can_be_joined(output: Path, tmp_path: Path) -> None:
 
 def test_texts_of_videos_and_several_lines(tmp_path: Path) -> None:
     """Captions keep their line ends. Files are valid UTF-8, whatever names they hold."""
-    from captioning.exports import Export
-    from captioning.journal import Record
+    from captioner.exports import Export
+    from captioner.journal import Record
 
     name = b"n\xff.png".decode(errors="surrogateescape")
     (tmp_path / "p").mkdir()

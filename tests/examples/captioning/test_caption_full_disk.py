@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from captioning.journal import Journal
-from captioning.records import json_lines
+from captioner.journal import Journal
+from captioner.records import json_lines
 from programs import words
 from support_captioning import (
     call,

@@ -9,8 +9,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from captioning.journal import Journal
-from media import tables
+from captioner import tables
+from captioner.journal import Journal
 from programs import draw, encode, words
 from support_captioning import MODEL, WHOLE, batch_caption, call, caption, captions_in, lines, put, texts, write_tar
 

@@ -17,14 +17,14 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from captioning import captioner as captioner_module
-from captioning import worker
-from captioning.captioner import Captioner, why_not_on_gpu
-from captioning.worker import prepared_ahead
-from media.batches import Task, memory_of
-from media.items import Item
-from media.pictures import Gate, read_image
-from media.processors import limit_pixels, load_processor, reduced
+from captioner import model as captioner_module
+from captioner import worker
+from captioner.batches import Task, memory_of
+from captioner.items import Item
+from captioner.model import Captioner, why_not_on_gpu
+from captioner.pictures import Gate, read_image
+from captioner.processors import limit_pixels, load_processor, reduced
+from captioner.worker import prepared_ahead
 from PIL import Image
 from programs import CAPTIONERS, draw, encode
 from read_once import load_once, read_once

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from captioning.journal import Journal
+from captioner.journal import Journal
 from programs import words
 from support_captioning import PROMPT, call, caption, lines
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from captioning import progress as progress_module
-from captioning.journal import Journal
-from captioning.progress import Progress
+from captioner import progress as progress_module
+from captioner.journal import Journal
+from captioner.progress import Progress
 from PIL import Image
 from programs import draw, words
 from read_once import load_once
@@ -69,7 +69,7 @@ def test_a_revision_of_the_hub_is_another_run(photos: Path, output: Path, monkey
         commits.append(arguments[-1])
         return load_once(str(MODEL), *arguments[:-1])
 
-    monkeypatch.setattr("media.checkpoints.AutoConfig", SimpleNamespace(from_pretrained=config))
+    monkeypatch.setattr("captioner.checkpoints.AutoConfig", SimpleNamespace(from_pretrained=config))
     processor = batch_caption.load_processor
     monkeypatch.setattr(batch_caption, "load_processor", lambda name, revision: processor(str(MODEL)))
     monkeypatch.setattr(batch_caption, "load_model", load)
@@ -203,7 +203,7 @@ def test_a_launcher_that_starts_too_few_processes_is_reported(
     size, *parent = done.stdout.split()
     assert done.returncode == 0 and size == "None", done.stdout + done.stderr
     process = SimpleNamespace(parent=lambda: SimpleNamespace(cmdline=lambda: parent))
-    monkeypatch.setattr("captioning.plan.psutil", SimpleNamespace(Process=lambda: process))
+    monkeypatch.setattr("captioner.plan.psutil", SimpleNamespace(Process=lambda: process))
     printed = words(caption(photos, output, "--dry-run"))
     assert "2 processes were asked for and 1 was started" in printed
 
@@ -432,7 +432,7 @@ def test_attention_is_checked_before_inputs_are_listed(
     photos: Path, output: Path, monkeypatch: pytest.MonkeyPatch, attention: str
 ) -> None:
     hide_gpu(monkeypatch)
-    monkeypatch.setattr("captioning.prepare.find", lambda *_, **__: pytest.fail("listed"))
+    monkeypatch.setattr("captioner.prepare.find", lambda *_, **__: pytest.fail("listed"))
     done = caption(photos, output, f"--attention={attention}")
     assert done.exit_code == 2 and "--attention" in words(done) and attention in words(done) and not output.exists()
 
@@ -445,7 +445,7 @@ def test_an_empty_prompt_is_refused(photos: Path, tmp_path: Path) -> None:
 def test_a_model_without_pictures_is_refused_before_inputs_are_listed(
     photos: Path, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("captioning.prepare.find", lambda *_, **__: pytest.fail("listed"))
+    monkeypatch.setattr("captioner.prepare.find", lambda *_, **__: pytest.fail("listed"))
     LlamaConfig().save_pretrained(tmp_path / "llama")
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "notes.txt").write_text("no model")

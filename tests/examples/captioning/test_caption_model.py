@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from captioning import captioner as captioner_module
-from captioning.captioner import Captioner, reuse_for, takes_encoded
-from captioning.journal import Journal
-from captioning.progress import Progress
-from captioning.worker import Worker
-from media.batches import Task
-from media.items import Item
+from captioner import model as captioner_module
+from captioner.batches import Task
+from captioner.items import Item
+from captioner.journal import Journal
+from captioner.model import Captioner, reuse_for, takes_encoded
+from captioner.progress import Progress
+from captioner.worker import Worker
 from packaging.version import Version
 from PIL import Image
 from programs import CAPTIONERS, draw
@@ -76,7 +76,7 @@ def test_complete_captions_are_counted_while_a_batch_is_generated(monkeypatch: p
     counts: list[int] = []
     captioner.on_answers = counts.append
     assert generate(captioner, images, *prompts) == expected and counts == []  # too fast to be worth a count
-    monkeypatch.setattr("captioning.captioner._REPORT_EVERY", -1.0)
+    monkeypatch.setattr("captioner.model._REPORT_EVERY", -1.0)
     assert generate(captioner, images, *prompts) == expected
     assert counts == sorted(counts) and counts[0] == 0 and len(set(counts)) > 2 and counts[-1] in (5, 6)
     counts.clear()
@@ -90,7 +90,7 @@ def test_prompts_are_encoded_one_by_one_by_older_versions(monkeypatch: pytest.Mo
     prompts = [PICTURE_PROMPT, "is the text above ?"]
     together = generate(captioner, [image], *prompts)
     assert (reuse_for(captioner.model, ["one", "two"]) is False) == takes_encoded(captioner.model)
-    monkeypatch.setattr("captioning.captioner.takes_encoded", lambda _: False)
+    monkeypatch.setattr("captioner.model.takes_encoded", lambda _: False)
     calls = []
     captioner.model.model.visual.register_forward_pre_hook(lambda *_: calls.append(1))
     assert generate(captioner, [image], *prompts) == together and len(calls) == 2

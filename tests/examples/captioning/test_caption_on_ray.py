@@ -1,4 +1,4 @@
-"""`examples/caption_on_ray.py`: every record once, whatever is repeated, dies or is dropped; Ray itself last."""
+"""`examples/captioner/on_ray.py`: every record once, whatever is repeated, dies or is dropped; Ray itself last."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from captioning import stages
-from captioning.journal import Journal, Record
+from captioner import stages
+from captioner.batches import Task
+from captioner.items import checksum
+from captioner.journal import Journal, Record
 from click.testing import Result
-from media.batches import Task
-from media.items import checksum
 from programs import EXAMPLES, RUNNER, encode, words
 from read_once import read_once
 from support.towers import alike
@@ -79,21 +79,21 @@ class RayError(Exception):
 
 @pytest.fixture
 def no_cluster(monkeypatch: pytest.MonkeyPatch) -> NoCluster:
-    """Import `caption_on_ray.py` without Ray, as the module `on_ray`."""
+    """Import `captioner/on_ray.py` without Ray, as the module `on_ray`."""
     cluster = NoCluster()
     parts = {"captioned": cluster.captioned, "connect": lambda options: False, "measured": stages.measure}
     exceptions = SimpleNamespace(RayError=RayError, ExecutionTimeoutError=RayError)
-    monkeypatch.setitem(sys.modules, "captioning.cluster", SimpleNamespace(**parts))
+    monkeypatch.setitem(sys.modules, "captioner.cluster", SimpleNamespace(**parts))
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(exceptions=exceptions))
     monkeypatch.setitem(sys.modules, "ray.data.exceptions", exceptions)
-    monkeypatch.delitem(sys.modules, "caption_on_ray", raising=False)
+    monkeypatch.delitem(sys.modules, "captioner.on_ray", raising=False)
     read_once(monkeypatch)
-    monkeypatch.setitem(sys.modules, "on_ray", importlib.import_module("caption_on_ray"))
+    monkeypatch.setitem(sys.modules, "on_ray", importlib.import_module("captioner.on_ray"))
     return cluster
 
 
 def on_ray(inputs: Sequence[str], output: Path, *options: str) -> Result:
-    """Run `caption_on_ray.py`."""
+    """Run `captioner/on_ray.py`."""
     settings = [f"--model={MODEL}", f"--max-new-tokens={WORDS}", "--batch-size=4"]
     arguments = [*inputs, f"--output={output}", *settings, *options]
     return RUNNER.invoke(sys.modules["on_ray"].app, [*arguments, f"--prompt={PROMPT}"])
@@ -102,7 +102,7 @@ def on_ray(inputs: Sequence[str], output: Path, *options: str) -> Result:
 def test_without_ray_the_program_says_what_to_install(tmp_path: Path) -> None:
     (tmp_path / "ray.py").write_text("raise ModuleNotFoundError(\"No module named 'ray'\")")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    program = [sys.executable, EXAMPLES / "caption_on_ray.py", "--help"]
+    program = [sys.executable, EXAMPLES / "captioner" / "on_ray.py", "--help"]
     done = subprocess.run(program, env=environment, capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr == "This program needs Ray Data (No module named 'ray'): pip install 'ray[data]'\n"
@@ -246,7 +246,7 @@ def test_both_programs_identify_pictures_by_their_bytes(
     if old.stamp:
         assert counted(output) == {replace(old, stamp=stamp_at_1(place, old)): 1}
         with monkeypatch.context() as patch:
-            patch.setattr("captioning.plan.checksum", lambda file: pytest.fail("read again"))
+            patch.setattr("captioner.plan.checksum", lambda file: pytest.fail("read again"))
             run(first, output)
     KINDS[kind](tmp_path, SECOND)
     printed = run(then, output)

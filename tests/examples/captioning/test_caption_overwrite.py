@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from captioning.journal import Journal, Record
+from captioner.journal import Journal, Record
 from click.testing import Result
 from programs import words
 from support_captioning import call, caption, captions_in, lines, merged

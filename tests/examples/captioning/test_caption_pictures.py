@@ -15,10 +15,10 @@ from typing import Any, NoReturn
 import numpy as np
 import PIL
 import pytest
-from captioning.worker import Row, decode
-from media.batches import Task
-from media.items import Item
-from media.pictures import read_image, upright_size
+from captioner.batches import Task
+from captioner.items import Item
+from captioner.pictures import read_image, upright_size
+from captioner.worker import Row, decode
 from PIL import Image, ImageFile, PngImagePlugin
 from programs import encode
 from support_captioning import PICTURE_PROMPT, named_task

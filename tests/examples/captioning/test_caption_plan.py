@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from captioning.journal import Journal, Record
-from captioning.plan import differences, make_plan
+from captioner.batches import cost, pack, spread
+from captioner.items import Item
+from captioner.journal import Journal, Record
+from captioner.plan import differences, make_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from media.batches import cost, pack, spread
-from media.items import Item
 from support_captioning import record_of
 
 

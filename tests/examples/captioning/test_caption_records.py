@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from captioning.journal import Journal, Record
+from captioner.journal import Journal, Record
 from hypothesis import given
 from hypothesis import strategies as st
 from support_captioning import export, record_of

@@ -14,11 +14,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from captioning.worker import decode
-from media import sources, tables
-from media.batches import Task
-from media.items import Item, fields, open_item, size
-from media.prompts import fill, named
+from captioner import sources, tables
+from captioner.batches import Task
+from captioner.items import Item, fields, open_item, size
+from captioner.prompts import fill, named
+from captioner.worker import decode
 from support_captioning import PICTURE_PROMPT, export, named_task, record_of, write_tar
 
 

@@ -16,13 +16,13 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from captioning import stages
-from captioning.captioner import Caption, Inputs
-from captioning.journal import Batches, Record
-from captioning.options import OnRay
-from captioning.prepare import prepare
-from media.batches import Task
-from media.files import lock
+from captioner import stages
+from captioner.batches import Task
+from captioner.files import lock
+from captioner.journal import Batches, Record
+from captioner.model import Caption, Inputs
+from captioner.options import OnRay
+from captioner.prepare import prepare
 from read_once import read_once
 from support_captioning import (
     MODEL,
@@ -107,9 +107,9 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Import `captioning.cluster` without Ray, which its functions of tables do not need."""
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "ray.data", SimpleNamespace(ActorPoolStrategy=None, DataContext=None))
-    monkeypatch.setitem(sys.modules, "captioning.cluster", None)
-    monkeypatch.delitem(sys.modules, "captioning.cluster")
-    return importlib.import_module("captioning.cluster")
+    monkeypatch.setitem(sys.modules, "captioner.cluster", None)
+    monkeypatch.delitem(sys.modules, "captioner.cluster")
+    return importlib.import_module("captioner.cluster")
 
 
 def test_a_row_is_a_batch(

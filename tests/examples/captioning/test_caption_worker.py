@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from captioning.captioner import Caption, Inputs
-from captioning.journal import Journal, Record
-from captioning.progress import Counts, Progress, clear, read_counts, state, summary
-from captioning.worker import Worker
-from media.batches import Task, cost
-from media.items import Item
+from captioner.batches import Task, cost
+from captioner.items import Item
+from captioner.journal import Journal, Record
+from captioner.model import Caption, Inputs
+from captioner.progress import Counts, Progress, clear, read_counts, state, summary
+from captioner.worker import Worker
 from PIL import Image
 from programs import encode
 

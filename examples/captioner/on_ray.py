@@ -1,12 +1,12 @@
-"""Caption pictures and videos as `batch_caption.py` does, on the machines of a Ray cluster.
+"""Caption pictures and videos as `captioner/main.py` does, on the machines of a Ray cluster.
 
-    python examples/caption_on_ray.py photos 'shards/*.tar' --output captions --model Qwen/Qwen3-VL-8B-Instruct
-    python examples/batch_caption.py merge captions captions.jsonl
+    python examples/captioner/on_ray.py photos 'shards/*.tar' --output captions --model Qwen/Qwen3-VL-8B-Instruct
+    python examples/captioner/main.py merge captions captions.jsonl
 
 Any CPU of the cluster decodes pictures and cuts them into patches. Every GPU has an actor with a patched model. All
 machines need hf_vit_accel, and the pictures, the output folder and the model under the same names. Records are written
-as parquet files and equal those of `batch_caption.py`: either program goes on where the other one stopped. Machines may
-leave and join at any time: the batches of a lost machine are captioned by another one.
+as parquet files and equal those of `captioner/main.py`: either program goes on where the other one stopped. Machines
+may leave and join at any time: the batches of a lost machine are captioned by another one.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ try:
 except ImportError as error:
     raise SystemExit(f"This program needs Ray Data ({error}): pip install 'ray[data]'") from None
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from batch_caption import processor_for
-from captioning.cluster import captioned, connect, measured
-from captioning.journal import Batches, Entry, Journal
-from captioning.messages import exit_by, manifest_entry, sentence, stop
-from captioning.options import OnRay, command
-from captioning.prepare import Prepared, prepare
-from captioning.progress import Progress, clear, read_counts, summary
-from captioning.stages import Job, anywhere
-from media.batches import Task, cost, pack
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # this folder would hide modules of other packages
+from captioner.batches import Task, cost, pack
+from captioner.cluster import captioned, connect, measured
+from captioner.journal import Batches, Entry, Journal
+from captioner.main import processor_for
+from captioner.messages import exit_by, manifest_entry, sentence, stop
+from captioner.options import OnRay, command
+from captioner.prepare import Prepared, prepare
+from captioner.progress import Progress, clear, read_counts, summary
+from captioner.stages import Job, anywhere
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

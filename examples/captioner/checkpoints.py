@@ -11,7 +11,7 @@ from pathlib import Path
 
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, PretrainedConfig
 
-from media.files import Settings, fingerprint, replace_file
+from captioner.files import Settings, fingerprint, replace_file
 
 __all__ = ["checkpoint", "config_of", "identity"]
 

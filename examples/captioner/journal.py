@@ -17,9 +17,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from media.files import replace_file
-
-from captioning.records import Record, json_lines, read_line, read_table, write_whole
+from captioner.files import replace_file
+from captioner.records import Record, json_lines, read_line, read_table, write_whole
 
 __all__ = ["SHARDS", "SUPERSEDED", "Batches", "Entry", "Journal", "Record", "Selection", "json_lines"]
 

@@ -1,4 +1,4 @@
-"""The parts of `batch_caption.py` and `caption_on_ray.py`, in the order of the work.
+"""The parts of `captioner/main.py` and `captioner/on_ray.py`, in the order of the work.
 
 - `options`: command lines
 - `prepare` and `plan`: what a run has to do

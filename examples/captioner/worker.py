@@ -11,17 +11,17 @@ from time import perf_counter
 from typing import Generic, TypeVar
 
 import torch
-from media.batches import Task, cost, halve_on_oom, memory_of, pack
-from media.items import Item, checksum, holds_bytes, open_item, size, stamp
-from media.pictures import REFUSE_ABOVE, Gate, Resize, TooLarge, read_frames, read_image
-from media.processors import reduced
 from PIL import Image
 from transformers import ProcessorMixin
 
-from captioning.captioner import Caption, Captioner, Clip, Inputs
-from captioning.journal import Batches, Journal, Record
-from captioning.plan import filled
-from captioning.progress import Progress, Tally
+from captioner.batches import Task, cost, halve_on_oom, memory_of, pack
+from captioner.items import Item, checksum, holds_bytes, open_item, size, stamp
+from captioner.journal import Batches, Journal, Record
+from captioner.model import Caption, Captioner, Clip, Inputs
+from captioner.pictures import REFUSE_ABOVE, Gate, Resize, TooLarge, read_frames, read_image
+from captioner.plan import filled
+from captioner.processors import reduced
+from captioner.progress import Progress, Tally
 
 __all__ = ["Ready", "Row", "Worker", "decode"]
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from media.files import say
 from PIL import Image
 from transformers import (
     AutoModelForImageTextToText,
@@ -31,6 +30,7 @@ from transformers.utils.logging import disable_progress_bar
 from transformers.video_utils import VideoMetadata
 
 import hf_vit_accel
+from captioner.files import say
 from hf_vit_accel import ReuseConfig
 from hf_vit_accel.decoding.steps import free_steps
 

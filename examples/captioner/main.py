@@ -1,9 +1,9 @@
 """Caption pictures and videos with a Qwen-VL model whose vision tower is accelerated by hf_vit_accel.
 
-    python examples/batch_caption.py caption photos --output captions --model Qwen/Qwen3-VL-8B-Instruct
-    accelerate launch --num_processes 4 examples/batch_caption.py caption photos --output captions --model ...
-    python examples/batch_caption.py merge captions captions.jsonl    # or .parquet, metadata.jsonl, a webdataset's .tar
-    python examples/batch_caption.py merge captions photos            # photos/NAME.txt beside every photos/NAME.jpg
+    python examples/captioner/main.py caption photos --output captions --model Qwen/Qwen3-VL-8B-Instruct
+    accelerate launch --num_processes 4 examples/captioner/main.py caption photos --output captions --model ...
+    python examples/captioner/main.py merge captions captions.jsonl  # or .parquet, metadata.jsonl, a .tar
+    python examples/captioner/main.py merge captions photos          # photos/NAME.txt beside every photos/NAME.jpg
 
 Every process writes one shard of JSON lines into the output folder, batch by batch. Items that have a record of the
 same model, prompt and settings are not captioned again. After a kill, start the same command once more, with any number
@@ -60,23 +60,23 @@ try:
 except ModuleNotFoundError:
     raise SystemExit("This program needs accelerate: pip install accelerate") from None
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from captioning.captioner import Captioner, load_model, reuse_for, why_not_on_gpu
-from captioning.exports import NOT_OURS, Export, Texts
-from captioning.journal import Journal
-from captioning.messages import cannot_load, exit_by, manifest_entry, partial_prompts, partial_run, refused, stop
-from captioning.options import MaxFailures, Options, command
-from captioning.plan import missing_processes
-from captioning.prepare import Prepared, prepare
-from captioning.progress import Progress, clear, read_counts, summary
-from captioning.worker import Worker
-from media.batches import Task, cost, measured, pack, spread
-from media.files import CANNOT_WRITE, lock, say, some
-from media.launchers import end_with_launcher
-from media.pictures import REFUSE_ABOVE
-from media.processors import limit_pixels, load_processor
-
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # this folder would hide modules of other packages
 import hf_vit_accel
+from captioner.batches import Task, cost, measured, pack, spread
+from captioner.exports import NOT_OURS, Export, Texts
+from captioner.files import CANNOT_WRITE, lock, say, some
+from captioner.journal import Journal
+from captioner.launchers import end_with_launcher
+from captioner.messages import cannot_load, exit_by, manifest_entry, partial_prompts, partial_run, refused, stop
+from captioner.model import Captioner, load_model, reuse_for, why_not_on_gpu
+from captioner.options import MaxFailures, Options, command
+from captioner.pictures import REFUSE_ABOVE
+from captioner.plan import missing_processes
+from captioner.prepare import Prepared, prepare
+from captioner.processors import limit_pixels, load_processor
+from captioner.progress import Progress, clear, read_counts, summary
+from captioner.worker import Worker
 from hf_vit_accel.backends import require
 
 _SLACK_ON_GPU = 4.0  # the GPU resizes fast, so only much larger pictures are reduced on the CPU
@@ -86,7 +86,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @dataclass(frozen=True, kw_only=True)
 class Here(Options):
-    """Options of the processes of this program, which `caption_on_ray.py` lacks."""
+    """Options of the processes of this program, which `captioner/on_ray.py` lacks."""
 
     decoders: Annotated[int, typer.Option(min=1, help="Threads that decode, per process.")] = 8
     memory: Annotated[float, typer.Option(min=0.1, help="GiB for pictures ahead of the model, per process.")] = 2.0

@@ -12,7 +12,7 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import BinaryIO
 
-from media.files import say
+from captioner.files import say
 
 __all__ = ["PassedOver", "kept_root", "key_of", "matches", "open_file", "read_list", "root_of", "walk"]
 

@@ -8,14 +8,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from media.checkpoints import identity
-from media.files import Settings, fingerprint, lock, say, some
-from media.items import Item
-from media.places import kept_root
-from media.sources import Found, find
-
-from captioning.journal import Entry, Journal
-from captioning.plan import Plan, differences, make_plan, unknown_fields
+from captioner.checkpoints import identity
+from captioner.files import Settings, fingerprint, lock, say, some
+from captioner.items import Item
+from captioner.journal import Entry, Journal
+from captioner.places import kept_root
+from captioner.plan import Plan, differences, make_plan, unknown_fields
+from captioner.sources import Found, find
 
 __all__ = ["Prepared", "Request", "prepare"]
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Annotated, Literal, TypeVar, get_type_hints
 
 import typer
-from media.files import fingerprint
-from media.pictures import REFUSE_ABOVE
 
-from captioning.prepare import Request
+from captioner.files import fingerprint
+from captioner.pictures import REFUSE_ABOVE
+from captioner.prepare import Request
 from hf_vit_accel.backends import backend_named
 
 __all__ = ["MaxFailures", "OnRay", "Options", "command"]
@@ -153,7 +153,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class OnRay(Options):
-    """Options of `caption_on_ray.py`."""
+    """Options of `captioner/on_ray.py`."""
 
     device: Annotated[
         Literal["cpu", "gpu"] | None, typer.Option(help="Device of the models; by default gpu if the cluster has one.")

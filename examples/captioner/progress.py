@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Lock
 
-from media.files import replace_file
 from tqdm import tqdm
+
+from captioner.files import replace_file
 
 __all__ = ["Counts", "Progress", "Tally", "clear", "read_counts", "summary"]
 

@@ -7,7 +7,7 @@ import sys
 from transformers import PROCESSOR_MAPPING, AutoConfig, AutoProcessor, ProcessorMixin
 from transformers.utils import is_torchvision_available
 
-from media.pictures import Resize
+from captioner.pictures import Resize
 
 __all__ = ["limit_pixels", "load_processor", "reduced", "vision_tokens"]
 

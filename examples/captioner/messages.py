@@ -1,4 +1,4 @@
-"""Say how a run begins and ends, for `batch_caption.py` and `caption_on_ray.py`."""
+"""Say how a run begins and ends, for `captioner/main.py` and `captioner/on_ray.py`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import accelerate
 import torch
 import transformers
 import typer
-from media.files import say
 
 import hf_vit_accel
-from captioning.journal import Entry, Record, Selection
-from captioning.options import Options
-from captioning.prepare import Prepared
+from captioner.files import say
+from captioner.journal import Entry, Record, Selection
+from captioner.options import Options
+from captioner.prepare import Prepared
 
 __all__ = [
     "cannot_load",

@@ -10,9 +10,9 @@ from glob import has_magic
 from pathlib import Path
 from typing import Literal
 
-from media import tables
-from media.items import METADATA_SUFFIXES, Item, stamp
-from media.places import PassedOver, key_of, matches, read_list, root_of, walk
+from captioner import tables
+from captioner.items import METADATA_SUFFIXES, Item, stamp
+from captioner.places import PassedOver, key_of, matches, read_list, root_of, walk
 
 __all__ = ["IMAGE_SUFFIXES", "VIDEO_SUFFIXES", "Found", "find", "in_shard"]
 

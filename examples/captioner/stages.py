@@ -16,19 +16,19 @@ from pathlib import Path
 from threading import Lock
 
 import torch
-from media.batches import Task, header_of
-from media.files import lock
-from media.pictures import REFUSE_ABOVE
-from media.processors import limit_pixels, load_processor
 from PIL import Image
 from transformers import PreTrainedModel, ProcessorMixin
 
 import hf_vit_accel
-from captioning.captioner import Absent, Captioner, load_model, reuse_for
-from captioning.journal import Batches
-from captioning.options import Options
-from captioning.progress import Tally
-from captioning.worker import Ready, Worker
+from captioner.batches import Task, header_of
+from captioner.files import lock
+from captioner.journal import Batches
+from captioner.model import Absent, Captioner, load_model, reuse_for
+from captioner.options import Options
+from captioner.pictures import REFUSE_ABOVE
+from captioner.processors import limit_pixels, load_processor
+from captioner.progress import Tally
+from captioner.worker import Ready, Worker
 
 __all__ = ["Answer", "Job", "anywhere", "make_ready", "measure"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal
 
-from media.files import part_of
+from captioner.files import part_of
 
 if TYPE_CHECKING:
     from pyarrow import Table

@@ -11,11 +11,11 @@ from typing import Any
 import pyarrow as pa
 import ray
 import torch
-from media.batches import Task
 from ray.data import ActorPoolStrategy, DataContext
 
-from captioning.options import OnRay
-from captioning.stages import Answer, Job, make_ready, measure
+from captioner.batches import Task
+from captioner.options import OnRay
+from captioner.stages import Answer, Job, make_ready, measure
 
 __all__ = ["captioned", "connect", "measured"]
 
@@ -30,7 +30,7 @@ _REPORTED = ("failed", "vision", "text", "halved")
 def connect(options: OnRay) -> bool:
     """Join the cluster of RAY_ADDRESS or of this machine, or start one. Return whether models run on GPUs."""
     examples = Path(__file__).resolve().parents[1]
-    ray.init(runtime_env={"py_modules": [str(examples / name) for name in ("captioning", "media")]})
+    ray.init(runtime_env={"py_modules": [str(examples / "captioner")]})
     context = DataContext.get_current()
     context.max_errored_blocks = _MOST_FAILURES
     context.max_consecutive_actor_init_deaths = _MOST_FAILURES

@@ -14,14 +14,14 @@ from fnmatch import fnmatchcase
 from itertools import groupby
 from pathlib import Path
 
-from media.files import FULL, part_of
-from media.items import Item, open_item
-from media.sources import IMAGE_SUFFIXES, VIDEO_SUFFIXES, find, in_shard
 from PIL import Image
 
-from captioning.journal import SHARDS, SUPERSEDED, Entry
-from captioning.plan import same_picture
-from captioning.records import Record, json_lines, write_table
+from captioner.files import FULL, part_of
+from captioner.items import Item, open_item
+from captioner.journal import SHARDS, SUPERSEDED, Entry
+from captioner.plan import same_picture
+from captioner.records import Record, json_lines, write_table
+from captioner.sources import IMAGE_SUFFIXES, VIDEO_SUFFIXES, find, in_shard
 
 __all__ = ["NOT_OURS", "Export", "Texts"]
 

@@ -10,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import psutil
-from media.batches import Task
-from media.files import Settings
-from media.items import Item, checksum, fields, open_item, size, stamp
-from media.prompts import fill, named
 
-from captioning.journal import Record
+from captioner.batches import Task
+from captioner.files import Settings
+from captioner.items import Item, checksum, fields, open_item, size, stamp
+from captioner.journal import Record
+from captioner.prompts import fill, named
 
 __all__ = [
     "Plan",

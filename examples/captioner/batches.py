@@ -13,9 +13,9 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from transformers import ProcessorMixin
 
-from media.items import Item, open_item
-from media.pictures import upright_size
-from media.processors import vision_tokens
+from captioner.items import Item, open_item
+from captioner.pictures import upright_size
+from captioner.processors import vision_tokens
 
 __all__ = [
     "VIDEO_TOKENS",

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from media import tables
-from media.places import open_file
+from captioner import tables
+from captioner.places import open_file
 
 __all__ = [
     "METADATA_SUFFIXES",
