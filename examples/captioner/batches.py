@@ -17,18 +17,6 @@ from captioner.items import Item, open_item
 from captioner.pictures import upright_size
 from captioner.processors import vision_tokens
 
-__all__ = [
-    "VIDEO_TOKENS",
-    "Task",
-    "cost",
-    "halve_on_oom",
-    "header_of",
-    "measured",
-    "memory_of",
-    "pack",
-    "spread",
-]
-
 VIDEO_TOKENS = 8192
 """Merged tokens assumed for a video before it is decoded. A video is a batch of its own."""
 VIDEO_BYTES = 1 << 30
@@ -40,18 +28,11 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """An item with the prompts that it still needs.
-
-    Args:
-        item: The picture or video.
-        prompts: The prompts, unfilled.
-        tokens: Merged vision tokens, from the header.
-        pixels: Pixels of the full picture, from the header.
-    """
+    """An item with the prompts that it still needs."""
 
     item: Item
     prompts: tuple[str, ...]
-    tokens: int
+    tokens: int  # merged vision tokens, from the header
     pixels: int = 0
 
 
@@ -106,9 +87,6 @@ def spread(costs: Sequence[float], processes: int) -> list[list[int]]:
     """Share tasks among processes: the dearest first, each to the process with the smallest load so far.
 
     No process gets more than a third above the best possible (Graham, 1969). With many tasks the shares are even.
-
-    Returns:
-        The indices of the tasks, for every process.
     """
     shares: list[list[int]] = [[] for _ in range(processes)]
     heap = [(0.0, process) for process in range(processes)]

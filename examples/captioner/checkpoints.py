@@ -13,22 +13,12 @@ from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, Pretr
 
 from captioner.files import Settings, fingerprint, replace_file
 
-__all__ = ["checkpoint", "config_of", "identity"]
-
 _SUFFIXES = (".bin", ".jinja", ".json", ".model", ".py", ".safetensors", ".txt")
 _TRAINING_FILES = ("optimizer.bin", "scheduler.bin", "trainer_state.json", "training_args.bin")
 
 
 def checkpoint(folder: Path, cached: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Compute the checksums of a checkpoint's files.
-
-    Args:
-        folder: The checkpoint.
-        cached: Checksums of earlier runs, by path, size and time. They are not computed again.
-
-    Returns:
-        The checksums by name, equal for every copy of the checkpoint; and by path, size and time, for the cache.
-    """
+    """Compute the checksums of a checkpoint's files."""
     files = [file for file in sorted(folder.iterdir()) if file.suffix in _SUFFIXES and file.is_file()]
     files = [file for file in files if file.name not in _TRAINING_FILES]
     versions = {file: f"{file.resolve()} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files}
@@ -46,15 +36,7 @@ def checkpoint(folder: Path, cached: Mapping[str, str]) -> tuple[dict[str, str],
 
 
 def config_of(model: str, revision: str | None) -> PretrainedConfig:
-    """Read the configuration of a checkpoint.
-
-    Args:
-        model: A folder, or a name on the Hub.
-        revision: Branch, tag or commit on the Hub.
-
-    Raises:
-        ValueError: There is no such checkpoint.
-    """
+    """Read the configuration of a checkpoint."""
     if Path(model).is_file():
         raise ValueError(f"{model} is a file; name the folder of the checkpoint")
     try:
@@ -70,26 +52,10 @@ def config_of(model: str, revision: str | None) -> PretrainedConfig:
         raise ValueError(f"cannot load {model}: no folder is there, and as a name on the Hub: {reason}") from None
 
 
-def identity(
-    model: str, revision: str | None, output: Path, *, write: bool = False, generates: bool = False
-) -> tuple[Settings, str]:
-    """Identify a checkpoint: by the contents of its folder, or by its commit on the Hub.
-
-    Args:
-        model: A folder, or a name on the Hub.
-        revision: Branch, tag or commit on the Hub.
-        output: Folder where computed checksums are cached.
-        write: Write to that folder.
-        generates: The model must make text of pictures.
-
-    Returns:
-        Settings that differ between any two checkpoints, and the checkpoint's name for the console.
-
-    Raises:
-        ValueError: There is no such checkpoint, or it is of another kind.
-    """
+def identity(model: str, revision: str | None, output: Path, *, write: bool = False) -> tuple[Settings, str]:
+    """Identify a checkpoint: by the contents of its folder, or by its commit on the Hub."""
     if not Path(model).is_dir():
-        return _identity_on_hub(model, revision, generates)
+        return _identity_on_hub(model, revision)
     if revision is not None:
         raise ValueError(f"--revision is for models on the Hub, and {model} is a folder")
     cache_file = output / ".checksums.json"
@@ -99,9 +65,7 @@ def identity(
     checksums, computed = checkpoint(Path(model), cached)
     if not checksums:
         raise ValueError(f"{model} holds no checkpoint")
-    config = config_of(model, None)
-    if generates:
-        _check_kind(model, config)
+    _check_kind(model, config_of(model, None))
     if write and not computed.items() <= cached.items():
         with suppress(OSError):  # the run can do without this file; other writes report a full disk
             replace_file(cache_file, json.dumps(cached | computed))
@@ -114,9 +78,8 @@ def _check_kind(model: str, config: PretrainedConfig) -> None:
         raise ValueError(f"{model} ({config.model_type}) is not a vision-language model that transformers can load")
 
 
-def _identity_on_hub(model: str, revision: str | None, generates: bool) -> tuple[Settings, str]:
+def _identity_on_hub(model: str, revision: str | None) -> tuple[Settings, str]:
     config = config_of(model, revision)
-    if generates:
-        _check_kind(model, config)
+    _check_kind(model, config)
     commit = getattr(config, "_commit_hash", None) or revision
     return {"model": model, "revision": commit}, f"{model} (revision {commit or 'unknown'})"

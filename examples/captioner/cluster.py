@@ -17,8 +17,6 @@ from captioner.batches import Task
 from captioner.options import OnRay
 from captioner.stages import Answer, Job, make_ready, measure
 
-__all__ = ["captioned", "connect", "measured"]
-
 _HEADERS_PER_TASK = 1000
 _MOST_FAILURES = 8  # batches that may end in a Python error; more of them mean that all batches fail
 _ROW_BY_ROW: dict[str, Any] = {"batch_size": 1, "batch_format": "pyarrow"}  # a row of Ray's holds a batch of ours
@@ -59,14 +57,6 @@ def captioned(job: Job, batches: Sequence[Sequence[Task]], most_actors: int | No
     """Caption the batches. CPUs and the object store bound how many batches are made ready ahead.
 
     The pool of actors grows and shrinks with the cluster. If the worker of a batch dies, another one takes it.
-
-    Args:
-        job: What all workers need to know.
-        batches: The batches.
-        most_actors: Most models at a time.
-
-    Yields:
-        For a batch whose records are written: its number, its counts, and under "status" how the model runs.
     """
     resources = ray.cluster_resources()
     models_now = max(1, int(resources.get("GPU", 0) if job.on_gpu else resources["CPU"] // 2))
@@ -109,7 +99,7 @@ class _Actor(Answer):
     def __call__(self, table: pa.Table) -> pa.Table:
         number = table["number"][0].as_py()
         try:
-            tally = super().__call__(number, table["data"][0].as_buffer())
+            tally = super().__call__(table["data"][0].as_buffer())
         except torch.AcceleratorError:  # every later call to the GPU in this process would fail
             os._exit(1)
         counts = {name: tally[name] for name in _REPORTED}

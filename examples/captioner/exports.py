@@ -18,12 +18,9 @@ from PIL import Image
 
 from captioner.files import FULL, part_of
 from captioner.items import Item, open_item
-from captioner.journal import SHARDS, SUPERSEDED, Entry
+from captioner.journal import SHARDS, SUPERSEDED, Entry, Record, json_lines, write_table
 from captioner.plan import same_picture
-from captioner.records import Record, json_lines, write_table
 from captioner.sources import IMAGE_SUFFIXES, VIDEO_SUFFIXES, find, in_shard
-
-__all__ = ["NOT_OURS", "Export", "Texts"]
 
 NOT_OURS = "it is there, and was not written by merge, or was edited since"
 _BLOCK = 1 << 20
@@ -33,13 +30,7 @@ Sample = dict[str, bytes]
 
 @dataclass(frozen=True, kw_only=True)
 class Texts:
-    """How captions become text files.
-
-    Args:
-        extension: Extension of the files, with the dot.
-        prefix: Text before every caption.
-        suffix: Text after every caption.
-    """
+    """How captions become text files."""
 
     extension: str = ".txt"
     prefix: str = ""
@@ -62,40 +53,22 @@ class Texts:
 
 @dataclass
 class Export:
-    """Write the records of one run, and note in their folder which files were written.
-
-    Args:
-        folder: Folder of the records.
-        entry: The run's entry of the manifest.
-        texts: How captions become text files.
-        overwrite: Replace files that `merge` did not write, too.
-        samples: Pictures in a `.tar` whose name holds a number.
-        written: How many files were written.
-        contents: What they hold, such as "12 records"; for the console.
-        absent: Keys of pictures that are not there, or have changed.
-        refused: Files that were not written, with the reasons.
-        outdated: Texts of an earlier merge, beside pictures that changed since or have no caption now.
-    """
+    """Write the records of one run, and note in their folder which files were written."""
 
     folder: Path
     entry: Entry
     texts: Texts = field(default_factory=Texts)
     overwrite: bool = False
-    samples: int = 10_000
+    samples: int = 10_000  # in a .tar whose name holds a number
     written: int = 0
-    contents: str = ""
-    absent: list[str] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
-    outdated: list[str] = field(default_factory=list)
+    contents: str = ""  # such as "12 records"
+    absent: list[str] = field(default_factory=list)  # keys of pictures that are gone or changed
+    refused: list[str] = field(default_factory=list)  # files that were not written, with the reasons
+    outdated: list[str] = field(default_factory=list)  # texts of an earlier merge beside changed pictures
     _sources: set[Path] = field(default_factory=set)
 
     def __call__(self, records: Sequence[Record], path: Path) -> None:
-        """Write the records to a folder (a text beside every picture), or a .jsonl, .parquet or .tar file.
-
-        Raises:
-            ValueError: The name has another ending, or `merge` did not write the file.
-            OSError: The file cannot be written.
-        """
+        """Write the records to a folder (a text beside every picture), or a .jsonl, .parquet or .tar file."""
         source_names = {record.source for record in records if record.source}
         self._sources = {Path(self._root, name).resolve() for name in source_names}
         with_text = {record.key for record in records if record.has_text}
@@ -153,8 +126,8 @@ class Export:
     def _write_file(self, path: Path, write: Callable[[Path], object]) -> None:
         """Write one file, unless it holds records or pictures, or `merge` did not write it."""
         is_in_folder = path.parent.resolve() == self.folder.resolve()
-        if is_in_folder and any(fnmatchcase(path.name, pattern) for pattern in (*SHARDS, SUPERSEDED)):
-            names = f"captions-00000.jsonl, captions-ray-00000.parquet and {SUPERSEDED}"
+        if is_in_folder and any(fnmatchcase(path.name, pattern) for pattern in (SHARDS, SUPERSEDED)):
+            names = f"captions-00000.jsonl and {SUPERSEDED}"
             raise ValueError(f"names such as {names} are those of the records in {self.folder}; choose another")
         if path.resolve() in self._sources:  # even with --overwrite: a shard holds more than records and captions
             raise ValueError(f"{path} is what the pictures were read from; choose another name")
@@ -235,11 +208,7 @@ class Export:
         return place if is_same else None
 
     def _place(self, record: Record, folder: Path) -> Path | None:
-        """Return the path of a record's file where the run found it, or in a copy of the folder; None without one.
-
-        Raises:
-            ValueError: A shard's name leads out of the folder.
-        """
+        """Return the path of a record's file where the run found it, or in a copy of the folder; None without one."""
         top = folder.resolve()
         if record.source is None and self._root:
             original = Path(os.path.normpath(os.path.join(self._root, record.key)))

@@ -7,13 +7,49 @@ import hashlib
 import json
 import os
 import secrets
+import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CANNOT_WRITE", "FULL", "Settings", "fingerprint", "lock", "part_of", "replace_file", "say", "some"]
+import psutil
+
+_PROGRAMS = {"accelerate", "accelerate-launch", "torchrun"}
+_MODULES = ("accelerate.commands.", "torch.distributed.")
+_INTERVAL = 0.1  # seconds
+_MESSAGE = b"\nthe launcher of this process was killed, so the process ends, too\n"
+
+
+def end_with_launcher() -> None:
+    """End this process if `accelerate launch` or `torchrun` started it and is killed.
+
+    A launcher that SIGKILL ends cannot end its processes. They would go on, and keep the output folder locked. A
+    process that was started from a shell outlives the shell.
+    """
+    launcher = os.getppid()
+    if _is_launcher(launcher):
+        threading.Thread(target=_end_after, args=(launcher,), name="launcher", daemon=True).start()
+
+
+def _is_launcher(process: int) -> bool:
+    try:
+        words = psutil.Process(process).cmdline()
+    except psutil.Error:
+        return False
+    return any(Path(word).name in _PROGRAMS or word.startswith(_MODULES) for word in words[:4])
+
+
+def _end_after(launcher: int) -> None:
+    """Wait until another process has adopted this one, then end."""
+    while os.getppid() == launcher:
+        time.sleep(_INTERVAL)
+    with suppress(OSError):  # nobody may read the output any more
+        os.write(2, _MESSAGE)
+    os._exit(1)  # from a thread nothing else ends a process that waits for another one
+
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CANNOT_WRITE = (*FULL, errno.EROFS, errno.EIO, errno.EACCES)
@@ -52,16 +88,6 @@ def lock(folder: Path, *, alone: bool) -> Iterator[Callable[[], None]]:
     """Keep other runs out of a folder for the length of a with block, or until the process ends.
 
     Without locks in the file system or the operating system, other runs are not kept out.
-
-    Args:
-        folder: The folder, which is created.
-        alone: Keep other processes of the same run out, too.
-
-    Yields:
-        A function that lets other processes of the same run in.
-
-    Raises:
-        ValueError: Another run has the folder, or it cannot be written to.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,17 +16,24 @@ from typing import BinaryIO, Literal
 from captioner import tables
 from captioner.places import open_file
 
-__all__ = [
-    "METADATA_SUFFIXES",
-    "Item",
-    "checksum",
-    "fields",
-    "holds_bytes",
-    "open_item",
-    "read",
-    "size",
-    "stamp",
-]
+_FIELD = re.compile(r"\{(\w+)\}")
+
+
+def named(prompts: Iterable[str]) -> set[str]:
+    """Return the names of the fields in prompts."""
+    return {name for prompt in prompts for name in _FIELD.findall(prompt)}
+
+
+def fill(prompt: str, fields: Mapping[str, object]) -> str:
+    """Replace every `{field}` of a prompt by its value. Braces around anything but a word stay."""
+
+    def value_of(match: re.Match[str]) -> str:
+        if match[1] not in fields:
+            raise ValueError(f"the prompt names {{{match[1]}}}; there are {', '.join(sorted(fields))}")
+        return str(fields[match[1]])
+
+    return _FIELD.sub(value_of, prompt)
+
 
 METADATA_SUFFIXES = ("json", "txt")
 Value = str | int | float
@@ -33,46 +41,25 @@ Value = str | int | float
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """One picture or video: a file, a member of a tar shard, or a row of a table.
+    """One picture or video: a file, a member of a tar shard, or a row of a table."""
 
-    Args:
-        key: Its name in records, unique in a run.
-        file: The file that holds its bytes; for a row of a data set, the data set's name.
-        kind: Whether it is a picture or a video.
-        offset: Where its bytes begin in the file (tar shards).
-        length: How many bytes it has in the file (tar shards); None for all.
-        row: Row group and index in it (tables).
-        column: Column of its bytes (tables).
-        split: Split of a data set; None for parquet files.
-        source: Key of the shard, table or data set that it is a part of.
-        number: Row in its source.
-        stamp: Stamp of its source's file when the source was listed.
-        extra: Suffix, offset and length of the members of a tar shard that belong to it.
-        problem: Why it cannot be read at all.
-    """
-
-    key: str
-    file: str
+    key: str  # unique in a run
+    file: str  # that holds its bytes; for a row of a data set, the data set's name
     kind: Literal["image", "video"] = "image"
-    offset: int = 0
-    length: int | None = None
-    row: tuple[int, int] | None = None
-    column: str | None = None
-    split: str | None = None
-    source: str | None = None
-    number: int | None = None
-    stamp: str | None = None
-    extra: tuple[tuple[str, int, int], ...] = ()
-    problem: str | None = None
+    offset: int = 0  # in a tar shard
+    length: int | None = None  # in a tar shard
+    row: tuple[int, int] | None = None  # row group of a table, and index in it
+    column: str | None = None  # of its bytes, in a table
+    split: str | None = None  # of a data set; None for parquet files
+    source: str | None = None  # key of the shard, table or data set that it is a part of
+    number: int | None = None  # row in its source
+    stamp: str | None = None  # of its source's file when the source was listed
+    extra: tuple[tuple[str, int, int], ...] = ()  # suffix, offset and length of members that belong to it
+    problem: str | None = None  # why it cannot be read at all
 
 
 def open_item(item: Item) -> BinaryIO:
-    """Open the bytes of an item as a binary file, which the caller closes.
-
-    Raises:
-        ValueError: The item has a problem, or its shard or table lacks the bytes.
-        OSError: The file cannot be read.
-    """
+    """Open the bytes of an item as a binary file, which the caller closes."""
     if item.problem is None and item.row is None and item.length is None:
         return open_file(item.file)
     return io.BytesIO(read(item))
@@ -121,13 +108,6 @@ def size(item: Item) -> int | None:
         return None
 
 
-def sizes(item: Item) -> list[int | None]:
-    """Return the bytes of an item, as `size` does, and of the metadata files beside it; None where there is none."""
-    if item.row is not None:
-        return [size(item)]
-    return [size(item), *(size(part) for _, part in _metadata_items(item))]
-
-
 def stamp(item: Item) -> str | None:
     """Return a text that is equal as long as an item's bytes are, without reading them; None where there is none.
 
@@ -167,10 +147,6 @@ def fields(item: Item, named: set[str]) -> dict[str, Value]:
     Metadata of a row are its other columns. Metadata of a file are the keys of a `.json` file and the text of a `.txt`
     file (as `txt`) of its name. Only texts and numbers count. They are read only if `named` needs them, so a broken
     file or column harms no other prompt.
-
-    Args:
-        item: The picture or video.
-        named: The fields that are needed. Other columns of a row have an empty text.
     """
     path = Path(item.key)
     by_name: dict[str, Value] = {"name": path.name, "stem": path.stem, "folder": path.parent.name, "key": item.key}

@@ -1,33 +1,103 @@
-"""Keep the records of an output folder: JSON lines per process, parquet files of a cluster, and the manifest.
+"""Keep the records of an output folder: JSON lines, a shard for every process, and the manifest.
 
 A record is one line, written at once. A line that a kill tore is removed, so its item is captioned again.
-A cluster writes a parquet file per batch into a folder of its run, under the batch's number: written twice, a batch is
-there once. At the end of the run, or before the next one, the files become one file.
 """
 
 from __future__ import annotations
 
 import json
 import shlex
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from captioner.files import replace_file
-from captioner.records import Record, json_lines, read_line, read_table, write_whole
 
-__all__ = ["SHARDS", "SUPERSEDED", "Batches", "Entry", "Journal", "Record", "Selection", "json_lines"]
+if TYPE_CHECKING:
+    from pyarrow import Table
 
-_RAY_FOLDERS = "captions-ray-" + "[0-9]" * 5
-SHARDS = ("captions-" + "[0-9]" * 5 + ".jsonl", _RAY_FOLDERS + ".parquet")
-"""Patterns of the names of shards. `repair` cuts files of these names, so other files must not match."""
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One caption, or the error that stands in its place."""
+
+    key: str
+    prompt: str
+    status: Literal["ok", "error"]
+    caption: str | None = None
+    error: str | None = None
+    width: int | None = None
+    height: int | None = None
+    tokens: int | None = None
+    bytes: int | None = None  # size of the file, of a row its whole table
+    run: str = ""  # fingerprint of model and settings
+    asked: str | None = None  # the prompt with its fields filled in
+    source: str | None = None  # the shard, table or data set that holds the picture
+    row: int | None = None
+    checksum: str | None = None  # CRC-32 of the picture's bytes
+    stamp: str | None = None  # equal as long as the bytes are, without reading them
+
+    @property
+    def has_text(self) -> bool:
+        """Whether there is a caption, and it is not empty."""
+        return bool(self.caption and self.caption.strip())
+
+
+_NAMES = tuple(field.name for field in fields(Record))
+_LATER_NAMES = ("asked", "source", "row", "checksum", "stamp")  # records of the first version lack these
+_NUMBERS = ("width", "height", "tokens", "bytes", "row")
+
+
+def json_lines(records: Iterable[Record]) -> str:
+    """Return a line of JSON for every record.
+
+    Names of files that are no valid UTF-8 hold lone surrogates. Encode the text with `errors="backslashreplace"`, which
+    turns them into JSON's own escapes.
+    """
+    return "".join(json.dumps(asdict(record), ensure_ascii=False) + "\n" for record in records)
+
+
+def read_line(line: str) -> Record | None:
+    """Return the record of a line of JSON; None for another line."""
+    try:
+        values = json.loads(line)
+        return Record(**{name: values[name] for name in _NAMES if name not in _LATER_NAMES or name in values})
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def write_table(path: Path, records: Sequence[Record]) -> None:
+    """Write a parquet file for other programs. Lone surrogates become JSON's escapes. ValueError without pyarrow."""
+    try:
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise ValueError("parquet files need pyarrow: pip install pyarrow") from None
+    pq.write_table(_table(records), path)
+
+
+def _table(records: Sequence[Record]) -> Table:
+    import pyarrow as pa
+
+    schema = pa.schema([(name, pa.int64() if name in _NUMBERS else pa.string()) for name in _NAMES])
+    rows = []
+    for record in records:
+        values = asdict(record).items()
+        rows.append({name: _valid_utf8(value) if isinstance(value, str) else value for name, value in values})
+    return pa.Table.from_pylist(rows, schema=schema)
+
+
+def _valid_utf8(text: str) -> str:
+    return text.encode("utf-8", errors="backslashreplace").decode()
+
+
+SHARDS = "captions-" + "[0-9]" * 5 + ".jsonl"
+"""Pattern of the names of shards. `repair` cuts files of these names, so other files must not match."""
 SUPERSEDED = "superseded.jsonl"
 """The file of captions that are outdated, or were made anew."""
-_ROWS_PER_GROUP = 50_000
 _BLOCK = 1 << 16  # bytes that are read at a time from the end of a shard
 Entry = dict[str, Any]
 """Entry of a run in the manifest."""
@@ -35,109 +105,49 @@ Entry = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """The records of one run.
+    """The records of one run."""
 
-    Args:
-        records: The records, sorted by key.
-        prompts: How many records of the run are not selected, since they answer other prompts.
-        runs: How many records belong to other runs.
-        by_prompt: How many items have captions of an unselected prompt of the run only, by that prompt.
-        by_run: How many items have captions of another run only, by its name; the run that began last comes first.
-        missing: How many records of the prompts are still to be written.
-    """
-
-    records: list[Record]
-    prompts: int
-    runs: int
-    by_prompt: dict[str, int]
-    by_run: dict[str, int]
-    missing: int
-
-
-class Batches:
-    """The records of a cluster's run while it goes on: a folder with a parquet file for every batch.
-
-    In the end one file of the same name holds them all, and the folder is no longer needed.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.file = folder.with_suffix(".parquet")
-
-    @classmethod
-    def of(cls, output: Path) -> list[Batches]:
-        """Return the batches of all runs into a folder, the oldest run first."""
-        folders = {path.with_suffix("") for path in output.glob(_RAY_FOLDERS + ".parquet")}
-        folders |= set(output.glob(_RAY_FOLDERS))
-        return [cls(folder) for folder in sorted(folders)]
-
-    @classmethod
-    def new(cls, output: Path) -> Batches:
-        """Create the folder of a new run, under the next number."""
-        numbers = [int(batches.folder.name.rpartition("-")[2]) for batches in cls.of(output)]
-        batches = cls(output / f"captions-ray-{max(numbers, default=-1) + 1:05d}")
-        batches.folder.mkdir()
-        return batches
-
-    def append(self, batch: int, records: Sequence[Record]) -> None:
-        """Write the records of a batch. They replace records of an earlier try."""
-        write_whole(self._path(batch), [records])
-
-    def read(self, batch: int) -> list[Record] | None:
-        """Return the records of a batch; None if it has none yet."""
-        path = self._path(batch)
-        return list(read_table(path)) if path.exists() else None
-
-    def _path(self, batch: int) -> Path:
-        return self.folder / f"{batch:08d}.parquet"
-
-    def records(self) -> Iterator[Record]:
-        """Yield all records, once."""
-        for path in [self.file] if self.file.exists() else sorted(self.folder.glob("*.parquet")):
-            yield from read_table(path)
-
-    def replace(self, records: Iterable[Record]) -> None:
-        """Write the file that stands for all batches. No other process may be writing."""
-        write_whole(self.file, _groups(iter(records)))
-
-    def fold(self) -> None:
-        """Make one file of the batches. No other process may be writing."""
-        if self.folder.exists():
-            if not self.file.exists() and any(self.folder.glob("*.parquet")):
-                self.replace(self.records())
-            shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _groups(records: Iterator[Record]) -> Iterator[list[Record]]:
-    group = list(islice(records, _ROWS_PER_GROUP))
-    while group:
-        yield group
-        group = list(islice(records, _ROWS_PER_GROUP))
+    records: list[Record]  # sorted by key
+    prompts: int  # records of other prompts
+    runs: int  # records of other runs
+    by_prompt: dict[str, int]  # items with captions of an unselected prompt only
+    by_run: dict[str, int]  # items with captions of another run only; the run that began last comes first
+    missing: int  # records that are still to be written
 
 
 class Journal:
-    """The records of an output folder: `captions-00000.jsonl` and so on, one per process, and `Batches` of clusters."""
+    """The records of an output folder: `captions-00000.jsonl` and so on, one per process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def shards(self) -> list[Path]:
         """Return the files of JSON lines, of this run and of earlier ones with any number of processes."""
-        return sorted(self.folder.glob(SHARDS[0]))
+        return sorted(self.folder.glob(SHARDS))
 
     def repair(self) -> None:
-        """Cut off lines that a kill tore, and fold the batches of clusters. No other process may be writing."""
-        for batches in Batches.of(self.folder):
-            batches.fold()
+        """Cut off lines that a kill tore. No other process may be writing."""
         for shard in self.shards():
             _cut_torn_line(shard)
 
     def records(self) -> Iterator[Record]:
         """Yield all records, in the order of their shards. Lines that are no records (torn ones) are skipped."""
+        if any(self.folder.glob("captions-ray-*")):
+            reason = f"{self.folder} holds parquet files that an earlier version wrote on Ray"
+            raise ValueError(f"{reason}: merge them with that version, and name another output")
+        records = {}  # a cluster may caption a batch twice
         for shard in self.shards():
-            yield from _read_shard(shard)
-        for batches in Batches.of(self.folder):
-            yield from batches.records()
+            for record in _read_shard(shard):
+                records[record.run, record.key, record.prompt] = record
+        yield from records.values()
+
+    def new_shard(self) -> int:
+        """Create the shard of a worker that has no number of its own; return its number."""
+        for number in count(len(self.shards())):
+            with suppress(FileExistsError):
+                (self.folder / f"captions-{number:05d}.jsonl").open("x").close()
+                return number
+        raise AssertionError
 
     def rewrite(self, change: Callable[[Record], Record | None]) -> None:
         """Replace records, or remove those for which `change` returns None. No other process may be writing.
@@ -149,11 +159,6 @@ class Journal:
             changed_records = self._changed(records, change)
             if changed_records != records:
                 replace_file(shard, json_lines(changed_records))
-        for batches in Batches.of(self.folder):
-            records = list(batches.records())
-            changed_records = self._changed(records, change)
-            if changed_records != records:
-                batches.replace(changed_records)
 
     def _changed(self, records: Sequence[Record], change: Callable[[Record], Record | None]) -> list[Record]:
         changed_records = []
@@ -179,16 +184,7 @@ class Journal:
     def select(
         self, run: str | None = None, *, named: Sequence[str] | None = None, all_prompts: bool = False
     ) -> Selection:
-        """Select one record per key and prompt, sorted by key; those of one key in the order of the prompts.
-
-        Args:
-            run: Name of a run, by default the newest one.
-            named: Prompts to select, by default those of the run's last start.
-            all_prompts: Select all prompts.
-
-        Raises:
-            ValueError: There is no such run, or it has no records of a named prompt.
-        """
+        """Select one record per key and prompt, sorted by key; those of one key in the order of the prompts."""
         entry = self.newest(run)
         run_name = entry["run"]
         prompts = named or entry.get("prompts")
@@ -226,25 +222,14 @@ class Journal:
         )
 
     def _missing(self, run: str, prompts: Sequence[str] | None, counts: Mapping[str, int]) -> int:
-        """Count the records that the last starts with these prompts did not write.
-
-        Args:
-            run: Name of the run.
-            prompts: The prompts; None for all.
-            counts: How many records the run has, by prompt.
-        """
+        """Count the records that the last starts with these prompts did not write."""
         missing = 0
         remaining = set(counts if prompts is None else prompts)
         for entry in reversed(self.manifest()["runs"]):
             entry_prompts = set(entry.get("prompts") or counts)
             if entry["run"] == run and entry_prompts & remaining:
-                if "records_by_prompt" in entry:
-                    expected = entry["records_by_prompt"]
-                    for prompt in entry_prompts & remaining:
-                        missing += max(0, expected.get(prompt, 0) - counts.get(prompt, 0))
-                else:  # a manifest of version 0.1
-                    written = sum(counts.get(prompt, 0) for prompt in entry_prompts)
-                    missing += max(0, entry.get("records", 0) - written)
+                for prompt in entry_prompts & remaining:
+                    missing += max(0, entry.get("records_by_prompt", {}).get(prompt, 0) - counts.get(prompt, 0))
                 remaining -= entry_prompts
         return missing
 
@@ -308,14 +293,7 @@ def _more_than(keys: set[str], others: Mapping[str, set[str]]) -> dict[str, int]
 
 
 def _without(prompt: str, run: str, prompts: Sequence[str], runs: Sequence[str]) -> str:
-    """Return why a prompt cannot be selected.
-
-    Args:
-        prompt: The prompt.
-        run: Name of the run that has no records of it.
-        prompts: The prompts of that run.
-        runs: Names of runs that have captions of the prompt.
-    """
+    """Return why a prompt cannot be selected."""
     own_prompts = f"; it has {', '.join(shlex.quote(other) for other in prompts)}" if prompts else ""
     elsewhere = f"; --run {runs[0]} has" if runs else ""
     return f"run {run} has no records of the prompt {shlex.quote(prompt)}{own_prompts}{elsewhere}"

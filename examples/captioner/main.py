@@ -65,14 +65,12 @@ if __name__ == "__main__":
 import hf_vit_accel
 from captioner.batches import Task, cost, measured, pack, spread
 from captioner.exports import NOT_OURS, Export, Texts
-from captioner.files import CANNOT_WRITE, lock, say, some
+from captioner.files import CANNOT_WRITE, end_with_launcher, lock, say, some
 from captioner.journal import Journal
-from captioner.launchers import end_with_launcher
 from captioner.messages import cannot_load, exit_by, manifest_entry, partial_prompts, partial_run, refused, stop
-from captioner.model import Captioner, load_model, reuse_for, why_not_on_gpu
+from captioner.model import Captioner, load_model, why_not_on_gpu
 from captioner.options import MaxFailures, Options, command
 from captioner.pictures import REFUSE_ABOVE
-from captioner.plan import missing_processes
 from captioner.prepare import Prepared, prepare
 from captioner.processors import limit_pixels, load_processor
 from captioner.progress import Progress, clear, read_counts, summary
@@ -132,12 +130,7 @@ def _join_processes() -> PartialState:
 
 
 class _Run:
-    """The run of one process.
-
-    Args:
-        options: Options of the command line.
-        state: This process and the others.
-    """
+    """The run of one process."""
 
     def __init__(self, options: Here, state: PartialState) -> None:
         self.options = options
@@ -184,11 +177,8 @@ class _Run:
         if self.is_first:
             if self.options.demo:
                 print("the toy of the demo: it knows drawn scenes and nothing else")
-            warning = missing_processes(self.state.num_processes)
-            if warning:
-                print(warning)
             try:
-                answer = [(prepare(self.options.request(self.on_cuda), stack), None)]
+                answer = [(prepare(self.options, self.on_cuda, stack), None)]
             except (OSError, ValueError) as error:
                 answer = [(None, str(error))]
         ready, mistake = broadcast_object_list(answer)[0]
@@ -210,8 +200,7 @@ class _Run:
         if options.no_patch:
             return model
         try:
-            reuse = reuse_for(model, ready.prompts)
-            hf_vit_accel.patch(model, attention=options.attention, reuse=reuse)
+            hf_vit_accel.patch(model, **options.patching(model))
         except (ValueError, hf_vit_accel.BackendUnavailableError) as error:
             raise refused(str(error), "--attention", self.is_first) from None
         return model
@@ -241,7 +230,7 @@ class _Run:
         if self.is_first and reasons and options.processor_on == "gpu":
             print(f"pictures are prepared on the CPU: {'; '.join(reasons)}", flush=True)
         uses_gpu = options.processor_on != "cpu" and not reasons
-        captioner = Captioner(model, processor, *options.decoding)
+        captioner = Captioner(model, processor, *options.decoding, patching=options.patching(model))
         captioner.pictures_on = self.state.device if uses_gpu else torch.device("cpu")
         return Worker(
             captioner=captioner,

@@ -20,32 +20,13 @@ from captioner.journal import Entry, Record, Selection
 from captioner.options import Options
 from captioner.prepare import Prepared
 
-__all__ = [
-    "cannot_load",
-    "exit_by",
-    "manifest_entry",
-    "partial_prompts",
-    "partial_run",
-    "refused",
-    "sentence",
-    "stop",
-]
-
 _SHOWN_ERRORS = 5
 _SHOWN_KEYS = 3
 _MODULES: tuple[ModuleType, ...] = (torch, transformers, accelerate, hf_vit_accel)
 
 
 def manifest_entry(options: Options, ready: Prepared, processes: int | None, device: str, status: str) -> Entry:
-    """Return the manifest's entry of a run.
-
-    Args:
-        options: Options of the command line.
-        ready: The run.
-        processes: Number of processes; None for as many as there are.
-        device: Name of the device.
-        status: How the model runs.
-    """
+    """Return the manifest's entry of a run."""
     return {
         "run": ready.run,
         "begun": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -88,14 +69,7 @@ def cannot_load(options: Options, error: Exception, is_first: bool) -> Exception
 
 
 def stop(reason: str, code: int, *, drop_overwrite: bool, prints: bool) -> NoReturn:
-    """End a run that the user has to start again.
-
-    Args:
-        reason: Why the run ends.
-        code: Exit code; 1 where the user has to remove a cause first.
-        drop_overwrite: Whether to start without --overwrite, which would discard the new captions.
-        prints: Whether this process prints the reason.
-    """
+    """End a run that the user has to start again."""
     if prints:
         command = "start the same command" + (" without --overwrite" if drop_overwrite else "")
         first_step = "remove the cause, and " if code == 1 else ""
@@ -110,15 +84,7 @@ def exit_by(
     has_failed: bool = False,
     can_go_on: bool = True,
 ) -> None:
-    """Count the records, name some that are errors, and exit with 1 if records are missing or too many are errors.
-
-    Args:
-        records: The records of a run.
-        expected: How many there should be.
-        max_failures: Share of the records that may be errors.
-        has_failed: Exit with 1 in any case.
-        can_go_on: Whether a command can write the missing records.
-    """
+    """Count the records, name some that are errors, and exit with 1 if records are missing or too many are errors."""
     keys_of: dict[str, list[str]] = {}
     for record in records:
         if record.status == "error":

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,8 +19,6 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
     ProcessorMixin,
-    StoppingCriteria,
-    StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopPLogitsWarper,
 )
@@ -31,22 +28,8 @@ from transformers.video_utils import VideoMetadata
 
 import hf_vit_accel
 from captioner.files import say
-from hf_vit_accel import ReuseConfig
-from hf_vit_accel.decoding.steps import free_steps
-
-__all__ = [
-    "Absent",
-    "Caption",
-    "Captioner",
-    "Clip",
-    "load_model",
-    "reuse_for",
-    "takes_encoded",
-    "why_not_on_gpu",
-]
 
 _PIXELS = frozenset({"pixel_values", "pixel_values_videos"})
-_REPORT_EVERY = 1.0  # seconds between two counts of complete captions
 _SMALLEST = 1e-300  # a uniform sample of 0 has no logarithm
 Inputs = dict[str, Any]
 """Inputs of the model: tensors by name, and under "arrived" the event that ends their way to the GPU."""
@@ -117,72 +100,27 @@ class _Sampler(LogitsProcessor):
         return scores.double() - torch.log(-torch.log(noise))  # type: ignore[return-value]
 
 
-class _Watch(StoppingCriteria):
-    """Count complete captions while a batch is generated, and stop none.
-
-    Args:
-        model: The model, whose generation config names the tokens that end a caption.
-        inputs: The inputs of the batch.
-        report: Takes how many pictures' worth of captions are complete.
-        earlier: Captions of earlier prompts of the batch.
-        prompts: Prompts of every picture.
-    """
-
-    def __init__(
-        self, model: PreTrainedModel, inputs: Inputs, report: Callable[[int], None], earlier: int, prompts: int
-    ) -> None:
-        ends = model.generation_config.eos_token_id
-        self.ends = torch.tensor([] if ends is None else ends, dtype=torch.long, device=model.device).flatten()
-        self.length = inputs["input_ids"].shape[1]
-        self.report = report
-        self.earlier = earlier
-        self.prompts = prompts
-        self.reported_at = time.perf_counter()
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: object) -> torch.BoolTensor:
-        now = time.perf_counter()
-        if now - self.reported_at > _REPORT_EVERY:  # a count waits for the GPU
-            self.reported_at = now
-            complete = int(torch.isin(input_ids[:, self.length :], self.ends).any(1).sum())
-            self.report((self.earlier + complete) // self.prompts)
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)  # type: ignore[return-value]
-
-
 @dataclass
 class Captioner:
-    """A model and its processor, with all settings that decide the captions.
-
-    Args:
-        model: The model, or `Absent` to prepare inputs only.
-        processor: Its processor.
-        max_new_tokens: Tokens of the longest caption.
-        temperature: 0 is greedy. Above, every record samples with a seed of its own, from `seed`, its key and prompt.
-        top_p: Share of the probability that is sampled from.
-        seed: The seed of a run.
-        decode_graphs: Whether `hf_vit_accel.graphed_decoding` generates the tokens.
-        pictures_on: Device that resizes pictures and cuts them into patches.
-        on_answers: Takes the number of rows whose captions are complete, while a batch is generated.
-    """
+    """A model and its processor, with all settings that decide the captions."""
 
     model: PreTrainedModel | Absent
     processor: ProcessorMixin
     max_new_tokens: int = 64
-    temperature: float = 0.0
+    temperature: float = 0.0  # 0 is greedy; above, every record samples with a seed of its own
     top_p: float = 1.0
     seed: int = 0
     decode_graphs: bool = False
-    pictures_on: torch.device = field(default_factory=_cpu)
-    on_answers: Callable[[int], None] | None = None
+    pictures_on: torch.device = field(default_factory=_cpu)  # resizes pictures and cuts them into patches
+    patching: dict[str, Any] = field(default_factory=dict)  # the arguments of `patch`
     _threads: threading.local = field(default_factory=threading.local, repr=False)
     _has_reported_stock: bool = field(default=False, repr=False)
+    _has_freed_graphs: bool = field(default=False, repr=False)
 
     def encode(self, media: Sequence[Image.Image | Clip], prompts: Sequence[str]) -> Inputs:
         """Make the model's inputs: pictures (or one clip) with a prompt each, and pixels in the model's dtype.
 
         Pictures are prepared on `pictures_on`, or on the CPU where its memory is full.
-
-        Raises:
-            ValueError: The processor refuses a picture, as an aspect ratio above 200.
         """
         for device in (self.pictures_on, _cpu()):
             with suppress(torch.OutOfMemoryError), self._own_stream():
@@ -260,24 +198,18 @@ class Captioner:
 
         The tower runs once if transformers lets `generate` take its outputs. Otherwise it runs once per prompt, unless
         the model is patched with `reuse_for`. If memory runs out, the graphs of decoding are freed for a second try.
-
-        Args:
-            inputs_by_prompt: Inputs of the same pictures for every prompt.
-            seeds: Seeds of the rows for every prompt.
-
-        Returns:
-            The captions of the rows for every prompt.
         """
         try:
             captions = self._generate_batch(inputs_by_prompt, seeds)
         except torch.OutOfMemoryError:
-            if not self.decode_graphs or not free_steps(self.model):
+            if not self.decode_graphs or self._has_freed_graphs:
                 raise
             captions = None
         if captions is None:  # outside of the handler, because its traceback keeps the tensors of the first try alive
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            self._free_graphs()
+            self._has_freed_graphs = True
             captions = self._generate_batch(inputs_by_prompt, seeds)
+        self._has_freed_graphs = False
         self._report_stock()
         return captions
 
@@ -293,12 +225,14 @@ class Captioner:
                 encoded = encoded or self._encode(on_device)
                 on_device = {name: value for name, value in on_device.items() if name not in _PIXELS}
                 on_device["mm_encoder_outputs"] = dict(encoded)
-            watches = StoppingCriteriaList()
-            if self.on_answers is not None:
-                earlier = len(captions) * len(row_seeds)
-                watches.append(_Watch(self.model, on_device, self.on_answers, earlier, len(inputs_by_prompt)))
-            captions.append(self._generate(on_device, row_seeds, watches))
+            captions.append(self._generate(on_device, row_seeds))
         return captions
+
+    def _free_graphs(self) -> None:
+        hf_vit_accel.unpatch(self.model)
+        hf_vit_accel.patch(self.model, **self.patching)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     def _report_stock(self) -> None:
         """Print once that stock decodes some captions, with the reasons."""
@@ -329,7 +263,7 @@ class Captioner:
         )
         return {"video": features}
 
-    def _generate(self, inputs: Inputs, seeds: Sequence[int], watches: StoppingCriteriaList) -> list[Caption]:
+    def _generate(self, inputs: Inputs, seeds: Sequence[int]) -> list[Caption]:
         samplers = LogitsProcessorList()
         if self.temperature > 0:
             samplers.append(TemperatureLogitsWarper(self.temperature))
@@ -343,7 +277,6 @@ class Captioner:
             max_new_tokens=self.max_new_tokens,
             do_sample=False,
             logits_processor=samplers,
-            stopping_criteria=watches,
         )
         new_tokens = tokens[:, inputs["input_ids"].shape[1] :]
         tokenizer = self.processor.tokenizer
@@ -364,6 +297,6 @@ def takes_encoded(model: PreTrainedModel) -> bool:
     return "mm_encoder_outputs" in inspect.signature(type(model).forward).parameters
 
 
-def reuse_for(model: PreTrainedModel, prompts: Sequence[str]) -> ReuseConfig | bool:
+def reuse_for(model: PreTrainedModel, prompts: Sequence[str]) -> hf_vit_accel.ReuseConfig | bool:
     """Return the `reuse` to patch a model with, so that a picture is encoded once for all prompts."""
-    return ReuseConfig(across_calls=True) if len(prompts) > 1 and not takes_encoded(model) else False
+    return hf_vit_accel.ReuseConfig(across_calls=True) if len(prompts) > 1 and not takes_encoded(model) else False

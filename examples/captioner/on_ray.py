@@ -4,9 +4,9 @@
     python examples/captioner/main.py merge captions captions.jsonl
 
 Any CPU of the cluster decodes pictures and cuts them into patches. Every GPU has an actor with a patched model. All
-machines need hf_vit_accel, and the pictures, the output folder and the model under the same names. Records are written
-as parquet files and equal those of `captioner/main.py`: either program goes on where the other one stopped. Machines
-may leave and join at any time: the batches of a lost machine are captioned by another one.
+machines need hf_vit_accel, and the pictures, the output folder and the model under the same names. Records equal
+those of `main.py`: either program goes on where the other one stopped. Machines may leave and join at any time: the
+batches of a lost machine are captioned by another one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # this folder would hide modules of other packages
 from captioner.batches import Task, cost, pack
 from captioner.cluster import captioned, connect, measured
-from captioner.journal import Batches, Entry, Journal
+from captioner.journal import Entry, Journal
 from captioner.main import processor_for
 from captioner.messages import exit_by, manifest_entry, sentence, stop
 from captioner.options import OnRay, command
@@ -46,7 +46,7 @@ def caption(options: OnRay) -> None:
     on_gpu = connect(options)
     with ExitStack() as stack:
         try:
-            ready = prepare(options.request(on_gpu), stack)
+            ready = prepare(options, on_gpu, stack)
         except (OSError, ValueError) as error:
             raise typer.BadParameter(str(error)) from None
         try:
@@ -71,7 +71,7 @@ def work(options: OnRay, ready: Prepared, on_gpu: bool) -> None:
     plan = ready.plan
     progress_folder = options.output / ".progress"
     commit = ready.settings.get("revision")
-    job = Job(options=options, run=ready.run, commit=commit, on_gpu=on_gpu, folder=options.output)
+    job = Job(options=options, run=ready.run, commit=commit, on_gpu=on_gpu)
     if plan.tasks:
         processor_for(options, commit, True)  # reports a mistake once, before every worker would
     device = "Ray, " + ("GPUs" if on_gpu else "CPUs")
@@ -95,27 +95,16 @@ def work(options: OnRay, ready: Prepared, on_gpu: bool) -> None:
 def _caption_batches(
     job: Job, batches: list[list[Task]], costs: dict[str, float], progress: Progress, entry: Entry
 ) -> None:
-    """Caption the batches, and note how the model runs once the first one is done.
-
-    Args:
-        job: What the workers need to know.
-        batches: The batches.
-        costs: The cost of every item, by key.
-        progress: Counts of this run.
-        entry: The run's entry of the manifest.
-    """
-    options = job.options
-    assert isinstance(options, OnRay)
-    records = Batches.new(options.output)
+    """Caption the batches, and note how the model runs once the first one is done."""
+    assert isinstance(job.options, OnRay)
     model_status = ""
-    for counts in captioned(replace(job, folder=records.folder), batches, options.actors):
+    for counts in captioned(job, batches, job.options.actors):
         batch = batches[counts.pop("number")]
         status = counts.pop("status")
         progress.add(items=len(batch), cost=sum(costs[task.item.key] for task in batch), **counts)
         if not model_status:
             model_status = status
-            Journal(options.output).note(entry | {"status": status}, instead=True)
-    records.fold()
+            Journal(job.options.output).note(entry | {"status": status}, instead=True)
     print(model_status)
 
 

@@ -8,16 +8,15 @@ from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import typer
+from transformers import PreTrainedModel
 
-from captioner.files import fingerprint
+from captioner.files import Settings, fingerprint
+from captioner.model import reuse_for
 from captioner.pictures import REFUSE_ABOVE
-from captioner.prepare import Request
 from hf_vit_accel.backends import backend_named
-
-__all__ = ["MaxFailures", "OnRay", "Options", "command"]
 
 _TINY = Path(__file__).resolve().parents[2] / "tests" / "tiny_captioner" / "qwen3_vl"
 _PROMPT = "Describe this {kind}."
@@ -112,18 +111,26 @@ class Options:
         decode_graphs = not (self.no_patch or self.no_decode_graphs)
         return self.max_new_tokens, self.temperature, self.top_p, self.seed, decode_graphs
 
+    def patching(self, model: PreTrainedModel) -> dict[str, Any]:
+        """Return the arguments of `hf_vit_accel.patch`."""
+        return {"attention": self.attention, "reuse": reuse_for(model, self.prompts)}
+
     def dtype_on(self, on_cuda: bool) -> str:
         """Return the name of the model's dtype."""
         return self.dtype or ("bfloat16" if on_cuda else "float32")
 
-    def request(self, on_cuda: bool) -> Request:
-        """Return the part of the options that `prepare` needs."""
-        settings = {
+    def settings(self, on_cuda: bool) -> Settings:
+        """Return the options that change captions, beside the checkpoint."""
+        return {
             "max_new_tokens": self.max_new_tokens,
             "sampling": [self.temperature, self.top_p, self.seed] if self.temperature else None,
             "dtype": self.dtype_on(on_cuda),
             "pixels": [self.min_pixels, self.max_pixels],
         }
+
+    @property
+    def command(self) -> str:
+        """Return a fingerprint of the options that make this the same command, but for `--overwrite`."""
         command = {
             "inputs": self.inputs,
             "folder": os.getcwd(),
@@ -131,24 +138,7 @@ class Options:
             "items": [self.column, self.split, str(self.root), self.skip_with, self.limit],
             "model": [self.no_patch, self.no_decode_graphs, self.attention],
         }
-        return Request(
-            command=fingerprint(command),
-            inputs=self.inputs,
-            output=self.output,
-            model=self.named,
-            revision=self.revision,
-            settings=settings,
-            prompts=self.prompts,
-            column=self.column,
-            split=self.split,
-            root=self.root,
-            skip_with=self.skip_with,
-            limit=self.limit,
-            refuse_above=self.refuse_above,
-            overwrite=self.overwrite,
-            retry_errors=self.retry_errors,
-            dry_run=self.dry_run,
-        )
+        return fingerprint(command)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from transformers.video_processing_utils import BaseVideoProcessor
     from transformers.video_utils import VideoMetadata
 
-__all__ = ["REFUSE_ABOVE", "Gate", "Resize", "TooLarge", "read_frames", "read_image", "to_rgb", "upright_size"]
 
 # Pillow warns of a decompression bomb above this limit, and refuses to open pictures of twice as many pixels.
 REFUSE_ABOVE = 89_478_485
@@ -42,14 +41,7 @@ _FORMATS = ("AVIF", "BMP", "DIB", "GIF", "HEIF", "JPEG", "JPEG2000", "PNG", "PPM
 
 
 class TooLarge(ValueError):
-    """Refuse to decode a picture that has more pixels than are allowed.
-
-    Args:
-        limit: Pixels that are allowed.
-        width: Upright width, None where unknown.
-        height: Upright height, None where unknown.
-        pixels: Number of pixels, where the sides are unknown.
-    """
+    """Refuse to decode a picture that has more pixels than are allowed."""
 
     def __init__(self, limit: int, width: int | None = None, height: int | None = None, pixels: str = "") -> None:
         super().__init__(f"{pixels or f'{width} x {height}'} pixels, the limit is {limit}")
@@ -121,22 +113,7 @@ def _orientation(image: Image.Image) -> int:
 def read_image(
     file: BinaryIO, refuse_above: int = REFUSE_ABOVE, resize: Resize | None = None, gate: Gate | None = None
 ) -> tuple[Image.Image, tuple[int, int]]:
-    """Decode a picture to RGB, turned upright by its EXIF orientation; of an animation the first frame.
-
-    Args:
-        file: An open binary file.
-        refuse_above: Pixels that are allowed.
-        resize: Size to reduce the picture to. JPEGs are reduced in part while they are decoded.
-        gate: Waits until there is memory to decode the picture.
-
-    Returns:
-        The picture, and the upright width and height of the full picture.
-
-    Raises:
-        ValueError: The file is empty or not an image.
-        TooLarge: The picture has more pixels than `refuse_above`.
-        Exception: Pillow's decoders raise errors of any class for damaged data.
-    """
+    """Decode a picture to RGB, turned upright by its EXIF orientation; of an animation the first frame."""
     image = _open(file, refuse_above)
     size = _upright(image)
     target = resize(*size) if resize else None
@@ -172,20 +149,6 @@ def read_frames(
     """Decode the frames of a video that the processor samples, by one of transformers' decoders.
 
     Other frames are not kept: all frames of a minute in full HD are 11 GB.
-
-    Args:
-        file: An open binary file.
-        suffix: Suffix of the video's name, with the dot.
-        processor: A processor of transformers.
-        refuse_above: Pixels of a frame that are allowed.
-
-    Returns:
-        The frames and their metadata.
-
-    Raises:
-        ValueError: A package is missing, the file is empty, or the video ends early.
-        TooLarge: Frames have more pixels than `refuse_above`.
-        Exception: The decoders raise errors of any class for damaged data.
     """
     if getattr(processor, "video_processor", None) is None:
         raise ValueError("videos need a decoder (pip install av) and the torchvision that belongs to your torch")

@@ -14,8 +14,6 @@ from typing import BinaryIO
 
 from captioner.files import say
 
-__all__ = ["PassedOver", "kept_root", "key_of", "matches", "open_file", "read_list", "root_of", "walk"]
-
 PassedOver = defaultdict[str, list[str]]
 """The files and folders that were left out, by reason."""
 
@@ -143,11 +141,7 @@ def read_list(path: Path) -> Iterator[str]:
 
 
 def open_file(path: str | Path) -> BinaryIO:
-    """Open a file to read it.
-
-    Raises:
-        OSError: The file cannot be read. Pipes and devices are refused, since they may never end.
-    """
+    """Open a file to read it."""
     path = Path(path)
     if not path.is_file() and not path.is_dir() and path.exists():
         raise OSError(f"{path.name} is a pipe, socket or device")

@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
-import psutil
-
 from captioner.batches import Task
 from captioner.files import Settings
-from captioner.items import Item, checksum, fields, open_item, size, stamp
+from captioner.items import Item, checksum, fields, fill, named, open_item, size, stamp
 from captioner.journal import Record
-from captioner.prompts import fill, named
-
-__all__ = [
-    "Plan",
-    "differences",
-    "filled",
-    "holds",
-    "make_plan",
-    "missing_processes",
-    "same_picture",
-    "unknown_fields",
-]
 
 _FIELDS_OF_NAME = {"name", "stem", "folder", "key", "kind"}
 _LIMIT = re.compile(r"TooLarge: .* the limit is (\d+)")
@@ -34,27 +19,16 @@ _LIMIT = re.compile(r"TooLarge: .* the limit is (\d+)")
 
 @dataclass
 class Plan:
-    """The work that a run has to do.
-
-    Args:
-        tasks: The items to caption, with their prompts.
-        stale: Key and prompt of outdated records: the file or the filled prompt changed, or the error is retried.
-        changed: How many of them are captions.
-        stamps: New stamps by key, of files that have another time and the same bytes.
-        expected_by_prompt: How many records of each prompt there are in the end.
-        errors: How many earlier errors are not retried.
-        records: How many earlier records there are.
-        matching: How many of them belong to these items.
-    """
+    """The work that a run has to do."""
 
     tasks: list[Task] = field(default_factory=list)
-    stale: set[tuple[str, str]] = field(default_factory=set)
-    changed: int = 0
-    stamps: dict[str, str] = field(default_factory=dict)
+    stale: set[tuple[str, str]] = field(default_factory=set)  # key and prompt of records to be made anew
+    changed: int = 0  # how many of them are captions
+    stamps: dict[str, str] = field(default_factory=dict)  # by key, of files with another time and the same bytes
     expected_by_prompt: Counter[str] = field(default_factory=Counter)
-    errors: int = 0
-    records: int = 0
-    matching: int = 0
+    errors: int = 0  # earlier ones that are not retried
+    records: int = 0  # earlier ones
+    matching: int = 0  # how many of them belong to these items
 
     @property
     def expected(self) -> int:
@@ -78,15 +52,7 @@ def make_plan(
     retry_errors: bool = False,
     refuse_above: int = 0,
 ) -> Plan:
-    """Plan the remaining work.
-
-    Args:
-        items: The items of this run.
-        prompts: The prompts of this run.
-        records: Earlier records of the same model and settings.
-        retry_errors: Retry items that failed.
-        refuse_above: Pixels that are allowed. An error that names a smaller limit is retried.
-    """
+    """Plan the remaining work."""
     plan = Plan()
     records = list(records)
     item_by_key = {item.key: item for item in items}
@@ -185,12 +151,7 @@ def same_picture(record: Record, item: Item) -> bool | None:
 
 
 def filled(prompt: str, item: Item) -> str:
-    """Fill the fields of a prompt for an item.
-
-    Raises:
-        ValueError: The item lacks a field.
-        OSError: A field cannot be read.
-    """
+    """Fill the fields of a prompt for an item."""
     kind = "video" if item.kind == "video" else "picture"
     return fill(prompt, fields(item, named([prompt])) | {"kind": kind})
 
@@ -199,9 +160,6 @@ def unknown_fields(prompts: Iterable[str], items: Iterable[Item]) -> tuple[set[s
     """Find fields of prompts that no item has, before a model is loaded for them.
 
     Reads metadata until every field was seen once. An item whose metadata cannot be read may have any field.
-
-    Returns:
-        The unknown fields, and the fields that there are.
     """
     unknown = named(prompts) - _FIELDS_OF_NAME
     available = set(_FIELDS_OF_NAME)
@@ -236,20 +194,3 @@ def _changed_files(before: object, after: object) -> list[str]:
     new_checksums = after if isinstance(after, Mapping) else {}
     names = {*old_checksums, *new_checksums}
     return sorted(name for name in names if old_checksums.get(name) != new_checksums.get(name))
-
-
-def missing_processes(started: int) -> str | None:
-    """Return a warning if the launcher was asked for more processes: `accelerate launch --cpu` starts only one."""
-    if os.environ.get("WORLD_SIZE"):
-        return None
-    try:
-        launcher = psutil.Process().parent()
-        requested = re.search(r"--num[_-]processes[= ](\d+)", " ".join(launcher.cmdline() if launcher else ()))
-    except psutil.Error:
-        return None
-    if requested is None or int(requested[1]) <= started:
-        return None
-    return (
-        f"warning: {requested[1]} processes were asked for and {started} was started; on a CPU launch with "
-        "ACCELERATE_USE_CPU=true accelerate launch --multi_gpu"
-    )

@@ -12,55 +12,15 @@ from captioner.checkpoints import identity
 from captioner.files import Settings, fingerprint, lock, say, some
 from captioner.items import Item
 from captioner.journal import Entry, Journal
+from captioner.options import Options
 from captioner.places import kept_root
 from captioner.plan import Plan, differences, make_plan, unknown_fields
 from captioner.sources import Found, find
 
-__all__ = ["Prepared", "Request", "prepare"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """The part of the command line that decides what a run does.
-
-    Args:
-        command: Fingerprint of the options that make this the same command, but for `--overwrite`.
-        settings: Options that change captions, beside the checkpoint.
-        others: The options of these names.
-    """
-
-    command: str
-    inputs: list[str]
-    output: Path
-    model: str
-    revision: str | None
-    settings: Settings
-    prompts: list[str]
-    column: str | None
-    split: str
-    root: Path | None
-    skip_with: str | None
-    limit: int | None
-    refuse_above: int
-    overwrite: bool
-    retry_errors: bool
-    dry_run: bool
-
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A run that can begin.
-
-    Args:
-        run: Fingerprint of its settings, which is its name.
-        settings: The checkpoint and the options that change captions.
-        prompts: The prompts.
-        plan: What it has to do.
-        title: Name of the model for the console.
-        root: Folder that keys are relative to.
-        clashed: Whether items share a key.
-        overwrite: The command that began it with `--overwrite`, as a fingerprint; None without.
-    """
+    """A run that can begin."""
 
     run: str
     settings: Settings
@@ -68,76 +28,69 @@ class Prepared:
     plan: Plan
     title: str
     root: str | None
-    clashed: bool
-    overwrite: str | None
+    clashed: bool  # items share a key
+    overwrite: str | None  # the command that began it with `--overwrite`, as a fingerprint
 
 
-def prepare(request: Request, stack: ExitStack) -> Prepared:
-    """Find the items, plan what to do, and print both. The folder is locked as long as the stack is open.
-
-    Raises:
-        ValueError: The request has a mistake.
-        OSError: A file cannot be read or written.
-    """
-    if request.skip_with is not None and not request.skip_with.startswith("."):
-        raise ValueError(f"expected --skip-with to be an extension such as .txt, got {request.skip_with}")
-    journal = Journal(request.output)
-    share_lock = None if request.dry_run else stack.enter_context(lock(request.output, alone=True))
+def prepare(options: Options, on_cuda: bool, stack: ExitStack) -> Prepared:
+    """Find the items, plan what to do, and print both. The folder is locked as long as the stack is open."""
+    if options.skip_with is not None and not options.skip_with.startswith("."):
+        raise ValueError(f"expected --skip-with to be an extension such as .txt, got {options.skip_with}")
+    journal = Journal(options.output)
+    share_lock = None if options.dry_run else stack.enter_context(lock(options.output, alone=True))
     last_run = (journal.manifest()["runs"] or [{}])[-1]
     last_settings = last_run.get("settings", {})
-    checkpoint_settings, title = identity(
-        request.model, request.revision, request.output, write=share_lock is not None, generates=True
-    )
-    settings = checkpoint_settings | request.settings
+    checkpoint_settings, title = identity(options.named, options.revision, options.output, write=share_lock is not None)
+    settings = checkpoint_settings | options.settings(on_cuda)
     again = last_settings.get("again", 0)
     if again:
         settings["again"] = again
-    goes_on = _is_unfinished_overwrite(request, fingerprint(settings), journal)
-    if request.overwrite and not goes_on:
+    goes_on = _is_unfinished_overwrite(options, fingerprint(settings), journal)
+    if options.overwrite and not goes_on:
         # --overwrite makes another run, so the earlier records stay, even if this run fails.
         settings["again"] = again + 1
     run = fingerprint(settings)
     say(f"model {title}")
-    found_items = find(request.inputs, column=request.column, split=request.split, root=_root(request, last_run))
-    items = [item for item in found_items.items if not _has_text_beside(item, request.skip_with)]
+    found_items = find(options.inputs, column=options.column, split=options.split, root=_root(options, last_run))
+    items = [item for item in found_items.items if not _has_text_beside(item, options.skip_with)]
     with_text = len(found_items.items) - len(items)
-    _say_passed_over(found_items, with_text, request.skip_with)
-    items = items[: request.limit]
+    _say_passed_over(found_items, with_text, options.skip_with)
+    items = items[: options.limit]
     records = [record for record in journal.records() if record.run == run]
     plan = make_plan(
-        items, request.prompts, records, retry_errors=request.retry_errors, refuse_above=request.refuse_above
+        items, options.prompts, records, retry_errors=options.retry_errors, refuse_above=options.refuse_above
     )
     if plan.tasks:
         captioned = {record.prompt for record in records if record.caption is not None}
-        _check_prompts([prompt for prompt in request.prompts if prompt not in captioned], items)
+        _check_prompts([prompt for prompt in options.prompts if prompt not in captioned], items)
     _say_plan(plan, len(items), run, is_other_copy=not plan.matching and not with_text)
-    if last_run and not records and not request.overwrite:
+    if last_run and not records and not options.overwrite:
         say("a new run: " + ("; ".join(differences(last_settings, settings)) or "the last run left no records"))
     if share_lock is not None:
         share_lock()
     return Prepared(
         run=run,
         settings=settings,
-        prompts=request.prompts,
+        prompts=options.prompts,
         plan=plan,
         title=title,
         root=found_items.root,
         clashed=bool(found_items.clashes),
-        overwrite=request.command if request.overwrite or goes_on else None,
+        overwrite=options.command if options.overwrite or goes_on else None,
     )
 
 
-def _is_unfinished_overwrite(request: Request, run: str, journal: Journal) -> bool:
+def _is_unfinished_overwrite(options: Options, run: str, journal: Journal) -> bool:
     """Tell whether this command began a run with `--overwrite` that lacks records."""
     starts = [entry for entry in journal.manifest()["runs"] if entry["run"] == run]
-    starts = [entry for entry in starts if entry.get("prompts") == request.prompts]  # one prompt may be tried meanwhile
-    if not starts or starts[-1].get("overwrite") != request.command:
+    starts = [entry for entry in starts if entry.get("prompts") == options.prompts]  # one prompt may be tried meanwhile
+    if not starts or starts[-1].get("overwrite") != options.command:
         return False
-    records = [record for record in journal.records() if record.run == run and record.prompt in request.prompts]
+    records = [record for record in journal.records() if record.run == run and record.prompt in options.prompts]
     written = {(record.key, record.prompt) for record in records}
     expected = starts[-1]["records"]
     is_unfinished = len(written) < expected
-    if is_unfinished and request.overwrite:
+    if is_unfinished and options.overwrite:
         say(f"goes on with the --overwrite run that was not finished: {len(written)} of {expected} records are there")
     return is_unfinished
 
@@ -151,11 +104,11 @@ def _check_prompts(prompts: Sequence[str], items: Sequence[Item]) -> None:
         raise ValueError(f"a prompt names {names}, which no picture has as a text or number; there are {there}")
 
 
-def _root(request: Request, last_run: Entry) -> str | None:
-    if request.root is not None:
-        if not request.root.is_dir():
-            raise ValueError(f"--root {request.root} is no folder")
-        return str(request.root.resolve())
+def _root(options: Options, last_run: Entry) -> str | None:
+    if options.root is not None:
+        if not options.root.is_dir():
+            raise ValueError(f"--root {options.root} is no folder")
+        return str(options.root.resolve())
     return kept_root(last_run.get("root"))
 
 

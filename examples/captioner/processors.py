@@ -9,17 +9,12 @@ from transformers.utils import is_torchvision_available
 
 from captioner.pictures import Resize
 
-__all__ = ["limit_pixels", "load_processor", "reduced", "vision_tokens"]
-
 
 def load_processor(model_id: str, revision: str | None = None) -> ProcessorMixin:
     """Load the processor of a model, with or without torchvision. It pads on the left, as generation needs.
 
     Without torchvision, transformers has no video processors and cannot build a processor that contains one.
     The same class is then loaded without that part, and with the Pillow image processor.
-
-    Raises:
-        ValueError: transformers knows no processor for the model, or it has no chat template.
     """
     if is_torchvision_available():
         processor = AutoProcessor.from_pretrained(model_id, revision=revision)
@@ -46,10 +41,6 @@ def reduced(processor: ProcessorMixin, slack: float = 1.0) -> Resize:
     """Return a function from a picture's size to the smaller size that the processor resizes it to.
 
     A picture that is decoded at that size is not resized again. The function returns None to keep a picture.
-
-    Args:
-        processor: A processor of a Qwen-VL-like model.
-        slack: Reduce only pictures that have more than this many times the pixels of the smaller size.
     """
     images = processor.image_processor
     smart_resize = getattr(sys.modules[type(images).__module__], "smart_resize", None)  # every family has its own
@@ -71,11 +62,7 @@ def reduced(processor: ProcessorMixin, slack: float = 1.0) -> Resize:
 
 
 def limit_pixels(processor: ProcessorMixin, min_pixels: int | None, max_pixels: int | None) -> None:
-    """Bound the pixels that the processor resizes pictures to, as Qwen's own settings of these names do.
-
-    Raises:
-        ValueError: The lower bound is above the upper one.
-    """
+    """Bound the pixels that the processor resizes pictures to, as Qwen's own settings of these names do."""
     size = processor.image_processor.size
     limits = {
         "shortest_edge": min_pixels or size["shortest_edge"],

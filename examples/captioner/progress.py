@@ -15,8 +15,6 @@ from tqdm import tqdm
 
 from captioner.files import replace_file
 
-__all__ = ["Counts", "Progress", "Tally", "clear", "read_counts", "summary"]
-
 _WRITE_EVERY = 1.0  # seconds between two files of counts, and two states of a bar on a terminal
 _LINE_EVERY = 30.0  # seconds between two lines in a log file
 _BAR = "{desc}{percentage:3.0f}%|{bar}| {n_fmt} of {total_fmt} items [{elapsed}{postfix}]"
@@ -25,37 +23,20 @@ _INSTANT = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """The work of one process.
-
-    Args:
-        process: Its number.
-        of: Items of its share.
-        of_cost: Cost of its share.
-        items: Items that are done.
-        answered: Items of the batch under way whose captions are complete.
-        read: Items that are decoded, or failed to be.
-        failed: Records without a caption.
-        cost: Cost of the items that are done.
-        vision: Vision tokens.
-        text: Generated tokens.
-        halved: Batches that the memory did not hold.
-        seconds: Time since it began to caption.
-        waited: Time in which the model waited for pictures.
-    """
+    """The work of one process."""
 
     process: int
-    of: int
+    of: int  # items of its share
     of_cost: float
     items: int = 0
-    answered: int = 0
-    read: int = 0
+    read: int = 0  # items that are decoded, or failed to be
     failed: int = 0
     cost: float = 0.0
-    vision: int = 0
-    text: int = 0
-    halved: int = 0
+    vision: int = 0  # tokens
+    text: int = 0  # tokens
+    halved: int = 0  # batches that the memory did not hold
     seconds: float = 0.0
-    waited: float = 0.0
+    waited: float = 0.0  # seconds in which the model waited for pictures
 
 
 class Tally(Counter[str]):
@@ -68,20 +49,9 @@ class Tally(Counter[str]):
     def read(self, items: int) -> None:
         """Ignore decoded items: a batch is counted when it is done."""
 
-    def answer(self, items: int) -> None:
-        """Ignore answered items, for the same reason."""
-
 
 class Progress:
-    """Count the work of this process. The first process shows the sum of all: a bar, or lines in a log file.
-
-    Args:
-        folder: Folder of the files with counts.
-        process: Number of this process.
-        processes: Number of processes.
-        of: Items of this process.
-        of_cost: Their cost.
-    """
+    """Count the work of this process. The first process shows the sum of all: a bar, or lines in a log file."""
 
     def __init__(self, folder: Path, process: int, processes: int, of: int, of_cost: float) -> None:
         self.folder = folder
@@ -103,8 +73,6 @@ class Progress:
             now = time.perf_counter() - self._begin
             sums = {name: getattr(self.counts, name) + value for name, value in increments.items()}
             self.counts = replace(self.counts, **sums, seconds=now)  # type: ignore[arg-type]
-            if "items" in increments:  # the batch is done
-                self.counts = replace(self.counts, answered=0)
             if not increments or now - self._written_at > _WRITE_EVERY:
                 self._write(now)
 
@@ -112,17 +80,13 @@ class Progress:
         """Count decoded items, which show that a run works before its first batch is done."""
         self.add(read=items)
 
-    def answer(self, items: int) -> None:
-        """Count the items of the batch under way whose captions are complete; no record is written yet."""
-        self.add(answered=items - self.counts.answered)
-
     def _write(self, now: float) -> None:
         self._written_at = now
         replace_file(self.folder / f"{self.counts.process:05d}.json", json.dumps(asdict(self.counts)))
         if not self._is_first or not self.counts.of:
             return
         all_counts = read_counts(self.folder, self.processes)
-        done = sum(counts.items + counts.answered for counts in all_counts)
+        done = sum(counts.items for counts in all_counts)
         total = sum(counts.of for counts in all_counts)
         if not self._bar.disable:
             self._bar.total = total

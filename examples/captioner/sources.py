@@ -14,8 +14,6 @@ from captioner import tables
 from captioner.items import METADATA_SUFFIXES, Item, stamp
 from captioner.places import PassedOver, key_of, matches, read_list, root_of, walk
 
-__all__ = ["IMAGE_SUFFIXES", "VIDEO_SUFFIXES", "Found", "find", "in_shard"]
-
 # Pillow reads HEIC only with a plugin, yet it is listed: an error record is better than a picture that goes unnoticed.
 IMAGE_SUFFIXES = (
     *(".avif", ".bmp", ".gif", ".heic", ".heif", ".jfif", ".jpeg", ".jpg"),
@@ -31,14 +29,7 @@ Kind = Literal["image", "video"]
 
 @dataclass
 class Found:
-    """The items of all inputs.
-
-    Args:
-        items: The items, sorted by key.
-        root: The folder that keys of files are relative to.
-        passed_over: The files that were left out, by reason.
-        clashes: Keys that several items have.
-    """
+    """The items of all inputs."""
 
     items: list[Item] = field(default_factory=list)
     root: str | None = None
@@ -47,19 +38,7 @@ class Found:
 
 
 def find(inputs: list[str], *, column: str | None = None, split: str = "train", root: str | None = None) -> Found:
-    """Find all items of the inputs. Items that share a key are replaced by one item, whose problem says so.
-
-    Args:
-        inputs: Folders (searched recursively, by suffix), globs, pictures, videos, `.txt` files with one path per line.
-            Also `.tar` shards as webdataset writes them, `.parquet` files, and `dataset:NAME`, a folder or hub name
-            that the `datasets` library loads. Paths in a `.txt` file are relative to it.
-        column: Column of the pictures in parquet files and data sets; by default the first known name.
-        split: Split of data sets.
-        root: Folder that keys are relative to; by default the folder that holds all inputs.
-
-    Raises:
-        ValueError: An input does not exist, or holds no pictures.
-    """
+    """Find all items of the inputs. Items that share a key are replaced by one item, whose problem says so."""
     found_items = Found(root=root or root_of(inputs))
     item_by_key: dict[str, Item] = {}
     for name in inputs:

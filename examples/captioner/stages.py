@@ -1,6 +1,6 @@
 """Work on a batch in two stages, as a cluster does: prepared on any CPU, captioned where a model is.
 
-The stages need no cluster. They may be called in any order and several times; every record is written once.
+The stages need no cluster. They may be called in any order and several times: records that come twice count once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from threading import Lock
 
 import torch
@@ -22,52 +21,41 @@ from transformers import PreTrainedModel, ProcessorMixin
 import hf_vit_accel
 from captioner.batches import Task, header_of
 from captioner.files import lock
-from captioner.journal import Batches
-from captioner.model import Absent, Captioner, load_model, reuse_for
+from captioner.journal import Journal
+from captioner.model import Absent, Captioner, load_model
 from captioner.options import Options
 from captioner.pictures import REFUSE_ABOVE
 from captioner.processors import limit_pixels, load_processor
 from captioner.progress import Tally
 from captioner.worker import Ready, Worker
 
-__all__ = ["Answer", "Job", "anywhere", "make_ready", "measure"]
-
 _READERS = 4  # threads of a worker that read: they mostly wait for the file system
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The facts of a run that all workers need.
-
-    Args:
-        options: Options of the command line.
-        run: Fingerprint of the run.
-        commit: Commit of a model on the Hub.
-        on_gpu: Whether models run on GPUs.
-        folder: Folder of the run's `Batches`.
-    """
+    """The facts of a run that all workers need; `commit` is that of a model on the Hub."""
 
     options: Options
     run: str
     commit: str | None
     on_gpu: bool
-    folder: Path
 
     @property
     def dtype(self) -> torch.dtype:
         """Return the dtype of the weights."""
-        dtype: torch.dtype = getattr(torch, self.options.dtype_on(self.on_gpu))
-        return dtype
+        return getattr(torch, self.options.dtype_on(self.on_gpu))
 
-    def worker(self, model: PreTrainedModel | Absent) -> Worker:
+    def worker(self, model: PreTrainedModel | Absent, shard: int = -1) -> Worker:
         """Return a worker that works on one batch at a time."""
         options = self.options
         Image.MAX_IMAGE_PIXELS = max(options.refuse_above, REFUSE_ABOVE)
+        processor = _processor(options.named, self.commit, options.min_pixels, options.max_pixels)
         return Worker(
-            captioner=Captioner(model, processor_of(options, self.commit), *options.decoding),
-            journal=Batches(self.folder),
+            captioner=Captioner(model, processor, *options.decoding),
+            journal=Journal(options.output),
             progress=Tally(),
-            process=0,
+            process=shard,
             run=self.run,
             batch_tokens=options.batch_tokens,
             batch_size=options.batch_size,
@@ -75,13 +63,9 @@ class Job:
         )
 
 
-def processor_of(options: Options, commit: str | None) -> ProcessorMixin:
-    """Load the processor, once in a process."""
-    return _processor(options.named, commit, options.min_pixels, options.max_pixels)
-
-
 @cache
 def _processor(model: str, commit: str | None, min_pixels: int | None, max_pixels: int | None) -> ProcessorMixin:
+    """Load the processor, once in a process."""
     processor = load_processor(model, commit)
     limit_pixels(processor, min_pixels, max_pixels)
     return processor
@@ -116,8 +100,7 @@ def make_ready(job: Job, batch: Sequence[Task]) -> bytes:
             row.medium.info.clear()  # profiles and thumbnails would travel with the picture
     ready = worker.prepare(rows)
     # `send` lets the prompts share their pixels, so that pickle writes them once.
-    ready = replace(ready, inputs=worker.captioner.send(ready.inputs))
-    return pickle.dumps(ready, protocol=pickle.HIGHEST_PROTOCOL)
+    return pickle.dumps(replace(ready, inputs=worker.captioner.send(ready.inputs)), protocol=pickle.HIGHEST_PROTOCOL)
 
 
 class Answer:
@@ -127,35 +110,24 @@ class Answer:
         options = job.options
         self.stack = ExitStack()
         self.lock = Lock()
-        self.stack.enter_context(lock(job.folder.parent, alone=False))  # until the process ends
+        self.stack.enter_context(lock(options.output, alone=False))  # until the process ends
         device = torch.device("cuda" if job.on_gpu else "cpu")
         model = load_model(options.named, job.dtype, device, job.commit)
+        self.worker = job.worker(model, Journal(options.output).new_shard())
         if not options.no_patch:
-            reuse = reuse_for(model, options.prompt or ())
-            hf_vit_accel.patch(model, attention=options.attention, reuse=reuse)
-        self.worker = job.worker(model)
-        self.batches = Batches(job.folder)
+            self.worker.captioner.patching = options.patching(model)
+            hf_vit_accel.patch(model, **self.worker.captioner.patching)
         self.is_patched = not options.no_patch
 
-    def __call__(self, batch: int, pickled: bytes | memoryview) -> Tally:
-        """Write the records of a batch, unless they are written, and return its counts.
+    def __call__(self, pickled: bytes | memoryview) -> Tally:
+        """Write the records of a batch, and return its counts.
 
         Several threads call this. One thread uses the model, while the others send their batches to its GPU.
-
-        Args:
-            batch: Number of the batch.
-            pickled: The batch, as `make_ready` returns it.
         """
-        records = self.batches.read(batch)
-        if records is not None:  # another worker wrote them, and died before it reported
-            failed = sum(record.status == "error" for record in records)
-            return Tally(failed=failed, text=sum(record.tokens or 0 for record in records))
         ready: Ready = pickle.loads(pickled)
         ready = replace(ready, inputs=self.worker.captioner.send(ready.inputs))
         with self.lock:
-            tally = Tally()
-            self.worker.process = batch
-            self.worker.progress = tally
+            self.worker.progress = tally = Tally()
             self.worker.caption(ready)
             return tally
 

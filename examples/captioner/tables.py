@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from pyarrow import Table
     from pyarrow.parquet import ParquetFile
 
-__all__ = ["clear_caches", "dataset", "parquet_file", "row_readers"]
 
 _reading = Lock()
 """A `ParquetFile` serves one thread at a time. Readers of one row group wait until it is read, once."""
@@ -28,11 +27,7 @@ def parquet_file(file: str) -> ParquetFile:
 
 @lru_cache(maxsize=4)
 def dataset(name: str, split: str) -> Any:
-    """Load a split of a data set, once, with pictures and videos undecoded.
-
-    Raises:
-        ValueError: The datasets library is missing, or the data set has no such split.
-    """
+    """Load a split of a data set, once, with pictures and videos undecoded."""
     try:
         import datasets
     except ImportError:
@@ -55,14 +50,7 @@ def _row_group(file: str, group: int) -> Table:
 
 
 def row_readers(file: str, group: int, index: int, split: str | None) -> dict[str, Callable[[], object]]:
-    """Return a function for every column of a row, which reads the value.
-
-    Args:
-        file: A parquet file, or with a split the name of a data set.
-        group: Row group of a parquet file.
-        index: Row in the group or the data set.
-        split: Split of a data set, None for a parquet file.
-    """
+    """Return a function for every column of a row, which reads the value."""
     with _reading:
         table = _row_group(file, group) if split is None else dataset(file, split)
     if split is not None:

@@ -16,14 +16,12 @@ from transformers import ProcessorMixin
 
 from captioner.batches import Task, cost, halve_on_oom, memory_of, pack
 from captioner.items import Item, checksum, holds_bytes, open_item, size, stamp
-from captioner.journal import Batches, Journal, Record
+from captioner.journal import Journal, Record
 from captioner.model import Caption, Captioner, Clip, Inputs
 from captioner.pictures import REFUSE_ABOVE, Gate, Resize, TooLarge, read_frames, read_image
 from captioner.plan import filled
 from captioner.processors import reduced
 from captioner.progress import Progress, Tally
-
-__all__ = ["Ready", "Row", "Worker", "decode"]
 
 _PREPARED_AT_A_TIME = 3  # batches
 _WAITING = 3  # batches that may wait for the model
@@ -33,22 +31,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Row:
-    """An item on its way to the model.
-
-    Args:
-        task: The item and its prompts.
-        errors: An error for every prompt, None where there is none.
-        medium: The decoded picture or video.
-        prompts: The filled prompts; empty texts for those with an error.
-        width: Upright width of the full picture.
-        height: Upright height of the full picture.
-        bytes: Size of its file.
-        checksum: CRC-32 of its bytes.
-        stamp: Equal as long as the bytes are, without reading them.
-    """
+    """An item on its way to the model."""
 
     task: Task
-    errors: tuple[str | None, ...]
+    errors: tuple[str | None, ...]  # for every prompt
     medium: Image.Image | Clip | None = None
     prompts: tuple[str, ...] = ()
     width: int | None = None
@@ -65,13 +51,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Ready:
-    """A batch that is ready for the model.
-
-    Args:
-        failed: Rows that only become error records.
-        rows: The other rows.
-        inputs: The model's inputs of these rows, for every prompt.
-    """
+    """A batch that is ready for the model."""
 
     failed: list[Row]
     rows: list[Row]
@@ -90,15 +70,7 @@ def decode(
     resize: Resize | None = None,
     gate: Gate | None = None,
 ) -> Row:
-    """Read one item and fill its prompts. Errors become part of the row: damaged files raise nearly any class.
-
-    Args:
-        task: The item and its prompts.
-        processor: Samples the frames of videos.
-        refuse_above: Pixels that are allowed.
-        resize: Size to reduce pictures to.
-        gate: Waits until there is memory to decode the picture.
-    """
+    """Read one item and fill its prompts. Errors become part of the row: damaged files raise nearly any class."""
     item = task.item
     texts = []
     errors = []
@@ -135,35 +107,19 @@ def _fail(row: Row, error: Exception) -> Row:
 
 @dataclass
 class Worker:
-    """Caption the tasks of one process and write their records.
-
-    Args:
-        captioner: The model and its processor.
-        journal: Where records are written.
-        progress: Counts of the work.
-        process: Number of the process; with `Batches`, number of the batch.
-        run: Fingerprint of the run.
-        batch_tokens: Most vision tokens of a batch. It shrinks when memory runs out.
-        batch_size: Most items of a batch.
-        refuse_above: Pixels that are allowed.
-        decoders: Threads that decode.
-        memory: Bytes for pictures in decoding (a quarter) and for batches ahead of the model (the rest).
-        slack: Reduce pictures before the processor does, if it makes them smaller by more than this factor.
-        answered: Rows of the batch under way that have captions.
-    """
+    """Caption the tasks of one process and write their records."""
 
     captioner: Captioner
-    journal: Journal | Batches
+    journal: Journal
     progress: Progress | Tally
     process: int
     run: str
-    batch_tokens: int
+    batch_tokens: int  # it shrinks when memory runs out
     batch_size: int
     refuse_above: int = REFUSE_ABOVE
     decoders: int = 8
-    memory: int = 2 << 30
-    slack: float = 1.0
-    answered: int = 0
+    memory: int = 2 << 30  # bytes of pictures in decoding (a quarter) and of batches ahead of the model
+    slack: float = 1.0  # reduce pictures that the processor would make smaller by more than this factor
 
     def work(self, tasks: Sequence[Task]) -> None:
         """Caption all tasks. A batch that exceeds the memory is halved, and later batches are no larger."""
@@ -233,8 +189,6 @@ class Worker:
     def caption(self, ready: Ready) -> None:
         """Caption a batch that is ready, and write its records."""
         captions: list[list[Caption] | Exception] = []
-        self.answered = 0
-        self.captioner.on_answers = lambda rows: self.progress.answer(self.answered + rows)
         for rows in _split(ready.rows, self.batch_tokens):
             inputs = ready.inputs if len(rows) == len(ready.rows) else []
             captions += halve_on_oom(lambda part, inputs=inputs: self._caption(part, inputs), rows)
@@ -249,12 +203,7 @@ class Worker:
         self._write([*ready.failed, *ready.rows], records)
 
     def _caption(self, rows: Sequence[Row], inputs: list[Inputs]) -> list[list[Caption]]:
-        """Return the captions of rows, one for every prompt.
-
-        Args:
-            rows: The rows.
-            inputs: Their inputs, where they are ready. They are dropped if memory runs out.
-        """
+        """Return the captions of rows, one for every prompt."""
         prepared = list(inputs) or self.captioner.send(self._encode(rows))
         tasks = [row.task for row in rows]
         seeds = []
@@ -269,7 +218,6 @@ class Worker:
                 self.progress.add(halved=1)
             raise
         self.progress.add(vision=self.captioner.vision_tokens(prepared[0]))
-        self.answered += len(rows)
         return [list(captions) for captions in zip(*captions_by_prompt, strict=True)]
 
     def _records_of(self, row: Row, captions: Sequence[Caption]) -> list[Record]:
@@ -325,14 +273,7 @@ def prepared_ahead(
     weigh: Callable[[Batch], tuple[int, int]],
     memory: int,
 ) -> Iterator[Result]:
-    """Yield the prepared batches in order, and prepare a few of the next ones meanwhile.
-
-    Args:
-        batches: The batches.
-        prepare: Prepares one batch, in any thread.
-        weigh: Returns the bytes of a batch: at most while it is prepared, and afterwards.
-        memory: Bytes of all batches ahead. A single larger batch is prepared alone.
-    """
+    """Yield the prepared batches in order, and prepare a few of the next ones meanwhile."""
     pending: deque[_Pending[Result]] = deque()
     pool = ThreadPoolExecutor(_PREPARED_AT_A_TIME)
     try:

@@ -27,7 +27,7 @@ import os, sys, time
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from captioner.files import lock
-from captioner.launchers import end_with_launcher
+from captioner.files import end_with_launcher
 end_with_launcher()
 with lock(Path(sys.argv[2]), alone=True):
     if os.fork() == 0:  # as a loader of data, which does not notice at once that its parent was killed
@@ -93,7 +93,7 @@ def test_a_process_of_the_true_launcher_ends_with_it(tmp_path: Path, started: li
     program.write_text(
         "import os, sys, time\n"
         f"sys.path.insert(0, {str(EXAMPLES)!r})\n"
-        "from captioner.launchers import end_with_launcher\n"
+        "from captioner.files import end_with_launcher\n"
         "end_with_launcher()\n"
         f"open({str(tmp_path)!r} + '/' + os.environ.get('RANK', 'only'), 'w').write(str(os.getpid()))\n"
         "time.sleep(60)\n"

@@ -37,7 +37,14 @@ from programs import EXAMPLES, ROOT
 from soak_captioning import ENVIRONMENT, PROMPTS, lay_out, spellings
 from support_captioning import MODEL
 
-OPTIONS = [f"--model={MODEL}", f"--prompt={PROMPTS[0]}", "--max-new-tokens=8", "--max-failures=1", "--batch-size=16"]
+BATCH = 16
+OPTIONS = [
+    f"--model={MODEL}",
+    f"--prompt={PROMPTS[0]}",
+    "--max-new-tokens=8",
+    "--max-failures=1",
+    f"--batch-size={BATCH}",
+]
 STORE = 120 << 20
 """Bytes of a node's object store, which hold a few batches."""
 QUIET = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}  # Ray would write into the home folder
@@ -142,7 +149,7 @@ def on_cluster(nodes: Nodes, inputs: Sequence[str], output: Path, log: Path) -> 
 
 def written(output: Path) -> int:
     """Count the batches whose records are written."""
-    return sum(1 for _ in output.glob("captions-ray-*/*.parquet"))
+    return sum(path.read_bytes().count(b"\n") for path in output.glob("captions-*.jsonl")) // BATCH
 
 
 def compare(one: Path, other: Path) -> list[str]:

@@ -10,8 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from captioner.journal import Journal
-from captioner.records import json_lines
+from captioner.journal import Journal, json_lines
 from programs import words
 from support_captioning import (
     call,

@@ -417,7 +417,7 @@ def test_a_table_that_is_another_is_captioned_anew(tmp_path: Path, output: Path)
 def test_merge_writes_no_shard_of_the_records(photos: Path, output: Path) -> None:
     caption(photos, output)
     before = stored(output)
-    for name in ("captions-00000.jsonl", "captions-00001.jsonl", "captions-ray-00000.parquet", "superseded.jsonl"):
+    for name in ("captions-00000.jsonl", "captions-00001.jsonl", "superseded.jsonl"):
         done = call("merge", output, output / name, "--overwrite")
         assert done.exit_code == 2 and "are those of the records" in words(done) and stored(output) == before
     assert call("merge", output, output / "captions.jsonl").exit_code == 0

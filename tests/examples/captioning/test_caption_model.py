@@ -68,22 +68,6 @@ def test_prompts_share_the_encoded_pictures(family: str) -> None:
     assert right >= 5 and len({tuple(captions) for captions in together}) > 1
 
 
-def test_complete_captions_are_counted_while_a_batch_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
-    captioner = load("qwen3_vl")
-    images = [draw(seed, FAMILIES["qwen3_vl"])[0] for seed in range(6)]
-    prompts = [PICTURE_PROMPT, "is the text above ?"]
-    expected = generate(captioner, images, *prompts)
-    counts: list[int] = []
-    captioner.on_answers = counts.append
-    assert generate(captioner, images, *prompts) == expected and counts == []  # too fast to be worth a count
-    monkeypatch.setattr("captioner.model._REPORT_EVERY", -1.0)
-    assert generate(captioner, images, *prompts) == expected
-    assert counts == sorted(counts) and counts[0] == 0 and len(set(counts)) > 2 and counts[-1] in (5, 6)
-    counts.clear()
-    assert generate(captioner, images, PICTURE_PROMPT) == expected[:1]
-    assert max(counts) == 6  # the criterion is asked after the last token, too
-
-
 def test_prompts_are_encoded_one_by_one_by_older_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     captioner = load("qwen2_vl")
     image = draw(0, 28)[0]

@@ -12,7 +12,7 @@ import pytest
 from captioner.journal import Journal, Record
 from hypothesis import given
 from hypothesis import strategies as st
-from support_captioning import export, record_of
+from support_captioning import counted, export, record_of
 
 NAMES = st.text(
     st.characters(exclude_categories=()) | st.sampled_from('\n\r\0\u2028\x85\udcff"\\'), min_size=1, max_size=8
@@ -175,3 +175,19 @@ def test_export_to_something_else(tmp_path: Path) -> None:
     for name in ("out.csv", "photos"):
         with pytest.raises(ValueError, match=rf"there is no folder .*{name}; names of files end in .*or \.tar"):
             export([record_of()], tmp_path / name)
+
+
+def test_records_that_a_worker_wrote_twice_count_once(tmp_path: Path) -> None:
+    """A node of a cluster that seemed dead may write its batch once more, into a shard of its own."""
+    journal = Journal(tmp_path)
+    shards = [journal.new_shard() for _ in range(3)]
+    assert shards == [0, 1, 2]
+    for shard, keys in zip(shards, ("ab", "bc", "a"), strict=True):
+        journal.append(shard, [record_of(key) for key in keys])
+    assert counted(tmp_path) == {record_of(key): 1 for key in "abc"}
+
+
+def test_records_of_an_earlier_version_on_ray_are_refused_not_forgotten(tmp_path: Path) -> None:
+    (tmp_path / "captions-ray-00000.parquet").touch()
+    with pytest.raises(ValueError, match="merge them with that version"):
+        list(Journal(tmp_path).records())

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 from captioner import sources, tables
 from captioner.batches import Task
-from captioner.items import Item, fields, open_item, size
-from captioner.prompts import fill, named
+from captioner.items import Item, fields, fill, named, open_item, size
 from captioner.worker import decode
 from support_captioning import PICTURE_PROMPT, export, named_task, record_of, write_tar
 

@@ -19,7 +19,7 @@ import torch
 from captioner import stages
 from captioner.batches import Task
 from captioner.files import lock
-from captioner.journal import Batches, Record
+from captioner.journal import Record
 from captioner.model import Caption, Inputs
 from captioner.options import OnRay
 from captioner.prepare import prepare
@@ -40,24 +40,23 @@ def job_of(inputs: Sequence[str], output: Path, **options: object) -> tuple[stag
         inputs=list(inputs), output=output, model=str(MODEL), prompt=[PROMPT], max_new_tokens=WORDS, **options
     )
     with ExitStack() as stack:
-        ready = prepare(all_options.request(False), stack)
-    folder = Batches.new(output).folder
-    return stages.Job(options=all_options, run=ready.run, commit=None, on_gpu=False, folder=folder), ready.plan.tasks
+        ready = prepare(all_options, False, stack)
+    return stages.Job(options=all_options, run=ready.run, commit=None, on_gpu=False), ready.plan.tasks
 
 
-def test_batches_that_are_written_need_no_model(
+def test_a_batch_that_is_written_twice_is_there_once(
     mixed_inputs: list[str], alone: Counter[Record], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read_once(monkeypatch)
     job, tasks = job_of(mixed_inputs, tmp_path)
     answer = stages.Answer(job)
-    first = answer(0, stages.make_ready(job, tasks))
+    first = answer(stages.make_ready(job, tasks))
     assert counted(tmp_path) == alone and first["vision"] and first["text"] and first["failed"] == 2
     with pytest.raises(ValueError, match="another run is writing"), lock(tmp_path, alone=True):
         pass
     answer.stack.close()
-    again = answer(0, b"")
-    assert (again["failed"], again["text"], again["vision"]) == (2, first["text"], 0)
+    assert stages.Answer(job)(stages.make_ready(job, tasks)) == first and counted(tmp_path) == alone
+    assert len(list(tmp_path.glob("captions-*.jsonl"))) == 2, "another worker writes another shard"
 
 
 def test_a_batch_that_the_memory_does_not_hold_is_halved(
@@ -74,9 +73,7 @@ def test_a_batch_that_the_memory_does_not_hold_is_halved(
         return generate(inputs, seeds)
 
     monkeypatch.setattr(answer.worker.captioner, "generate", generate_up_to_five)
-    assert (
-        answer(0, stages.make_ready(job, stages.measure(job, tasks)))["halved"] == 3
-    )  # 14 to 7 and 7, those to 3 and 4
+    assert answer(stages.make_ready(job, stages.measure(job, tasks)))["halved"] == 3  # 14 to 7 and 7, those to 3 and 4
     assert counted(tmp_path) == alone
 
 
@@ -126,7 +123,7 @@ def test_a_row_is_a_batch(
     actor = cluster._Actor(job)
     (reported,) = actor(cluster._make_ready(sized, job)).to_pylist()
     assert (reported["number"], reported["failed"], reported["halved"]) == (5, 2, 0) and "patched" in reported["status"]
-    assert counted(tmp_path) == alone and [path.name for path in job.folder.iterdir()] == ["00000005.parquet"]
+    assert counted(tmp_path) == alone
 
 
 def test_an_actor_whose_gpu_fails_leaves_its_batch_to_another(

@@ -53,7 +53,6 @@ class FakeCaptioner:
         self.batches.append(len(seeds[0]))
         if len(seeds[0]) > self.max_rows:
             raise self.error
-        self.on_answers(len(seeds[0]) - 1)
         captions = []
         for batch in inputs:
             pairs = zip(batch["prompts"], batch["input_ids"], strict=True)
@@ -118,22 +117,6 @@ def test_out_of_memory_halves_batches(tmp_path: Path, max_rows: int) -> None:
     assert failed[0] and not any(f for f, rows in zip(failed, done, strict=True) if rows >= 7)
     (counts,) = read_counts(tmp_path / "progress", 1)
     assert counts.halved == sum(failed) and "halved" in summary([counts])
-
-
-def test_answered_rows_are_counted_while_a_batch_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[tuple[int, int]] = []
-    answer = Progress.answer
-
-    def record(progress: Progress, items: int) -> None:
-        answer(progress, items)
-        shown.append((progress.counts.items, progress.counts.answered))
-
-    monkeypatch.setattr(Progress, "answer", record)
-    work(tmp_path, FakeCaptioner(4), 8)  # seven good pictures: 7 exceed the memory, then parts of 4 and 3 or fewer
-    items, answered = zip(*shown, strict=True)
-    assert set(items) == {0} and list(answered) == sorted(answered) and 4 <= answered[-1] < 7
-    (counts,) = read_counts(tmp_path / "progress", 1)
-    assert (counts.items, counts.answered) == (8, 0)
 
 
 def test_one_row_too_large_is_an_error(tmp_path: Path) -> None:
