@@ -42,10 +42,12 @@ def test_records_come_back_as_they_were(shards: list[list[Record]]) -> None:
         for number, records in enumerate(shards):
             for record in records:
                 journal.append(number, [record])
-        assert list(journal.records()) == list(itertools.chain(*shards))
+        # The newest record of a picture and prompt stands for those that a cluster wrote before.
+        expected = {(record.run, record.key, record.prompt): record for record in itertools.chain(*shards)}
+        assert list(journal.records()) == list(expected.values())
         journal.repair()
         journal.rewrite(lambda record: record)
-        assert list(journal.records()) == list(itertools.chain(*shards))
+        assert list(journal.records()) == list(expected.values())
         # A file of merged records holds the same values, as lines of JSON.
         journal.note({"run": "r"})
         merged = journal.merged("r")
