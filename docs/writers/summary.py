@@ -95,7 +95,7 @@ def _trainer_steps() -> list[str]:
 
 def _captioning(ours: str = "`patch` and `graphed_decoding`") -> list[str]:
     """Write a line for each number of new tokens in batch captioning; `ours` names what speeds it up."""
-    file = "captioner.json"
+    file = "captioning.json"
     document = load(file)
     by_tokens: dict[int, list[str]] = {}
     for row in document["rows"]:

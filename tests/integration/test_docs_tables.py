@@ -103,7 +103,7 @@ def range_of(gains: list[float]) -> str:
 def test_readme_s_first_line_promises_what_its_tables_show() -> None:
     rows = read("whole_call.json")["rows"]
     in_calls = [row["stock"] / row["decoding"] for row in rows if row["tokens"] == headline.ANSWER]
-    in_captioning = [row["patched"] / row["stock"] for row in read("captioner.json")["rows"] if row["tokens"] == 32]
+    in_captioning = [row["patched"] / row["stock"] for row in read("captioning.json")["rows"] if row["tokens"] == 32]
     answers = range_of(in_calls + in_captioning)
     in_table = [row for row in rows if row["tokens"] == 1 and row["size"] == "32 x 34x46"]
     passes = range_of([row["stock"] / row["patched"] for row in in_table])
