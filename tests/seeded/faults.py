@@ -414,7 +414,7 @@ FAULTS = (
         "tower/checks.py",
         '                return [f"hooks on {name}"]',
         "                return []",
-        "tests/unit/test_checks.py " + CHANGES,
+        "tests/unit/test_hooked_parts.py " + TOWER,
     ),
     Fault(
         "a replaced function of the tower's file goes unseen",
