@@ -68,7 +68,7 @@ class Call:
     weights: WeightMemory | None = None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True)
 class Pass:
     """Whole images and frames that are encoded in one pass.
 
@@ -118,7 +118,7 @@ class StockPlan:
     shared: SharedCall = NOT_SHARED
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True)
 class FastPlan:
     """The decisions about a call that runs our operations.
 

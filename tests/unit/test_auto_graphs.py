@@ -28,10 +28,9 @@ from hf_vit_accel.backends import Plan, Request, Rule
 from hf_vit_accel.engine.route import Route
 from hf_vit_accel.graphs import budgets, memory
 from hf_vit_accel.graphs.budgets import Bin
-from hf_vit_accel.graphs.policy import NO_ROOM, Policy
+from hf_vit_accel.graphs.policy import NO_ROOM
 from hf_vit_accel.graphs.runner import Runner
 from hf_vit_accel.graphs.status import GraphStatus
-from hf_vit_accel.layout import Segments
 from hf_vit_accel.machine import keep_in_children
 from hf_vit_accel.tower import decide as decide_module
 from hf_vit_accel.tower import forward as forward_module
@@ -82,30 +81,6 @@ def test_a_size_is_captured_when_it_comes_again(on_cpu: type[Recorder], model: n
 
 BOTH_KINDS = pytest.mark.parametrize("config", ["auto", GraphConfig(max_tokens=128)], ids=["automatic", "asked for"])
 """Graphs that nobody asked for, and graphs that the user did."""
-
-
-@BOTH_KINDS
-def test_backends_are_chosen_for_the_replay(
-    on_cpu: type[Recorder], monkeypatch: pytest.MonkeyPatch, model: nn.Module, config: GraphConfig | str
-) -> None:
-    """An eager call, a padded one and an exact one may have different fastest backends."""
-    requests = []
-    plan = Masked.plan
-
-    def noted(self: Masked, segments: Segments, request: Request) -> Plan:
-        requests.append(request.replay)
-        return plan(self, segments, request)
-
-    monkeypatch.setattr(Masked, "plan", noted)
-    patch(model, config)
-    replays_of_calls = []
-    for _ in range(4):
-        run_tower(tower_of(model), IMAGE)
-        replays_of_calls.append(set(requests))
-        requests.clear()
-    new_routes = [{"never"}, {"padded"}] if config == "auto" else [{"padded"}, set()]
-    assert replays_of_calls == [*new_routes, {"exactly"}, set()]
-    assert state_of(tower_of(model)).last_route.replay == "exactly"
 
 
 @pytest.mark.parametrize("fails", [True, False], ids=["the capture fails", "weights move at every call"])
@@ -326,16 +301,6 @@ def test_a_shape_that_warmup_captured_is_replayed_from_the_first_call_on(
     assert status_of(model).captures == 1 and status_of(model).replays == 2
 
 
-def test_exact_shapes_of_several_passes_are_replayed_while_memory_is_full(
-    on_cpu: type[Recorder], model: nn.Module
-) -> None:
-    video: Grid = [(2, 6, 8)]
-    patch(model, GraphConfig(max_tokens=128, exact_after=1, max_bytes=1), max_rows=48)
-    for _ in range(8):
-        run_tower(tower_of(model), video)
-    assert status_of(model).captures == 1 and status_of(model).replays == 16
-
-
 def fail_exact_captures(monkeypatch: pytest.MonkeyPatch, rows: int | None = None) -> None:
     """Let captures of exact shapes fail: all, or those of so many rows."""
     capture = Runner._capture
@@ -434,13 +399,6 @@ def test_warmup_captures_no_budget_that_calls_would_not_use(
     status = status_of(model)
     assert 0 < status.captures < len(few)
     assert set(status.eager) == {"no backend replays many layouts as fast as an eager call of this size runs"}
-
-
-def test_calls_of_several_passes_keep_the_backends_of_eager_calls(on_cpu: type[Recorder], model: nn.Module) -> None:
-    patch(model, "auto", max_rows=24)
-    for _ in range(4):
-        run_tower(tower_of(model), [(2, 4, 6)])
-    assert status_of(model).captures == 0
 
 
 def test_a_call_of_several_passes_after_replays_is_the_last_call(on_cpu: type[Recorder], model: nn.Module) -> None:
@@ -817,25 +775,6 @@ def test_memory_that_runs_out_on_another_device_drops_nothing(
     assert not runner._graphs
 
 
-def test_a_dropped_graph_does_not_stop_the_others(
-    on_cpu: type[Recorder], model: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Graphs that stay are replayed, even if no other may be captured."""
-    runner = patch(model, "auto")
-    runner.policy.thresholds = replace(runner.policy.thresholds, most_graphs=1)
-    small: Grid = [(1, 4, 4)]
-    large: Grid = [(1, 12, 16)]
-    for grid in (small, large):
-        for _ in range(3):
-            run_tower(tower_of(model), grid)
-    assert len(runner._graphs) == 1 and status_of(model).captures > 1
-    monkeypatch.setattr(Policy, "why_unpaid", lambda *_: "no other")
-    run_tower(tower_of(model), large)
-    assert last_call(model).startswith("replayed")
-    run_tower(tower_of(model), small)
-    assert last_call(model) == "eager: no other"
-
-
 def test_a_call_whose_memory_runs_out_is_run_again_without_graphs(
     on_cpu: type[Recorder], model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -969,23 +908,6 @@ def test_weights_that_are_replaced_again_and_again_capture_little(on_cpu: type[R
     assert status.captures <= 5 * FREE_CAPTURES + status.replays // REPLAYS_PER_CAPTURE + 1
 
 
-def test_every_missing_graph_of_a_known_budget_is_refused_alike(on_cpu: type[Recorder], model: nn.Module) -> None:
-    """A budget has graphs for several numbers of images."""
-    one_picture: Grid = [(1, 8, 32)]
-    patch(model, "auto")
-    assert ways_of(model, [one_picture] * 2) == ["eager", "replayed"]
-    captures = status_of(model).captures
-    many_pictures: Grid = [(1, 4, 4)] * 16
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        run_tower(tower_of(model), many_pictures)
-    assert last_call(model) == "eager: no graph is captured under a profiler"
-    on_cpu.free_bytes = 0
-    run_tower(tower_of(model), many_pictures)
-    assert "too little memory" in last_call(model) and status_of(model).captures == captures
-    on_cpu.free_bytes = 64 << 30
-    assert ways_of(model, [many_pictures]) == ["replayed"]
-
-
 def test_more_kinds_of_calls_than_graphs_are_replayed_in_part(on_cpu: type[Recorder], model: nn.Module) -> None:
     """Dropped graphs are captured again as replays pay for it, and graphs that stay are replayed."""
     runner = patch(model, "auto")
@@ -995,16 +917,6 @@ def test_more_kinds_of_calls_than_graphs_are_replayed_in_part(on_cpu: type[Recor
     status = status_of(model)
     assert ways[40:].count("replayed") > len(ways[40:]) // 2
     assert status.captures <= FREE_CAPTURES + status.replays // REPLAYS_PER_CAPTURE + 1
-
-
-def test_warmup_captures_at_once(on_cpu: type[Recorder], model: nn.Module) -> None:
-    patch(model, "auto")
-    hf_vit_accel.warmup(model, [IMAGE], progress=False)
-    assert status_of(model).captures == 1
-    run_tower(tower_of(model), IMAGE)
-    run_tower(tower_of(model), IMAGE)
-    run_tower(tower_of(model), IMAGE)
-    assert status_of(model).captures <= 2
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -1101,27 +1013,6 @@ def test_padded_graphs_are_replayed_after_many_exact_captures_failed(
     fail_exact_captures(monkeypatch)
     patch(model, config)
     assert ways_of(model, FOUR_SIZES * 12)[-4:] == ["replayed"] * 4
-
-
-def test_a_pass_whose_exact_capture_fails_is_padded_though_another_pass_is_not(
-    on_cpu: type[Recorder], monkeypatch: pytest.MonkeyPatch, model: nn.Module
-) -> None:
-    fail_exact_captures(monkeypatch, rows=48)
-    patch(model, GraphConfig(max_tokens=128, exact_after=2), max_rows=48)
-    assert ways_of(model, [TWO_PASSES] * 5) == ["replayed"] * 5
-
-
-def test_a_call_whose_exact_graph_went_is_padded_where_nothing_can_be_captured(
-    on_cpu: type[Recorder], model: nn.Module
-) -> None:
-    """The padded graph of its budget is still there, since other calls use it."""
-    patch(model, GraphConfig(max_tokens=128, exact_after=2, max_graphs=2))
-    same_budget: Grid = [(1, 2, 6)]
-    ways_of(model, [FOUR_SIZES[0], FOUR_SIZES[0], same_budget, FOUR_SIZES[2]])  # the last drops the exact graph
-    on_cpu.fail = RuntimeError("no other graph")
-    ways_of(model, [[(1, 2, width)] for width in (40, 60, 80)])
-    assert status_of(model).off is not None
-    assert ways_of(model, [FOUR_SIZES[0]] * 3) == ["replayed"] * 3
 
 
 @BOTH_KINDS
@@ -1266,17 +1157,6 @@ def test_strict_pads_a_call_whose_exact_capture_fails(on_cpu: type[Recorder], mo
         run_tower(tower_of(model), FOUR_SIZES[3])
 
 
-def test_no_graph_is_dropped_for_others_that_must_wait(on_cpu: type[Recorder], model: nn.Module) -> None:
-    runner = patch(model, GraphConfig(max_tokens=128, exact_after=0, max_bytes=1))
-    ways_of(model, FOUR_SIZES[:1])
-    on_cpu.fail = torch.OutOfMemoryError("CUDA out of memory")
-    ways_of(model, FOUR_SIZES[1:2] * 17)  # the last call makes room, in vain
-    on_cpu.fail = None
-    assert not status_of(model).graphs and OUT_OF_MEMORY in status_of(model).eager
-    runner.policy.forget_waits()
-    assert ways_of(model, FOUR_SIZES[1:2]) == ["replayed"]
-
-
 def test_memory_that_runs_out_in_the_backward_of_a_capture_is_the_capture_s_own(
     on_cpu: type[Recorder], model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1311,16 +1191,6 @@ def run_out_from(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Runner, "_capture", failing)
 
 
-def test_a_size_that_never_fits_delays_no_other_for_long(
-    on_cpu: type[Recorder], model: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_out_from(96, monkeypatch)
-    patch(model, GraphConfig(max_tokens=128, exact_after=0))
-    ways_of(model, [FOUR_SIZES[0], FOUR_SIZES[3]] * 50)
-    assert status_of(model).off is None
-    assert ways_of(model, [[(1, 4, 12)]] * 2)[-1] == "replayed"
-
-
 OUT_OF_MEMORY = "capture failed: OutOfMemoryError: CUDA out of memory"
 
 
@@ -1342,17 +1212,6 @@ def test_captures_that_never_fit_are_not_given_up(
     assert 3 <= captures_that_ran_out(model) <= 6 and status_of(model).off is None
     on_cpu.fail = None
     assert any(ways_of(model, [grid]) == ["replayed"] for grid in calls)
-
-
-@BOTH_KINDS
-def test_sizes_that_never_fit_alternate_with_sizes_that_do(
-    on_cpu: type[Recorder], model: nn.Module, monkeypatch: pytest.MonkeyPatch, config: GraphConfig | str
-) -> None:
-    run_out_from(96, monkeypatch)
-    patch(model, config)
-    cycle: list[Grid] = [grid for width in (1, 2, 3) for grid in ([(1, 4, 4 * width)], [(1, 4, 20 + 4 * width)])]
-    ways_of(model, cycle * 36)
-    assert ways_of(model, cycle)[::2] == ["replayed"] * 3
 
 
 @BOTH_KINDS
@@ -1389,16 +1248,6 @@ def test_warmup_captures_what_fits(
     hf_vit_accel.warmup(model, sizes=[FOUR_SIZES[3], *FOUR_SIZES[:3]], progress=False)
     assert status_of(model).captures == 3
     assert ways_of(model, FOUR_SIZES[:3]) == ["replayed"] * 3
-
-
-def test_graphs_that_make_room_are_replaced(on_cpu: type[Recorder], model: nn.Module) -> None:
-    """All graphs go for calls of other sizes. Replays of those that went had not paid for more captures."""
-    on_cpu.nbytes = 200 << 20
-    patch(model, "auto")
-    sizes: list[Grid] = [[(1, 4, 4 * width)] for width in (1, 3, 6, 12, 24, 40)]
-    ways_of(model, [size for size in sizes for _ in range(2)])
-    ways_of(model, [[(1, 2, 2)] * count for count in range(2, 25)] * 3)
-    assert "replayed" in ways_of(model, sizes * 6)
 
 
 @BOTH_KINDS

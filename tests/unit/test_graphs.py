@@ -29,6 +29,7 @@ from hf_vit_accel.backends import BACKENDS
 from hf_vit_accel.graphs import policy, recorder, runner, store
 from hf_vit_accel.graphs.identity import STALE_REASONS
 from hf_vit_accel.graphs.recorder import others_wait
+from hf_vit_accel.tower import forward as forward_module
 from hf_vit_accel.tower.state import state_of
 
 Tensors = list[torch.Tensor]
@@ -136,6 +137,33 @@ def test_weights_updated_in_place_are_seen(on_cpu: type[Recorder], model: nn.Mod
     assert status_of(model).captures == 1
     hf_vit_accel.unpatch(model)
     assert_close(replayed, run_tower(tower_of(model), grid))
+
+
+@pytest.mark.parametrize("config", ["auto", GraphConfig(max_tokens=128)], ids=["automatic", "asked for"])
+@pytest.mark.parametrize("trains", [False, True], ids=["inference", "training"])
+def test_deciding_twice_is_deciding_once(on_cpu: type[Recorder], config: GraphConfig | str, trains: bool) -> None:
+    """A call is counted when it runs. Before, its plan and the decision about its graphs can be made again."""
+    tower = tower_of(NARROW.build()).requires_grad_(trains)
+    hf_vit_accel.patch(tower, cuda_graphs=config)  # type: ignore[arg-type]
+    state = state_of(tower)
+    store_of_graphs = state.training_runner if trains else state.inference_runner
+    pixels = pixels_for(tower, IMAGE)
+    grid = torch.tensor(IMAGE)
+    replays = []
+    with torch.set_grad_enabled(trains):
+        for _ in range(5):
+            outputs = outputs_of(tower(pixels, grid_thw=grid))
+            if trains:
+                outputs[-1].sum().backward()
+            call = forward_module.read(tower, state, (pixels,), {"grid_thw": grid})
+            before = copy.copy(vars(store_of_graphs.policy)), store_of_graphs.status()
+            plan = forward_module.decide(tower, state, call)
+            assert plan == forward_module.decide(tower, state, call)
+            decision = store_of_graphs.decide(tuple(IMAGE), plan.spec)
+            assert decision == store_of_graphs.decide(tuple(IMAGE), plan.spec)
+            assert before == (vars(store_of_graphs.policy), store_of_graphs.status())
+            replays.append(decision.replay)
+    assert replays[-1] == "exactly"
 
 
 # --- what makes graphs stale ------------------------------------------------------------------------------------------

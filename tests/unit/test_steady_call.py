@@ -11,8 +11,9 @@ from types import FrameType
 import pytest
 import torch
 from support.calls import PACKAGE, entered
+from support.cpu_graphs import Recorder
 from support.towers import ONE_TOWER
-from tiny import GRIDS, TINY, pixels_for, run_tower, tower_of
+from tiny import GRIDS, TINY, outputs_of, pixels_for, run_tower, tower_of
 from torch import nn
 
 import hf_vit_accel
@@ -76,6 +77,34 @@ def test_a_steady_call_enters_few_functions_of_few_files(
     assert len({file for file, _, _ in steady}) <= 9, listing
     called_back = {file for file, stack in calls_between_files if file in stack and not is_of_operations(file)}
     assert not called_back, "nothing calls back into a file that waits for it"
+
+
+OF_THE_STAND_IN = ("/ops/", "/backends/", "/engine/encoder.py", "/engine/recorded.py", "/graphs/step.py")
+"""Files that only a recorder of tests enters in a replay, which runs again what was captured."""
+
+
+@pytest.mark.parametrize("trains", [False, True], ids=["inference", "training"])
+def test_a_replayed_call_enters_few_functions_of_few_files(
+    on_cpu: type[Recorder], tower: nn.Module, trains: bool
+) -> None:
+    """A replay is over when its last function returns: what it enters is the host's time of a small call."""
+    pixels = pixels_for(tower, GRID)
+    grid = torch.tensor(GRID)
+    hf_vit_accel.patch(tower.requires_grad_(trains), cuda_graphs=True)
+    with torch.set_grad_enabled(trains):
+        for _ in range(4):
+            outputs = outputs_of(tower(pixels, grid_thw=grid))
+            if trains:
+                outputs[-1].sum().backward()
+        functions = entered(lambda: tower(pixels, grid_thw=grid))
+    status = hf_vit_accel.status(tower).towers[0]
+    graphs = status.training if trains else status.graphs
+    assert graphs is not None and str(graphs.last).startswith("replayed")
+    wrapper = ("/machine.py", "call")  # marks the failures of an operation
+    steady = {key for key in functions if not key[0].startswith(OF_THE_STAND_IN) and key[:2] != wrapper}
+    listing = "\n".join(str(key) for key in sorted(steady))
+    assert len(steady) <= (30 if trains else 25), listing
+    assert len({file for file, _, _ in steady}) <= 10, listing
 
 
 CHECKS = ("/tower/checks.py", "/tower/snapshot.py", "/engine/inputs.py")
