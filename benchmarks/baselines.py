@@ -1,7 +1,8 @@
-"""Opens stock transformers in its best known set-ups: its attentions, torch.compile, CUDA graphs, Liger's kernels.
+"""Open stock transformers in its best set-ups: flash attentions that only torch or a module has, compiled without host
+syncs, from CUDA graphs, with Liger's kernels.
 
-`BASELINES` is the registry. Every entry looks at a tower, and returns how to open it there or the reasons against it.
-A tower whose parameters require gradients is trained, and needs set-ups that have a backward.
+`BASELINES` is the registry: the package's own, and those here. A tower whose parameters require gradients is trained,
+and needs set-ups that have a backward.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -19,46 +19,19 @@ from transformers import AttentionInterface
 from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from hf_vit_accel import machine
-from hf_vit_accel.backends import Request
 from hf_vit_accel.backends.flash_attention_3 import FlashAttention3
 from hf_vit_accel.backends.torch_varlen import TorchVarlen
 from hf_vit_accel.families import Tower
 from hf_vit_accel.layout import Grid, build, to_device
+from hf_vit_accel.tools.bench import ways
 from hf_vit_accel.tools.bench.towers import family_of_tower, weight_of
+from hf_vit_accel.tools.bench.ways import Baseline, Open, Run, grid_tensor, request_of
 from hf_vit_accel.tower.proof import prove
-from hf_vit_accel.tower.snapshot import Snapshot
 from hf_vit_accel.versions import METADATA, keyword_arguments
 
 LIGER = machine.Package(module="liger_kernel", distribution="liger-kernel", install="pip install liger-kernel")
-_NO_GRAPHS = "a CUDA graph of a forward has no backward"
-_BY_MODULE = {"flash_attention_2": "flash_attention_2_of_torch", "flash_attention_3": "flash_attention_3_by_module"}
-"""Our names in transformers for attentions that it does not recognise: FlashAttention-2 as built into torch, and
-FlashAttention-3 as a module alone. "flash" in a name makes it a varlen attention."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """A set-up that is open.
-
-    Attributes:
-        tower: The tower whose parameters take part.
-        forward: Pixels (T, P) to the tower's output.
-    """
-
-    tower: nn.Module
-    forward: Callable[[Tensor], Any]
-
-    def __call__(self, pixels_TP: Tensor) -> Any:
-        """Return the tower's output."""
-        return self.forward(pixels_TP)
-
-
-Open: TypeAlias = Callable[[Tower, Grid], AbstractContextManager[Run]]
-"""Opens a set-up on a tower, for one grid."""
 OpenFlash: TypeAlias = Callable[[str, Tower, Grid], AbstractContextManager[Run]]
 """Opens a set-up with a named attention."""
-Baseline: TypeAlias = Callable[[Tower], Open | list[str]]
-"""Looks at a tower, and returns how to open a set-up on it, or all reasons against it."""
 
 
 def is_trained(tower: nn.Module) -> bool:
@@ -66,25 +39,11 @@ def is_trained(tower: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in tower.parameters())
 
 
-def request_of(tower: Tower, device: torch.device | None = None, *, grad: bool | None = None) -> Request:
-    """Return what a tower's layers ask of a backend.
-
-    Args:
-        device: Where it will be; by default where it is.
-        grad: Whether gradients are asked for; by default where the tower is trained.
-    """
-    snapshot = Snapshot(tower, family_of_tower(tower))
-    return snapshot.request(
-        device or snapshot.parts.projection.weight.device, grad=is_trained(tower) if grad is None else grad
-    )
-
-
 @contextmanager
 def stock(attention: str, tower: Tower, grid: Grid) -> Iterator[Run]:
-    """Open the stock tower with one of transformers' attentions, called as users call it."""
+    """Open the stock tower with one of transformers' attentions, or ours in its place, called as users call it."""
     set_attention(tower, attention)
-    grid_thw = grid_tensor(grid, tower)
-    yield Run(tower, lambda pixels_TP: tower(pixels_TP, grid_thw=grid_thw))
+    yield ways.run_with(tower, grid_thw=grid_tensor(grid, tower))
 
 
 @contextmanager
@@ -258,7 +217,7 @@ def _baseline_of_graph(open_flash: OpenFlash) -> Baseline:
     def choose(tower: Tower) -> Open | list[str]:
         flash, reasons = _best_flash(tower)
         if is_trained(tower):
-            reasons = [_NO_GRAPHS, *reasons]
+            reasons = ["a CUDA graph of a forward has no backward", *reasons]
         if flash is None or reasons:
             return reasons
         return lambda tower, grid: _graphed(open_flash, flash, tower, grid)
@@ -277,8 +236,7 @@ def _baseline_liger(tower: Tower) -> Open | list[str]:
     return reasons or _opener(_liger, flash or "sdpa")
 
 
-BASELINES: Mapping[str, Baseline] = {
-    "sdpa": _baseline_of_attention("sdpa"),
+BASELINES: Mapping[str, Baseline] = ways.BASELINES | {
     "flash_attention_2": _baseline_of_attention("flash_attention_2"),
     "flash_attention_3": _baseline_of_attention("flash_attention_3"),
     "compile": _baseline_of_flash(_compiled),
@@ -328,8 +286,9 @@ def set_attention(tower: Tower, attention: str) -> None:
     if substitute is None:
         tower.set_attn_implementation(attention)
         return
-    AttentionInterface.register(_BY_MODULE[attention], substitute)
-    tower.config._attn_implementation_internal = _BY_MODULE[attention]  # the public setter would ask the Hub for it
+    name = f"{attention}_of_benchmarks"  # "flash" in a name makes it a varlen attention
+    AttentionInterface.register(name, substitute)
+    tower.config._attn_implementation_internal = name  # the public setter would ask the Hub for it
 
 
 def _flash_attention_2(
@@ -374,8 +333,3 @@ def _metadata(tower: Tower, grid: Grid) -> dict[str, Tensor | int]:
     if metadata.window is not None:
         values["max_window_seqlen"] = metadata.window.max_seqlen
     return keyword_arguments(values, prove(tower, family).taken)
-
-
-def grid_tensor(grid: Grid, tower: Tower) -> Tensor:
-    """Return a grid as towers take it."""
-    return torch.tensor(grid, device=weight_of(tower).device)

@@ -41,7 +41,6 @@ from whole_call import build  # noqa: E402
 
 import hf_vit_accel  # noqa: E402
 from hf_vit_accel import machine  # noqa: E402
-from hf_vit_accel.tools import bench  # noqa: E402
 
 CHECKPOINTS = {
     "qwen2.5-vl-7b": ROOT / "tests" / "tiny_captioner" / "qwen2_5_vl",
@@ -222,7 +221,7 @@ def document(model: str, pictures: int, processes: int, runs: Mapping[str, Seque
         rows.append({"model": model, "tokens": number, **medians, "all": rates, "ms waiting": waiting})
     device = machine.cuda_device_name() if torch.cuda.is_available() else "cpu"
     head = {"versions": machine.versions(), "device": device, "gpus": processes, "dtype": "bfloat16"}
-    return {**head, "machine": bench.host(), "images": pictures, "rows": rows}
+    return {**head, "images": pictures, "rows": rows}
 
 
 def fresh_model(

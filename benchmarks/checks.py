@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import Row, write_json
+from measuring import DEVICE, DTYPE, Row, write_json
 from torch import nn
 
 import hf_vit_accel
@@ -23,7 +23,6 @@ from hf_vit_accel import machine
 from hf_vit_accel.engine import inputs
 from hf_vit_accel.engine.encoder import Residual, encode
 from hf_vit_accel.layout import rows_of
-from hf_vit_accel.tools import bench
 from hf_vit_accel.tools.bench.towers import build_tower, weight_of
 from hf_vit_accel.tower import checks
 from hf_vit_accel.tower.state import state_of
@@ -104,22 +103,20 @@ def main() -> None:
     parser.add_argument("--models", default="qwen2.5-vl-7b,qwen3-vl-8b,qwen2-vl-7b")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    device = bench.device_of_choice()
     rows: list[Row] = []
     for model in arguments.models.split(","):
-        tower = build_tower(model, device, bench.default_dtype(device)).requires_grad_(False)
+        tower = build_tower(model, DEVICE, DTYPE).requires_grad_(False)
         hf_vit_accel.patch(tower)
         for grad in (False, True):
             rows.append({"model": model, "grad": grad, **measure(tower, grad=grad)})
             print(rows[-1], flush=True)
         rows.append({"model": model, "what": "a layer", **measure_layer(tower)})
         print(rows[-1], flush=True)
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU"
     document = {
         "device": name,
         "dtype": "bfloat16",
         "versions": machine.versions(),
-        "machine": bench.host(),
         "rows": rows,
     }
     write_json(arguments.json, document)

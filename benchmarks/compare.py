@@ -23,13 +23,14 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from measuring import DEVICE, DTYPE
 
 import hf_vit_accel
 from hf_vit_accel import machine
 from hf_vit_accel.layout import rows_of
-from hf_vit_accel.tools import bench
-from hf_vit_accel.tools.bench.towers import build_tower, family_of_tower, parse_size, weight_of
-from hf_vit_accel.tools.bench.work import milliseconds, outputs_of
+from hf_vit_accel.tools.bench.measure import outputs_of
+from hf_vit_accel.tools.bench.timing import time_in_turns
+from hf_vit_accel.tools.bench.towers import SIZES, build_tower, family_of_tower, parse_size, weight_of
 
 WAYS = ("forward", "graphs", "training")
 OTHER_NAMES = {"hf_vit_accel": "hf_vit_before", "flash_vit_auto": "flash_vit_before"}
@@ -72,10 +73,9 @@ def step_of(package: ModuleType, tower: Any, way: str, size: str) -> Callable[[]
     return step
 
 
-def compare(before: ModuleType, model: str, size: str, way: str, rounds: int, calls: int) -> dict[str, Any]:
+def compare(before: ModuleType, model: str, size: str, way: str, rounds: int) -> dict[str, Any]:
     """Time both versions in turns, and return the medians of a call in milliseconds."""
-    device = bench.device_of_choice()
-    tower = build_tower(model, device, bench.default_dtype(device))
+    tower = build_tower(model, DEVICE, DTYPE)
     steps = {
         "before": step_of(before, copy.deepcopy(tower), way, size),
         "now": step_of(hf_vit_accel, tower, way, size),
@@ -86,14 +86,7 @@ def compare(before: ModuleType, model: str, size: str, way: str, rounds: int, ca
         if difference > 0.02:
             raise SystemExit(f"{model}, {size}, {way}: outputs differ by {difference:.1e}")
     del outputs
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(rounds + 1):
-        order = list(steps) if number % 2 else list(reversed(steps))
-        for name in order:
-            for _ in range(calls):
-                elapsed = milliseconds(steps[name], cuda=device.type == "cuda")
-                if number:  # the first round warms up
-                    times[name].append(elapsed)
+    times = time_in_turns(steps, rounds, cuda=DEVICE.type == "cuda")
     medians = {name: statistics.median(values) for name, values in times.items()}
     return {
         "model": model,
@@ -109,10 +102,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, required=True, help="a checkout of the earlier version")
     parser.add_argument("--models", default="qwen2.5-vl-7b,qwen3-vl-8b,qwen2-vl-7b")
-    parser.add_argument("--sizes", default=",".join(bench.SIZES))
+    parser.add_argument("--sizes", default=",".join(SIZES))
     parser.add_argument("--ways", default=",".join(WAYS))
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--calls", type=int, default=3, help="calls of one version in a row")
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     before = import_before(arguments.before)
@@ -120,16 +112,16 @@ def main() -> None:
     for model in arguments.models.split(","):
         for way in arguments.ways.split(","):
             for size in arguments.sizes.split(","):
-                row = compare(before, model, size, way, arguments.rounds, arguments.calls)
+                row = compare(before, model, size, way, arguments.rounds)
                 if row["ratio"] > 1.02:
-                    again = compare(before, model, size, way, 3 * arguments.rounds, arguments.calls)
+                    again = compare(before, model, size, way, 3 * arguments.rounds)
                     row = again | {"first_ratio": row["ratio"]}
                 rows.append(row)
                 print(row, flush=True)
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()
     device = machine.cuda_device_name() if torch.cuda.is_available() else "cpu"
-    result = {"device": device, "versions": machine.versions(), "machine": bench.host(), "rows": rows}
+    result = {"device": device, "versions": machine.versions(), "rows": rows}
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

@@ -28,9 +28,9 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from measuring import host
 
 from hf_vit_accel import machine
-from hf_vit_accel.tools import bench
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -41,11 +41,6 @@ OTHERS = (
     *("qwen3.5", "glm-ocr", "glm-4.1v-9b", "glm-5.3-flash", "paddleocr-vl", "ernie-4.5-vl"),
     *("qwen2.5-omni-7b", "exaone-4.5"),
 )
-MODULES = {
-    "hf-vit-accel": "hf_vit_accel",
-    "torch.distributed.run": "torch.distributed.run",
-}
-"""The module to run instead of a console script, which might belong to another Python."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,14 +81,16 @@ class Job:
         command = self.command.replace("torchrun", "torch.distributed.run --standalone")
         program, _, options = command.partition(" ")
         start = [sys.executable]
-        if program in MODULES:
-            start += ["-m", MODULES[program]]
+        if program == "torch.distributed.run":
+            start += ["-m", program]
         models = [self.option, ",".join(self.models)] if self.models else []
         return [*start, *shlex.split(options), *models, "--json", str(path)]
 
 
 def _bench(file: str, options: str, models: tuple[str, ...] = QWEN, seconds: int = 100) -> Job:
-    return Job(file=file, command=f"hf-vit-accel bench {options}", models=models, seconds=seconds, is_shared=True)
+    return Job(
+        file=file, command=f"python benchmarks/towers.py {options}", models=models, seconds=seconds, is_shared=True
+    )
 
 
 def _script(file: str, script: str, models: tuple[str, ...] = (), seconds: int = 100) -> Job:
@@ -104,8 +101,8 @@ def _script(file: str, script: str, models: tuple[str, ...] = (), seconds: int =
 JOBS = {
     "towers": Job(  # a process for each model: together they take the longest of all benches
         file="towers.json",
-        command="hf-vit-accel bench --rounds 2 --baselines sdpa,flash_attention_2,flash_attention_3 --backends "
-        "auto,auto+graph,flash_attention_3,flash_attention_4,flashinfer_cudnn,torch_cudnn,torch_varlen",
+        command="python benchmarks/towers.py --rounds 2 --baselines sdpa,flash_attention_2,flash_attention_3 "
+        "--backends auto,auto+graph,flash_attention_3,flash_attention_4,flashinfer_cudnn,torch_cudnn,torch_varlen",
         models=QWEN,
         seconds=120,
     ),
@@ -139,9 +136,9 @@ JOBS = {
         seconds=110,
         is_shared=True,
     ),
-    "training": _bench(
+    "training": _script(
         "training.json",
-        '--train --rounds 2 --sizes "one 448²,16 x 512²" --backends auto,auto+graph,flash_attention_4 '
+        'training.py --rounds 2 --sizes "one 448²,16 x 512²" --backends auto,auto+graph,flash_attention_4 '
         "--baselines sdpa,flash_attention_2,compile_blocks",
         QWEN[:2],
         seconds=130,
@@ -199,10 +196,10 @@ JOBS = {
 
 def merge(job: Job, documents: Sequence[Document], commit: str | None) -> Document:
     """Merge the documents of a job's parts, with every machine that measured one of them."""
-    machines = [document["machine"] for document in documents if document.get("machine")] or [bench.host()]
+    machines = [document["machine"] for document in documents if document.get("machine")] or [host()]
     common = {"versions": machine.versions(), "dtype": "bfloat16"}
     merged = {**common, **documents[0], "command": job.command_line(), "commit": commit, "machine": machines[0]}
-    merged["machines"] = [host for index, host in enumerate(machines) if host not in machines[:index]]
+    merged["machines"] = [facts for index, facts in enumerate(machines) if facts not in machines[:index]]
     if len(documents) > 1:
         merged["rows"] = [row for document in documents for row in document["rows"]]
     return merged

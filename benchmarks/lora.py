@@ -20,16 +20,15 @@ from typing import Annotated
 import peft
 import torch
 import typer
+from baselines import BASELINES
 from measuring import Grid, Row, device_name, in_turn, largest_error, write_json
 from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel import machine
 from hf_vit_accel.layout import rows_of
-from hf_vit_accel.tools import bench
-from hf_vit_accel.tools.bench.baselines import BASELINES
+from hf_vit_accel.tools.bench.timing import milliseconds
 from hf_vit_accel.tools.bench.towers import build_tower, family_of_tower, parse_size, weight_of
-from hf_vit_accel.tools.bench.work import milliseconds
 
 Forward = Callable[..., object]
 
@@ -173,7 +172,6 @@ def main(
     place = torch.device(device)
     rows: list[Row] = []
     document: Row = {"device": device_name(place), "dtype": "bfloat16", "versions": machine.versions(), "rows": rows}
-    document["machine"] = bench.host()
     for model in models.split(","):
         rows += measure(model, size, rank, rounds, place)
         write_json(json_path, document)

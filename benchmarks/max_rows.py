@@ -23,8 +23,8 @@ from torch import nn
 import hf_vit_accel
 from hf_vit_accel import machine
 from hf_vit_accel.options.passes import AUTO_ROWS, cut
+from hf_vit_accel.tools.bench.timing import milliseconds
 from hf_vit_accel.tools.bench.towers import build_tower, family_of_tower, weight_of
-from hf_vit_accel.tools.bench.work import milliseconds
 
 SIZES = (None, 16384, 28672, AUTO_ROWS, 50688, 65536)
 """The values of `max_rows`; None for one pass."""

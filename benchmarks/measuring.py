@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,9 @@ Row = dict[str, Any]
 Grid = Sequence[tuple[int, int, int]]
 """Frames, height and width in patches of every image or video."""
 
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
 
 STEPS_UNTIL_STEADY = 4
 """A training step is captured at its third call."""
@@ -39,6 +45,40 @@ def in_turn(contenders: Iterable[str], index: int) -> list[str]:
 def device_name(device: torch.device) -> str:
     """Return the name of the GPU, or "cpu"."""
     return machine.cuda_device_name() if device.type == "cuda" else "cpu"
+
+
+def host() -> dict[str, str | int | float | None]:
+    """Return what decides a machine's speed, beside the name of its GPU.
+
+    Returns:
+        cpu: The name of the CPU.
+        cores: Cores that this process may use.
+        driver: Driver of the first GPU that it may use, by `nvidia-smi`. Without one, this and all below are left out.
+        clock: The GPU's clock (MHz).
+        largest_clock: The GPU's largest clock (MHz).
+        power: The GPU's power limit (W).
+    """
+    has_affinity = hasattr(os, "sched_getaffinity")  # Linux
+    facts: dict[str, str | int | float | None] = {
+        "cpu": None,
+        "cores": len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count(),
+    }
+    with suppress(OSError, StopIteration):
+        cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        facts["cpu"] = next(line.split(":", 1)[1].strip() for line in cpuinfo if line.startswith("model name"))
+    index = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    command = ["nvidia-smi", "--format=csv,noheader,nounits", "-i", index or "0"]
+    command.append("--query-gpu=driver_version,clocks.sm,clocks.max.sm,power.limit")
+    with suppress(OSError, subprocess.SubprocessError, ValueError):
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        driver, clock, largest_clock, power = answer.split(", ")
+        facts |= {
+            "driver": driver,
+            "clock": int(clock),
+            "largest_clock": int(largest_clock),
+            "power": float(power),
+        }
+    return facts
 
 
 def write_json(path: Path | None, document: Row) -> None:

@@ -1,4 +1,7 @@
-"""Says where the time of one step goes: groups its kernels (on a CPU its operators) into parts of a tower."""
+"""Say where the time of one forward goes: group its kernels (on a CPU its operators) into parts of a tower.
+
+python benchmarks/profiling.py --model qwen3-vl-8b --size "16 x 512²" --backend flash_attention_3
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,17 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+import typer
+from measuring import DEVICE, DTYPE
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
+
+from hf_vit_accel.tools.bench.measure import draw_pixels, forward
+from hf_vit_accel.tools.bench.towers import build_tower, family_of_tower, parse_size
+from hf_vit_accel.tools.bench.ways import choose
 
 PARTS: Mapping[str, re.Pattern[str]] = {
     part: re.compile(pattern, re.IGNORECASE)
@@ -79,3 +89,24 @@ def part_of(kernel: str) -> str:
     """Return the part that a kernel's name belongs to."""
     part = next((part for part, pattern in PARTS.items() if pattern.search(kernel)), "other")
     return "GEMM" if part == "activation" and _EPILOGUE.search(kernel) else part
+
+
+def main(model: str = "qwen3-vl-8b", size: str = "16 x 512²", backend: str = "auto") -> None:
+    """Print the parts of one forward, the longest first."""
+    tower = build_tower(model, DEVICE, DTYPE)
+    _, grid = parse_size(size)
+    (way,) = choose(tower, [backend], [])
+    if way.open is None:
+        raise typer.BadParameter("; ".join(way.reasons))
+    with way.open(tower, grid) as run:
+        parts = profile(
+            partial(forward, run, draw_pixels(tower, grid, 0)),
+            len(family_of_tower(tower).parts(tower).blocks),
+            cuda=DEVICE.type == "cuda",
+        )
+    for part in parts:
+        print(f"{part.part:10}  {part.us:9.0f} us  {part.share:5.1%}  {part.per_layer:6.1f} per layer")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -24,8 +24,8 @@ from torch import nn
 
 from hf_vit_accel import machine, patch, status
 from hf_vit_accel.layout import rows_of
+from hf_vit_accel.tools.bench.timing import milliseconds
 from hf_vit_accel.tools.bench.towers import build_tower, parse_size
-from hf_vit_accel.tools.bench.work import milliseconds
 
 INPUTS = "one 448²", "one 1024²", "16 x 512²"
 ERROR_BAR = 1.1

@@ -19,13 +19,13 @@ from typing import Annotated
 import numpy as np
 import torch
 import typer
-from measuring import Grid, Row, device_name, in_turn, largest_error, write_json
+from measuring import DEVICE, DTYPE, Grid, Row, device_name, in_turn, largest_error, write_json
 from torch import nn
 
 from hf_vit_accel import machine, patch, status
-from hf_vit_accel.tools import bench
+from hf_vit_accel.tools.bench.measure import outputs_of
+from hf_vit_accel.tools.bench.timing import milliseconds
 from hf_vit_accel.tools.bench.towers import build_tower, weight_of
-from hf_vit_accel.tools.bench.work import milliseconds, outputs_of
 
 MOST_PICTURES = 3
 SIDES = range(8, 42, 2)
@@ -117,7 +117,7 @@ def measure_stream(model: str, towers: dict[str, nn.Module], stream: Stream, see
 @torch.inference_mode()
 def measure(model: str, device: torch.device, streams: tuple[Stream, ...] = STREAMS) -> list[Row]:
     """Return a row for every stream. Kernels are compiled before, by streams of other sizes."""
-    default = build_tower(model, device, bench.default_dtype(device))
+    default = build_tower(model, device, DTYPE)
     towers = {"without": patch(deepcopy(default), cuda_graphs=False), "default": default}
     rows = []
     for seed, stream in enumerate((Stream(40, 10), *streams)):
@@ -132,16 +132,14 @@ def main(
     json: Annotated[Path | None, typer.Option(help="File of the results.")] = None,
 ) -> None:
     """Send the streams through every model; print the rows and write them to a file."""
-    device = bench.device_of_choice()
     document: Row = {
-        "device": device_name(device),
+        "device": device_name(DEVICE),
         "dtype": "bfloat16",
         "versions": machine.versions(),
-        "machine": bench.host(),
         "rows": [],
     }
     for model in models.split(","):
-        document["rows"] += measure(model, device)
+        document["rows"] += measure(model, DEVICE)
         write_json(json, document)
 
 

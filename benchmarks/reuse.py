@@ -22,8 +22,9 @@ from measuring import Row, in_turn, largest_error
 from torch import nn
 
 from hf_vit_accel import ReuseConfig, patch, status
+from hf_vit_accel.tools.bench.measure import outputs_of
+from hf_vit_accel.tools.bench.timing import milliseconds
 from hf_vit_accel.tools.bench.towers import build_tower, weight_of
-from hf_vit_accel.tools.bench.work import milliseconds, outputs_of
 
 PICTURES = 8
 COPIES = 8

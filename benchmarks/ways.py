@@ -33,9 +33,8 @@ from torch.nn.parallel import DistributedDataParallel
 import hf_vit_accel
 from hf_vit_accel import machine
 from hf_vit_accel.layout import rows_of
-from hf_vit_accel.tools import bench
+from hf_vit_accel.tools.bench.timing import milliseconds
 from hf_vit_accel.tools.bench.towers import build_tower, family_of_tower, parse_size, weight_of
-from hf_vit_accel.tools.bench.work import milliseconds
 
 DEVICE = (
     torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
@@ -278,7 +277,7 @@ def main(
     dist.init_process_group("nccl" if DEVICE.type == "cuda" else "gloo")
     rows: list[Row] = []
     document: Row = {"device": device_name(DEVICE), "dtype": "bfloat16", "versions": machine.versions(), "rows": rows}
-    document |= {"machine": bench.host(), "gpus": dist.get_world_size()}
+    document["gpus"] = dist.get_world_size()
     for model in models.split(","):
         for size in sizes.split(","):
             for way in ways.split(";"):

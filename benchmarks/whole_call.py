@@ -13,12 +13,12 @@ from typing import Annotated, Any
 import torch
 import transformers
 import typer
+from baselines import reasons_against_attention, set_attention
 from torch import nn
 from transformers import PreTrainedModel
 
 import hf_vit_accel
 from hf_vit_accel import machine
-from hf_vit_accel.tools.bench.baselines import reasons_against_attention, set_attention
 from hf_vit_accel.tools.bench.towers import SHAPES
 
 IMAGE = 151655

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from hf_vit_accel.tools.bench.report import document
 
 from hf_vit_accel.tools.bench.measure import Row
-from hf_vit_accel.tools.bench.report import document
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "docs" / "writers"))

@@ -20,6 +20,8 @@ import tiny
 import torch
 import transformers
 from click.testing import Result
+from hf_vit_accel.tools.bench.profile import part_of
+from hf_vit_accel.tools.bench.work import Errors, draw_batch, results
 from support.backends import Spoil, add_spoiled, hide_gpu
 from support.families import tiny_tower
 from torch import nn
@@ -31,9 +33,7 @@ from hf_vit_accel.families import FAMILIES, Family
 from hf_vit_accel.layout import Grid
 from hf_vit_accel.tools import bench, cli
 from hf_vit_accel.tools.bench import baselines, contenders, towers, verify
-from hf_vit_accel.tools.bench.profile import part_of
 from hf_vit_accel.tools.bench.timing import time_in_turns
-from hf_vit_accel.tools.bench.work import Errors, draw_batch, results
 
 Row = dict[str, Any]
 

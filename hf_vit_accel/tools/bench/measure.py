@@ -1,166 +1,46 @@
-"""Verifies every contender, then times those that passed, interleaved.
-
-A step is one forward, or one forward and backward of a tower whose parameters require gradients.
-"""
+"""Compare every way to run a tower with fp32, then time those that are right."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
+from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_vit_accel import machine
 from hf_vit_accel.engine.inputs import Expected, read
 from hf_vit_accel.families import Tower
 from hf_vit_accel.layout import Grid, rows_of
-from hf_vit_accel.tools.bench.baselines import Run, is_trained
-from hf_vit_accel.tools.bench.contenders import Contender, check_names, choose
-from hf_vit_accel.tools.bench.profile import Part, profile
-from hf_vit_accel.tools.bench.timing import Say, TimedStep, time_in_turns
-from hf_vit_accel.tools.bench.towers import SHAPES, build_tower, family_of_tower, matrix_flops
-from hf_vit_accel.tools.bench.verify import ErrorVerdict, Problem, Status, problem_of, reference_of, twin_of, verify
-from hf_vit_accel.tools.bench.work import Batch, peak_gigabytes, work
+from hf_vit_accel.tools.bench.timing import nothing, time_in_turns
+from hf_vit_accel.tools.bench.towers import family_of_tower, weight_of
+from hf_vit_accel.tools.bench.ways import Run, Way, stock
 
-DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+ROUNDING: Mapping[torch.dtype, float] = {
+    torch.bfloat16: torch.finfo(torch.bfloat16).eps,
+    torch.float16: torch.finfo(torch.float16).eps,
+    torch.float32: 1e-5,  # the reference is itself rounded to fp32, layer after layer
+}
+"""Dtype -> an error that passes in any case."""
+PROMISED = 1.1
+"""Times stock's own error in the dtype that ours may have."""
+PEERS = 2.0
+"""The same for other libraries, which promise less; a wrong result is many times off."""
+BATCHES = 3
+"""By default the second call of a small input is replayed padded, the third as it is. All must be right."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """The result of one contender on one input of one model.
-
-    Attributes:
-        model: The model's name.
-        size: The input's name.
-        patches: Patch rows of the input.
-        contender: The contender's name.
-        status: "timed", "wrong" or "skipped".
-        floor_ms: The input's matrix FLOPs at peak speed, None without a peak.
-        bound: The largest error that passes, of `worst`.
-        ms: Median milliseconds of a step.
-        ms_low: Least milliseconds.
-        ms_high: Most milliseconds.
-        ratio: ms / floor_ms.
-        speedup: Over the first contender of the input.
-        error: The relative L2 error of `worst`.
-        worst: The output or gradient whose error comes nearest to its bound.
-        error_ratio: The largest error over stock's own in the dtype, None where stock has none.
-        error_ratio_mean: The mean of these.
-        peak_gb: Most memory beyond the weights, of a training on CUDA.
-        problem: Why it is wrong or was skipped.
-        parts: Its profile, if asked for.
-    """
-
-    model: str
-    size: str
-    patches: int
-    contender: str
-    status: Status
-    floor_ms: float | None
-    bound: float
-    ms: float | None = None
-    ms_low: float | None = None
-    ms_high: float | None = None
-    ratio: float | None = None
-    speedup: float | None = None
-    error: float | None = None
-    worst: str | None = None
-    error_ratio: float | None = None
-    error_ratio_mean: float | None = None
-    peak_gb: float | None = None
-    problem: str | None = None
-    parts: tuple[Part, ...] | None = None
+Row = dict[str, Any]
+"""One way on one input of one model, as JSON holds it; the command line documents the keys."""
+KEYS = ("model", "size", "patches", "contender", "status", "problem", "ms", "ms_low", "ms_high", "speedup")
+KEYS += ("error", "bound")
 
 
-def device_of_choice() -> torch.device:
-    """Return the current CUDA device, or the CPU."""
-    return torch.device("cuda" if machine.has_cuda() else "cpu")
-
-
-def default_dtype(device: torch.device) -> torch.dtype:
-    """Return bf16 on CUDA, fp32 on a CPU."""
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
-def bench(
-    models: Sequence[str],
-    sizes: Mapping[str, Grid],
-    *,
-    attentions: Sequence[str] | None = None,
-    baselines: Sequence[str] = ("sdpa",),
-    dtype: torch.dtype | None = None,
-    rounds: int = 5,
-    peak: float | None = None,
-    weights: bool = False,
-    with_profile: bool = False,
-    train: bool = False,
-    checkpointing: bool = False,
-    say: Say = lambda _: None,
-) -> Iterator[list[Row]]:
-    """Build each model's tower, choose the contenders and measure them.
-
-    Args:
-        models: Built-in shapes, checkpoints or config files.
-        attentions: Names of backends and "auto"; None for "auto" and each that can run.
-        dtype: Of the towers; by default bf16 on CUDA, fp32 on a CPU.
-        rounds: Rounds of timing; a GPU takes more for short steps.
-        peak: TFLOP/s of the floor, None for no floor.
-        say: Takes what cannot run, before anything does, and then what runs.
-
-    Returns:
-        The rows of one model and size at a time.
-
-    Raises:
-        ValueError: Before anything runs: a model, contender or size does not exist or fit, or no named backend can run.
-    """
-    check_names(attentions or (), baselines)
-    if attentions is not None and not [*attentions, *baselines]:
-        raise ValueError("nothing to time: there are neither backends nor baselines; name at least one")
-    device = device_of_choice()
-    dtype = dtype or default_dtype(device)
-    for model in models:
-        if weights and (model in SHAPES or Path(model).is_file()):
-            raise ValueError(f"{model!r} has no weights to load: pass a checkpoint's folder or hub id")
-        outline = _prepared(build_tower(model, torch.device("meta"), dtype), train, checkpointing)
-        _check_model(model, outline, sizes, attentions, device, say)
-
-    def blocks() -> Iterator[list[Row]]:
-        for model in models:
-            say(f"{model}: building the tower")
-            tower = _prepared(build_tower(model, device, dtype, weights=weights), train, checkpointing)
-            contenders = choose(tower, attentions, baselines)
-            yield from measure(
-                model, tower, sizes, contenders, rounds=rounds, peak=peak, with_profile=with_profile, say=say
-            )
-
-    return blocks()
-
-
-def _check_model(
-    model: str,
-    outline: Tower,
-    sizes: Mapping[str, Grid],
-    attentions: Sequence[str] | None,
-    device: torch.device,
-    say: Say,
-) -> None:
-    """Raise ValueError for sizes that do not fit a model, and if no named backend can run it. Say which cannot."""
-    for grid in sizes.values():
-        _check_grid(outline, grid)
-    unusable = [contender for contender in choose(outline, attentions, (), device=device) if contender.against]
-    reasons = [f"{contender.name} cannot run: {'; '.join(contender.against)}" for contender in unusable]
-    if attentions and len(unusable) == len(attentions):
-        raise ValueError("; ".join(reasons))
-    for reason in reasons:
-        say(f"{model}: {reason}")
-
-
-def _check_grid(tower: Tower, grid: Grid) -> None:
+def check_grid(tower: Tower, grid: Grid) -> None:
     """Raise ValueError for a grid that the tower does not take."""
     family = family_of_tower(tower)
     expected = Expected(merge=family.geometry(tower).merge, width=None, device=None)
@@ -169,166 +49,145 @@ def _check_grid(tower: Tower, grid: Grid) -> None:
         raise ValueError(f"{family.name} takes videos frame by frame, but a size is {grid}: pass images")
 
 
-def _prepared(tower: Tower, train: bool, checkpointing: bool) -> Tower:
-    """Turn on training and gradient checkpointing, where asked for."""
-    if checkpointing:
-        # Newer transformers call it activation checkpointing.
-        enable = getattr(tower, "activation_checkpointing_enable", None) or tower.gradient_checkpointing_enable
-        enable()
-    return tower.requires_grad_(True).train() if train else tower
+def draw_pixels(tower: Tower, grid: Grid, seed: int) -> Tensor:
+    """Draw random pixels (T, P) in the tower's dtype."""
+    weight = weight_of(tower)
+    generator = torch.Generator(weight.device).manual_seed(seed)
+    pixels_TP = torch.randn(rows_of(grid), weight[0].numel(), device=weight.device, generator=generator)
+    return family_of_tower(tower).pixels(tower, pixels_TP.to(weight.dtype))
+
+
+def outputs_of(output: Any) -> list[Tensor]:
+    """Return the features that a model takes: merged rows (or a tower's last rows) and deepstack features."""
+    if isinstance(output, Tensor):
+        return [output]
+    if type(output) is tuple:
+        return [output[0], *output[1]]
+    merged = output.last_hidden_state if output.pooler_output is None else output.pooler_output
+    return [merged, *(output.get("deepstack_features") or [])]
+
+
+def forward(run: Run, pixels_TP: Tensor) -> list[Tensor]:
+    """Run what is timed."""
+    with torch.no_grad():
+        return outputs_of(run(pixels_TP))
+
+
+def relative_error(value: Tensor, expected: Tensor) -> float:
+    """Return |value - expected| / |expected| in L2: infinite for another shape, and for what is not finite."""
+    if value.shape != expected.shape:
+        return math.inf
+    difference = (value.float() - expected).norm()
+    norm = expected.norm()
+    error = float(difference / norm if norm else difference)
+    return error if math.isfinite(error) else math.inf
+
+
+def largest_error(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Return the largest relative error of an output."""
+    if len(outputs) != len(expected):
+        return math.inf
+    return max(relative_error(output, exact) for output, exact in zip(outputs, expected, strict=True))
+
+
+def twin_of(tower: Tower) -> Tower:
+    """Return the same tower again: modules and buffers are copies, parameters are shared."""
+    return deepcopy(tower, {id(parameter): parameter for parameter in tower.parameters()})
 
 
 def measure(
     model: str,
     tower: Tower,
     sizes: Mapping[str, Grid],
-    contenders: Sequence[Contender],
+    ways: Sequence[Way],
     *,
     rounds: int,
-    peak: float | None = None,
-    with_profile: bool = False,
-    say: Say = lambda _: None,
+    say: Callable[[str], None] = nothing,
 ) -> Iterator[list[Row]]:
-    """Verify and time contenders on a stock tower.
+    """Verify and time all ways on a stock tower; yield the rows of one size at a time.
 
-    Every contender gets modules of its own, and sees no other's traces. Parameters and gradients are shared, since
-    copies for all contenders would not fit a GPU.
-
-    Args:
-        peak: TFLOP/s of the floor, None for no floor.
-        with_profile: Profile the first patched contender that was timed, else the first baseline.
-
-    Yields:
-        The rows of one size.
+    Every way gets modules of its own, and sees no other's traces. Parameters are shared: copies would not fit a GPU.
     """
-    reference = reference_of(tower)
-    passes = 3 if is_trained(tower) else 1  # a backward takes twice the products of a forward
+    reference = deepcopy(tower).float()
     for size, grid in sizes.items():
-        measured = _measure_size(
-            contenders, reference, tower, grid, rounds, with_profile, _prefixed(say, f"{model}, {size}")
-        )
-        floor_ms = passes * matrix_flops(tower, grid) / (peak * 1e9) if peak else None
-        first_name = contenders[0].name if contenders else None
-        first = measured.times.get(first_name) if first_name else None
-        rows = []
-        for name in measured.verdicts:
-            fields = _fields(measured, name, floor_ms, None if first is None else statistics.median(first))
-            rows.append(Row(model=model, size=size, patches=rows_of(grid), contender=name, **fields))
-        yield rows
+        rows = {way.name: new_row(model, size, grid, way) for way in ways}
+        with ExitStack() as stack:
+            runs = open_all(stack, ways, rows, tower, grid)
+            pixels_TP = _verify(runs, rows, ways, reference, tower, grid, say)
+            steps = {name: partial(forward, run, pixels_TP) for name, run in runs.items()}
+            add_times(rows, time_in_turns(steps, rounds, cuda=pixels_TP.is_cuda, say=say))
+        yield list(rows.values())
 
 
-def _prefixed(say: Say, prefix: str) -> Say:
-    return lambda line: say(f"{prefix}: {line}")
+def new_row(model: str, size: str, grid: Grid, way: Way) -> Row:
+    """Return the row of a way before anything is measured."""
+    row: Row = dict.fromkeys(KEYS)
+    row |= {"model": model, "size": size, "patches": rows_of(grid), "contender": way.name, "status": "timed"}
+    return row if way.open else row | {"status": "skipped", "problem": "; ".join(way.reasons)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Measured:
-    """The raw results of one input: all by the contender's name, parts of the profiled one."""
+def open_all(
+    stack: ExitStack, ways: Sequence[Way], rows: Mapping[str, Row], tower: Tower, grid: Grid
+) -> dict[str, Run]:
+    """Open every way that can run, each on a twin of the tower."""
+    runs: dict[str, Run] = {}
+    for way in ways:
+        if way.open is not None:
+            try:
+                runs[way.name] = stack.enter_context(way.open(twin_of(tower), grid))
+            except Exception as raised:
+                rows[way.name] |= {"status": "skipped", "problem": machine.one_line(raised)[:300]}
+    return runs
 
-    verdicts: Mapping[str, ErrorVerdict]
-    problems: Mapping[str, Problem]
-    times: Mapping[str, list[float]]
-    peaks: Mapping[str, float | None]
-    profiled: str | None
-    parts: tuple[Part, ...] | None
+
+def add_times(rows: Mapping[str, Row], times: Mapping[str, list[float]]) -> None:
+    """Write medians and speed-ups over the first way into the rows."""
+    for name, of_way in times.items():
+        rows[name] |= {"ms": statistics.median(of_way), "ms_low": min(of_way), "ms_high": max(of_way)}
+    first_ms = next((row["ms"] for row in rows.values()), None)
+    for name in times:
+        rows[name]["speedup"] = first_ms and first_ms / rows[name]["ms"]
 
 
-def _measure_size(
-    contenders: Sequence[Contender],
+def fail(row: Row, way: Way, raised: Exception) -> None:
+    """Note that a call raised: a backend is wrong, but a stock set-up may not fit the installed versions."""
+    row |= {"status": "skipped" if way.is_stock else "wrong", "problem": machine.one_line(raised)[:300]}
+
+
+def _verify(
+    runs: dict[str, Run],
+    rows: Mapping[str, Row],
+    ways: Sequence[Way],
     reference: Tower,
     tower: Tower,
     grid: Grid,
-    rounds: int,
-    with_profile: bool,
-    say: Say,
-) -> _Measured:
-    """Open, verify, time and profile all contenders on one input."""
-    is_training = is_trained(tower)
-    with ExitStack() as stack:
-        runs, problems = _open(stack, contenders, tower, grid)
-        verdicts, batch = verify(runs, problems, contenders, reference, tower, grid, say)
-        peaks = {name: peak_gigabytes(run, batch) if is_training else None for name, run in runs.items()}
-        steps: dict[str, TimedStep] = {name: _Work(run, batch) for name, run in runs.items()}
-        clear: dict[str, TimedStep] = {name: _Clear(run) for name, run in runs.items()} if is_training else {}
-        is_cuda = batch.pixels_TP.is_cuda
-        times = time_in_turns(steps, rounds, cuda=is_cuda, now=say, before=clear)
-        profiled = _profiled(contenders, runs)
-        parts = None
-        if with_profile and profiled is not None:
-            layers = len(family_of_tower(tower).parts(tower).blocks)
-            parts = profile(steps[profiled], layers, cuda=is_cuda)
-        tower.zero_grad(set_to_none=True)  # gradients may lie in the memory of a graph, which goes now
-    return _Measured(verdicts=verdicts, problems=problems, times=times, peaks=peaks, profiled=profiled, parts=parts)
-
-
-@dataclass(frozen=True)
-class _Work:
-    """A contender's step."""
-
-    run: Run
-    batch: Batch
-
-    def __call__(self) -> object:
-        return work(self.run, self.batch)
-
-
-@dataclass(frozen=True)
-class _Clear:
-    """Drops the gradients of a contender."""
-
-    run: Run
-
-    def __call__(self) -> None:
-        self.run.tower.zero_grad(set_to_none=True)
-
-
-def _profiled(contenders: Sequence[Contender], runs: Mapping[str, Run]) -> str | None:
-    """Return the name of the first patched contender that runs, else of the first baseline."""
-    for is_baseline in (False, True):
-        for contender in contenders:
-            if contender.baseline == is_baseline and contender.name in runs:
-                return contender.name
-    return None
-
-
-def _fields(measured: _Measured, name: str, floor_ms: float | None, first_ms: float | None) -> dict[str, Any]:
-    """Return the fields of a row beside its input and name. first_ms: the first contender's median."""
-    verdict = measured.verdicts[name]
-    status, problem = measured.problems.get(name, ("timed", None))
-    fields: dict[str, Any] = dict(
-        status=status,
-        problem=problem,
-        floor_ms=floor_ms,
-        bound=verdict.bound,
-        worst=verdict.worst,
-        peak_gb=measured.peaks.get(name),
-        parts=measured.parts if name == measured.profiled else None,
-    )
-    if name in measured.times:
-        times = measured.times[name]
-        ms = statistics.median(times)
-        fields |= dict(ms=ms, ms_low=min(times), ms_high=max(times))
-        fields["ratio"] = ms / floor_ms if floor_ms else None
-        fields["speedup"] = None if first_ms is None else first_ms / ms
-    if math.isfinite(verdict.error):
-        fields["error"] = verdict.error
-        if verdict.ratios:
-            fields |= dict(error_ratio=max(verdict.ratios), error_ratio_mean=statistics.fmean(verdict.ratios))
-    return fields
-
-
-def _open(
-    stack: ExitStack, contenders: Sequence[Contender], tower: Tower, grid: Grid
-) -> tuple[dict[str, Run], dict[str, Problem]]:
-    """Open every contender that can run, on a tower of its own; return the runs, and why others cannot."""
-    runs: dict[str, Run] = {}
-    problems: dict[str, Problem] = {}
-    for contender in contenders:
-        if contender.open is None:
-            problems[contender.name] = "skipped", "; ".join(contender.against)
-            continue
-        try:
-            runs[contender.name] = stack.enter_context(contender.open(twin_of(tower), grid))
-        except Exception as raised:
-            problems[contender.name] = problem_of(contender, raised)
-    return runs, problems
+    say: Callable[[str], None],
+) -> Tensor:
+    """Compare all runs with stock in fp32, drop those that are wrong, and return pixels to time with."""
+    stock_errors: list[float] = []
+    errors: dict[str, list[float]] = {way.name: [] for way in ways}
+    with stock("sdpa", reference, grid) as exact, stock("sdpa", twin_of(tower), grid) as same:
+        for seed in range(BATCHES):
+            pixels_TP = draw_pixels(tower, grid, seed)
+            with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # matrix products have no TF32 by default
+                expected = forward(exact, pixels_TP.float())
+            stock_errors.append(largest_error(forward(same, pixels_TP), expected))
+            for way in ways:
+                if way.name in runs:
+                    say(f"verifying {way.name}, {seed + 1} of {BATCHES}")
+                    try:
+                        errors[way.name].append(largest_error(forward(runs[way.name], pixels_TP), expected))
+                    except Exception as raised:
+                        del runs[way.name]
+                        fail(rows[way.name], way, raised)
+    for way in ways:
+        row = rows[way.name]
+        factor = PEERS if way.is_stock else PROMISED
+        row["bound"] = way.bound or max(factor * max(stock_errors), ROUNDING[weight_of(tower).dtype])
+        error = max(errors[way.name], default=math.inf)
+        row["error"] = error if math.isfinite(error) else None
+        if way.name in runs and not error <= row["bound"]:
+            del runs[way.name]
+            problem = f"relative error {error:.1e}, at most {row['bound']:.1e} is allowed"
+            row |= {"status": "wrong", "problem": problem}
+    return pixels_TP

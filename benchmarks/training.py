@@ -1,0 +1,227 @@
+"""Time forward and backward of towers whose parameters are all trained, once every gradient is right.
+
+python benchmarks/training.py --json build/training.json
+python benchmarks/training.py --checkpointing --sizes "16 x 512²" --baselines sdpa,compile_blocks
+
+Outputs and gradients are compared with fp32, beside stock's own errors in the dtype. Errors of gradients scatter, so
+five batches count, and up to twenty decide between close numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import shapes  # noqa: F401
+import torch
+import typer
+from baselines import BASELINES
+from measuring import DEVICE, DTYPE, Row, device_name, write_json
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hf_vit_accel import machine
+from hf_vit_accel.layout import Grid
+from hf_vit_accel.tools.bench import ways
+from hf_vit_accel.tools.bench.measure import (
+    PEERS,
+    PROMISED,
+    ROUNDING,
+    add_times,
+    draw_pixels,
+    fail,
+    new_row,
+    open_all,
+    outputs_of,
+    relative_error,
+    twin_of,
+)
+from hf_vit_accel.tools.bench.timing import time_in_turns
+from hf_vit_accel.tools.bench.towers import build_tower, family_of_tower, parse_size, weight_of
+
+ways.BASELINES |= BASELINES
+BATCHES = 5
+NEAR = 1.25
+"""Errors up to so many times their bound are compared in more batches, up to four times as many."""
+Errors = dict[str, list[float]]
+"""Errors of every output and gradient, one a batch."""
+Incoming = Sequence[Tensor]
+"""The gradients that come into the outputs."""
+
+
+def step(run: ways.Run, pixels_TP: Tensor, incoming: Incoming) -> list[Tensor]:
+    """Run what is timed: forward and backward. Gradients are added up."""
+    outputs = outputs_of(run(pixels_TP))
+    torch.autograd.backward(outputs, incoming)
+    return outputs
+
+
+def results(run: ways.Run, pixels_TP: Tensor, incoming: Incoming, *, pixel_grad: bool = False) -> dict[str, Tensor]:
+    """Run a batch; return outputs and all gradients by name, with `pixel_grad` also that of the pixels."""
+    pixels_TP = pixels_TP.detach().clone().requires_grad_(pixel_grad)
+    clear(run)
+    values = {f"output {index}": value.detach() for index, value in enumerate(step(run, pixels_TP, incoming))}
+    leaves = {**dict(run.tower.named_parameters()), "pixels": pixels_TP}
+    values |= {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    clear(run)
+    return values
+
+
+def clear(run: ways.Run) -> None:
+    """Drop the gradients."""
+    run.tower.zero_grad(set_to_none=True)
+
+
+def add_errors(errors: Errors, values: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Add a batch's errors: infinite where a value is missing on either side."""
+    for name in values.keys() | expected.keys():
+        is_there = name in values and name in expected
+        error = relative_error(values[name], expected[name]) if is_there else math.inf
+        errors.setdefault(name, []).append(error)
+
+
+def means(errors: Errors) -> dict[str, float]:
+    """Return the root of the mean square over all batches."""
+    return {name: math.sqrt(statistics.fmean(error**2 for error in batch)) for name, batch in errors.items()}
+
+
+def judge(way: ways.Way, errors: Errors, stock_errors: Errors, rounding: float) -> Row:
+    """Return the error that comes nearest to its bound, and all errors over stock's own in the dtype."""
+    stocks = means(stock_errors)
+    factor = PEERS if way.is_stock else PROMISED
+    bounds = {name: way.bound or max(factor * error, rounding) for name, error in stocks.items()}
+    ours = means(errors)
+    worst = max(ours, key=lambda name: ours[name] / bounds.get(name, rounding))
+    ratios = [ours[name] / error for name, error in stocks.items() if error and name in ours]
+    row = {"bound": bounds.get(worst, rounding), "worst": worst, "error": ours[worst]}
+    return row | {"error_ratio": max(ratios), "error_ratio_mean": statistics.fmean(ratios)} if ratios else row
+
+
+def is_close(row: Row) -> bool:
+    """Say whether more batches may decide."""
+    return bool(row["bound"] < row["error"] < NEAR * row["bound"])
+
+
+def verify(
+    runs: dict[str, ways.Run],
+    rows: Mapping[str, Row],
+    chosen: Sequence[ways.Way],
+    reference: nn.Module,
+    tower: nn.Module,
+    grid: Grid,
+) -> tuple[Tensor, Incoming]:
+    """Compare all runs with stock in fp32, drop those that are wrong, and return a batch to time with."""
+    rounding = ROUNDING[weight_of(tower).dtype]
+    stock_errors: Errors = {}
+    errors: dict[str, Errors] = {way.name: {} for way in chosen}
+    with ways.stock("sdpa", reference, grid) as exact, ways.stock("sdpa", twin_of(tower), grid) as same:
+        for seed in range(4 * BATCHES):
+            if seed >= BATCHES and not any(is_close(rows[name]) for name in runs):
+                break
+            pixels_TP = draw_pixels(tower, grid, seed)
+            with torch.no_grad():
+                incoming = [torch.randn_like(output) for output in outputs_of(same(pixels_TP))]
+            pixel_grad = seed == 0  # a training needs none, and none is timed
+            with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+                wide = [gradient.float() for gradient in incoming]
+                expected = results(exact, pixels_TP.float(), wide, pixel_grad=pixel_grad)
+            add_errors(stock_errors, results(same, pixels_TP, incoming, pixel_grad=pixel_grad), expected)
+            for way in chosen:
+                if way.name in runs:
+                    try:
+                        values = results(runs[way.name], pixels_TP, incoming, pixel_grad=pixel_grad)
+                    except Exception as raised:
+                        del runs[way.name]
+                        fail(rows[way.name], way, raised)
+                    else:
+                        add_errors(errors[way.name], values, expected)
+                        rows[way.name] |= judge(way, errors[way.name], stock_errors, rounding)
+    for name in list(runs):
+        row = rows[name]
+        if not row["error"] <= row["bound"]:
+            del runs[name]
+            problem = f"relative error {row['error']:.1e}, at most {row['bound']:.1e} is allowed, of {row['worst']}"
+            row |= {"status": "wrong", "problem": problem, "error": row["error"] if row["error"] < math.inf else None}
+    return pixels_TP, incoming
+
+
+def peak_gigabytes(run: ways.Run, pixels_TP: Tensor, incoming: Incoming) -> float | None:
+    """Return the most memory that one step takes beyond the weights; None on a CPU."""
+    if not pixels_TP.is_cuda:
+        return None
+    clear(run)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    bytes_before = torch.cuda.memory_allocated()
+    step(run, pixels_TP, incoming)
+    torch.cuda.synchronize()
+    clear(run)
+    return (torch.cuda.max_memory_allocated() - bytes_before) / 1e9
+
+
+def checkpointed(forward: Callable[..., object]) -> Callable[..., object]:
+    """Compute a block again in the backward."""
+    return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def measure(
+    model: str, tower: nn.Module, sizes: Mapping[str, Grid], chosen: Sequence[ways.Way], rounds: int
+) -> list[Row]:
+    """Verify and time all ways to train a tower."""
+    reference = deepcopy(tower).float()
+    for block in family_of_tower(reference).parts(reference).blocks:  # fp32 may not fit a GPU
+        block.module.forward = checkpointed(block.module.forward)
+    measured: list[Row] = []
+    for size, grid in sizes.items():
+        rows = {way.name: new_row(model, size, grid, way) | {"peak_gb": None} for way in chosen}
+        with ExitStack() as stack:
+            runs = open_all(stack, chosen, rows, tower, grid)
+            batch = verify(runs, rows, chosen, reference, tower, grid)
+            steps = {}
+            for name, run in runs.items():
+                rows[name]["peak_gb"] = peak_gigabytes(run, *batch)
+                steps[name] = partial(step, run, *batch)
+            before = {name: partial(clear, run) for name, run in runs.items()}
+            add_times(rows, time_in_turns(steps, rounds, cuda=DEVICE.type == "cuda", before=before))
+            tower.zero_grad(set_to_none=True)  # gradients may lie in the memory of a graph, which goes now
+        for row in rows.values():
+            print(row, flush=True)
+        measured += rows.values()
+    return measured
+
+
+def main(
+    models: Annotated[str, typer.Option(help="Comma-separated.")] = "qwen2.5-vl-7b,qwen3-vl-8b",
+    sizes: Annotated[str, typer.Option(help="Comma-separated, as `hf-vit-accel bench` takes them.")] = (
+        "one 448²,one 1024²,16 x 512²,one page"
+    ),
+    backends: str = "auto",
+    baselines: str = "sdpa,flash_attention_2,liger,compile_blocks",
+    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="With gradient checkpointing, all.")] = False,
+    rounds: int = 5,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write one JSON object to this file.")] = None,
+) -> None:
+    """Verify and time every model and size; exits with 1 if a gradient is wrong."""
+    document: Row = {"versions": machine.versions(), "device": device_name(DEVICE), "train": True}
+    document |= {"dtype": str(DTYPE).removeprefix("torch."), "checkpointing": checkpointing, "rows": []}
+    for name in models.split(","):
+        tower = build_tower(name, DEVICE, DTYPE).requires_grad_(True).train()
+        if checkpointing:  # newer transformers call it activation checkpointing
+            enable = getattr(tower, "activation_checkpointing_enable", None) or tower.gradient_checkpointing_enable
+            enable()
+        chosen = ways.choose(tower, backends.split(","), baselines.split(","))
+        grids = dict(parse_size(size) for size in sizes.split(","))
+        document["rows"] += measure(name, tower, grids, chosen, rounds)
+        write_json(json_path, document)
+    if any(row["status"] == "wrong" for row in document["rows"]):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
