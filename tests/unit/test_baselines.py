@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from copy import deepcopy
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,8 +19,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_vit_accel.families import FAMILIES
-from hf_vit_accel.tools.bench import baselines
-from hf_vit_accel.tools.bench.work import draw_batch, outputs_of, results
+from hf_vit_accel.tools.bench.measure import draw_pixels, outputs_of
+from hf_vit_accel.tools.bench.ways import Run, stock
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import baselines
+import training
 
 GRID = ((1, 4, 6), (3, 8, 4))
 Gradients = dict[str, torch.Tensor]
@@ -31,14 +37,17 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     hide_gpu(monkeypatch)
 
 
-def train(run: baselines.Run, seed: int = 0) -> Gradients:
+def train(run: Run, seed: int = 0) -> Gradients:
     """Run a forward and backward; return outputs and gradients by name."""
-    return results(run, draw_batch(run, GRID, seed))
+    pixels_TP = draw_pixels(run.tower, GRID, seed)
+    with torch.no_grad():
+        incoming = [torch.ones_like(output) for output in outputs_of(run(pixels_TP))]
+    return training.results(run, pixels_TP, incoming, pixel_grad=True)
 
 
 def train_stock(tower: nn.Module) -> Gradients:
     """Do so with a copy of a tower as plain stock."""
-    with baselines.stock("sdpa", deepcopy(tower), GRID) as run:
+    with stock("sdpa", deepcopy(tower), GRID) as run:
         return train(run)
 
 
@@ -62,7 +71,7 @@ def attend_segments(
     return torch.cat(outputs)
 
 
-@pytest.mark.matrix  # `bench` itself compares with stock before it times
+@pytest.mark.matrix  # `training.py` itself compares with stock before it times
 @pytest.mark.parametrize("name", tiny.FAMILIES)
 def test_compiled_blocks_train_as_stock(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All blocks are compiled, however many; none falls back to eager beyond a limit of recompiles."""
