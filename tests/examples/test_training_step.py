@@ -205,7 +205,7 @@ def test_programs_that_import_whole_call_start_from_another_folder(program: str,
     """In a process of its own, since this one has the folder of benchmarks on its path."""
     command = [sys.executable, str(FOLDER / program), "--help"]
     process = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(FOLDER.parents[1])}
+        command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(FOLDER.parent)}
     )
     assert process.returncode == 0, process.stderr
 

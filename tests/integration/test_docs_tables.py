@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_vit_accel.tools.bench.measure import Row
+from hf_vit_accel import machine
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "docs" / "writers"))

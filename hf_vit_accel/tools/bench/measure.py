@@ -36,8 +36,10 @@ BATCHES = 3
 
 Row = dict[str, Any]
 """One way on one input of one model, as JSON holds it; the command line documents the keys."""
-KEYS = ("model", "size", "patches", "contender", "status", "problem", "ms", "ms_low", "ms_high", "speedup")
-KEYS += ("error", "bound")
+KEYS = (
+    *("model", "size", "patches", "contender", "status", "problem"),
+    *("ms", "ms_low", "ms_high", "speedup", "error", "bound"),
+)
 
 
 def check_grid(tower: Tower, grid: Grid) -> None:
