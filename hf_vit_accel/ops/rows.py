@@ -67,7 +67,9 @@ _ELEMENTWISE = (
     nn.Softsign,
     nn.Tanh,
 )
-_ACTIVATIONS = [kind for kind in vars(activations).values() if isinstance(kind, type) and issubclass(kind, nn.Module)]
+_ACTIVATIONS = tuple(
+    kind for kind in vars(activations).values() if isinstance(kind, type) and issubclass(kind, nn.Module)
+)
 _CONTAINERS = nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict
 
 TABLE: tuple[RowWise, ...] = (

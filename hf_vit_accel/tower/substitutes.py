@@ -68,7 +68,9 @@ def row_wise_modules(modules: Sequence[nn.Module], parts: Parts) -> set[int]:
     Args:
         modules: As for `prove`.
     """
-    weight = parts.blocks[0].norm1.weight
+    weight = getattr(parts.blocks[0].norm1, "weight", None)
+    if not isinstance(weight, Tensor):  # a norm of the user's: the tower is not fast, and nothing of it is cut
+        return set()
     widths = {module: module.in_features for module in modules if _is_linear(module)}
     widths |= dict.fromkeys(parts.mergers(), len(weight)) | {parts.patch_embed: parts.projection.weight[0].numel()}
     unknown = {id(module) for module in modules if not lora.is_plain(module)}

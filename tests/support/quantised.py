@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -120,6 +121,11 @@ def torchao_int8(model: nn.Module, _: ExitStack) -> nn.Module:
 
 class PackedWeight(nn.Parameter):
     """A parameter of bytes, as bitsandbytes' `Params4bit`: the values are elsewhere."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
+        copied = PackedWeight(self.data.clone(), requires_grad=self.requires_grad)
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
 
 
 class PackedLinear(nn.Linear):
