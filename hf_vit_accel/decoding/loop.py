@@ -7,21 +7,13 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from typing import Any
 
 import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor
-from transformers import (
-    DynamicCache,
-    GenerationConfig,
-    GenerationMixin,
-    LogitsProcessorList,
-    PreTrainedModel,
-    StoppingCriteriaList,
-)
+from transformers import DynamicCache, GenerationConfig, GenerationMixin
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -30,7 +22,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_vit_accel.decoding.step import CACHE, Arguments, DecodeStep, check_cache, key_of_inputs
 from hf_vit_accel.decoding.steps import DecodeSteps, steps_of
-from hf_vit_accel.decoding.text_models import Reading, UnservedError, refuse
+from hf_vit_accel.decoding.text_models import Reading, UnservedError, declared_class_of, refuse
 from hf_vit_accel.graphs.memory import capture_of_ours
 from hf_vit_accel.machine import one_line
 
@@ -38,8 +30,6 @@ FEWEST = 8
 """The fewest tokens to come for which a new step is captured. A capture takes some 0.1 s."""
 _RESERVE = 128
 """Slots for tokens to come that a new cache has at least. Where it is full, a larger one takes over."""
-_OPTIONS = ("streamer", "synced_gpus", "max_graphs", "max_bytes")
-"""The options of `graphed_decoding` that users give by `functools.partial`."""
 
 
 def slots_for(tokens: int) -> int:
@@ -49,10 +39,10 @@ def slots_for(tokens: int) -> int:
 
 
 def graphed_decoding(
-    model: PreTrainedModel,
+    model: transformers.PreTrainedModel,
     input_ids: Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
+    logits_processor: transformers.LogitsProcessorList,
+    stopping_criteria: transformers.StoppingCriteriaList,
     generation_config: GenerationConfig,
     streamer: BaseStreamer | None = None,
     synced_gpus: bool = False,
@@ -91,6 +81,7 @@ def graphed_decoding(
         if (type(bound) is not int and bound is not None) or (bound is not None and bound < least):
             raise ValueError(f"expected {name} to be a whole number of at least {least}, got {bound!r}")
     of_generate = _variables_of_generate()
+    mode = generation_config.get_generation_mode(None)
     _check_names(model_kwargs.keys() - of_generate.get("model_kwargs", model_kwargs).keys(), generation_config)
     if of_generate.get("assistant_model") is not None:
         line = "transformers' generate drops assistant_model where custom_generate is a function. Leave it out."
@@ -99,18 +90,16 @@ def graphed_decoding(
     if streamer is not None:
         if isinstance(streamer, type) or not hasattr(streamer, "put"):
             raise ValueError(f"expected streamer to be a BaseStreamer, got {streamer!r}")
-        if "beam" in generation_config.get_generation_mode(None).value:
+        if "beam" in mode.value:
             raise ValueError("transformers cannot stream beams; leave the streamer out, or pass num_beams=1.")
         if streamer is not of_generate.get("streamer"):  # `generate` has put the prompt into its own
             streamer.put(input_ids.cpu())
-    mode = generation_config.get_generation_mode(None)
     method = getattr(type(model), GENERATION_MODES_MAPPING[mode], None)  # as `generate` itself finds it
     if method is None:
         raise ValueError(f"transformers runs {mode.value} by code from the Hub; leave custom_generate out.")
-    arguments: Arguments = dict(
+    arguments = model_kwargs | dict(
         logits_processor=logits_processor, stopping_criteria=stopping_criteria, generation_config=generation_config
     )
-    arguments |= model_kwargs
     synced_gpus = bool(synced_gpus or of_generate.get("synced_gpus"))
     if is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model):  # as `generate` decides it
         synced_gpus |= torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
@@ -120,8 +109,9 @@ def graphed_decoding(
     steps = steps_of(model)
     try:
         _check(input_ids, generation_config, model_kwargs, of_generate, synced_gpus)
-        with steps.locked_for_call(model, max_graphs, max_bytes) as reading, torch.no_grad():
-            loop = _ModelInLoop(model, steps, reading, generation_config)
+        declared_class_of(model)
+        with steps.locked_for_call(max_graphs, max_bytes), torch.no_grad():
+            loop = _ModelInLoop(model, steps, generation_config)
             output = method(loop, input_ids, **arguments, streamer=streamer)
             loop.finish()
             return output
@@ -147,9 +137,8 @@ def _check_names(names: set[str], generation_config: GenerationConfig) -> None:
     for name in sorted(names):
         if hasattr(generation_config, name):
             raise ValueError(f"{name!r} is an option of generate: pass it there, not to graphed_decoding")
-        similar = get_close_matches(name, _OPTIONS, n=1)
-        advice = f"; did you mean {similar[0]!r}?" if similar else f". It has: {', '.join(_OPTIONS)}."
-        raise ValueError(f"unknown option {name!r} of graphed_decoding{advice}")
+        options = "streamer, synced_gpus, max_graphs, max_bytes"
+        raise ValueError(f"unknown option {name!r} of graphed_decoding. It has: {options}.")
 
 
 def _check(
@@ -181,11 +170,11 @@ class _ModelInLoop:
     For every token after the prompt `_sample` calls `prepare_inputs_for_generation`, then this object with the result.
     """
 
-    def __init__(self, model: Any, steps: DecodeSteps, reading: Reading, config: GenerationConfig) -> None:
+    def __init__(self, model: Any, steps: DecodeSteps, config: GenerationConfig) -> None:
         self._model = model
         self._steps = steps
-        self._reading = reading
         self._generation_config = config
+        self._reading: Reading | None = None
         self._step: DecodeStep | None = None
         self._cache: Any = None
         self._reason: str | None = None
@@ -221,24 +210,19 @@ class _ModelInLoop:
 
     def _load(self, inputs: Arguments, due: int) -> None:
         """Load a step with room for some of the `due` tokens; `UnservedError` if this call alone gets none."""
-        length = int(self._cache.get_seq_length())
+        self._reading = self._steps.read(self._model)
         check_cache(self._cache)
+        length = int(self._cache.get_seq_length())
         slots = slots_for(length + max(1, min(due, max(_RESERVE, length // 4))))
-        key_of_call = key_of_inputs(inputs, length), slots
-        if self._reading.has_changed():
-            self._reading = self._steps.read(self._model)
-        step = self._steps.find((self._reading.key, key_of_call))
+        key = self._reading.key, key_of_inputs(inputs, length), slots
+        step = self._steps.find(key)
         if step is None and due < FEWEST:
             raise UnservedError(f"fewer than {FEWEST} tokens to come, and no step captured")
         # Buffers of inference mode could not be written later. Stock goes on if memory runs out: no graph is dropped.
         with torch.inference_mode(False), torch.no_grad(), capture_of_ours():
             if step is None:
-                self._reading = self._steps.read(self._model)  # a step is kept for the model that it was captured of
-                key = self._reading.key, key_of_call
                 step = DecodeStep(key, self._reading, inputs, self._cache, slots)
                 self._steps.capture(step)
-            else:
-                self._steps.keep(step)
             step.load(inputs, self._cache, length)
         self._step = step
 
@@ -253,12 +237,16 @@ class _ModelInLoop:
             self._reason = "memory ran out"
         except Exception as error:  # whatever a kernel or a quantised module raises, stock goes on
             self._reason = one_line(error)
-            self._steps.refusals[self._reading.key] = self._reason
+            if self._reading is not None:
+                self._steps.refusals[self._reading.key] = self._reason
         if self._reason is not None:
             self._step = None
 
     def finish(self) -> None:
         """Count a call that ended, and leave in a cache that it returns what stock would have left."""
+        if self._reading is None and self._reason is None:  # the prompt's token was the last
+            with self._giving_up():
+                self._steps.read(self._model)
         if self._reason is None:
             self._steps.decoded += 1
         else:

@@ -9,7 +9,6 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable, Hashable
-from contextlib import nullcontext
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -67,8 +66,6 @@ def check_cache(cache: Any) -> None:
     for layer in cache.layers:
         if type(layer) is not DynamicLayer and not is_linear(layer):
             raise UnservedError(f"cache layers of class {type(layer).__name__}")
-        if any(state is None or state.dim() < 3 for state in _states_of(layer)):
-            raise UnservedError("cache layers without keys")
 
 
 def key_of_inputs(inputs: Arguments, length: int) -> Hashable:
@@ -152,8 +149,8 @@ class DecodeStep:
         """Compute one step, and advance the buffers. This is what a graph captures."""
         states = [state.data_ptr() for layer in self._layers for state in _states_of(layer)]
         self._mask_B11S.index_fill_(3, self._slot_1, 0.0)
-        autocast = self.reading.autocast
-        with nullcontext() if autocast is None else torch.autocast(*autocast), torch.no_grad():
+        # A cache of cast weights gains nothing, since a step uses each weight once.
+        with torch.autocast(*self.reading.autocast, cache_enabled=False), torch.no_grad():
             self._logits = self.reading.head(self._hidden_B1E())
         self._slot_1.add_(1)
         self._positions.add_(1)

@@ -13,7 +13,6 @@ from torch import nn
 
 from hf_vit_accel.decoding.step import DecodeStep
 from hf_vit_accel.decoding.text_models import Model, Reading, UnservedError, read_model
-from hf_vit_accel.graphs.memory import capture_of_ours
 from hf_vit_accel.graphs.recorder import CudaRecorder
 
 
@@ -30,21 +29,20 @@ class DecodeSteps:
         self.decoded = 0
         self.stock_reasons: Counter[str] = Counter()
         self.captures: Counter[str] = Counter()
-        self._last: Reading | None = None
+        self._last_captured: Reading | None = None
         self.refusals: dict[Hashable, str] = {}
         self._steps: OrderedDict[Hashable, DecodeStep] = OrderedDict()
         self._recorder: CudaRecorder | None = None
 
     @contextmanager
-    def locked_for_call(self, model: Model, max_graphs: int, max_bytes: int) -> Iterator[Reading]:
-        """Lock the steps for one call, and read the model. Drop surplus steps afterwards."""
+    def locked_for_call(self, max_graphs: int, max_bytes: int) -> Iterator[None]:
+        """Lock the steps for one call, and drop surplus steps afterwards."""
         if not self._lock.acquire(blocking=False):
             raise UnservedError("another call decodes")
         try:
-            reading = self.read(model)
             if self._recorder is not None:
                 self._recorder.wait()
-            yield reading
+            yield
         finally:
             try:
                 if self._recorder is not None:
@@ -56,7 +54,7 @@ class DecodeSteps:
     def read(self, model: Model) -> Reading:
         """Read the model; `UnservedError` if it has no steps. Drop those that were captured with other weights."""
         reading = read_model(model)
-        if self._last is not None and self._last.weights != reading.weights:
+        if self._last_captured is not None and self._last_captured.weights != reading.weights:
             self._trim(0, 0)
             self._recorder = None
             self.refusals.clear()
@@ -72,47 +70,42 @@ class DecodeSteps:
 
     def free(self) -> bool:
         """Free all steps, and return whether there were any. A call that decodes keeps its own. Counts stay."""
-        if not self._lock.acquire(blocking=False):
-            return False
         try:
-            has_steps = bool(self._steps)
-            self._trim(0, 0)
-            return has_steps
-        finally:
-            self._lock.release()
+            with self.locked_for_call(max_graphs=0, max_bytes=0):
+                return bool(self._steps)
+        except UnservedError:
+            return False
 
     @property
     def _nbytes(self) -> int:
         return sum(step.nbytes for step in self._steps.values())
 
     def find(self, key: Hashable) -> DecodeStep | None:
+        """Return a step that was kept, which becomes the one used last."""
+        if key in self._steps:
+            self._steps.move_to_end(key)
         return self._steps.get(key)
 
     def keep(self, step: DecodeStep) -> None:
-        """Keep a step as the one that was used last."""
-        self._last = step.reading
+        """Keep a step that was proven."""
         self._steps[step.key] = step
-        self._steps.move_to_end(step.key)
 
     def capture(self, step: DecodeStep) -> None:
         """Capture a new step where the device can. Its buffers hold nothing of a call yet."""
         if can_capture(step.device):
             if self._recorder is None:
                 self._recorder = CudaRecorder(step.device)
-            why = self._recorder.against()
-            if why is not None:
-                raise UnservedError(why)
-            with capture_of_ours():
-                [step.replay], nbytes = self._recorder.record(step.run)
+            [step.replay], nbytes = self._recorder.record(step.run)
             step.nbytes += nbytes
         self.captures[self._why_new(step.reading)] += 1
+        self._last_captured = step.reading
 
     def _why_new(self, reading: Reading) -> str:
-        if self._last is None:
+        if self._last_captured is None:
             return "first call"
-        if self._last.weights != reading.weights:
+        if self._last_captured.weights != reading.weights:
             return "other weights"
-        names = sorted({name for name, _ in self._last.state.items() ^ reading.state.items()})
+        names = sorted({name for name, _ in self._last_captured.state.items() ^ reading.state.items()})
         return f"{names[0]} changed" if names else "another batch or length"
 
     def __str__(self) -> str:

@@ -22,7 +22,6 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_vit_accel import machine
-from hf_vit_accel.machine import one_line
 
 Model: TypeAlias = Any
 """A model of transformers, or a module inside one. Its attributes have no types."""
@@ -104,7 +103,8 @@ class Reading:
     declared: TextModel
     text: Model
     head: Model
-    autocast: tuple[Any, ...] | None
+    autocast: tuple[str, torch.dtype, bool]
+    """The device, dtype and state of autocast in the model's forward."""
     weights: list[Any] = field(default_factory=list)  # where they are; with others, no step is of use any more
     state: dict[str, Any] = field(default_factory=dict)  # all else that a captured step holds fixed, by name
     switches: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)  # attributes, name, value
@@ -122,23 +122,30 @@ class Reading:
         return any(attributes.get(name) != value for attributes, name, value in self.switches)
 
 
-def read_model(model: Model) -> Reading:
-    """Read a model; `UnservedError` if it, or anything in its text, is not declared and transformers' own."""
+def declared_class_of(model: Model) -> type:
+    """Return the declared class of a model; `UnservedError` if it has none, or methods of its own in its loop."""
     kind = next((kind for kind in type(model).__mro__ if _path(kind) in _DECLARED), None)
     if kind is None:
         raise UnservedError(f"{type(model).__name__} is no declared model")
+    for name in _METHODS:
+        owner = next(owner for owner in type(model).__mro__ if name in vars(owner))
+        if name in vars(model) or not is_own(getattr(owner, name), owner):
+            raise UnservedError(f"{name} of {type(model).__name__} is not transformers' own")
+    return kind
+
+
+def read_model(model: Model) -> Reading:
+    """Read a model; `UnservedError` if it, or anything in its text, is not declared and transformers' own."""
+    kind = declared_class_of(model)
     declared = _DECLARED[_path(kind)]
     holder = model.model
     text = getattr(holder, "language_model", holder)
     if type(text).__name__ != declared.name:
         raise UnservedError(f"a text model of class {type(text).__name__}")
-    try:
-        reading = Reading(declared, text, model.lm_head, _autocast_of(model, kind))
-        _read_modules(reading, model, holder)
-        _check_functions(model, holder, text)
-        _check_structure(model, text)
-    except AttributeError as error:
-        raise UnservedError(f"parts of its own ({one_line(error)})") from error
+    reading = Reading(declared, text, model.lm_head, _autocast_of(model, kind))
+    _read_modules(reading, model, holder)
+    _check_functions(model, holder, text)
+    _check_structure(model, text)
     return reading
 
 
@@ -146,9 +153,10 @@ def _path(kind: type) -> str:
     return f"{kind.__module__}.{kind.__name__}"
 
 
-def _autocast_of(model: Model, kind: type) -> tuple[Any, ...] | None:
-    """Return the arguments of an autocast that the model's forward enters, as accelerate prepares it; None without."""
-    autocast: tuple[Any, ...] | None = None
+def _autocast_of(model: Model, kind: type) -> tuple[str, torch.dtype, bool]:
+    """Return the autocast in transformers' own forward: that around the call, or of a wrapper of the forward."""
+    device = model.device.type
+    autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
     forward = model.forward
     while not is_own(forward, kind) or getattr(forward, "__self__", model) is not model:
         holder = getattr(forward, "__func__", forward)
@@ -158,8 +166,8 @@ def _autocast_of(model: Model, kind: type) -> tuple[Any, ...] | None:
             raise UnservedError(f"forward of {type(model).__name__} is not transformers' own")
         variables = vars(holder) | inspect.getclosurevars(function).nonlocals
         context = variables.get("autocast_instance")
-        if context is not None:
-            autocast = (context.device, context.fast_dtype, context._enabled, context._cache_enabled)
+        if context is not None and context.device == device:
+            autocast = device, context.fast_dtype, context._enabled
         forward = variables[inside]
     return autocast
 
@@ -171,10 +179,9 @@ def is_own(function: Any, owner: type | None = None) -> bool:
         function = cells[0].cell_contents if cells else None
     while hasattr(function, "__wrapped__") and _file_of(function).startswith(_DECORATORS):
         function = function.__wrapped__
-    if owner is None or not _file_of(function).startswith(_CLASSES):
+    if owner is None:
         return not hasattr(function, "__wrapped__") and _file_of(function).startswith(_PACKAGE)
-    path = f"{function.__module__}.{function.__code__.co_qualname}"
-    return bool(path == f"{_path(owner)}.{function.__name__}")
+    return _file_of(function).startswith(_CLASSES) and _home_of(function) == f"{_path(owner)}.{function.__name__}"
 
 
 def _home_of(function: Any) -> str:
@@ -195,12 +202,7 @@ def refuse(reasons: dict[str, Any], where: str = "") -> None:
 
 
 def _check_functions(model: Model, holder: Model, text: Model) -> None:
-    """Raise `UnservedError` if a method or function was replaced that a step does not run."""
-    kind = type(model)
-    for name in _METHODS:
-        owner = next(owner for owner in kind.__mro__ if name in vars(owner))
-        if name in vars(model) or not is_own(getattr(kind, name), owner):
-            raise UnservedError(f"{name} of {kind.__name__} is not transformers' own")
+    """Raise `UnservedError` if a function was replaced that a step does not run."""
     attentions = [layer.self_attn for layer in text.layers if hasattr(layer, "self_attn")]
     for part in {type(module) for module in (model, holder, text, *text.layers, *attentions)}:
         forward = inspect.unwrap(part.forward)
@@ -249,9 +251,7 @@ def _read_modules(reading: Reading, model: Model, holder: Model) -> None:
         raise UnservedError("a global hook on all modules")
     state = reading.state
     state["numerics"] = machine.numerics()
-    for device in ("cpu", "cuda"):
-        state[f"autocast on {device}"] = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    state["prepared autocast"] = reading.autocast
+    state["autocast"] = reading.autocast
     state["experts"] = getattr(reading.text.config, "_experts_implementation", None)
     path = "model" if holder is reading.text else "model.language_model"
     inner = [*reading.text.named_modules(prefix=path), *reading.head.named_modules(prefix="lm_head")]
@@ -279,7 +279,6 @@ def _check_module(name: str, module: nn.Module, is_known: bool, may_have_forward
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     is_called = is_known or type(module).__module__.startswith(_ADAPTERS) or _is_quantised(module)
     reasons = {
-        "hooks of accelerate": "_hf_hook" in attributes,
         "torch.compile": module._compiled_call_impl is not None,
         "a forward of its own": "forward" in attributes and not may_have_forward,
         "a forward hook": not all(_is_harmless(hook) for hook in hooks),
@@ -297,12 +296,12 @@ def _is_harmless(hook: Any) -> bool:
 
 def _is_quantised(module: nn.Module) -> bool:
     """Return whether a module holds a matrix of whole numbers, of 8-bit floats, or of a tensor class of its own."""
-    tensors = [*module._parameters.values(), *module._buffers.values()]
-    matrices = [tensor for tensor in tensors if tensor is not None and tensor.dim() > 1]
-    return any(
-        not matrix.is_floating_point() or matrix.itemsize == 1 or type(matrix) not in (nn.Parameter, Tensor, nn.Buffer)
-        for matrix in matrices
-    )
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None and tensor.dim() > 1:
+            is_plain = tensor.is_floating_point() and type(tensor) in (nn.Parameter, Tensor, nn.Buffer)
+            if not is_plain or tensor.itemsize == 1:
+                return True
+    return False
 
 
 def _fingerprint(value: Any) -> Any:
@@ -314,10 +313,8 @@ def _fingerprint(value: Any) -> Any:
         return tuple(_fingerprint(getattr(value, name)) for name in value.__tensor_flatten__()[0])
     if issubclass(kind, Tensor):
         return value.data_ptr(), value.dtype, value.shape, value.stride()
-    if issubclass(kind, dict):
-        return tuple((_fingerprint(key), _fingerprint(item)) for key, item in value.items())
-    if issubclass(kind, list | tuple | set):
-        return tuple(_fingerprint(item) for item in value)
+    if issubclass(kind, dict | list | tuple | set):
+        return tuple(_fingerprint(item) for item in (value.items() if issubclass(kind, dict) else value))
     return kind
 
 

@@ -23,17 +23,13 @@ _MOST_CHUNKS = 64
 
 
 def why_not_in_chunks(query_BKGD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask_B11S: Tensor) -> str | None:
-    """Return why the kernels cannot compute an attention; None if they can."""
-    batch, _, group, width = query_BKGD.shape
+    """Return why the kernels cannot attend to a static cache and its mask, which are contiguous; None if they can."""
+    group, width = query_BKGD.shape[2:]
     slots = key_BKSD.shape[2]
     if width not in (32, 64, 128, 256) or group > 64 or slots % _BLOCK:
         return "the kernel has no such shape"
-    if key_BKSD.shape != value_BKSD.shape or mask_B11S.shape != (batch, 1, 1, slots):
-        return "the shapes differ"
     if not key_BKSD.dtype == value_BKSD.dtype == mask_B11S.dtype == query_BKGD.dtype:
         return "the dtypes differ"
-    if not all(tensor.is_contiguous() for tensor in (key_BKSD, value_BKSD, mask_B11S)):
-        return "a tensor is not contiguous"
     return why_not_triton(query_BKGD.device, query_BKGD.dtype)
 
 

@@ -181,11 +181,14 @@ def test_wrong_bounds_are_refused(model: Any, bounds: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(max_graph=2), "unknown option 'max_graph' of graphed_decoding; did you mean 'max_graphs'"),
+        (
+            dict(max_graph=2),
+            "unknown option 'max_graph' of graphed_decoding. It has: streamer, synced_gpus, max_graphs",
+        ),
         (dict(max_new_tokens=3), "'max_new_tokens' is an option of generate"),
         (dict(do_sample=True), "'do_sample' is an option of generate"),
         (dict(output_attentions=True), "'output_attentions' is an option of generate"),
-        (dict(stremer=None), "unknown option 'stremer' of graphed_decoding; did you mean 'streamer'"),
+        (dict(stremer=None), "unknown option 'stremer' of graphed_decoding. It has: streamer"),
         (dict(streamer=print), "expected streamer to be a BaseStreamer"),
         (dict(streamer=BaseStreamer), "expected streamer to be a BaseStreamer"),
         (dict(strict=True), "unknown option 'strict' of graphed_decoding. It has: streamer, synced_gpus, max_graphs"),
