@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from collections.abc import Hashable
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from types import CodeType, NoneType
+from types import BuiltinFunctionType, CodeType, NoneType
 from typing import Any, TypeAlias
 
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.hooks import RemovableHandle
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -79,8 +83,10 @@ _ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_
 _PACKAGE = os.path.join(os.path.dirname(transformers.__file__), "")
 _DECORATORS = (_PACKAGE, torch.utils._contextlib.__file__)
 """The files of transformers' decorators, and of `torch.no_grad`."""
-_CLASSES = (_PACKAGE, os.path.join(os.path.dirname(nn.__file__), ""))
-"""The files of the classes that a step calls as modules, or replaces."""
+_UPSTREAM = (_PACKAGE, os.path.join(os.path.dirname(torch.__file__), ""))
+"""The files of the functions and classes that a step calls, or replaces."""
+_CALLS = (nn.Module.__call__, nn.Module._call_impl)
+"""What runs the forward of a module."""
 _WRAPPERS = {
     "torch.amp.autocast_mode.autocast_decorator.<locals>.decorate_autocast": "func",
     "accelerate.utils.operations.convert_outputs_to_fp32.<locals>.forward": "model_forward",
@@ -88,6 +94,8 @@ _WRAPPERS = {
     "trl.trainer.utils.add_fused_lm_head.<locals>._fused_forward": "original_forward",  # GRPO
 }
 """Functions around a model's forward that do no more for `generate` than call it, and their variable that holds it."""
+# They are named since nothing else tells them from a user's wrapper, which must act at every token. A trial call would be
+# seen by a wrapper that counts or records, and a call that agreed says nothing of the next.
 _HARMLESS_HOOKS = ("hf_vit_accel.", "transformers.utils.output_capturing")
 """Where hooks are made that do nothing in a step: ours act on pictures, transformers' on calls that ask for states."""
 _ADAPTERS = "peft."
@@ -143,8 +151,8 @@ def read_model(model: Model) -> Reading:
     if type(text).__name__ != declared.name:
         raise UnservedError(f"a text model of class {type(text).__name__}")
     reading = Reading(declared, text, model.lm_head, _autocast_of(model, kind))
-    _read_modules(reading, model, holder)
-    _check_functions(model, holder, text)
+    kinds = _read_modules(reading, model, holder)
+    _check_functions(model, holder, text, kinds)
     _check_structure(model, text)
     return reading
 
@@ -173,15 +181,20 @@ def _autocast_of(model: Model, kind: type) -> tuple[str, torch.dtype, bool]:
 
 
 def is_own(function: Any, owner: type | None = None) -> bool:
-    """Return whether a function is one of transformers, or a method of this class there or in torch.nn."""
+    """Return whether a function is one of transformers or torch, or a method of this class there."""
     if isinstance(function, nn.Module) and "forward" not in vars(function):
         cells = getattr(type(function).forward, "__closure__", None) or ()  # the library `kernels` wraps functions so
         function = cells[0].cell_contents if cells else None
     while hasattr(function, "__wrapped__") and _file_of(function).startswith(_DECORATORS):
         function = function.__wrapped__
-    if owner is None:
-        return not hasattr(function, "__wrapped__") and _file_of(function).startswith(_PACKAGE)
-    return _file_of(function).startswith(_CLASSES) and _home_of(function) == f"{_path(owner)}.{function.__name__}"
+    if hasattr(function, "__wrapped__") or not _file_of(function).startswith(_UPSTREAM):
+        return False
+    return owner is None or _home_of(function) == f"{_path(owner)}.{function.__name__}"
+
+
+def _is_replaced(value: Any) -> bool:
+    """Return whether a value among the functions of a file is a function of the user's."""
+    return callable(value) and not isinstance(value, type | BuiltinFunctionType) and not is_own(value)
 
 
 def _home_of(function: Any) -> str:
@@ -201,25 +214,25 @@ def refuse(reasons: dict[str, Any], where: str = "") -> None:
             raise UnservedError(reason + where)
 
 
-def _check_functions(model: Model, holder: Model, text: Model) -> None:
+def _check_functions(model: Model, holder: Model, text: Model, kinds: set[type]) -> None:
     """Raise `UnservedError` if a function was replaced that a step does not run."""
     attentions = [layer.self_attn for layer in text.layers if hasattr(layer, "self_attn")]
     for part in {type(module) for module in (model, holder, text, *text.layers, *attentions)}:
         forward = inspect.unwrap(part.forward)
         for name in forward.__code__.co_names:
             value = forward.__globals__.get(name)
-            is_replaced = callable(value) and not isinstance(value, type) and not is_own(value)
-            if is_replaced or (name == "ALL_ATTENTION_FUNCTIONS" and value is not ALL_ATTENTION_FUNCTIONS):
+            if _is_replaced(value) or (name == "ALL_ATTENTION_FUNCTIONS" and value is not ALL_ATTENTION_FUNCTIONS):
                 raise UnservedError(f"{name} is not transformers' own")
     name = text.config._attn_implementation
     registered = [all_of.get(name) for all_of in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)]
-    sdpa = nn.functional.scaled_dot_product_attention
     reasons = {
         f"the text model's attention is {name}": name not in _ATTENTION,
         f"{name} was registered again": not all(function is None or is_own(function) for function in registered),
-        "torch's scaled_dot_product_attention was replaced": sdpa is not torch._C._nn.scaled_dot_product_attention,
     }
     refuse(reasons)
+    for name in {"scaled_dot_product_attention"}.union(*map(_names_in, kinds)):
+        if _is_replaced(vars(torch).get(name)) or _is_replaced(vars(nn.functional).get(name)):
+            raise UnservedError(f"torch's {name} was replaced")
 
 
 def _check_structure(model: Model, text: Model) -> None:
@@ -245,10 +258,18 @@ def _check_structure(model: Model, text: Model) -> None:
     refuse(reasons)
 
 
-def _read_modules(reading: Reading, model: Model, holder: Model) -> None:
-    """Check every module that a step calls or replaces, and note where its weights are and what it reads."""
-    if torch.nn.modules.module._has_any_global_hook():
-        raise UnservedError("a global hook on all modules")
+def _read_modules(reading: Reading, model: Model, holder: Model) -> set[type]:
+    """Check every module that a step calls or replaces, and note where its weights are and what it reads.
+
+    Returns:
+        The classes of the modules.
+    """
+    modes = [mode for mode in _get_current_function_mode_stack() if type(mode) is not DeviceContext]
+    reasons = {
+        "a global hook on all modules": torch.nn.modules.module._has_any_global_hook(),
+        "a mode of torch": modes or is_in_torch_dispatch_mode(),
+    }
+    refuse(reasons)
     state = reading.state
     state["numerics"] = machine.numerics()
     state["autocast"] = reading.autocast
@@ -260,7 +281,9 @@ def _read_modules(reading: Reading, model: Model, holder: Model) -> None:
         kind: Any = type(module)
         if kind not in known:
             owner = next(owner for owner in kind.__mro__ if "forward" in vars(owner))
-            known[kind] = owner is nn.Module or is_own(kind.forward, owner)  # nn.ModuleList has none
+            is_own_call = is_own(kind.forward, owner) and (kind.__call__, kind._call_impl) == _CALLS
+            # A list of modules is never called, and has no forward.
+            known[kind] = (is_own_call or owner is nn.Module) and (module is model or _is_upstream(kind))
         _check_module(name, module, known[kind], may_have_forward=module is model)
         if module in (model, holder, reading.text):
             continue
@@ -271,6 +294,13 @@ def _read_modules(reading: Reading, model: Model, holder: Model) -> None:
         tensors = (*module._parameters.values(), *module._buffers.values())
         reading.weights += [_fingerprint(tensor) for tensor in tensors]
         reading.switches += [(attributes, key, copy(attributes[key])) for key in _SWITCHES if key in attributes]
+    return set(known)
+
+
+def _is_upstream(kind: type) -> bool:
+    """Return whether a class is the one of this name in transformers or torch."""
+    is_there = kind.__module__.startswith(("transformers.", "torch."))
+    return is_there and vars(sys.modules[kind.__module__]).get(kind.__name__) is kind
 
 
 def _check_module(name: str, module: nn.Module, is_known: bool, may_have_forward: bool) -> None:

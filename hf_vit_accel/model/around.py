@@ -128,6 +128,8 @@ def uninstall(model: nn.Module) -> ModelState | None:
 
 def _drop_hooks(module: nn.Module) -> None:
     """Take our hooks off a module. Its shallow copies share the dictionaries of hooks, and keep theirs."""
+    if not any(is_own_hook(hook) for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())):
+        return  # handles of hooks remove from the dictionaries that a module has
     own_hooks(module)
     for name in ("_forward_hooks", "_forward_hooks_always_called"):
         vars(module)[name] = OrderedDict(vars(module)[name])

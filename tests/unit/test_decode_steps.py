@@ -19,6 +19,7 @@ from support.decoding import both, counts_of
 from support.recorded_ops import OperationRecorder
 from tiny import TINY
 from torch import nn
+from torch.overrides import BaseTorchFunctionMode
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -351,6 +352,32 @@ def _class_of_the_users(model: Any) -> Any:
     model.model.language_model.layers[1].mlp.down_proj.__class__ = Steered
 
 
+class Counted(nn.Linear):
+    """A linear whose calls are watched: its forward is torch's."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return 1.01 * super().__call__(x)
+
+
+def _call_of_the_users(model: Any) -> Any:
+    model.model.language_model.layers[1].mlp.down_proj.__class__ = Counted
+
+
+def _call_of_the_model(model: Any) -> Any:
+    kind = type(model)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return kind.__call__(self, *args, **kwargs)
+
+    model.__class__ = type("Watched", (kind,), {"__call__": call})
+
+
+def _mode_of_the_users(model: Any) -> Callable[[], None]:
+    mode = BaseTorchFunctionMode()
+    mode.__enter__()
+    return lambda: mode.__exit__(None, None, None)
+
+
 def _forward_of_the_users(model: Any) -> Any:
     norm = model.model.language_model.norm
     norm.forward = functools.partial(type(norm).forward, norm)
@@ -391,6 +418,16 @@ FOREIGN: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a linear's class": (
         _class_of_the_users,
         "a module of class Steered on model.language_model.layers.1.mlp.down_proj",
+    ),
+    "a linear's call": (
+        _call_of_the_users,
+        "a module of class Counted on model.language_model.layers.1.mlp.down_proj",
+    ),
+    "the model's call": (_call_of_the_model, "a module of class Watched on the model"),
+    "a mode that sees every function of torch": (_mode_of_the_users, "a mode of torch"),
+    "torch's linear, as zero.Init of DeepSpeed replaces it": (
+        _replaced(nn.functional, "linear"),
+        "torch's linear was replaced",
     ),
     "a norm's forward": (_forward_of_the_users, "a forward of its own on model.language_model.norm"),
     "attention with sinks": (_attention_with_sinks, "a forward of its own on model.language_model.layers.1.self_attn"),

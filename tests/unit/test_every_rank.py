@@ -278,3 +278,18 @@ def test_what_cannot_be_one_call_is_refused() -> None:
     model.model.get_image_features = lambda *args, **kwargs: None
     with pytest.raises(ValueError, match="methods of its own"):
         model(**batch_of(model, "images", 0))
+
+
+@pytest.mark.parametrize("every_rank", [False, True])
+@pytest.mark.parametrize("name", ["model", "model.language_model"])
+def test_hooks_that_were_there_before_patch_can_be_removed(name: str, every_rank: bool) -> None:
+    """A probe (`register_forward_hook`, patch, train, `handle.remove()`) acts no more once it is removed."""
+    model = TINY["qwen2_5_vl"].build().train()
+    calls: list[int] = []
+    handle = model.get_submodule(name).register_forward_hook(lambda *_: calls.append(1))
+    hf_vit_accel.patch(model, every_rank=every_rank)
+    model(input_ids=torch.tensor([[5, 6, 7, 8]]))
+    assert len(calls) == 1
+    handle.remove()
+    model(input_ids=torch.tensor([[5, 6, 7, 8]]))
+    assert len(calls) == 1
