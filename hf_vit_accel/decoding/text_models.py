@@ -94,8 +94,8 @@ _WRAPPERS = {
     "trl.trainer.utils.add_fused_lm_head.<locals>._fused_forward": "original_forward",  # GRPO
 }
 """Functions around a model's forward that do no more for `generate` than call it, and their variable that holds it."""
-# They are named since nothing else tells them from a user's wrapper, which must act at every token. A trial call would be
-# seen by a wrapper that counts or records, and a call that agreed says nothing of the next.
+# Nothing but a name tells them from a user's wrapper, which must act at every token. A trial call would be seen by a
+# wrapper that counts or records, and a call that agreed says nothing of the next.
 _HARMLESS_HOOKS = ("hf_vit_accel.", "transformers.utils.output_capturing")
 """Where hooks are made that do nothing in a step: ours act on pictures, transformers' on calls that ask for states."""
 _ADAPTERS = "peft."
