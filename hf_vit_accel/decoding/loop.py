@@ -190,7 +190,8 @@ class _ModelInLoop:
         """Return the output of a forward of one token: of the step, or of stock where there is none."""
         self._cache = arguments[CACHE]
         ids_B1 = input_ids[:, -1:]
-        if self._step is not None and (self._step.length == self._step.slots or self._reading.has_changed()):
+        reading = self._reading
+        if self._step is not None and (self._step.length == self._step.slots or not reading or reading.has_changed()):
             self._step.store(self._cache)
             self._step = None
         if self._step is None:
