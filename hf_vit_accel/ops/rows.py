@@ -12,7 +12,6 @@ from types import FunctionType
 from typing import Any
 
 from torch import nn
-from transformers import activations
 
 from hf_vit_accel import machine
 from hf_vit_accel.ops.base import class_of_own_weight, own_forward
@@ -26,6 +25,7 @@ class RowWise:
     Attributes:
         summary: the modules, for the documentation.
         classes: exact classes of torch; a subclass is another class.
+        file: a file all of whose modules count. (Its import here would take seconds.)
         condition: what must hold for such a module, for the documentation; empty where nothing must.
         holds: whether the condition holds for a module.
         of_patches: whether only modules inside the patch embedding or the downsampling count.
@@ -33,6 +33,7 @@ class RowWise:
 
     summary: str
     classes: tuple[type[nn.Module], ...] = ()
+    file: str = ""
     condition: str = ""
     holds: Callable[[Any], bool] = lambda module: True
     of_patches: bool = False
@@ -67,9 +68,6 @@ _ELEMENTWISE = (
     nn.Softsign,
     nn.Tanh,
 )
-_ACTIVATIONS = tuple(
-    kind for kind in vars(activations).values() if isinstance(kind, type) and issubclass(kind, nn.Module)
-)
 _CONTAINERS = nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict
 
 TABLE: tuple[RowWise, ...] = (
@@ -89,7 +87,8 @@ TABLE: tuple[RowWise, ...] = (
     ),
     RowWise(
         summary="activations of torch and transformers that act element by element",
-        classes=(*_ELEMENTWISE, *_ACTIVATIONS),
+        classes=_ELEMENTWISE,
+        file="transformers.activations",
     ),
     RowWise(
         summary="Softmax, LogSoftmax, Softmin and GLU of torch",
@@ -171,7 +170,7 @@ def _reason_mixing(
     is_upstream = is_torch or is_transformers
     if own_forward(module) is not None:
         return f"a {kind.__name__} has a forward of its own"
-    entry = next((entry for entry in TABLE if kind in entry.classes), None)
+    entry = next((entry for entry in TABLE if kind in entry.classes or kind.__module__ == entry.file), None)
     if kind in proven and (is_transformers or is_trusted):
         name = _name_of_own_function(module, is_activation=entry is not None)
         if name is not None:

@@ -256,7 +256,7 @@ def _prove_twin(key: Key, twin: Tower, family: Family, code: Code) -> Proof:
         key=key,
         why_not_fast=why_not_fast and f"{other}: {why_not_fast}",
         why_not_metadata=why_not_metadata,
-        why_not_autocast=why_not_autocast and f"{other}: {why_not_autocast}",
+        why_not_autocast=why_not_autocast and f"{other} under autocast: {why_not_autocast}",
         taken=taken,
         form=expected.form,
         classes=code.classes,

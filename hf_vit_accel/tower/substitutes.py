@@ -72,8 +72,9 @@ def row_wise_modules(modules: Sequence[nn.Module], parts: Parts) -> set[int]:
     if not isinstance(weight, Tensor):  # a norm of the user's: the tower is not fast, and nothing of it is cut
         return set()
     widths = {module: module.in_features for module in modules if _is_linear(module)}
-    widths |= dict.fromkeys(parts.mergers(), len(weight)) | {parts.patch_embed: parts.projection.weight[0].numel()}
     unknown = {id(module) for module in modules if not lora.is_plain(module)}
+    others = dict.fromkeys(parts.mergers(), len(weight)) | {parts.patch_embed: parts.projection.weight[0].numel()}
+    widths |= {module: width for module, width in others.items() if _may_be_tried(module, unknown)}
     row_wise: set[int] = set()
     verdicts: dict[object, bool] = {}
     for module, width in widths.items():
@@ -90,6 +91,11 @@ def row_wise_modules(modules: Sequence[nn.Module], parts: Parts) -> set[int]:
             row_wise.update(map(id, inside))
             unknown.difference_update(row_wise)
     return row_wise
+
+
+def _may_be_tried(module: nn.Module, unknown: set[int]) -> bool:
+    """Return whether a module is transformers' own, or a wrapper of PEFT's around it: a user's would see the trial."""
+    return id(module) not in unknown or not {"base_layer", "original_module"}.isdisjoint(module._modules)
 
 
 def _treats_rows_alone(module: nn.Module, width: int, weight: Tensor) -> bool:

@@ -585,9 +585,9 @@ COMPILED = {
         "qkv:*bf16 cos:*fp32 sin:*fp32 offsets:*i32 out:*bf16 scale_log2:fp32 table_stride:i32",
         dict(HEADS=16, HEADS_PER_PROGRAM=4, DIM=80, BLOCK_T=64, BLOCK_D=64),
     ),
-    "sum_images": ("sharing.checksum", "_images_kernel", "words:*i32 grid:*i64 out:*i64 rows:i32 width:i32", {}),
-    "sum_weights": ("sharing.checksum", "_weights_kernel", "table:*i64 out:*i64 chunks:i32", {}),
-    "equal_pairs": ("sharing.checksum", "_compare_kernel", "table:*i64 out:*i32", {}),
+    "sum_images": ("options.checksum", "_images_kernel", "words:*i32 grid:*i64 out:*i64 rows:i32 width:i32", {}),
+    "sum_weights": ("options.checksum", "_weights_kernel", "table:*i64 out:*i64 chunks:i32", {}),
+    "equal_pairs": ("options.checksum", "_compare_kernel", "table:*i64 out:*i32", {}),
 }
 
 
