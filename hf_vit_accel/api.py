@@ -80,7 +80,7 @@ def patch(
             once, whatever the batch of a rank holds: images and videos together, and a dummy of weight zero for text
             alone. Without gradients, it does so where FSDP2 or ZeRO-3 shard the tower.
         processor: The model's processor, which then returns the bytes of pictures (uint8): a quarter of the memory, and
-            a third of its time. The tower rescales and normalises them. `unpatch` sets the processor back.
+            less work on the CPU. The tower rescales and normalises them. `unpatch` sets the processor back.
         strict: Raise instead of falling back to another backend or to the stock forward. Also raise if a graph cannot
             be replayed or a kernel fails. Inputs that would not gain from a graph still run eagerly.
 

@@ -1,6 +1,6 @@
 """Image processors that return bytes, for towers that rescale and normalise them.
 
-Bytes take a quarter of the memory of fp32 pixels, and a processor on the CPU takes a third of the time.
+Bytes take a quarter of the memory of fp32 pixels, and leave a processor on the CPU less to do.
 """
 
 from __future__ import annotations

@@ -148,12 +148,13 @@ class TowerState:
         if normalisation is None:
             raise ValueError(BYTES_UNKNOWN)
         can_look = not (self.has_checked_bytes or pixels.dtype == torch.uint8 or is_in_torch_dispatch_mode())
-        if can_look and pixels.numel() and pixels.amin() < 0:
+        lowest, highest = torch.stack(pixels.aminmax()).tolist() if can_look and pixels.numel() else (0, 0)
+        if lowest < 0:
             raise ValueError(
                 "expected the bytes of pictures, since patch was given their processor, got negative pixel values; "
                 "drop do_rescale and do_normalize from the processor's call, or patch without `processor`"
             )
-        self.has_checked_bytes = self.has_checked_bytes or can_look
+        self.has_checked_bytes = self.has_checked_bytes or highest > 0  # `warmup` and `every_rank` send zeros
         return normalisation(pixels, tower.dtype)
 
     def find_repeats(

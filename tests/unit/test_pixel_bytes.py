@@ -141,6 +141,14 @@ def test_normalised_pixels_are_refused_where_bytes_are_expected(model: Any, proc
         tower_of(model)(pixels, grid_thw=grid)
 
 
+def test_zeros_of_warmup_are_no_check(model: Any, processor: Any) -> None:
+    pixels, grid = tower_inputs(processor)
+    hf_vit_accel.patch(model, processor=processor)
+    hf_vit_accel.warmup(model, sizes=[[(1, 4, 4)]], progress=False)
+    with torch.no_grad(), pytest.raises(ValueError, match="negative pixel values"):
+        tower_of(model)(pixels, grid_thw=grid)
+
+
 def test_the_processor_is_set_back(model: Any, processor: Any) -> None:
     expected = tower_inputs(processor)[0]
     other = copy.deepcopy(processor)
