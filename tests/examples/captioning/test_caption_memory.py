@@ -50,7 +50,6 @@ def peaks(*folders: Path) -> list[int]:
 
 
 def _peaks(_: int, folders: tuple[Path, ...]) -> None:
-    torch.set_num_threads(1)  # after a fork only one thread at a time may create torch's pool
     for folder in folders:
         done = caption(folder, folder.with_name(f"{folder.name}-captions"), "--max-new-tokens=1")
         assert done.exit_code == 0, done.output
