@@ -35,12 +35,11 @@ ROOT = HERE.parent
 sys.path[:0] = [str(HERE), str(ROOT / "examples"), str(ROOT / "tests")]
 
 from captioner import main as batch_caption  # noqa: E402
-from measuring import Row, write_json  # noqa: E402
+from measuring import Row, document_of, write_json  # noqa: E402
 from tiny_captioner import scenes  # noqa: E402
 from whole_call import build  # noqa: E402
 
 import hf_vit_accel  # noqa: E402
-from hf_vit_accel import machine  # noqa: E402
 
 CHECKPOINTS = {
     "qwen2.5-vl-7b": ROOT / "tests" / "tiny_captioner" / "qwen2_5_vl",
@@ -219,9 +218,7 @@ def document(model: str, pictures: int, processes: int, runs: Mapping[str, Seque
         medians = {way: statistics.median(of_way) for way, of_way in rates.items()}
         waiting = {way: statistics.median(run.waiting for run in of_way) for way, of_way in by_way.items()}
         rows.append({"model": model, "tokens": number, **medians, "all": rates, "ms waiting": waiting})
-    device = machine.cuda_device_name() if torch.cuda.is_available() else "cpu"
-    head = {"versions": machine.versions(), "device": device, "gpus": processes, "dtype": "bfloat16"}
-    return {**head, "images": pictures, "rows": rows}
+    return document_of(rows, gpus=processes, images=pictures)
 
 
 def fresh_model(

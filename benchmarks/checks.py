@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import DEVICE, DTYPE, Row, write_json
+from measuring import DEVICE, DTYPE, Row, document_of, write_json
 from torch import nn
 
 import hf_vit_accel
-from hf_vit_accel import machine
 from hf_vit_accel.engine import inputs
 from hf_vit_accel.engine.encoder import Residual, encode
 from hf_vit_accel.layout import rows_of
@@ -112,14 +111,7 @@ def main() -> None:
             print(rows[-1], flush=True)
         rows.append({"model": model, "what": "a layer", **measure_layer(tower)})
         print(rows[-1], flush=True)
-    name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU"
-    document = {
-        "device": name,
-        "dtype": "bfloat16",
-        "versions": machine.versions(),
-        "rows": rows,
-    }
-    write_json(arguments.json, document)
+    write_json(arguments.json, document_of(rows))
 
 
 if __name__ == "__main__":

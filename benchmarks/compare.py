@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib
-import json
 import statistics
 import sys
 import tempfile
@@ -23,10 +22,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from measuring import DEVICE, DTYPE
+from measuring import DEVICE, DTYPE, document_of, largest_error, write_json
 
 import hf_vit_accel
-from hf_vit_accel import machine
 from hf_vit_accel.layout import rows_of
 from hf_vit_accel.tools.bench.measure import outputs_of
 from hf_vit_accel.tools.bench.timing import time_in_turns
@@ -81,10 +79,9 @@ def compare(before: ModuleType, model: str, size: str, way: str, rounds: int) ->
         "now": step_of(hf_vit_accel, tower, way, size),
     }
     outputs = {name: step() for name, step in steps.items()}
-    for earlier, now in zip(outputs["before"], outputs["now"], strict=True):
-        difference = float((earlier.float() - now.float()).norm() / earlier.float().norm())
-        if difference > 0.02:
-            raise SystemExit(f"{model}, {size}, {way}: outputs differ by {difference:.1e}")
+    difference = largest_error(outputs["now"], outputs["before"])
+    if difference > 0.02:
+        raise SystemExit(f"{model}, {size}, {way}: outputs differ by {difference:.1e}")
     del outputs
     times = time_in_turns(steps, rounds, cuda=DEVICE.type == "cuda")
     medians = {name: statistics.median(values) for name, values in times.items()}
@@ -120,10 +117,7 @@ def main() -> None:
                 print(row, flush=True)
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()
-    device = machine.cuda_device_name() if torch.cuda.is_available() else "cpu"
-    result = {"device": device, "versions": machine.versions(), "rows": rows}
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_json(arguments.json, document_of(rows))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import os
 import random
 import statistics
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -24,16 +23,16 @@ import torch.distributed as dist
 from torch import nn
 
 import hf_vit_accel
-from hf_vit_accel import machine
 from hf_vit_accel.options import data_parallel
 from hf_vit_accel.options.data_parallel import rows_checksum
 from hf_vit_accel.options.ranks import ranks_of
 from hf_vit_accel.options.split import Assignment, loads, split
+from hf_vit_accel.tools.bench import timing
 from hf_vit_accel.tools.bench.towers import build_tower, family_of_tower
 from hf_vit_accel.tower.state import state_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from measuring import Grid, Row, device_name, largest_error, write_json
+from measuring import Grid, Row, document_of, largest_error, write_json
 
 SIZES = {
     "16 x 512²": [(1, 32, 32)] * 16,
@@ -72,20 +71,9 @@ def difference(outputs: list[torch.Tensor], expected: list[torch.Tensor]) -> flo
     return largest_error(outputs, expected)
 
 
-def synchronize() -> None:
-    """Wait for the GPU, if there is one."""
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def milliseconds(act: Callable[[], object]) -> list[float]:
     """Time one call that all ranks begin together; return the time of every rank."""
-    synchronize()
-    dist.barrier()
-    begin = time.perf_counter()
-    act()
-    synchronize()
-    elapsed = torch.tensor(1e3 * (time.perf_counter() - begin), device=DEVICE)
+    elapsed = torch.tensor(timing.milliseconds(act, cuda=DEVICE.type == "cuda", before=dist.barrier), device=DEVICE)
     by_rank = [torch.empty_like(elapsed) for _ in range(dist.get_world_size())]
     dist.all_gather(by_rank, elapsed)
     return [float(of_rank) for of_rank in by_rank]
@@ -301,10 +289,8 @@ def measure(arguments: argparse.Namespace) -> None:
     """Check and time every model; rank 0 prints and writes the rows."""
     size = dist.get_world_size()
     groups = {count: dist.new_group(list(range(count))) for count in (2, 4, 8) if count <= size}
-    gpu = device_name(DEVICE)
-    runs: dict[int, Row] = {count: {"ranks": count, "gpu": gpu, "towers": []} for count in groups}
-    document: Row = {"device": gpu, "dtype": "bfloat16", "versions": machine.versions()}
-    document |= {"runs": list(runs.values()), "pays": {}}
+    runs: dict[int, Row] = {count: {"ranks": count, "towers": []} for count in groups}
+    document = document_of([], runs=list(runs.values()), pays={})
 
     def report(row: Row) -> None:
         if dist.get_rank() == 0:

@@ -172,7 +172,9 @@ JOBS = {
     "long_video": _script("long_video.json", "long_video.py --random qwen3-vl-8b --tokens 16", seconds=25),
     "hidden_states": _script("hidden_states.json", "hidden_states.py --rounds 1", QWEN[:2], seconds=35),
     "toggles": _script("toggles.json", "toggles.py --rounds 1", QWEN[:2], seconds=50),
-    "reuse": _script("reuse.json", "reuse.py --seconds 0.6 --calls 200", QWEN[:2], seconds=65),
+    "quantised": _script("quantised.json", "quantised.py --rounds 1", QWEN[:2], seconds=150),
+    "liger": _script("liger.json", "liger.py --layers 28 --rounds 3", QWEN[:2], seconds=200),
+    "reuse": _script("reuse.json", "reuse.py --rounds 1 --calls 200", QWEN[:2], seconds=65),
     "whole_call": _script("whole_call.json", "whole_call.py --tokens 0,1,64 --rounds 2", QWEN[:2], seconds=170),
     "training_step": _script("training_step.json", "training_step.py", QWEN[:2], seconds=95),
     "captioning": Job(

@@ -14,27 +14,26 @@ import copy
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from liger_kernel.transformers import monkey_patch
-from measuring import STEPS_UNTIL_STEADY, Row, device_name, in_turn, write_json
+from measuring import DEVICE, STEPS_UNTIL_STEADY, Row, document_of, in_turn, write_json
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from whole_call import TEXT, build, inputs_for
 
 import hf_vit_accel
-from hf_vit_accel import machine
+from hf_vit_accel.tools.bench.timing import milliseconds
 
 CONTENDERS = {"stock": (False, False), "Liger": (True, False), "ours": (False, True), "both": (True, True)}
 """Whether Liger is applied, and whether the model is patched."""
 LINEARS = r".*\.(qkv|proj|linear_fc1|linear_fc2|q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
 ADAPTED = rf"(model\.language_model|model\.visual\.blocks){LINEARS}"
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 Inputs = dict[str, torch.Tensor]
 
 
@@ -94,15 +93,6 @@ def step(model: nn.Module, inputs: Inputs) -> float:
     return float(loss.detach())
 
 
-def timed(run: Callable[[nn.Module, Inputs], float], model: nn.Module, inputs: Inputs) -> float:
-    """Return the milliseconds of a call by the clock."""
-    _wait()
-    begin = time.perf_counter()
-    run(model, inputs)
-    _wait()
-    return (time.perf_counter() - begin) * 1e3
-
-
 def measure(pair: Pair, run: Callable[[nn.Module, Inputs], float], inputs: Inputs, rounds: int, calls: int) -> Row:
     """Time all contenders in turns; each is warmed up anew in every round, since setting it up drops its graphs."""
     times: dict[str, list[float]] = {name: [] for name in CONTENDERS}
@@ -113,7 +103,8 @@ def measure(pair: Pair, run: Callable[[nn.Module, Inputs], float], inputs: Input
             result = run(model, inputs)
             for _ in range(STEPS_UNTIL_STEADY):
                 run(model, inputs)
-            times[name] += [timed(run, model, inputs) for _ in range(calls)]
+            call = partial(run, model, inputs)
+            times[name] += [milliseconds(call, cuda=DEVICE.type == "cuda") for _ in range(calls)]
             rows[name] = {"result": result}
             if CONTENDERS[name][1]:
                 status = hf_vit_accel.status(model).towers[0]
@@ -136,8 +127,7 @@ def main(
 ) -> None:
     """Time both jobs for every model, and print and write the rows."""
     rows: list[Row] = []
-    document: Row = {"device": device_name(DEVICE), "dtype": "bfloat16", "versions": machine.versions()}
-    document |= {"layers": layers, "rows": rows}
+    document = document_of(rows, layers=layers)
     for name in models.split(","):
         pair = Pair(name, layers)
         inputs = inputs_for(pair.models[False], [(1, side, side)])
@@ -151,11 +141,6 @@ def main(
         del pair
         if DEVICE.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def _wait() -> None:
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

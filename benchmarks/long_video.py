@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import DEVICE, document_of, write_json
 from transformers import PreTrainedModel
 from whole_call import TEXT, build, inputs_for
 
 import hf_vit_accel
-from hf_vit_accel import machine
 from hf_vit_accel.tools.bench.towers import SHAPES
 
 Inputs = dict[str, torch.Tensor]
@@ -145,15 +145,12 @@ def compare(model: PreTrainedModel, arguments: argparse.Namespace) -> list[Row]:
 def main() -> None:
     """Load the model, compare stock and patched, and write the rows."""
     arguments = arguments_of_command()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
+    if DEVICE.type == "cuda":
+        total = torch.cuda.get_device_properties(DEVICE).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, arguments.budget * 1e9 / total))
-    rows = compare(build(arguments.random, device=device), arguments)
+    rows = compare(build(arguments.random, device=DEVICE), arguments)
     if arguments.json is not None:
-        name = machine.cuda_device_name() if device.type == "cuda" else "CPU"
-        document = {"device": name, "dtype": "bfloat16", "versions": machine.versions(), "rows": rows}
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+        write_json(arguments.json, document_of(rows))
 
 
 if __name__ == "__main__":

@@ -10,10 +10,10 @@ stock. It compares every output, and all adapters' gradients together.
 from __future__ import annotations
 
 import copy
-import statistics
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -21,13 +21,11 @@ import peft
 import torch
 import typer
 from baselines import BASELINES
-from measuring import Grid, Row, device_name, in_turn, largest_error, write_json
+from measuring import Grid, Row, document_of, largest_error, time_rows, write_json
 from torch import nn
 
 import hf_vit_accel
-from hf_vit_accel import machine
 from hf_vit_accel.layout import rows_of
-from hf_vit_accel.tools.bench.timing import milliseconds
 from hf_vit_accel.tools.bench.towers import build_tower, family_of_tower, parse_size, weight_of
 
 Forward = Callable[..., object]
@@ -117,12 +115,6 @@ class Steps:
         peak = torch.cuda.max_memory_allocated() - before
         return (peak + sum(parameter.nbytes for parameter in contender.tower.parameters())) / 1e9
 
-    def milliseconds(self, contender: Contender) -> float:
-        """Time a step after one that is not timed."""
-        self.run(contender)
-        cuda = self.device.type == "cuda"
-        return milliseconds(lambda: self.run(contender), cuda=cuda, before=contender.clear)
-
 
 def contenders(tower: nn.Module, grid: Grid, steps: Steps, stack: ExitStack) -> dict[str, Contender]:
     """Return stock, stock with compiled blocks (where that runs) and patched."""
@@ -143,35 +135,31 @@ def measure(model: str, size: str, rank: int, rounds: int, device: torch.device)
     exact = copy.deepcopy(tower).float()
     expected = steps.results(steps.plain(exact), exact=True)
     del exact
-    rows: dict[str, Row] = {}
     with ExitStack() as stack:
         ways = contenders(tower, grid, steps, stack)
-        times: dict[str, list[float]] = {way: [] for way in ways}
-        for index in range(2 * rounds):
-            for way in in_turn(ways, index):
-                if way not in rows:
-                    error = largest_error(steps.results(ways[way]), expected)
-                    row = dict(model=model, size=name, patches=rows_of(grid), contender=way, rank=rank, ms=0.0)
-                    rows[way] = row | dict(error=error, peak_gb=steps.peak_gigabytes(ways[way]))
-                times[way].append(steps.milliseconds(ways[way]))
-    for way, row in rows.items():
-        row["ms"] = statistics.median(times[way])
-        print(row, flush=True)
-    return list(rows.values())
+        measured: dict[str, Row] = {}
+        for way, contender in ways.items():
+            error = largest_error(steps.results(contender), expected)
+            measured[way] = dict(error=error, peak_gb=steps.peak_gigabytes(contender))
+        runs = {way: partial(steps.run, contender) for way, contender in ways.items()}
+        before = {way: contender.clear for way, contender in ways.items()}
+        common = dict(model=model, size=name, patches=rows_of(grid), rank=rank)
+        rows = time_rows(runs, rounds, device, before=before, **common)
+    return [row | measured[row["contender"]] for row in rows]
 
 
 def main(
     models: Annotated[str, typer.Option(help="Comma-separated.")] = "qwen3-vl-8b,qwen2.5-vl-7b,qwen2-vl-7b",
     size: str = "16 x 512²",
     rank: int = 16,
-    rounds: int = 4,
+    rounds: int = 2,
     device: str = "cuda",
     json_path: Annotated[Path | None, typer.Option("--json", help="Write one JSON object to this file.")] = None,
 ) -> None:
     """Time every model, and print and write the rows."""
     place = torch.device(device)
     rows: list[Row] = []
-    document: Row = {"device": device_name(place), "dtype": "bfloat16", "versions": machine.versions(), "rows": rows}
+    document = document_of(rows, place)
     for model in models.split(","):
         rows += measure(model, size, rank, rounds, place)
         write_json(json_path, document)

@@ -17,11 +17,10 @@ from typing import Annotated
 
 import torch
 import typer
-from measuring import Row, device_name, largest_error, write_json
+from measuring import DEVICE, Row, document_of, largest_error, write_json
 from torch import nn
 
 import hf_vit_accel
-from hf_vit_accel import machine
 from hf_vit_accel.options.passes import AUTO_ROWS, cut
 from hf_vit_accel.tools.bench.timing import milliseconds
 from hf_vit_accel.tools.bench.towers import build_tower, family_of_tower, weight_of
@@ -159,15 +158,13 @@ def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="Write one JSON object to this file.")] = None,
 ) -> None:
     """Measure every model, and print and write the rows."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows: list[Row] = []
-    document: Row = {"device": device_name(device), "dtype": "bfloat16", "versions": machine.versions()}
-    document |= {"rows_of_call": frames * HEIGHT * WIDTH, "rows": rows}
+    document = document_of(rows, rows_of_call=frames * HEIGHT * WIDTH)
     names = models.split(",")
     if million:
-        document["million"] = many(names[0], million, device)
+        document["million"] = many(names[0], million, DEVICE)
     for model in names:
-        rows += measure(model, frames, rounds, device)
+        rows += measure(model, frames, rounds, DEVICE)
         write_json(json_path, document)
 
 

@@ -1,18 +1,22 @@
-"""Compute errors, alternate the order of contenders and write JSON files, for all benchmarks."""
+"""Compute errors, time contenders in turns and write JSON files, for all benchmarks."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import statistics
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from hf_vit_accel import machine
+from hf_vit_accel.tools.bench.timing import Step, time_in_turns
 
 Row = dict[str, Any]
 """A row of a JSON file."""
@@ -22,6 +26,8 @@ Grid = Sequence[tuple[int, int, int]]
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+ERROR_BAR = 1.1
+"""The largest error of ours, in times of stock's own in the same dtype."""
 
 STEPS_UNTIL_STEADY = 4
 """A training step is captured at its third call."""
@@ -34,6 +40,34 @@ def largest_error(outputs: Iterable[torch.Tensor], expected: Iterable[torch.Tens
         reference = reference.float()
         errors.append(float((output.float() - reference).norm() / reference.norm()))
     return max(errors)
+
+
+def time_rows(
+    steps: Mapping[str, Step],
+    rounds: int,
+    device: torch.device,
+    *,
+    before: Mapping[str, Step] = MappingProxyType({}),
+    **common: object,
+) -> list[Row]:
+    """Time warm steps in turns; print and return a row for each.
+
+    Args:
+        steps: The steps by the name of the contender.
+        rounds: Those of `time_in_turns`.
+        device: The device that the steps run on.
+        before: What runs before a step and is not timed, by contender.
+        common: What all rows say.
+
+    Returns:
+        Rows with the median, the least and the most milliseconds of a step.
+    """
+    rows = []
+    for contender, of_step in time_in_turns(steps, rounds, cuda=device.type == "cuda", before=before).items():
+        row = common | {"contender": contender, "ms": statistics.median(of_step)}
+        rows.append(row | {"ms_low": min(of_step), "ms_high": max(of_step)})
+        print(rows[-1], flush=True)
+    return rows
 
 
 def in_turn(contenders: Iterable[str], index: int) -> list[str]:
@@ -79,6 +113,35 @@ def host() -> dict[str, str | int | float | None]:
             "power": float(power),
         }
     return facts
+
+
+def document_of(rows: list[Row], device: torch.device = DEVICE, **fields: object) -> Row:
+    """Return the content of a JSON file: what measured the rows, and the rows, to which more may be added."""
+    common = {"device": device_name(device), "dtype": str(DTYPE).removeprefix("torch."), "versions": machine.versions()}
+    return common | fields | {"rows": rows}
+
+
+def measure_models(
+    description: str | None, models: str, measure: Callable[[str, int], list[Row]], *, rounds: int = 2, **fields: object
+) -> None:
+    """Read the options of a benchmark, measure every model, and write the rows to a file.
+
+    Args:
+        description: The text of `--help`.
+        models: The models by default, comma-separated.
+        measure: Returns the rows of a model, by its name and the rounds of timing.
+        rounds: The rounds by default.
+        fields: What the file says beside the rows.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--models", default=models)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    options = parser.parse_args()
+    document = document_of([], **fields)
+    for model in options.models.split(","):
+        document["rows"] += measure(model, options.rounds)
+        write_json(options.json, document)
 
 
 def write_json(path: Path | None, document: Row) -> None:

@@ -9,27 +9,21 @@ compared before anything is timed: `error` is against the same tower with every 
 gradients.
 """
 
-import argparse
-import statistics
-from collections.abc import Callable
 from copy import deepcopy
-from pathlib import Path
+from functools import partial
 
 import bitsandbytes as bnb
 import peft
 import torch
 from lora import Contender, Steps
-from measuring import Row, device_name, in_turn, largest_error, write_json
+from measuring import DEVICE, ERROR_BAR, STEPS_UNTIL_STEADY, Row, largest_error, measure_models, time_rows
 from torch import nn
 
-from hf_vit_accel import machine, patch, status
+from hf_vit_accel import patch, status
 from hf_vit_accel.layout import rows_of
-from hf_vit_accel.tools.bench.timing import milliseconds
-from hf_vit_accel.tools.bench.towers import build_tower, parse_size
+from hf_vit_accel.tools.bench.towers import SIZES, build_tower
 
 INPUTS = "one 448²", "one 1024²", "16 x 512²"
-ERROR_BAR = 1.1
-"""Times stock's own error; or a unit of bf16 in the last place."""
 
 
 def quantised(linear: nn.Linear, bits: int) -> nn.Module:
@@ -46,10 +40,10 @@ def quantised(linear: nn.Linear, bits: int) -> nn.Module:
     return module.to(weight.device)
 
 
-def build(model: str, bits: int, device: torch.device) -> nn.Module:
+def build(model: str, bits: int) -> nn.Module:
     """Build a tower with random weights whose Linears are quantised."""
     torch.manual_seed(0)
-    tower = build_tower(model, device, torch.bfloat16).requires_grad_(False).eval()
+    tower = build_tower(model, DEVICE, torch.bfloat16)
     for module in list(tower.modules()):
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:
@@ -89,15 +83,14 @@ def exact_copy(tower: nn.Module) -> nn.Module:
 
 
 def compared(
-    tower: nn.Module, bits: int, size: str, device: torch.device, *, trains: bool
+    tower: nn.Module, bits: int, size: str, *, trains: bool
 ) -> tuple[Steps, dict[str, Contender], dict[str, float]]:
     """Return both contenders with their errors.
 
     Raises:
         AssertionError: ours computes something else than stock, or a call was not fast.
     """
-    _, grid = parse_size(size)
-    steps = Steps(tower, grid, device)
+    steps = Steps(tower, SIZES[size], DEVICE)
     ours = patch(deepcopy(tower))
     ways = {"stock": steps.plain(tower), "patch(model)": steps.plain(ours)}
 
@@ -111,7 +104,7 @@ def compared(
     expected = results(steps.plain(exact_copy(tower)), exact=True)
     stock = results(ways["stock"])
     errors = {"stock": largest_error(stock, expected)}
-    for _ in range(4):  # until graphs are replayed
+    for _ in range(STEPS_UNTIL_STEADY):
         outputs = results(ways["patch(model)"])
         assert [output.dtype for output in outputs] == [output.dtype for output in stock]
         errors["patch(model)"] = largest_error(outputs, expected)
@@ -122,61 +115,37 @@ def compared(
     return steps, ways, errors
 
 
-def measure(model: str, bits: int, size: str, rounds: int, device: torch.device, *, trains: bool) -> list[Row]:
+def measure(model: str, bits: int, size: str, rounds: int, *, trains: bool) -> list[Row]:
     """Return a row for each contender."""
-    tower = build(model, bits, device)
+    tower = build(model, bits)
     tower = with_adapters(tower, bits) if trains else tower
-    steps, ways, errors = compared(tower, bits, size, device, trains=trains)
+    steps, ways, errors = compared(tower, bits, size, trains=trains)
 
-    def runner(contender: Contender) -> Callable[[], object]:
-        def forward() -> object:
-            with torch.no_grad():
-                return contender.forward(steps.pixels_TP)
+    def forward(contender: Contender) -> None:
+        with torch.no_grad():
+            contender.forward(steps.pixels_TP)
 
-        return (lambda: steps.run(contender)) if trains else forward
-
-    times: dict[str, list[float]] = {way: [] for way in ways}
-    for index in range(2 * rounds):
-        for way in in_turn(ways, index):
-            run = runner(ways[way])
-            run()
-            for _ in range(3):
-                ways[way].clear()
-                times[way].append(milliseconds(run, cuda=device.type == "cuda"))
-    name, grid = parse_size(size)
+    runs = {way: partial(steps.run if trains else forward, contender) for way, contender in ways.items()}
+    before = {way: contender.clear for way, contender in ways.items()}
+    common = dict(model=model, bits=bits, size=size, patches=rows_of(SIZES[size]), work="step" if trains else "forward")
+    rows = time_rows(runs, rounds, DEVICE, before=before, **common)
     [served] = status(ways["patch(model)"].tower).towers
     graphs = served.training if trains else served.graphs
-    rows = []
-    for way in ways:
-        row: Row = dict(model=model, bits=bits, size=name, patches=rows_of(grid), work="step" if trains else "forward")
-        row |= dict(contender=way, ms=statistics.median(times[way]), error=errors[way])
-        row["last"] = None if way == "stock" or graphs is None else graphs.last
-        print(row, flush=True)
-        rows.append(row)
+    for row in rows:
+        row["error"] = errors[row["contender"]]
+        row["last"] = None if row["contender"] == "stock" or graphs is None else graphs.last
     return rows
 
 
-def main() -> None:
-    """Read the options, time all towers, write the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--models", default="qwen3-vl-8b,qwen2.5-vl-7b")
-    parser.add_argument("--bits", default="4,8")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--sizes", default=",".join(INPUTS))
-    parser.add_argument("--rounds", type=int, default=2)
-    options = parser.parse_args()
-    device = torch.device(options.device)
-    rows: list[Row] = []
-    document: Row = {"device": device_name(device), "dtype": "bfloat16", "versions": machine.versions(), "rows": rows}
-    document["bitsandbytes"] = bnb.__version__
-    for model in options.models.split(","):
-        for bits in map(int, options.bits.split(",")):
-            for size in options.sizes.split(","):
-                for trains in (False, True):
-                    rows += measure(model, bits, size, options.rounds, device, trains=trains)
-                    write_json(options.json, document)
+def measure_model(model: str, rounds: int) -> list[Row]:
+    """Return the rows of a model: of both numbers of bits and all sizes, forward and step."""
+    rows = []
+    for bits in (4, 8):
+        for size in INPUTS:
+            for trains in (False, True):
+                rows += measure(model, bits, size, rounds, trains=trains)
+    return rows
 
 
 if __name__ == "__main__":
-    main()
+    measure_models(__doc__, "qwen3-vl-8b,qwen2.5-vl-7b", measure_model, bitsandbytes=bnb.__version__)

@@ -19,10 +19,10 @@ from typing import Annotated
 import numpy as np
 import torch
 import typer
-from measuring import DEVICE, DTYPE, Grid, Row, device_name, in_turn, largest_error, write_json
+from measuring import DEVICE, DTYPE, Grid, Row, document_of, in_turn, largest_error, write_json
 from torch import nn
 
-from hf_vit_accel import machine, patch, status
+from hf_vit_accel import patch, status
 from hf_vit_accel.tools.bench.measure import outputs_of
 from hf_vit_accel.tools.bench.timing import milliseconds
 from hf_vit_accel.tools.bench.towers import build_tower, weight_of
@@ -132,12 +132,7 @@ def main(
     json: Annotated[Path | None, typer.Option(help="File of the results.")] = None,
 ) -> None:
     """Send the streams through every model; print the rows and write them to a file."""
-    document: Row = {
-        "device": device_name(DEVICE),
-        "dtype": "bfloat16",
-        "versions": machine.versions(),
-        "rows": [],
-    }
+    document = document_of([])
     for model in models.split(","):
         document["rows"] += measure(model, DEVICE)
         write_json(json, document)

@@ -1,6 +1,6 @@
 """Time the reuse of equal pictures: a step of GRPO, a chat, many questions about a picture, and calls without copies.
 
-python benchmarks/reuse.py [--json FILE] [--models qwen3-vl-8b,qwen2.5-vl-7b] [--device cuda] [--seconds 2]
+python benchmarks/reuse.py [--json FILE] [--models qwen3-vl-8b,qwen2.5-vl-7b] [--rounds 2]
 
 Towers run alone, with random weights in real shapes. Results are compared before anything is timed. Times are medians,
 with and without reuse in turn. In the JSON file, `ratio` is the time with reuse over the time without, and `bar` is the
@@ -9,21 +9,19 @@ difference between two equal towers.
 """
 
 import argparse
-import json
 import math
 import statistics
-import time
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 
 import torch
-from measuring import Row, in_turn, largest_error
+from measuring import DEVICE, Row, document_of, largest_error, write_json
 from torch import nn
 
 from hf_vit_accel import ReuseConfig, patch, status
 from hf_vit_accel.tools.bench.measure import outputs_of
-from hf_vit_accel.tools.bench.timing import milliseconds
+from hf_vit_accel.tools.bench.timing import Step, milliseconds, time_in_turns
 from hf_vit_accel.tools.bench.towers import build_tower, weight_of
 
 PICTURES = 8
@@ -35,7 +33,6 @@ LARGE = 64
 """Patches of a picture's side: 512 x 512 pixels, and 1024 x 1024, with 16 a patch."""
 ACROSS = ReuseConfig(across_calls=True)
 
-Step = Callable[[], object]
 Build = Callable[[str, torch.device, torch.dtype], nn.Module]
 Pictures = list[torch.Tensor]
 """The patches of every picture."""
@@ -69,27 +66,6 @@ def train(tower: nn.Module, pictures: Pictures, seed: int = 1) -> None:
     generator = torch.Generator(outputs[0].device).manual_seed(seed)
     incoming = [torch.randn(x.shape, device=x.device, generator=generator).to(x.dtype) for x in outputs]
     torch.autograd.backward(outputs, incoming)
-
-
-def time_in_turn(steps: dict[str, Step], seconds: float, cuda: bool) -> dict[str, float]:
-    """Return the median milliseconds of every step.
-
-    Args:
-        steps: the steps by name
-        seconds: the time to spend
-        cuda: whether the steps run on a GPU
-    """
-    for _ in range(2):
-        for step in steps.values():
-            step()
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    end = time.perf_counter() + seconds
-    rounds = 0
-    while time.perf_counter() < end or rounds < 3:
-        for name in in_turn(steps, rounds):
-            times[name].append(milliseconds(steps[name], cuda=cuda))
-        rounds += 1
-    return {name: statistics.median(of_step) for name, of_step in times.items()}
 
 
 def are_equal(features: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
@@ -153,14 +129,14 @@ class Comparison:
     Args:
         model: the model's name
         device: the device of the towers
-        seconds: the time of every comparison
+        rounds: the rounds of every comparison
         calls: the calls of the chat
         build: builds a tower
     """
 
-    def __init__(self, model: str, device: torch.device, seconds: float, calls: int, build: Build) -> None:
+    def __init__(self, model: str, device: torch.device, rounds: int, calls: int, build: Build) -> None:
         self.model = model
-        self.seconds = seconds
+        self.rounds = rounds
         self.calls = calls
         self.cuda = device.type == "cuda"
         self.rows: list[Row] = []
@@ -183,8 +159,12 @@ class Comparison:
         print(f"{self.model}, {what}: {milliseconds_of_ways}; {ratio:.3f} (bar {bar})", flush=True)
 
     def time(self, steps: dict[str, Step]) -> dict[str, float]:
-        """Time steps in turn."""
-        return time_in_turn(steps, self.seconds, self.cuda)
+        """Return the median milliseconds of every step, timed in turns."""
+        for step in steps.values():
+            step()
+            step()
+        times = time_in_turns(steps, self.rounds, cuda=self.cuda)
+        return {name: statistics.median(of_step) for name, of_step in times.items()}
 
     def copies(self) -> None:
         """Compare calls of which every picture occurs eight times, and a step of GRPO on them."""
@@ -272,9 +252,9 @@ class Comparison:
         self.add("1 picture that is known (what telling the weights costs)", self.time(steps))
 
 
-def measure(model: str, device: torch.device, seconds: float, calls: int, build: Build = build_tower) -> list[Row]:
+def measure(model: str, device: torch.device, rounds: int, calls: int, build: Build = build_tower) -> list[Row]:
     """Return all rows of one model."""
-    comparison = Comparison(model, device, seconds, calls, build)
+    comparison = Comparison(model, device, rounds, calls, build)
     comparison.copies()
     comparison.conversations()
     comparison.questions()
@@ -287,17 +267,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--models", default="qwen3-vl-8b,qwen2.5-vl-7b")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of every comparison")
+    parser.add_argument("--rounds", type=int, default=2, help="of every comparison")
     parser.add_argument("--calls", type=int, default=1000, help="of the chat")
     arguments = parser.parse_args()
-    device = torch.device(arguments.device)
-    rows: list[Row] = []
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    document = document_of([])
     for model in arguments.models.split(","):
-        rows += measure(model, device, arguments.seconds, arguments.calls)
-        if arguments.json is not None:
-            arguments.json.write_text(json.dumps({"device": name, "torch": torch.__version__, "rows": rows}, indent=1))
+        document["rows"] += measure(model, DEVICE, arguments.rounds, arguments.calls)
+        write_json(arguments.json, document)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ for run in 1 2 3; do for tree in BEFORE AFTER; do PYTHONPATH=$tree python benchm
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +13,7 @@ import transformers
 import typer
 
 import hf_vit_accel
+from hf_vit_accel.tools.bench.timing import milliseconds
 
 TEXTS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": dict(
@@ -43,20 +43,12 @@ def build(name: str, layers: int) -> Any:
         return getattr(transformers, entry["model"])._from_config(config, dtype=torch.bfloat16).eval()
 
 
-def seconds(model: Any, rows: int, tokens: int) -> float:
-    """Return the time of a call that generates some tokens after a prompt of 500."""
+def time_call(model: Any, rows: int, tokens: int) -> float:
+    """Return the milliseconds of a call that generates some tokens after a prompt of 500."""
     ids = torch.randint(1000, 2000, (rows, 500), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    model.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=tokens,
-        min_new_tokens=tokens,
-        custom_generate=hf_vit_accel.graphed_decoding,
-    )
-    torch.cuda.synchronize()
-    return time.perf_counter() - begin
+    options = dict(max_new_tokens=tokens, min_new_tokens=tokens, custom_generate=hf_vit_accel.graphed_decoding)
+    inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids))
+    return milliseconds(lambda: model.generate(**inputs, **options), cuda=True)
 
 
 def main(layers: Annotated[int, typer.Option(help="Layers of the text model.")] = 8, rounds: int = 5) -> None:
@@ -65,10 +57,9 @@ def main(layers: Annotated[int, typer.Option(help="Layers of the text model.")] 
     for name in TEXTS:
         model = build(name, layers)
         for rows in (1, 32):
-            seconds(model, rows, 110)  # captures
-            times = [(seconds(model, rows, 110) - seconds(model, rows, 10)) / 100 for _ in range(rounds)]
-            least, most = min(times) * 1e3, max(times) * 1e3
-            print(f"{name}, {layers} layers, {rows} rows: {least:.3f} to {most:.3f} ms a token")
+            time_call(model, rows, 110)  # captures
+            times = [(time_call(model, rows, 110) - time_call(model, rows, 10)) / 100 for _ in range(rounds)]
+            print(f"{name}, {layers} layers, {rows} rows: {min(times):.3f} to {max(times):.3f} ms a token")
         print(hf_vit_accel.status(model).decoding)
         del model
         torch.cuda.empty_cache()

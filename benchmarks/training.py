@@ -22,11 +22,10 @@ import shapes  # noqa: F401
 import torch
 import typer
 from baselines import BASELINES
-from measuring import DEVICE, DTYPE, Row, device_name, write_json
+from measuring import DEVICE, DTYPE, Row, document_of, write_json
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_vit_accel import machine
 from hf_vit_accel.layout import Grid
 from hf_vit_accel.tools.bench import ways
 from hf_vit_accel.tools.bench.measure import (
@@ -208,8 +207,7 @@ def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="Write one JSON object to this file.")] = None,
 ) -> None:
     """Verify and time every model and size; exits with 1 if a gradient is wrong."""
-    document: Row = {"versions": machine.versions(), "device": device_name(DEVICE), "train": True}
-    document |= {"dtype": str(DTYPE).removeprefix("torch."), "checkpointing": checkpointing, "rows": []}
+    document = document_of([], train=True, checkpointing=checkpointing)
     for name in models.split(","):
         tower = build_tower(name, DEVICE, DTYPE).requires_grad_(True).train()
         if checkpointing:  # newer transformers call it activation checkpointing

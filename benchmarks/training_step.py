@@ -16,6 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -34,17 +35,16 @@ from transformers import (
 )
 
 import hf_vit_accel
-from hf_vit_accel import machine
+from hf_vit_accel.tools.bench.timing import milliseconds
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from measuring import STEPS_UNTIL_STEADY, Row, device_name, write_json
+from measuring import DEVICE, STEPS_UNTIL_STEADY, Row, document_of, write_json
 from whole_call import END, IMAGE, START, TEXT, build
 
 WARM_UPS = 2
 WAYS = ("LoRA on the language model, tower frozen", "tower trained, language model frozen")
 SMALL_SIDE = 28
 """Patches along one side of a 448² picture, with which a step is replayed from CUDA graphs."""
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 Sample = dict[str, torch.Tensor]
 
@@ -135,19 +135,17 @@ def tower_alone(tower: nn.Module, sample: Sample, rounds: int = 5) -> float:
     pixels = sample["pixel_values"].to(device)
     grid = sample["image_grid_thw"].to(device)
     is_trained = any(parameter.requires_grad for parameter in tower.parameters())
-    seconds = []
-    for _ in range(rounds + WARM_UPS):
-        tower.zero_grad(set_to_none=True)
-        _wait()
-        begin = time.perf_counter()
+
+    def run() -> None:
         with torch.autocast(device.type, torch.bfloat16), torch.set_grad_enabled(is_trained):
             output = tower(pixels, grid_thw=grid).pooler_output
         if is_trained:
             output.float().square().mean().backward()
-        _wait()
-        seconds.append(time.perf_counter() - begin)
-    tower.zero_grad(set_to_none=True)
-    return statistics.median(seconds[WARM_UPS:])
+
+    clear = partial(tower.zero_grad, set_to_none=True)
+    times = [milliseconds(run, cuda=device.type == "cuda", before=clear) for _ in range(rounds + WARM_UPS)]
+    clear()
+    return statistics.median(times[WARM_UPS:]) / 1e3
 
 
 def prepared(model: PreTrainedModel, way: str, rank: int) -> nn.Module:
@@ -205,8 +203,7 @@ def main(
 ) -> None:
     """Time both ways to train every model, and print and write the rows."""
     rows: list[Row] = []
-    document: Row = {"images": images, "patches": side * side, "versions": machine.versions(), "rows": rows}
-    document["device"] = device_name(DEVICE)
+    document = document_of(rows, images=images, patches=side * side)
     for model in models.split(","):
         for way in WAYS:
             rows.append(measure(model, way, images, side, steps, rounds, rank))

@@ -25,13 +25,12 @@ from typing import Annotated, Literal
 import torch
 import torch.distributed as dist
 import typer
-from measuring import STEPS_UNTIL_STEADY, Grid, Row, device_name, in_turn, write_json
+from measuring import STEPS_UNTIL_STEADY, Grid, Row, document_of, in_turn, write_json
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_vit_accel
-from hf_vit_accel import machine
 from hf_vit_accel.layout import rows_of
 from hf_vit_accel.tools.bench.timing import milliseconds
 from hf_vit_accel.tools.bench.towers import build_tower, family_of_tower, parse_size, weight_of
@@ -276,8 +275,7 @@ def main(
         torch.cuda.set_device(DEVICE)
     dist.init_process_group("nccl" if DEVICE.type == "cuda" else "gloo")
     rows: list[Row] = []
-    document: Row = {"device": device_name(DEVICE), "dtype": "bfloat16", "versions": machine.versions(), "rows": rows}
-    document["gpus"] = dist.get_world_size()
+    document = document_of(rows, DEVICE, gpus=dist.get_world_size())
     for model in models.split(","):
         for size in sizes.split(","):
             for way in ways.split(";"):

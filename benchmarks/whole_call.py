@@ -5,8 +5,6 @@ Weights are random, in the models' real shapes. README's chart and table are mad
 python benchmarks/whole_call.py --json build/whole_call.json     needs a CUDA device with 40 GB free
 """
 
-import json
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,11 +12,12 @@ import torch
 import transformers
 import typer
 from baselines import reasons_against_attention, set_attention
+from measuring import document_of, write_json
 from torch import nn
 from transformers import PreTrainedModel
 
 import hf_vit_accel
-from hf_vit_accel import machine
+from hf_vit_accel.tools.bench.timing import milliseconds
 from hf_vit_accel.tools.bench.towers import SHAPES
 
 IMAGE = 151655
@@ -140,17 +139,17 @@ def batch_of(inputs: dict[str, torch.Tensor], rows: int) -> dict[str, torch.Tens
 
 
 def whole_call(model: PreTrainedModel, inputs: dict[str, torch.Tensor], new_tokens: int, way: str) -> float:
-    """Measure the milliseconds of one greedy call, or of its tower alone, by the clock."""
+    """Measure the milliseconds of one greedy call, or of its tower alone."""
     options: Options = {"custom_generate": hf_vit_accel.graphed_decoding} if way == "decoding" else {}
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    if new_tokens == TOWER_ALONE:
-        with torch.inference_mode():
-            model.model.visual(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"])
-    else:
-        model.generate(**inputs, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, **options)
-    torch.cuda.synchronize()
-    return (time.perf_counter() - begin) * 1e3
+
+    def call() -> None:
+        if new_tokens == TOWER_ALONE:
+            with torch.inference_mode():
+                model.model.visual(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"])
+        else:
+            model.generate(**inputs, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, **options)
+
+    return milliseconds(call, cuda=model.device.type == "cuda")
 
 
 def ways_of(model: PreTrainedModel, new_tokens: int) -> list[str]:
@@ -222,15 +221,7 @@ def main(
                 line = ", ".join(f"{way} {ms:.1f} ({fastest['stock'] / ms:.1f}x)" for way, ms in fastest.items())
                 print(f"{name}, {size}, {new_tokens} new tokens, ms: {line}; all: {times}", flush=True)
                 rows.append({"model": name, "size": size, "tokens": new_tokens, **fastest, "ranges": ranges})
-            if json_path is not None:
-                result = {
-                    "versions": machine.versions(),
-                    "device": machine.cuda_device_name() if model.device.type == "cuda" else "cpu",
-                    "dtype": "bfloat16",
-                    "rounds": rounds,
-                    "rows": rows,
-                }
-                json_path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            write_json(json_path, document_of(rows, model.device, rounds=rounds))
         print(hf_vit_accel.status(model).decoding, flush=True)
         del model
         torch.cuda.empty_cache()
