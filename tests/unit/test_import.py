@@ -17,7 +17,7 @@ from hf_vit_accel.tower.on_import import after_import
 ROOT = Path(__file__).resolve().parents[2]
 
 LIGHT = """
-import os, sys, traceback, warnings, torch, transformers
+import gc, os, sys, traceback, warnings, torch, transformers
 before = set(sys.modules)
 import hf_vit_accel
 from hf_vit_accel.tower import loading, on_import
@@ -29,7 +29,6 @@ assert not [name for name in sorted(new) if name.startswith(slow)]
 
 WAYS = {
     "module": "import transformers.modeling_utils",
-    "model": "from transformers import Qwen3VLForConditionalGeneration",
     "file": "from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel",
     "two threads": (
         "from threading import Thread\n"
@@ -60,8 +59,14 @@ except hf_vit_accel.BackendUnavailableError:
     pass
 else:
     raise AssertionError("loaded")
+from hf_vit_accel.ops import launch
+kernels = [value for value in gc.get_objects() if isinstance(value, launch.Kernel)]
+assert len(kernels) > 15 and not any(kernel._jit_function for kernel in kernels)
 """
-"""Import models by one of the ways, after the package, then load a tower by name."""
+"""Import models by one of the ways, after the package, then load a tower by name.
+
+No source of a kernel is read before its first launch: for all kernels that takes as long as the rest of the import.
+"""
 
 FORKED = """
 import torch._dynamo, torch.distributed.tensor.parallel  # torch's own part of the import of models, once for all ways
