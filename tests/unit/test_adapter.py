@@ -263,15 +263,9 @@ def test_scalings_that_are_tensors(trained: bool, called: list[str], monkeypatch
     assert bool(called) == trained
 
 
-def test_adapters_are_read_once(called: list[str]) -> None:
-    """Read adapters once, and again when their dtype changes."""
+def test_adapters_are_read_again_when_their_dtype_changes(called: list[str]) -> None:
     model, _ = pair("qwen3_vl")
-    state = state_of(tower_of(model))
-    assert state is not None
     step(model, grad=False)
-    before = state.snapshot(tower_of(model)).weights()[1]
-    step(model, grad=False)
-    assert state.snapshot(tower_of(model)).weights()[1] is before and before.pointers
     called.clear()
     for name, parameter in tower_of(model).named_parameters():
         if "lora_" in name:

@@ -26,7 +26,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.modeling_utils import AttentionInterface
 
 import hf_vit_accel
-from hf_vit_accel import BackendUnavailableError, FallbackError, FlexConfig, GraphConfig, backends, machine
+from hf_vit_accel import BackendUnavailableError, FallbackError, FlexConfig, GraphConfig, machine
 from hf_vit_accel.backends import BACKENDS, backend_named, plan_alone, resolve
 from hf_vit_accel.backends import flex as flex_backend
 from hf_vit_accel.backends.flex import Flex, block_mask
@@ -159,23 +159,6 @@ def test_numbers_after_the_counts_are_not_read(layout: str) -> None:
         plan.tensors[f"{kind}_counts_11B"].clamp_(max=1)
     if layout == "one segment":
         assert not torch.allclose(plan.attend(*qkv), expected), "the counts are read"
-
-
-def test_the_reference_rounds_once() -> None:
-    plan = plan_alone(Flex(), segments_of(LAYOUTS["ragged"]), request())
-    qkv = draw(sum(LAYOUTS["ragged"]), 80, torch.bfloat16, "cpu", 0, True)
-    assert torch.equal(plan.attend(*qkv), plan.attend(*(x.float() for x in qkv)).bfloat16())
-
-
-def test_gradients_of_the_reference() -> None:
-    lengths = LAYOUTS["ragged"]
-    call = request(dtype=torch.float64, head_dim=16, grad=True)
-    plan = plan_alone(Flex(), segments_of(lengths), call)
-    qkv = [x.requires_grad_() for x in draw(sum(lengths), 16, torch.float64, "cpu", 0, False)]
-    weights = torch.randn_like(qkv[0])
-    gradients = torch.autograd.grad((plan.attend(*qkv) * weights).sum(), qkv)
-    expected = torch.autograd.grad((exact(qkv, lengths, call.scale) * weights).sum(), qkv)
-    assert all(relative_error(f, e) < 1e-12 for f, e in zip(gradients, expected, strict=True))
 
 
 # --- compilations ---------------------------------------------------------------------------------------------------
@@ -385,10 +368,6 @@ def test_only_flex_applies_a_score_mod(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BackendUnavailableError, match="flex: the dtype is float64"):
         resolve("flex", request("cuda", torch.float64, score_mod=near))
     assert backend_named("flex").reasons_against(request("cuda", torch.float32, grad=True)) == []
-
-
-def test_flex_runs_on_every_machine() -> None:
-    backends.require("flex")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import pickle
 import weakref
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -31,7 +30,6 @@ from hf_vit_accel import BackendUnavailableError, FallbackError, FlexConfig, Fp8
 from hf_vit_accel.backends import FP8, Needs, Request, cudnn_fp8, plan_alone, resolve
 from hf_vit_accel.backends.cudnn_fp8 import CudnnFp8, round_max_seqlen
 from hf_vit_accel.graphs.buffers import pad_segments
-from hf_vit_accel.ops.fp8 import scales as scales_module
 from hf_vit_accel.ops.fp8.e4m3 import E4M3, fit
 from hf_vit_accel.ops.fp8.scales import Amax, Scales
 from hf_vit_accel.options import passes
@@ -290,27 +288,6 @@ def test_what_it_does_not_serve_goes_on_without_it(fp8_on_cpu: None, model: Any)
         tower(pixels, grid_thw=torch.tensor(GRID))
 
 
-def test_what_all_streams_share_is_there_before_another_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    settled: list[torch.device] = []
-    monkeypatch.setattr(scales_module, "settle", settled.append)
-    Scales(device=torch.device("cpu"), layers=1, heads=HEADS)
-    assert not settled, "a call's own are on its stream"
-    amax = Amax(amax_L3H=torch.ones(1, 3, HEADS), margin=1.0)
-    Scales(device=torch.device("cpu"), layers=1, heads=HEADS, fixed=amax)
-    assert settled == [torch.device("cpu")]
-
-
-@pytest.mark.parametrize("capturing", [False, True])
-def test_settling_waits_but_for_a_capture(monkeypatch: pytest.MonkeyPatch, capturing: bool) -> None:
-    stream = MagicMock()
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    scales_module.settle(torch.device("cpu"))
-    assert not stream.synchronize.called
-    scales_module.settle(torch.device("cuda", 0))
-    assert stream.synchronize.called != capturing
-
-
 def test_graphs_go_with_the_memory_that_they_write_to(fp8_on_cpu: None, on_cpu: type[Recorder], model: Any) -> None:
     """Move a model away and back to its former memory: its history of scales is new."""
     patch(model, fp8=ALWAYS)
@@ -435,14 +412,6 @@ def test_scales_of_a_file() -> None:
     assert scales.saturated() == [] and float(scales.recorded_amax()[1, 2, 1]) == 448 / 256
     first[1, 2, 0] += 0.1
     assert scales.saturated() == [0]
-
-
-def test_maxima_are_written_and_read(tmp_path: Path) -> None:
-    amax = Amax(amax_L3H=torch.rand(3, 3, 2) * torch.tensor([1e-9, 448]), margin=1.5, model="qwen3_vl")
-    path = amax.save(tmp_path / "a.json")
-    read = Amax.load(path)
-    assert torch.equal(read.amax_L3H, amax.amax_L3H) and (read.margin, read.model) == (1.5, "qwen3_vl")
-    assert json.loads(path.read_text())["format"] == "hf-vit-accel fp8 amax"
 
 
 _GOOD = {"format": "hf-vit-accel fp8 amax", "version": 1, "margin": 1.0, "layers": [{"q": [1.0], "k": [1], "v": [2]}]}
@@ -672,13 +641,6 @@ def test_empty_segments_are_left_to_others(fp8_on_cpu: None) -> None:
 def test_longest_is_rounded_finely(length: int) -> None:
     declared = round_max_seqlen(length)
     assert length <= declared <= max(length * 33 / 32 + 1, length + 127) and round_max_seqlen(declared) == declared
-
-
-def test_padded_layouts_declare_their_rows() -> None:
-    plan = FP8.plan(pad_segments(segments_of([300, 200]), 640, 3, 512), hopper_request())
-    assert plan.arrays["used_1"].tolist() == [500] and plan.host["max_seqlen"] == 512
-    assert plan.arrays["lengths"].flatten().tolist()[:2] == [300, 200]
-    assert FP8.plan(segments_of([300, 200]), hopper_request()).arrays["used_1"].tolist() == [500]
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import torch
 from support.cpu_graphs import SMALL, Recorder, status_of
 from support.graphs import Grid, draw_grid, patch
 from support.towers import NARROW, both_towers
-from tiny import GRIDS, TINY, assert_close, merged_of, outputs_of, pixels_for, relative_error, run_tower, tower_of
+from tiny import GRIDS, TINY, assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
 from torch import nn
 
 import hf_vit_accel
@@ -29,7 +29,6 @@ from hf_vit_accel.backends import BACKENDS
 from hf_vit_accel.graphs import policy, recorder, runner, store
 from hf_vit_accel.graphs.identity import STALE_REASONS
 from hf_vit_accel.graphs.recorder import others_wait
-from hf_vit_accel.tower import forward as forward_module
 from hf_vit_accel.tower.state import state_of
 
 Tensors = list[torch.Tensor]
@@ -126,46 +125,6 @@ def test_frequent_shapes_are_captured_exactly(on_cpu: type[Recorder], model: nn.
     assert not graphs._graphs and not graphs._arena
 
 
-def test_weights_updated_in_place_are_seen(on_cpu: type[Recorder], model: nn.Module) -> None:
-    patch(model)
-    grid = IMAGE
-    run_tower(tower_of(model), grid)
-    with torch.no_grad():
-        for parameter in tower_of(model).parameters():
-            parameter.mul_(1.1)
-    replayed = run_tower(tower_of(model), grid)
-    assert status_of(model).captures == 1
-    hf_vit_accel.unpatch(model)
-    assert_close(replayed, run_tower(tower_of(model), grid))
-
-
-@pytest.mark.parametrize("config", ["auto", GraphConfig(max_tokens=128)], ids=["automatic", "asked for"])
-@pytest.mark.parametrize("trains", [False, True], ids=["inference", "training"])
-def test_deciding_twice_is_deciding_once(on_cpu: type[Recorder], config: GraphConfig | str, trains: bool) -> None:
-    """A call is counted when it runs. Before, its plan and the decision about its graphs can be made again."""
-    tower = tower_of(NARROW.build()).requires_grad_(trains)
-    hf_vit_accel.patch(tower, cuda_graphs=config)  # type: ignore[arg-type]
-    state = state_of(tower)
-    store_of_graphs = state.training_runner if trains else state.inference_runner
-    pixels = pixels_for(tower, IMAGE)
-    grid = torch.tensor(IMAGE)
-    replays = []
-    with torch.set_grad_enabled(trains):
-        for _ in range(5):
-            outputs = outputs_of(tower(pixels, grid_thw=grid))
-            if trains:
-                outputs[-1].sum().backward()
-            call = forward_module.read(tower, state, (pixels,), {"grid_thw": grid})
-            before = copy.copy(vars(store_of_graphs.policy)), store_of_graphs.status()
-            plan = forward_module.decide(tower, state, call)
-            assert plan == forward_module.decide(tower, state, call)
-            decision = store_of_graphs.decide(tuple(IMAGE), plan.spec)
-            assert decision == store_of_graphs.decide(tuple(IMAGE), plan.spec)
-            assert before == (vars(store_of_graphs.policy), store_of_graphs.status())
-            replays.append(decision.replay)
-    assert replays[-1] == "exactly"
-
-
 # --- what makes graphs stale ------------------------------------------------------------------------------------------
 
 
@@ -181,16 +140,6 @@ def _move_data(model: nn.Module) -> None:
 def _replace_frequencies(model: nn.Module) -> None:
     rotary = tower_of(model).rotary_pos_emb
     rotary.inv_freq = rotary.inv_freq * 1.5
-
-
-def _other_layers(model: nn.Module) -> None:
-    tower = tower_of(model)
-    if hasattr(tower, "fullatt_block_indexes"):
-        tower.fullatt_block_indexes = [0]
-    elif hasattr(tower, "deepstack_visual_indexes"):
-        tower.deepstack_visual_indexes = [1, 3]
-    else:
-        del tower.blocks[-1]
 
 
 MOVED = STALE_REASONS["memory"]
@@ -241,17 +190,6 @@ def test_graphs_of_a_value_that_is_set_back_are_replayed_again(on_cpu: type[Reco
     assert not status_of(model).stale
 
 
-@pytest.mark.parametrize("name", ["rotary_pos_emb", "merger"])
-def test_any_attribute_of_modules_makes_graphs_stale(on_cpu: type[Recorder], model: nn.Module, name: str) -> None:
-    patch(model)
-    run_tower(tower_of(model), IMAGE)
-    for captures, value in ((2, 1), (3, 2), (4, torch.zeros(3)), (5, torch.zeros(3))):
-        tower_of(model).get_submodule(name).something = value
-        run_tower(tower_of(model), IMAGE)
-        run_tower(tower_of(model), IMAGE)
-        assert status_of(model).captures == captures
-
-
 @pytest.mark.parametrize("name", ["blocks.1.attn.qkv", "blocks.1.attn.proj", "blocks.1.norm2", "blocks.1.mlp"])
 def test_switches_of_upstream_modules_make_graphs_stale(on_cpu: type[Recorder], model: nn.Module, name: str) -> None:
     """Dropout and the like act by attributes; the modules are torch's own, so they are not refused."""
@@ -266,16 +204,6 @@ def test_switches_of_upstream_modules_make_graphs_stale(on_cpu: type[Recorder], 
     hf_vit_accel.unpatch(model)
     assert_close(outputs, run_tower(tower, IMAGE))
     assert relative_error(outputs[-1], before[-1]) > 1e-4
-
-
-def test_parameters_that_are_not_contiguous_run_eagerly(on_cpu: type[Recorder], model: nn.Module) -> None:
-    patch(model)
-    weight = tower_of(model).blocks[1].attn.proj.weight
-    weight.data = weight.data.t().contiguous().t()
-    outputs = run_tower(tower_of(model), IMAGE)
-    assert status_of(model).eager == {"a parameter is not contiguous": 1}
-    hf_vit_accel.unpatch(model)
-    assert_close(outputs, run_tower(tower_of(model), IMAGE))
 
 
 # --- what runs eagerly ------------------------------------------------------------------------------------------------
@@ -315,14 +243,6 @@ def test_strict_holds_for_replays(on_cpu: type[Recorder], model: nn.Module, monk
     assert status.backends["full"] == "sdpa"
 
 
-def test_calls_that_the_recorder_refuses_run_eagerly(on_cpu: type[Recorder], model: nn.Module) -> None:
-    patch(model)
-    on_cpu.reason = "torch.compile is tracing the call"
-    run_tower(tower_of(model), IMAGE)
-    assert status_of(model).captures == 0
-    assert status_of(model).eager == {"torch.compile is tracing the call": 1}
-
-
 def test_graphs_that_work_outlive_captures_that_fail(on_cpu: type[Recorder], model: nn.Module) -> None:
     patch(model)
     run_tower(tower_of(model), IMAGE)
@@ -359,21 +279,6 @@ def test_hooks_and_hidden_states_go_the_stock_way(on_cpu: type[Recorder], model:
     assert status.stock_calls == 1 and len(status.fallbacks) == 1 and status.graphs.replays == 1
     assert_close(run_tower(tower, IMAGE), expected)
     assert status_of(model).replays == 2
-
-
-def test_inference_graphs_serve_no_call_with_gradients(on_cpu: type[Recorder], model: nn.Module) -> None:
-    tower = tower_of(model)
-    grads = []
-    for patched in (False, True):
-        if patched:
-            patch(model)
-            run_tower(tower, IMAGE)
-        tower.zero_grad()
-        merged_of(tower(pixels_for(tower, IMAGE), grid_thw=torch.tensor(IMAGE))).sum().backward()
-        grads.append([p.grad.clone() for p in tower.parameters() if p.grad is not None])
-    assert_close(grads[1], grads[0], 1e-4)
-    status = hf_vit_accel.status(model).towers[0]
-    assert status.calls + status.stock_calls == 2 and status.graphs.replays == 1
 
 
 def test_third_party_modules_run_eagerly(on_cpu: type[Recorder], model: nn.Module) -> None:
@@ -567,8 +472,10 @@ def _parameters(tower: nn.Module) -> nn.Module:
     return old
 
 
-@pytest.mark.parametrize("trains", [False, True], ids=["", "trains"])
-@pytest.mark.parametrize("replace", [_block, _linear, _norm, _adapter, _parameters])
+@pytest.mark.parametrize(
+    ("replace", "trains"),
+    [(_block, False), (_linear, True), (_norm, False), (_adapter, False), (_adapter, True), (_parameters, True)],
+)
 def test_the_next_call_frees_replaced_modules(
     on_cpu: type[Recorder],
     references: list[str],
@@ -631,29 +538,6 @@ def test_inference_mode_does_not_spoil_the_buffers(on_cpu: type[Recorder], model
     with torch.inference_mode():
         assert_close(outputs_of(tower(pixels, grid_thw=grid)), expected)
     assert status_of(model).captures == 1
-
-
-def test_threads_get_their_own_answers(on_cpu: type[Recorder], model: nn.Module) -> None:
-    tower = tower_of(model)
-    rng = np.random.default_rng(1)
-    grids = [draw_grid(rng, 40) for _ in range(12)]
-    expected = [run_tower(tower, grid, seed) for seed, grid in enumerate(grids)]
-    patch(model)
-    wrong: list[BaseException] = []
-
-    def work(start: int) -> None:
-        for seed in [*range(start, 12), *range(start)]:
-            try:
-                assert_close(run_tower(tower, grids[seed], seed), expected[seed])
-            except BaseException as error:
-                wrong.append(error)
-
-    threads = [threading.Thread(target=work, args=(start,)) for start in (0, 3, 7)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
 
 
 def test_warmup_captures_every_budget(on_cpu: type[Recorder], capsys: pytest.CaptureFixture[str]) -> None:

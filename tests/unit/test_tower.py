@@ -321,11 +321,18 @@ def run_on_images(tower: nn.Module) -> list[torch.Tensor]:
 REPLACED = ("blocks.0.attn.qkv", "blocks.1.mlp", "merger", "blocks.2.norm1", "blocks.3", "patch_embed")
 
 
+KINDS = [*((name, Doubled) for name in REPLACED), ("patch_embed", WithParts), ("patch_embed.proj", WithParts)]
+
+
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [*((name, Doubled) for name in REPLACED), ("patch_embed", WithParts), ("patch_embed.proj", WithParts)],
+    ("model", "name", "kind"),
+    [
+        pytest.param(family, *case, marks=[pytest.mark.matrix] * ((row + column) % len(FAMILIES) != 0))
+        for row, case in enumerate(KINDS)
+        for column, family in enumerate(FAMILIES)
+    ],
+    indirect=["model"],
 )
-@pytest.mark.parametrize("model", FAMILIES, indirect=True)
 def test_replaced_modules_are_used(model: PreTrainedModel, name: str, kind: type[Doubled]) -> None:
     """Replace a module before patching. `test_ops` replaces modules after patching."""
     tower = tower_of(model)
@@ -454,9 +461,8 @@ def test_forwards_replaced_after_patching(
     assert relative_error(outputs[0], before[0]) > 0.1
 
 
-@pytest.mark.parametrize("family", TINY)
-def test_a_subclass_with_a_forward_of_its_own_goes_the_stock_way(family: str) -> None:
-    tower = tower_of(TINY[family].build())
+def test_a_subclass_with_a_forward_of_its_own_goes_the_stock_way(model: PreTrainedModel) -> None:
+    tower = tower_of(model)
     kind = type(tower)
 
     class Sub(kind):  # type: ignore[misc,valid-type]
@@ -529,6 +535,7 @@ BAD: dict[str, tuple[Spoil, str]] = {
 """Changes of pixels and grid that make them wrong, and a part of the error."""
 
 
+@pytest.mark.parametrize("shared", ONE_TOWER, indirect=True)
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_a_value_error_and_the_next_call_is_right(shared: PreTrainedModel, case: str) -> None:
     tower = tower_of(shared)

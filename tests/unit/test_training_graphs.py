@@ -9,9 +9,7 @@ import copy
 import gc
 import itertools
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -163,19 +161,19 @@ def test_the_loss_may_use_other_outputs(pair: Pair) -> None:
     assert runner.status().replays
 
 
-def test_other_parameters_may_be_trained(pair: Pair) -> None:
-    runner = patch(pair.tower)
+def test_other_parameters_may_be_trained(one_pair: Pair) -> None:
+    runner = patch(one_pair.tower)
     parts = ["", "blocks.1", "mlp", "blocks.0.mlp", "merger", "merger", "patch_embed", "bias", "bias", ""]
     for seed, part in enumerate(parts):
-        for tower in pair:
+        for tower in one_pair:
             for name, parameter in tower.named_parameters():
                 parameter.requires_grad_(part in name)
-        assert_same(train(pair.tower, LARGE, seed), train(pair.stock, LARGE, seed))
+        assert_same(train(one_pair.tower, LARGE, seed), train(one_pair.stock, LARGE, seed))
     assert not any("failed" in reason for reason in runner.status().eager)
 
 
-def test_gradients_of_pixels(pair: Pair) -> None:
-    runner = patch(pair.tower, strict=True)
+def test_gradients_of_pixels(one_pair: Pair) -> None:
+    runner = patch(one_pair.tower, strict=True)
 
     def run(tower: nn.Module) -> Gradients:
         pixels = pixels_for(tower, LARGE, 3).double().requires_grad_()
@@ -184,9 +182,9 @@ def test_gradients_of_pixels(pair: Pair) -> None:
         return {"pixels": pixels.grad}
 
     for is_frozen in (False, True, True):
-        for tower in pair:
+        for tower in one_pair:
             tower.requires_grad_(not is_frozen)
-        compare(pair, run)
+        compare(one_pair, run)
     assert runner.status().replays == 3
     assert not any(step.pixels_TP.requires_grad for step in runner._graphs.values()), "a buffer holds a graph"
 
@@ -545,9 +543,23 @@ def run_with_changed_frequencies(tower: nn.Module, change: Callable[[nn.Module],
     assert getattr(tower.rotary_pos_emb, "inv_freq", None) is changed
 
 
-@pytest.mark.parametrize("is_buffer", [True, False], ids=["buffer", "plain attribute"])
-@pytest.mark.parametrize("change", FREQUENCY_CHANGES)
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+FREQUENCY_CELLS = [
+    *(("qwen2_5_vl", change, True) for change in FREQUENCY_CHANGES),
+    ("qwen3_vl", write_frequencies_uncounted, True),
+    ("qwen3_vl", assign_frequencies, False),
+    ("qwen2_5_vl", write_frequencies, False),
+    ("qwen2_5_vl", move_frequencies, False),
+]
+"""Every change, every family, and each place of the frequencies: a buffer or a plain attribute."""
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "is_buffer"),
+    [
+        pytest.param(*cell, marks=[pytest.mark.matrix] * (cell not in FREQUENCY_CELLS))
+        for cell in itertools.product(("qwen2_5_vl", "qwen3_vl"), FREQUENCY_CHANGES, (True, False))
+    ],
+)
 def test_frequencies_that_change_before_the_backward(
     on_cpu: type[Recorder], family: str, change: Callable[[nn.Module], None], is_buffer: bool
 ) -> None:
@@ -777,62 +789,6 @@ def test_memory_is_bounded(one_pair: Pair, on_cpu: type[Recorder]) -> None:
     assert times_dropped and 4 <= runner.status().captures <= 8
 
 
-def test_a_backward_whose_graph_was_dropped(one_pair: Pair) -> None:
-    stock, tower = one_pair
-    runner = patch(tower)
-    for _ in range(2):
-        train(tower, SMALL)
-    losses = [loss_of(forward(either, SMALL), 0) for either in one_pair]
-    assert runner.status().replays == 3
-    runner._drop()
-    for loss in losses:
-        loss.backward()
-    assert_same(take_gradients(tower), take_gradients(stock))
-
-
-@pytest.mark.parametrize("failures", [0, 1, 2])
-def test_a_capture_without_memory_is_tried_again(monkeypatch: pytest.MonkeyPatch, failures: int) -> None:
-    """From the first graph on, after cached memory was given back: within a capture the allocator frees none."""
-    events: list[str] = []
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    fakes = {
-        "current_stream": lambda device: stream,
-        "memory_reserved": lambda device: len(events),
-        "stream": lambda stream: nullcontext(),
-        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
-        "empty_cache": lambda: events.append("emptied"),
-    }
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-
-    def forward() -> None:
-        events.append("forward")
-
-    def backward() -> None:
-        events.append("backward")
-
-    def capture(graph: object, run: Callable[[], None]) -> None:
-        run()
-        is_out_of_memory = run is backward and events.count("captured") < 2 * failures
-        events.append("captured")
-        if is_out_of_memory:
-            raise torch.OutOfMemoryError("none left")
-
-    recorder = object.__new__(CudaRecorder)
-    vars(recorder).update(_device=None, _stream=stream, _capture=capture)
-    once = ["forward", "captured", "backward", "captured"]
-    expected = ["forward", "backward", *once]
-    if failures:
-        expected += ["emptied", *once]
-    if failures == 2:
-        with pytest.raises(torch.OutOfMemoryError):
-            recorder.record(forward, backward)
-    else:
-        replays, nbytes = recorder.record(forward, backward)
-        assert len(replays) == 2 and nbytes == 4
-    assert events == expected
-
-
 def test_a_graph_keeps_the_tensors_that_it_reads(
     one_pair: Pair, on_cpu: type[Recorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -888,27 +844,6 @@ def test_stages_share_memory(pair: Pair) -> None:
     for seed in (1, 2):
         assert_same(train(tower, SMALL, seed), train(stock, SMALL, seed))
     assert runner.status().replays == 3
-
-
-@pytest.mark.parametrize(
-    ("trained", "pixels", "cuts"),
-    [
-        (range(32), False, [3, 7, 11, 15, 19, 23, 27]),
-        (range(24, 32), False, [24, 25, 26, 27, 28, 29, 30]),
-        (range(30, 32), False, [30]),
-        ([31], False, []),
-        ([], False, []),
-        ([], True, [3, 7, 11, 15, 19, 23, 27]),
-    ],
-    ids=["all", "a quarter", "two", "one", "none", "pixels"],
-)
-def test_stages_are_cut_where_gradients_pass(trained: Iterable[int], pixels: bool, cuts: list[int]) -> None:
-    blocks = [SimpleNamespace(module=nn.Linear(1, 1).requires_grad_(False)) for _ in range(32)]
-    for layer in trained:
-        blocks[layer].module.requires_grad_(True)
-    ops = SimpleNamespace(parts=SimpleNamespace(blocks=blocks))
-    route = SimpleNamespace(spec=SimpleNamespace(ops=ops))
-    assert step_module._cuts(route, pixels) == cuts
 
 
 def test_no_capture_ends_at_a_parameter(one_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
