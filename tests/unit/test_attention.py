@@ -29,7 +29,18 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return save(TINY[request.param].build(), tmp_path_factory.mktemp(request.param))
 
 
-@pytest.mark.parametrize("way", ["string", "dict", "set", "patch"])
+WAYS = ["string", "dict", "set", "patch"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "way"),
+    [
+        pytest.param(family, way, marks=[pytest.mark.matrix] * (row != column))
+        for row, family in enumerate(TINY)
+        for column, way in enumerate(WAYS)
+    ],
+    indirect=["saved"],
+)
 def test_the_text_decoder_keeps_its_padding_mask(saved: Saved, way: str) -> None:
     stock = saved.load()
     inputs = left_padded(stock)

@@ -127,6 +127,7 @@ def test_the_default_on_a_cpu_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
         return iter(())
 
     monkeypatch.setattr(cli, "measure", record)
+    monkeypatch.setattr(cli, "build_tower", lambda *_, **__: tiny.tower_of(tiny.TINY["qwen3_vl"].build()))
     assert command().exit_code == 0
     assert recorded == [("qwen3-vl-2b", ["1x4x4"], ["stock sdpa", "auto"], 1)]
 
@@ -255,11 +256,10 @@ def test_weights_are_those_of_the_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", [family for family in FAMILIES if not family.attention_only], ids=lambda f: f.name)
 def test_every_family_is_verified(family: Family) -> None:
     """Patched tiny towers return stock's results."""
-    for module, name in family.towers:
-        tower = tiny_tower(family, module, name).requires_grad_(False)
-        chosen = ways.choose(tower, ["sdpa"], ["sdpa"])
-        (rows,) = measure("tiny", tower, {"size": ((1, 4, 8), (1, 8, 8))}, chosen, rounds=1)
-        assert [row["status"] for row in rows] == ["timed"] * 2 and max(row["error"] for row in rows) < 1e-5
+    tower = tiny_tower(family, *family.towers[0]).requires_grad_(False)
+    chosen = ways.choose(tower, ["sdpa"], ["sdpa"])
+    (rows,) = measure("tiny", tower, {"size": ((1, 4, 8), (1, 8, 8))}, chosen, rounds=1)
+    assert [row["status"] for row in rows] == ["timed"] * 2 and max(row["error"] for row in rows) < 1e-5
 
 
 @pytest.mark.gpu
