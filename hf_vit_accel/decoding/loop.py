@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-import warnings
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,15 +13,16 @@ import transformers
 from packaging.version import Version
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, GenerationMixin
+from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from hf_vit_accel.decoding.step import CACHE, Arguments, DecodeStep, check_cache, key_of_inputs
+from hf_vit_accel.decoding.step import CACHE, Arguments, DecodeStep, is_linear, key_of_inputs
 from hf_vit_accel.decoding.steps import DecodeSteps, steps_of
-from hf_vit_accel.decoding.text_models import Reading, UnservedError, declared_class_of, refuse
+from hf_vit_accel.decoding.text_models import UnservedError, declared_class_of, read_model, refuse
 from hf_vit_accel.graphs.memory import capture_of_ours
 from hf_vit_accel.machine import one_line
 
@@ -82,14 +82,12 @@ def graphed_decoding(
             raise ValueError(f"expected {name} to be a whole number of at least {least}, got {bound!r}")
     of_generate = _variables_of_generate()
     mode = generation_config.get_generation_mode(None)
-    _check_names(model_kwargs.keys() - of_generate.get("model_kwargs", model_kwargs).keys(), generation_config)
-    if of_generate.get("assistant_model") is not None:
-        line = "transformers' generate drops assistant_model where custom_generate is a function. Leave it out."
-        warnings.warn(line, stacklevel=4)
+    unknown = sorted(model_kwargs.keys() - of_generate.get("model_kwargs", model_kwargs).keys())
+    if unknown:  # transformers' loop takes any keyword, and reads none of these
+        options = "streamer, synced_gpus, max_graphs, max_bytes"
+        raise ValueError(f"unknown option {unknown[0]!r}: pass it to generate. graphed_decoding has {options}.")
     streamer = of_generate.get("streamer") if streamer is None else streamer
     if streamer is not None:
-        if isinstance(streamer, type) or not hasattr(streamer, "put"):
-            raise ValueError(f"expected streamer to be a BaseStreamer, got {streamer!r}")
         if "beam" in mode.value:
             raise ValueError("transformers cannot stream beams; leave the streamer out, or pass num_beams=1.")
         if streamer is not of_generate.get("streamer"):  # `generate` has put the prompt into its own
@@ -108,13 +106,11 @@ def graphed_decoding(
         max_bytes = torch.cuda.get_device_properties(device).total_memory // 8 if input_ids.is_cuda else 1 << 30
     steps = steps_of(model)
     try:
-        _check(input_ids, generation_config, model_kwargs, of_generate, synced_gpus)
         declared_class_of(model)
+        _check(input_ids, generation_config, model_kwargs, of_generate, synced_gpus)
         with steps.locked_for_call(max_graphs, max_bytes), torch.no_grad():
-            loop = _ModelInLoop(model, steps, generation_config)
-            output = method(loop, input_ids, **arguments, streamer=streamer)
-            loop.finish()
-            return output
+            loop = _ModelInLoop(model, steps, generation_config.max_length)
+            return loop.finish(method(loop, input_ids, **arguments, streamer=streamer))
     except UnservedError as error:
         steps.stock_reasons[str(error)] += 1
     arguments |= {"synced_gpus": synced_gpus} | ({} if streamer is None else {"streamer": streamer})
@@ -132,15 +128,6 @@ def _variables_of_generate() -> Arguments:
     return {} if frame is None else frame.f_locals
 
 
-def _check_names(names: set[str], generation_config: GenerationConfig) -> None:
-    """Raise ValueError for names that `functools.partial` brings and nothing reads."""
-    for name in sorted(names):
-        if hasattr(generation_config, name):
-            raise ValueError(f"{name!r} is an option of generate: pass it there, not to graphed_decoding")
-        options = "streamer, synced_gpus, max_graphs, max_bytes"
-        raise ValueError(f"unknown option {name!r} of graphed_decoding. It has: {options}.")
-
-
 def _check(
     input_ids: Tensor, config: GenerationConfig, model_kwargs: Arguments, of_generate: Arguments, synced_gpus: bool
 ) -> None:
@@ -148,6 +135,7 @@ def _check(
     mode = config.get_generation_mode(None).value
     cache = model_kwargs.get(CACHE)
     was_passed = of_generate.get("kwargs", {CACHE: cache}).get(CACHE) is not None
+    kinds = {type(layer) for layer in getattr(cache, "layers", []) if not is_linear(layer)} - {DynamicLayer}
     reasons = {
         f"the loop of transformers {transformers.__version__}": Version(transformers.__version__) < Version("5.4"),
         "beams": config.num_beams > 1,
@@ -159,6 +147,8 @@ def _check(
         "use_cache=False": not model_kwargs.get("use_cache"),
         f"a cache of class {type(cache).__name__}": type(cache) is not DynamicCache,
         "a cache that was passed": was_passed,
+        "an offloaded cache": getattr(cache, "offloading", False),
+        f"cache layers of class {' '.join(kind.__name__ for kind in kinds)}": kinds,
         f"a device of type {input_ids.device.type}": input_ids.device.type not in ("cpu", "cuda"),
     }
     refuse(reasons)
@@ -170,13 +160,12 @@ class _ModelInLoop:
     For every token after the prompt `_sample` calls `prepare_inputs_for_generation`, then this object with the result.
     """
 
-    def __init__(self, model: Any, steps: DecodeSteps, config: GenerationConfig) -> None:
+    def __init__(self, model: Any, steps: DecodeSteps, max_length: int) -> None:
         self._model = model
         self._steps = steps
-        self._generation_config = config
-        self._reading: Reading | None = None
+        self._max_length = max_length
+        self._key: Hashable = None
         self._step: DecodeStep | None = None
-        self._cache: Any = None
         self._reason: str | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -188,43 +177,48 @@ class _ModelInLoop:
 
     def __call__(self, input_ids: Tensor, arguments: Arguments, return_dict: bool) -> Any:
         """Return the output of a forward of one token: of the step, or of stock where there is none."""
-        self._cache = arguments[CACHE]
         ids_B1 = input_ids[:, -1:]
-        reading = self._reading
-        if self._step is not None and (self._step.length == self._step.slots or not reading or reading.has_changed()):
-            self._step.store(self._cache)
+        cache = arguments[CACHE]
+        step = self._step
+        if step is not None and (step.length == step.slots or step.reading.has_changed()):
+            step.store(cache)
             self._step = None
         if self._step is None:
             inputs = self._model.prepare_inputs_for_generation(input_ids, **arguments)
             if self._reason is None:
                 with self._giving_up():
-                    self._load(inputs, self._generation_config.max_length - input_ids.shape[1])
-            if self._step is None or self._steps.find(self._step.key) is not self._step:
+                    self._load(inputs, cache, self._max_length - input_ids.shape[1])
+            if self._step is None or self._step.key not in self._steps.kept:
                 output = self._model(**inputs, return_dict=True)
                 if self._step is not None:
                     with self._giving_up():  # code of others runs in a capture, such as kernels of quantised modules
                         self._step.prove(ids_B1, output.logits[:, -1:])
-                        self._step.store(self._cache)
-                        self._steps.keep(self._step)
+                        self._step.store(cache)
+                        self._steps.kept[self._step.key] = self._step
                 return output
-        return CausalLMOutputWithPast(logits=self._step(ids_B1), **{CACHE: self._cache})
+        return CausalLMOutputWithPast(logits=self._step(ids_B1), **{CACHE: cache})
 
-    def _load(self, inputs: Arguments, due: int) -> None:
+    def _load(self, inputs: Arguments, cache: Any, due: int) -> None:
         """Load a step with room for some of the `due` tokens; `UnservedError` if this call alone gets none."""
-        self._reading = self._steps.read(self._model)
-        check_cache(self._cache)
-        length = int(self._cache.get_seq_length())
+        reading = read_model(self._model)
+        self._key = reading.key
+        if self._key in self._steps.refusals:
+            raise UnservedError(self._steps.refusals[self._key])
+        length = int(cache.get_seq_length())
         slots = slots_for(length + max(1, min(due, max(_RESERVE, length // 4))))
-        key = self._reading.key, key_of_inputs(inputs, length), slots
-        step = self._steps.find(key)
+        key = self._key, key_of_inputs(inputs, length), slots
+        step = self._steps.kept.get(key)
         if step is None and due < FEWEST:
             raise UnservedError(f"fewer than {FEWEST} tokens to come, and no step captured")
         # Buffers of inference mode could not be written later. Stock goes on if memory runs out: no graph is dropped.
         with torch.inference_mode(False), torch.no_grad(), capture_of_ours():
             if step is None:
-                step = DecodeStep(key, self._reading, inputs, self._cache, slots)
+                step = DecodeStep(key, reading, inputs, cache, slots)
                 self._steps.capture(step)
-            step.load(inputs, self._cache, length)
+            else:
+                self._steps.kept.move_to_end(key)
+            step.reading = reading
+            step.load(inputs, cache, length)
         self._step = step
 
     @contextmanager
@@ -238,19 +232,16 @@ class _ModelInLoop:
             self._reason = "memory ran out"
         except Exception as error:  # whatever a kernel or a quantised module raises, stock goes on
             self._reason = one_line(error)
-            if self._reading is not None:
-                self._steps.refusals[self._reading.key] = self._reason
+            self._steps.refusals[self._key] = self._reason
         if self._reason is not None:
             self._step = None
 
-    def finish(self) -> None:
-        """Count a call that ended, and leave in a cache that it returns what stock would have left."""
-        if self._reading is None and self._reason is None:  # the prompt's token was the last
-            with self._giving_up():
-                self._steps.read(self._model)
+    def finish(self, output: Any) -> Any:
+        """Count a call that ended, and return its output, whose cache is as stock would have left it."""
         if self._reason is None:
             self._steps.decoded += 1
         else:
             self._steps.stock_reasons[self._reason] += 1
-        if self._step is not None and self._generation_config.return_dict_in_generate:
-            self._step.store(self._cache, is_kept=True)
+        if self._step is not None and not isinstance(output, Tensor):
+            self._step.store(output[CACHE], is_kept=True)
+        return output

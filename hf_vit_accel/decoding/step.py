@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
-from hf_vit_accel.decoding.text_models import Model, Reading, UnservedError
+from hf_vit_accel.decoding.text_models import Model, Reading, UnservedError, refuse
 from hf_vit_accel.ops.decode_attention import attend_in_chunks, why_not_in_chunks
 from hf_vit_accel.versions import cache_name
 
@@ -51,38 +51,30 @@ def is_linear(layer: Any) -> bool:
     return hasattr(layer, "recurrent_states") and not isinstance(layer, DynamicLayer)
 
 
-def _states_of(layer: Any) -> list[Tensor]:
-    """Return the tensors that a step of this layer writes."""
+def _states_of(layer: Any, length: int | None = None) -> list[Tensor]:
+    """Return the tensors that a step of this layer writes; of keys and values the first `length` tokens."""
     if not is_linear(layer):
-        return [layer.keys, layer.values]
+        return [layer.keys[:, :, :length], layer.values[:, :, :length]]
     states = [*layer.conv_states.values(), *layer.recurrent_states.values()]
     return [state for state in states if state is not None]
-
-
-def check_cache(cache: Any) -> None:
-    """Raise `UnservedError` if a cache, as `generate` made it, cannot become static."""
-    if cache.offloading:
-        raise UnservedError("an offloaded cache")
-    for layer in cache.layers:
-        if type(layer) is not DynamicLayer and not is_linear(layer):
-            raise UnservedError(f"cache layers of class {type(layer).__name__}")
 
 
 def key_of_inputs(inputs: Arguments, length: int) -> Hashable:
     """Return what steps share for stock's inputs of one token; `UnservedError` if one means what a step would lose."""
     rows = len(inputs["input_ids"])
     mask = inputs.get("attention_mask")
-    positions = inputs.get("position_ids")
-    if mask is not None and (not isinstance(mask, Tensor) or mask.shape != (rows, length + 1)):
-        raise UnservedError("an attention_mask of a shape of its own")
+    positions: Any = inputs.get("position_ids")
     for name, value in inputs.items():
         is_read = name in _WITHOUT_EFFECT or name.endswith(("attention_mask", "_ids"))
         if not is_read and value is not None and value is not False:
             raise UnservedError(f"the argument {name} in every step")
-    if positions is None:
-        raise UnservedError("the model computes positions in every step itself")
-    if inputs["input_ids"].shape != (rows, 1) or positions.shape[-2:] not in ((rows, 1), (1, 1)):
-        raise UnservedError("positions of a shape of their own")
+    shapes = (rows, 1), (1, 1)
+    reasons = {
+        "an attention_mask of a shape of its own": getattr(mask, "shape", None) not in (None, (rows, length + 1)),
+        "the model computes positions in every step itself": positions is None,
+        "positions of a shape of their own": positions is not None and positions.shape[-2:] not in shapes,
+    }
+    refuse(reasons)
     return rows, positions.shape, positions.dtype
 
 
@@ -99,11 +91,10 @@ class DecodeStep:
         self._slot_1 = torch.zeros(1, dtype=torch.long, device=self.device)
         self._layers: list[Any] = []
         for layer in cache.layers:
-            static = copy.deepcopy(layer) if is_linear(layer) else DynamicLayer()
+            static: Any = copy.deepcopy(layer) if is_linear(layer) else DynamicLayer()
             if not is_linear(layer):
-                for name in ("keys", "values"):
-                    states = getattr(layer, name)
-                    setattr(static, name, states.new_zeros((*states.shape[:2], slots, states.shape[3])))
+                batch, heads, _, width = layer.keys.shape
+                static.keys, static.values = (x.new_zeros(batch, heads, slots, width) for x in _states_of(layer))
             self._layers.append(static)
         keys = next(layer.keys for layer in self._layers if not is_linear(layer))
         self._mask_B11S = torch.zeros(len(keys), 1, 1, slots, dtype=keys.dtype, device=keys.device)
@@ -118,32 +109,28 @@ class DecodeStep:
         self._slot_1.fill_(length)
         self.length = length
         self._mask_B11S.fill_(float("-inf"))
+        visible_BS = self._mask_B11S[:, 0, 0, :length].zero_()
         mask = inputs.get("attention_mask")
-        visible_BS = self._mask_B11S[:, 0, 0, :length]
-        if mask is None:
-            visible_BS.zero_()
-        else:
-            visible_BS.masked_fill_(mask[:, :length] != 0, 0.0)
+        if mask is not None:
+            visible_BS.masked_fill_(mask[:, :length] == 0, float("-inf"))
         for layer, source in zip(self._layers, cache.layers, strict=True):
-            if is_linear(layer):
-                for state, value in zip(_states_of(layer), _states_of(source), strict=True):
-                    state.copy_(value)
-                continue
-            for state in (layer.keys, layer.values):
-                state[:, :, length:].zero_()  # a masked slot counts zero times, but NaN would stay NaN
-            layer.keys[:, :, :length] = source.keys
-            layer.values[:, :, :length] = source.values
-            source.keys, source.values = (state[:, :, :length] for state in (layer.keys, layer.values))
+            states = _states_of(layer, length)
+            for state, value in zip(states, _states_of(source), strict=True):
+                state.copy_(value)
+            if not is_linear(layer):
+                source.keys, source.values = states
+                for state in _states_of(layer):
+                    state[:, :, length:].zero_()  # a masked slot counts zero times, but NaN would stay NaN
 
     def store(self, cache: Any, *, is_kept: bool = False) -> None:
         """Leave in a cache what stock would have left there: views of this step's keys, copies in one that is kept."""
         for layer, target in zip(self._layers, cache.layers, strict=True):
+            states = _states_of(layer, self.length)
             if not is_linear(layer):
-                states = [state[:, :, : self.length] for state in _states_of(layer)]
                 target.keys, target.values = [state.clone() for state in states] if is_kept else states
-            else:
-                for state, value in zip(_states_of(target), _states_of(layer), strict=True):
-                    state.copy_(value)
+                continue
+            for state, value in zip(_states_of(target), states, strict=True):
+                state.copy_(value)
 
     def run(self) -> None:
         """Compute one step, and advance the buffers. This is what a graph captures."""
@@ -162,8 +149,7 @@ class DecodeStep:
         positions = self._positions
         if self.reading.declared.has_mrope:
             # As text models do: four axes begin with that of the text, and one axis stands for all three.
-            positions = positions[1:] if len(positions) == 4 and positions.dim() == 3 else positions
-            positions = positions.expand(3, *positions.shape[-2:]) if positions.dim() == 2 else positions
+            positions = positions.reshape(-1, *positions.shape[-2:])[-3:].expand(3, -1, -1)
         hidden_B1E = text.embed_tokens(self._ids_B1)
         rotation = text.rotary_emb(hidden_B1E, positions)
         norms_outputs = self.reading.declared.norms_outputs
@@ -171,8 +157,6 @@ class DecodeStep:
             out_B1E = self._attention_B1E(layer, _norm(layer.input_layernorm, hidden_B1E), rotation, states)
             hidden_B1E = hidden_B1E + (_norm(layer.post_self_attn_layernorm, out_B1E) if norms_outputs else out_B1E)
             out_B1E = layer.mlp(_norm(layer.post_attention_layernorm, hidden_B1E))
-            if isinstance(out_B1E, tuple):  # experts of older versions return logits of the router, too
-                out_B1E = out_B1E[0]
             hidden_B1E = hidden_B1E + (_norm(layer.post_mlp_layernorm, out_B1E) if norms_outputs else out_B1E)
         return _norm(text.norm, hidden_B1E)
 
@@ -230,9 +214,8 @@ def _norm(norm: Model, hidden: Tensor) -> Tensor:
 
 def _rotate(attention: Model, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys by the function in the file of the attention."""
-    functions = vars(sys.modules[type(attention).__module__])
-    if "apply_multimodal_rotary_pos_emb" not in functions:
-        return cast(tuple[Tensor, Tensor], functions["apply_rotary_pos_emb"](query, key, cos, sin))
-    # Older attention picks the axes itself, newer leaves that to the module of rotations.
-    axes = attention.config.rope_parameters["mrope_section"]
-    return cast(tuple[Tensor, Tensor], functions["apply_multimodal_rotary_pos_emb"](query, key, cos, sin, axes))
+    file: Any = sys.modules[type(attention).__module__]
+    if hasattr(file, "apply_multimodal_rotary_pos_emb"):  # older, which picks the axes itself
+        axes = attention.config.rope_parameters["mrope_section"]
+        return cast(tuple[Tensor, Tensor], file.apply_multimodal_rotary_pos_emb(query, key, cos, sin, axes))
+    return cast(tuple[Tensor, Tensor], file.apply_rotary_pos_emb(query, key, cos, sin))

@@ -6,7 +6,6 @@ Functions are compared, not results: a model is known only if all that a step re
 from __future__ import annotations
 
 import inspect
-import os
 import sys
 from collections.abc import Hashable
 from copy import copy
@@ -80,13 +79,12 @@ _METHODS = ("_sample", "_prefill", "prepare_inputs_for_generation", "_update_mod
 """The methods of a model whose results a step takes as given."""
 _ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 """The attention implementations of a text model that the step's own replaces."""
-_PACKAGE = os.path.join(os.path.dirname(transformers.__file__), "")
-_DECORATORS = (_PACKAGE, torch.utils._contextlib.__file__)
-"""The files of transformers' decorators, and of `torch.no_grad`."""
-_UPSTREAM = (_PACKAGE, os.path.join(os.path.dirname(torch.__file__), ""))
-"""The files of the functions and classes that a step calls, or replaces."""
-_CALLS = (nn.Module.__call__, nn.Module._call_impl)
-"""What runs the forward of a module."""
+_DECORATORS = ("transformers.", "torch.utils._contextlib.")
+"""Where transformers' decorators are written, and `torch.no_grad`."""
+_UPSTREAM = ("transformers.", "torch.")
+"""Where the functions and classes are written that a step calls, or replaces."""
+_BASES = {*transformers.PreTrainedModel.__mro__, *transformers.GenerationMixin.__mro__}
+"""Classes whose code no step replaces."""
 _WRAPPERS = {
     "torch.amp.autocast_mode.autocast_decorator.<locals>.decorate_autocast": "func",
     "accelerate.utils.operations.convert_outputs_to_fp32.<locals>.forward": "model_forward",
@@ -125,9 +123,8 @@ class Reading:
 
     def has_changed(self) -> bool:
         """Return whether a hook was added anywhere, or an adapter of this model switched. Asked at every step."""
-        if RemovableHandle.next_id != self.next_hook:
-            return True
-        return any(attributes.get(name) != value for attributes, name, value in self.switches)
+        is_switched = any(attributes.get(name) != value for attributes, name, value in self.switches)
+        return is_switched or RemovableHandle.next_id != self.next_hook
 
 
 def declared_class_of(model: Model) -> type:
@@ -151,8 +148,8 @@ def read_model(model: Model) -> Reading:
     if type(text).__name__ != declared.name:
         raise UnservedError(f"a text model of class {type(text).__name__}")
     reading = Reading(declared, text, model.lm_head, _autocast_of(model, kind))
-    kinds = _read_modules(reading, model, holder)
-    _check_functions(model, holder, text, kinds)
+    _check_functions(kind)
+    _read_modules(reading, model, holder)
     _check_structure(model, text)
     return reading
 
@@ -183,11 +180,12 @@ def _autocast_of(model: Model, kind: type) -> tuple[str, torch.dtype, bool]:
 def is_own(function: Any, owner: type | None = None) -> bool:
     """Return whether a function is one of transformers or torch, or a method of this class there."""
     if isinstance(function, nn.Module) and "forward" not in vars(function):
-        cells = getattr(type(function).forward, "__closure__", None) or ()  # the library `kernels` wraps functions so
-        function = cells[0].cell_contents if cells else None
-    while hasattr(function, "__wrapped__") and _file_of(function).startswith(_DECORATORS):
+        function = type(function).forward
+        cells = getattr(function, "__closure__", None)
+        function = cells[0].cell_contents if cells else function  # the library `kernels` wraps functions so
+    while hasattr(function, "__wrapped__") and _home_of(function).startswith(_DECORATORS):
         function = function.__wrapped__
-    if hasattr(function, "__wrapped__") or not _file_of(function).startswith(_UPSTREAM):
+    if hasattr(function, "__wrapped__") or not _home_of(function).startswith(_UPSTREAM):
         return False
     return owner is None or _home_of(function) == f"{_path(owner)}.{function.__name__}"
 
@@ -203,10 +201,6 @@ def _home_of(function: Any) -> str:
     return "" if code is None else f"{function.__globals__['__name__']}.{code.co_qualname}"
 
 
-def _file_of(function: Any) -> str:
-    return getattr(getattr(function, "__code__", None), "co_filename", "")
-
-
 def refuse(reasons: dict[str, Any], where: str = "") -> None:
     """Raise `UnservedError` with the first reason that holds."""
     for reason, is_so in reasons.items():
@@ -214,62 +208,45 @@ def refuse(reasons: dict[str, Any], where: str = "") -> None:
             raise UnservedError(reason + where)
 
 
-def _check_functions(model: Model, holder: Model, text: Model, kinds: set[type]) -> None:
-    """Raise `UnservedError` if a function was replaced that a step does not run."""
-    attentions = [layer.self_attn for layer in text.layers if hasattr(layer, "self_attn")]
-    for part in {type(module) for module in (model, holder, text, *text.layers, *attentions)}:
-        forward = inspect.unwrap(part.forward)
-        for name in forward.__code__.co_names:
-            value = forward.__globals__.get(name)
-            if _is_replaced(value) or (name == "ALL_ATTENTION_FUNCTIONS" and value is not ALL_ATTENTION_FUNCTIONS):
-                raise UnservedError(f"{name} is not transformers' own")
-    name = text.config._attn_implementation
-    registered = [all_of.get(name) for all_of in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)]
-    reasons = {
-        f"the text model's attention is {name}": name not in _ATTENTION,
-        f"{name} was registered again": not all(function is None or is_own(function) for function in registered),
-    }
-    refuse(reasons)
-    for name in {"scaled_dot_product_attention"}.union(*map(_names_in, kinds)):
-        if _is_replaced(vars(torch).get(name)) or _is_replaced(vars(nn.functional).get(name)):
-            raise UnservedError(f"torch's {name} was replaced")
+def _check_functions(kind: type) -> None:
+    """Raise `UnservedError` if a function was replaced that stock calls in a class."""
+    places = vars(sys.modules[kind.__module__]), vars(torch), vars(nn.functional)
+    for name in {"scaled_dot_product_attention", *_names_in(kind)}:
+        if any(_is_replaced(functions.get(name)) for functions in places):
+            raise UnservedError(f"{name} was replaced")
 
 
 def _check_structure(model: Model, text: Model) -> None:
-    """Raise `UnservedError` if a text model is built otherwise than a step computes."""
+    """Raise `UnservedError` if a text model is built otherwise than a step computes, or torch acts otherwise."""
     config = text.config
     layers = text.layers
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    attentions = [layer.self_attn for layer in layers if hasattr(layer, "self_attn")]
-    indices = [getattr(layer, "self_attn", None) or layer.linear_attn for layer in layers]
+    attentions = [getattr(layer, "self_attn", None) or layer.linear_attn for layer in layers]
     rope = str(getattr(text.rotary_emb, "rope_type", "default"))
+    name = config._attn_implementation
+    registered = [all_of.get(name) for all_of in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)]
+    modes = [mode for mode in _get_current_function_mode_stack() if type(mode) is not DeviceContext]
     reasons = {
+        f"the text model's attention is {name}": name not in _ATTENTION,
+        f"{name} was registered again": not all(function is None or is_own(function) for function in registered),
+        "a global hook on all modules": torch.nn.modules.module._has_any_global_hook(),
+        "a mode of torch": modes or is_in_torch_dispatch_mode(),
         "sliding or chunked attention": not kinds <= {"full_attention", "linear_attention"}
         or any(getattr(attention, "sliding_window", None) is not None for attention in attentions),
         f"positions of type {rope}": "dynamic" in rope or rope == "longrope",
         "layers in another order": len(layers) != config.num_hidden_layers
-        or [module.layer_idx for module in indices] != list(range(len(layers))),
+        or [attention.layer_idx for attention in attentions] != list(range(len(layers))),
         "an embedding of its own": model.get_input_embeddings() is not text.embed_tokens,
         "gradient checkpoints in training mode": any(
             module.training and getattr(module, "gradient_checkpointing", False) for module in (text, *layers)
         ),
-        "dropout": any(attention.training and attention.attention_dropout for attention in attentions),
+        "dropout": any(attention.training and getattr(attention, "attention_dropout", 0) for attention in attentions),
     }
     refuse(reasons)
 
 
-def _read_modules(reading: Reading, model: Model, holder: Model) -> set[type]:
-    """Check every module that a step calls or replaces, and note where its weights are and what it reads.
-
-    Returns:
-        The classes of the modules.
-    """
-    modes = [mode for mode in _get_current_function_mode_stack() if type(mode) is not DeviceContext]
-    reasons = {
-        "a global hook on all modules": torch.nn.modules.module._has_any_global_hook(),
-        "a mode of torch": modes or is_in_torch_dispatch_mode(),
-    }
-    refuse(reasons)
+def _read_modules(reading: Reading, model: Model, holder: Model) -> None:
+    """Check every module that a step calls or replaces, and note what it reads."""
     state = reading.state
     state["numerics"] = machine.numerics()
     state["autocast"] = reading.autocast
@@ -281,9 +258,12 @@ def _read_modules(reading: Reading, model: Model, holder: Model) -> set[type]:
         kind: Any = type(module)
         if kind not in known:
             owner = next(owner for owner in kind.__mro__ if "forward" in vars(owner))
-            is_own_call = is_own(kind.forward, owner) and (kind.__call__, kind._call_impl) == _CALLS
+            calls = kind.__call__, kind._call_impl
+            is_own_call = is_own(kind.forward, owner) and calls == (nn.Module.__call__, nn.Module._call_impl)
             # A list of modules is never called, and has no forward.
             known[kind] = (is_own_call or owner is nn.Module) and (module is model or _is_upstream(kind))
+            if _is_upstream(kind):
+                _check_functions(kind)
         _check_module(name, module, known[kind], may_have_forward=module is model)
         if module in (model, holder, reading.text):
             continue
@@ -294,13 +274,11 @@ def _read_modules(reading: Reading, model: Model, holder: Model) -> set[type]:
         tensors = (*module._parameters.values(), *module._buffers.values())
         reading.weights += [_fingerprint(tensor) for tensor in tensors]
         reading.switches += [(attributes, key, copy(attributes[key])) for key in _SWITCHES if key in attributes]
-    return set(known)
 
 
 def _is_upstream(kind: type) -> bool:
     """Return whether a class is the one of this name in transformers or torch."""
-    is_there = kind.__module__.startswith(("transformers.", "torch."))
-    return is_there and vars(sys.modules[kind.__module__]).get(kind.__name__) is kind
+    return kind.__module__.startswith(_UPSTREAM) and vars(sys.modules[kind.__module__]).get(kind.__name__) is kind
 
 
 def _check_module(name: str, module: nn.Module, is_known: bool, may_have_forward: bool) -> None:
@@ -326,12 +304,10 @@ def _is_harmless(hook: Any) -> bool:
 
 def _is_quantised(module: nn.Module) -> bool:
     """Return whether a module holds a matrix of whole numbers, of 8-bit floats, or of a tensor class of its own."""
-    for tensor in (*module._parameters.values(), *module._buffers.values()):
-        if tensor is not None and tensor.dim() > 1:
-            is_plain = tensor.is_floating_point() and type(tensor) in (nn.Parameter, Tensor, nn.Buffer)
-            if not is_plain or tensor.itemsize == 1:
-                return True
-    return False
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    matrices = [tensor for tensor in tensors if tensor is not None and tensor.dim() > 1]
+    plain = (nn.Parameter, Tensor, nn.Buffer)
+    return any(type(x) not in plain or not x.is_floating_point() or x.itemsize == 1 for x in matrices)
 
 
 def _fingerprint(value: Any) -> Any:
@@ -351,7 +327,7 @@ def _fingerprint(value: Any) -> Any:
 @lru_cache(maxsize=256)
 def _names_in(kind: Any) -> frozenset[str]:
     """Return every name in the code of a class. Nothing in it reads attributes of other names."""
-    owners = [owner for owner in kind.__mro__ if owner not in nn.Module.__mro__]
+    owners = [owner for owner in kind.__mro__ if owner not in _BASES]
     names: set[str] = set()
     for value in [kind.forward, *(value for owner in owners for value in vars(owner).values())]:
         function: Any = value.fget if isinstance(value, property) else value

@@ -65,7 +65,7 @@ ARGUMENTS = (
     _served("stopping_criteria", calls=(_CRITERION,)),
     _served("prefix_allowed_tokens_fn", calls=(dict(prefix_allowed_tokens_fn=_prefix),)),
     Argument(("synced_gpus",), "stock", "synced_gpus"),
-    Argument(("assistant_model",), "dropped", "leave `custom_generate` out; a warning says so"),
+    Argument(("assistant_model",), "dropped", "leave `custom_generate` out"),
     Argument(("streamer",), "none", "served, though `generate` passes none on to a function"),
     Argument(
         ("negative_prompt_ids", "negative_prompt_attention_mask", "guidance_scale"),

@@ -114,7 +114,7 @@ def test_a_text_longer_than_its_cache_goes_on_in_a_larger_one(model: Any, monkey
     inputs = tiny.left_padded(model, (1, 4, 94))
     both(model, inputs, max_new_tokens=35, min_new_tokens=35, **ALL_OUTPUTS)
     assert counts_of(model).static_calls == 1
-    assert len(steps_of(model)._steps) == 2
+    assert len(steps_of(model).kept) == 2
 
 
 def test_buckets_waste_at_most_a_quarter_from_512_tokens_on() -> None:
@@ -263,15 +263,14 @@ def test_frameworks_that_call_generate_get_it_from_a_partial(model: Any) -> None
     assert counts_of(model).static_calls == 1
 
 
-def test_arguments_that_generate_drops_are_warned_of(model: Any, recwarn: pytest.WarningsRecorder) -> None:
-    inputs = text([5, 6, 7, 8])
-    with pytest.warns(UserWarning, match="drops assistant_model"):
-        model.generate(**inputs, max_new_tokens=3, assistant_model=model, custom_generate=graphed_decoding)
-    recwarn.clear()
-    model.generate(**inputs, max_new_tokens=3, streamer=Streamer(), custom_generate=graphed_decoding)
-    assert not [warning for warning in recwarn if "drops" in str(warning.message)]
+def test_modes_of_the_hub_are_refused(model: Any) -> None:
     with pytest.raises(ValueError, match="custom_generate"):
-        model.generate(**inputs, max_new_tokens=3, penalty_alpha=0.5, top_k=4, custom_generate=graphed_decoding)
+        model.generate(**text([5, 6]), max_new_tokens=3, penalty_alpha=0.5, top_k=4, custom_generate=graphed_decoding)
+
+
+def test_an_assistant_that_generate_drops_changes_nothing(model: Any) -> None:
+    both(model, text([5, 6, 7, 8]), max_new_tokens=12, assistant_model=model)
+    assert counts_of(model).static_calls == 1
 
 
 def test_ranks_in_step_decode_by_stock(model: Any) -> None:
@@ -345,10 +344,10 @@ def test_states_of_linear_attention_in_inference_mode(monkeypatch: pytest.Monkey
     inputs = {name: torch.cat([value, value[:, 4:].repeat(1, 18)], 1) for name, value in left_padded().items()}
     with torch.inference_mode():
         both(model, inputs, max_new_tokens=36, min_new_tokens=36, **ALL_OUTPUTS)
-    steps = set(steps_of(model)._steps)
+    steps = set(steps_of(model).kept)
     assert len(steps) == 2
     both(model, inputs, max_new_tokens=36, min_new_tokens=36, **ALL_OUTPUTS)
-    assert counts_of(model).static_calls == 2 and set(steps_of(model)._steps) == steps
+    assert counts_of(model).static_calls == 2 and set(steps_of(model).kept) == steps
 
 
 @both_ways
@@ -411,7 +410,7 @@ def test_a_model_in_training_mode_whose_dropout_is_inactive(model: Any) -> None:
     """GRPO generates within a training step. A change of mode captures nothing anew."""
     for is_training in (True, False, True):
         both(model.train(is_training), text([5, 6]), max_new_tokens=12)
-    assert counts_of(model).static_calls == 3 and len(steps_of(model)._steps) == 1
+    assert counts_of(model).static_calls == 3 and len(steps_of(model).kept) == 1
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     both(model, text([5, 6]), max_new_tokens=12)
     assert counts_of(model).reasons == {"gradient checkpoints in training mode": 1}
