@@ -1,21 +1,14 @@
 """Measure images per second of `captioner/main.py` with a full-size model of random weights, stock and patched.
 
     accelerate launch --num_processes 2 benchmarks/captioning_benchmark.py FOLDER --model qwen3-vl-8b
-    python benchmarks/captioning_benchmark.py build/captioning --cores 4,14
 
-The second command prepares pictures on the CPU and on the GPU, with 4 and with 14 cores for one GPU. Then it compares
-the captions of a trained tiny model. Every CUDA device needs 20 GB of free memory. The pictures are drawn first. They
-are JPEGs of noise: 70% below 480 pixels a side, 25% up to 1200, 5% of 1700 x 2200. The tokenizer is a tiny model's, so
-the captions are empty.
+Every CUDA device needs 20 GB of free memory. The pictures are drawn first. They are JPEGs of noise: 70% below 480
+pixels a side, 25% up to 1200, 5% of 1700 x 2200. The tokenizer is a tiny model's, so the captions are empty.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import random
 import statistics
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -27,6 +20,7 @@ from typing import Annotated
 import numpy as np
 import torch
 import typer
+from accelerate.utils import gather_object
 from PIL import Image
 from transformers import PreTrainedModel, ProcessorMixin
 
@@ -36,7 +30,6 @@ sys.path[:0] = [str(HERE), str(ROOT / "examples"), str(ROOT / "tests")]
 
 from captioner import main as batch_caption  # noqa: E402
 from measuring import Row, document_of, write_json  # noqa: E402
-from tiny_captioner import scenes  # noqa: E402
 from whole_call import build  # noqa: E402
 
 import hf_vit_accel  # noqa: E402
@@ -50,17 +43,6 @@ PATCH_SIDE = {"qwen2.5-vl-7b": 28, "qwen3-vl-8b": 32}
 """The side of a merged token in pixels."""
 LONGEST = 4096
 """Merged tokens of the largest picture; larger ones are reduced to it."""
-OPTIONS = {"--prompt": "describe this picture .", "--decoders": "14"}
-ON_CPU = ["--processor-on", "cpu"]
-ON_GPU = ["--processor-on", "gpu"]
-PROCESSORS: dict[str, list[str]] = {
-    "prepared on the CPU, to warm up": [*ON_CPU, "--max-new-tokens", "32"],
-    "prepared on the GPU, to warm up": [*ON_GPU, "--max-new-tokens", "32"],
-    "prepared on the CPU, 1 token": [*ON_CPU, "--max-new-tokens", "1"],
-    "prepared on the GPU, 1 token": [*ON_GPU, "--max-new-tokens", "1"],
-    "prepared on the CPU, 32 tokens": [*ON_CPU, "--max-new-tokens", "32"],
-    "prepared on the GPU, 32 tokens": [*ON_GPU, "--max-new-tokens", "32"],
-}
 
 
 def runs_of(tokens: Sequence[int]) -> dict[str, list[str]]:
@@ -80,12 +62,6 @@ def runs_of(tokens: Sequence[int]) -> dict[str, list[str]]:
 def name_of(way: str, tokens: int) -> str:
     """Return the name of a run."""
     return f"{way}, {tokens} token{'s' * (tokens > 1)}"
-
-
-COMPARED = 500
-"""Scenes whose captions are compared."""
-SIDES = (120, 230)
-"""The sides of the scenes in pixels: about the sizes of the tiny model's training; most scenes are resized."""
 
 
 def draw(folder: Path, index: int) -> None:
@@ -131,52 +107,6 @@ def load_processor(checkpoint: str, revision: str | None = None) -> ProcessorMix
     return processor
 
 
-def compare(folder: Path) -> None:
-    """Caption scenes with the trained tiny model, prepared on the CPU and on the GPU; print the differences."""
-    drawn = folder / "scenes"
-    drawn.mkdir(parents=True, exist_ok=True)
-    expected = {}
-    for index in range(COMPARED):
-        scene = scenes.scene((1 << 42) + index, video=False)
-        expected[f"{index}.png"] = scene.caption
-        chance = random.Random(index)
-        scenes.draw(scene, chance.randint(*SIDES), chance.randint(*SIDES))[0].save(drawn / f"{index}.png")
-    captions = {}
-    for device in ("cpu", "gpu"):
-        output = folder / f"scenes prepared on the {device}"
-        options = ["--prompt", "describe this picture .", "--max-new-tokens", "24", "--processor-on", device]
-        arguments = ["caption", str(drawn), "--output", str(output), "--model", str(CHECKPOINTS["qwen2.5-vl-7b"])]
-        arguments.append("--overwrite")
-        batch_caption.app([*arguments, *options, "--max-failures", "1"], standalone_mode=False)
-        merged = folder / f"scenes prepared on the {device}.jsonl"
-        batch_caption.app(["merge", str(output), str(merged), "--overwrite"], standalone_mode=False)
-        records = [json.loads(line) for line in merged.read_text(encoding="utf-8").splitlines()]
-        captions[device] = {record["key"]: record["caption"] for record in records}
-        right = sum(captions[device][key] == caption for key, caption in expected.items())
-        print(f"### prepared on the {device}: {right} of {COMPARED} captions of scenes are right", flush=True)
-    different = sum(captions["cpu"][key] != captions["gpu"][key] for key in expected)
-    print(f"### {different} captions differ", flush=True)
-
-
-def on_cores(folder: Path, pictures: int, numbers: Sequence[int]) -> None:
-    """Measure both ways to prepare pictures in processes that may use only some of the cores.
-
-    Args:
-        folder: the folder for pictures and records
-        pictures: the number of pictures
-        numbers: the numbers of cores
-    """
-    cores = [str(core) for core in sorted(os.sched_getaffinity(0))]
-    for number in numbers:
-        if number > len(cores):
-            print(f"### {number} cores: this machine has {len(cores)}", flush=True)
-            continue
-        print(f"### {number} cores", flush=True)
-        command = [sys.executable, __file__, str(folder / f"{number} cores"), f"--pictures={pictures}", "--processors"]
-        pinned = ["taskset", "--cpu-list", ",".join(cores[:number])]
-        subprocess.run([*pinned, *command], env=os.environ | {"OMP_NUM_THREADS": str(number)}, check=True)
-
-
 @dataclass(frozen=True)
 class Run:
     """The pace of one run, over all processes.
@@ -190,12 +120,24 @@ class Run:
     waiting: float
 
 
-def read_run(output: Path) -> Run:
-    """Read the counts that each process of a run left in `output`."""
-    all_counts = [json.loads(path.read_text()) for path in (output / ".progress").glob("*.json")]
-    items = sum(counts["items"] for counts in all_counts)
-    waited = statistics.mean(counts["waited"] for counts in all_counts)
-    return Run(items / max(counts["seconds"] for counts in all_counts), 1e3 * waited / items)
+class KeptProgress(batch_caption.Progress):
+    """Keep the counts of the last run of this process."""
+
+    last: KeptProgress
+
+    def summary(self) -> str:
+        """Keep the counts when they are complete."""
+        KeptProgress.last = self
+        return super().summary()
+
+
+def last_run() -> Run:
+    """Gather the counts of the last run from all processes."""
+    progress = KeptProgress.last
+    counts = gather_object([(progress.counts["items"], progress.waited, progress.seconds)])
+    items = sum(count for count, _, _ in counts)
+    waited = statistics.mean(waited for _, waited, _ in counts)
+    return Run(items / max(seconds for _, _, seconds in counts), 1e3 * waited / items)
 
 
 def document(model: str, pictures: int, processes: int, runs: Mapping[str, Sequence[Run]]) -> Row:
@@ -240,19 +182,15 @@ def main(
     pictures: Annotated[int, typer.Option(min=1)] = 640,
     model: Annotated[str, typer.Option(help=f"One of {', '.join(CHECKPOINTS)}.")] = "qwen2.5-vl-7b",
     tokens: Annotated[str, typer.Option(help="Numbers of new tokens.")] = "1,32,128",
-    processors: Annotated[bool, typer.Option("--processors", help="Prepare pictures on the CPU and the GPU.")] = False,
-    cores: Annotated[str, typer.Option(help="Numbers of CPU cores to prepare pictures with, as 4,14.")] = "",
     rounds: Annotated[int, typer.Option(min=1, help="Times that every way runs, in turns.")] = 3,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write the rates of stock and patched to this file.")
     ] = None,
 ) -> None:
     """Caption the same pictures in every way; print the summary of every run."""
-    if cores:
-        on_cores(folder, pictures, [int(number) for number in cores.split(",")])
-        return
     batch_caption.load_model = fresh_model
     batch_caption.load_processor = load_processor
+    batch_caption.Progress = KeptProgress
     # Several runs share this process, so the end of a run must not end the process group.
     batch_caption.PartialState.destroy_process_group = lambda self: None  # type: ignore[method-assign]
     state = batch_caption.PartialState()
@@ -263,26 +201,18 @@ def main(
     state.wait_for_everyone()
     results: dict[str, list[Run]] = {}
     numbers = [int(number) for number in tokens.split(",")]
-    runs = list((PROCESSORS if processors else runs_of(numbers)).items())
-    for name, options in runs * rounds:
-        output = folder / name.replace(", ", "_").replace(" ", "_")
-        arguments = ["caption", str(drawn), "--output", str(output), "--model", str(CHECKPOINTS[model])]
-        arguments.append("--overwrite")
-        if state.is_main_process:
-            print(f"### {name}", flush=True)
-        shared = [word for pair in OPTIONS.items() for word in pair]
-        batch_caption.app([*arguments, *shared, *options], standalone_mode=False)
-        state.wait_for_everyone()
-        if state.is_main_process:
-            results.setdefault(name, []).append(read_run(output))
-        state.wait_for_everyone()
-    if not state.is_main_process:
-        return
-    if processors:
-        batch_caption.load_model = _load_model
-        batch_caption.load_processor = _load_processor
-        compare(folder)
-    else:
+    runs = runs_of(numbers).items()
+    for attempt in range(1, rounds + 1):
+        for name, options in runs:
+            output = folder / name.replace(", ", "_").replace(" ", "_")
+            if state.is_main_process:
+                print(f"### {name}", flush=True)
+            arguments = ["caption", str(drawn), "--output", str(output), "--model", str(CHECKPOINTS[model])]
+            arguments += ["--prompt", "describe this picture .", "--attempt", str(attempt), *options]
+            batch_caption.app(arguments, standalone_mode=False)
+            state.wait_for_everyone()
+            results.setdefault(name, []).append(last_run())
+    if state.is_main_process:
         write_json(json_path, document(model, pictures, state.num_processes, results))
 
 

@@ -1,1 +1,1 @@
-"""The captioner for large runs: `main.py` runs it in processes of accelerate, `on_ray.py` on a cluster."""
+"""The captioner for large runs: `main.py` runs it in one process, or in many of accelerate."""

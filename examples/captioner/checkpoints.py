@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, PretrainedConfig
 
-from captioner.files import Settings, fingerprint, replace_file
+from captioner.files import Settings, fingerprint
 
 _SUFFIXES = (".bin", ".jinja", ".json", ".model", ".py", ".safetensors", ".txt")
 _TRAINING_FILES = ("optimizer.bin", "scheduler.bin", "trainer_state.json", "training_args.bin")
 
 
-def checkpoint(folder: Path, cached: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Compute the checksums of a checkpoint's files."""
-    files = [file for file in sorted(folder.iterdir()) if file.suffix in _SUFFIXES and file.is_file()]
-    files = [file for file in files if file.name not in _TRAINING_FILES]
-    versions = {file: f"{file.resolve()} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files}
-
-    def checksum(file: Path) -> str:
-        if versions[file] in cached:
-            return cached[versions[file]]
-        with file.open("rb") as opened:
-            return hashlib.file_digest(opened, "sha256").hexdigest()
-
-    with ThreadPoolExecutor(8) as pool:
-        checksums = dict(zip(files, pool.map(checksum, files), strict=True))
-    by_name = {file.name: checksums[file] for file in files}
-    return by_name, {versions[file]: checksums[file] for file in files}
+def identity(model: str, revision: str | None) -> tuple[Settings, str]:
+    """Identify a checkpoint: by the contents of its folder, or by its commit on the Hub. Also return a title."""
+    config = config_of(model, revision)
+    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        raise ValueError(f"{model} ({config.model_type}) is not a vision-language model that transformers can load")
+    if not Path(model).is_dir():
+        commit = getattr(config, "_commit_hash", None) or revision
+        return {"model": model, "revision": commit}, f"{model} (revision {commit or 'unknown'})"
+    if revision is not None:
+        raise ValueError(f"--revision is for models on the Hub, and {model} is a folder")
+    checksums = checksums_of(Path(model))
+    return {"files": checksums}, f"{model} (checksum {fingerprint(checksums)})"
 
 
 def config_of(model: str, revision: str | None) -> PretrainedConfig:
@@ -52,34 +45,14 @@ def config_of(model: str, revision: str | None) -> PretrainedConfig:
         raise ValueError(f"cannot load {model}: no folder is there, and as a name on the Hub: {reason}") from None
 
 
-def identity(model: str, revision: str | None, output: Path, *, write: bool = False) -> tuple[Settings, str]:
-    """Identify a checkpoint: by the contents of its folder, or by its commit on the Hub."""
-    if not Path(model).is_dir():
-        return _identity_on_hub(model, revision)
-    if revision is not None:
-        raise ValueError(f"--revision is for models on the Hub, and {model} is a folder")
-    cache_file = output / ".checksums.json"
-    cached: dict[str, str] = {}
-    with suppress(OSError, ValueError):  # the file is not there yet, or damaged
-        cached = json.loads(cache_file.read_text())
-    checksums, computed = checkpoint(Path(model), cached)
-    if not checksums:
-        raise ValueError(f"{model} holds no checkpoint")
-    _check_kind(model, config_of(model, None))
-    if write and not computed.items() <= cached.items():
-        with suppress(OSError):  # the run can do without this file; other writes report a full disk
-            replace_file(cache_file, json.dumps(cached | computed))
-    return {"files": checksums}, f"{model} (checksum {fingerprint(checksums)})"
+def checksums_of(folder: Path) -> dict[str, str]:
+    """Compute the checksums of a checkpoint's files, by name. Loading the model reads the same files once more."""
+    files = [file for file in sorted(folder.iterdir()) if file.suffix in _SUFFIXES and file.is_file()]
+    files = [file for file in files if file.name not in _TRAINING_FILES]
 
+    def checksum(file: Path) -> str:
+        with file.open("rb") as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest()
 
-def _check_kind(model: str, config: PretrainedConfig) -> None:
-    """Raise ValueError for a model that takes no pictures, before its weights are loaded."""
-    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        raise ValueError(f"{model} ({config.model_type}) is not a vision-language model that transformers can load")
-
-
-def _identity_on_hub(model: str, revision: str | None) -> tuple[Settings, str]:
-    config = config_of(model, revision)
-    _check_kind(model, config)
-    commit = getattr(config, "_commit_hash", None) or revision
-    return {"model": model, "revision": commit}, f"{model} (revision {commit or 'unknown'})"
+    with ThreadPoolExecutor(8) as pool:
+        return dict(zip([file.name for file in files], pool.map(checksum, files), strict=True))

@@ -10,11 +10,15 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO, Literal
+from threading import Lock
+from typing import TYPE_CHECKING, BinaryIO, Literal
 
-from captioner import tables
-from captioner.places import open_file
+if TYPE_CHECKING:
+    from pyarrow import Table
+    from pyarrow.parquet import ParquetFile
+
 
 _FIELD = re.compile(r"\{(\w+)\}")
 
@@ -24,12 +28,16 @@ def named(prompts: Iterable[str]) -> set[str]:
     return {name for prompt in prompts for name in _FIELD.findall(prompt)}
 
 
+class UnknownField(ValueError):
+    """Report a field of a prompt that an item lacks."""
+
+
 def fill(prompt: str, fields: Mapping[str, object]) -> str:
     """Replace every `{field}` of a prompt by its value. Braces around anything but a word stay."""
 
     def value_of(match: re.Match[str]) -> str:
         if match[1] not in fields:
-            raise ValueError(f"the prompt names {{{match[1]}}}; there are {', '.join(sorted(fields))}")
+            raise UnknownField(f"the prompt names {{{match[1]}}}; there are {', '.join(sorted(fields))}")
         return str(fields[match[1]])
 
     return _FIELD.sub(value_of, prompt)
@@ -44,14 +52,13 @@ class Item:
     """One picture or video: a file, a member of a tar shard, or a row of a table."""
 
     key: str  # unique in a run
-    file: str  # that holds its bytes; for a row of a data set, the data set's name
+    file: str  # that holds its bytes
     kind: Literal["image", "video"] = "image"
     offset: int = 0  # in a tar shard
     length: int | None = None  # in a tar shard
     row: tuple[int, int] | None = None  # row group of a table, and index in it
     column: str | None = None  # of its bytes, in a table
-    split: str | None = None  # of a data set; None for parquet files
-    source: str | None = None  # key of the shard, table or data set that it is a part of
+    source: str | None = None  # key of the shard or table that it is a part of
     number: int | None = None  # row in its source
     stamp: str | None = None  # of its source's file when the source was listed
     extra: tuple[tuple[str, int, int], ...] = ()  # suffix, offset and length of members that belong to it
@@ -61,7 +68,7 @@ class Item:
 def open_item(item: Item) -> BinaryIO:
     """Open the bytes of an item as a binary file, which the caller closes."""
     if item.problem is None and item.row is None and item.length is None:
-        return open_file(item.file)
+        return _open_file(item.file)
     return io.BytesIO(read(item))
 
 
@@ -71,12 +78,19 @@ def read(item: Item) -> bytes:
         raise ValueError(item.problem)
     if item.row is not None:
         return _bytes_of(_row_readers(item)[item.column or ""](), item)
-    with open_file(item.file) as file:
+    with _open_file(item.file) as file:
         file.seek(item.offset)
         data = file.read() if item.length is None else file.read(item.length)
     if item.length is not None and len(data) < item.length:
         raise ValueError(f"the shard ends within the file ({len(data)} of {item.length} bytes)")
     return data
+
+
+def _open_file(name: str) -> BinaryIO:
+    path = Path(name)
+    if not path.is_file() and not path.is_dir() and path.exists():
+        raise OSError(f"{path.name} is a pipe, socket or device")  # opening a pipe would wait for its writer
+    return path.open("rb")
 
 
 def _bytes_of(value: object, item: Item) -> bytes:
@@ -89,18 +103,38 @@ def _bytes_of(value: object, item: Item) -> bytes:
     return bytes(value)
 
 
+_reading = Lock()
+"""A `ParquetFile` serves one thread at a time. Readers of one row group wait until it is read, once."""
+
+
+@lru_cache(maxsize=16)
+def parquet_file(file: str) -> ParquetFile:
+    """Open a parquet file, once."""
+    import pyarrow.parquet as pq
+
+    return pq.ParquetFile(file)
+
+
+@lru_cache(maxsize=8)
+def row_group(file: str, group: int) -> Table:
+    """Read a row group of a parquet file, once."""
+    return parquet_file(file).read_row_group(group)
+
+
 def _row_readers(item: Item) -> Mapping[str, Callable[[], object]]:
     """Return a function for every column of a row, which reads the value: an unreadable one harms no other."""
     assert item.row is not None
     group, index = item.row
-    return tables.row_readers(item.file, group, index, item.split)
+    with _reading:
+        table = row_group(item.file, group)
+    return {name: column[index].as_py for name, column in zip(table.column_names, table.columns, strict=True)}
 
 
 def size(item: Item) -> int | None:
     """Return the bytes of an item where they are known without reading it. A row has the size of its whole table."""
     if item.length is not None:
         return item.length
-    if item.split is not None or item.problem is not None:
+    if item.problem is not None:
         return None
     try:
         return Path(item.file).stat().st_size
@@ -111,8 +145,8 @@ def size(item: Item) -> int | None:
 def stamp(item: Item) -> str | None:
     """Return a text that is equal as long as an item's bytes are, without reading them; None where there is none.
 
-    It holds size and time of the file, or a data set's fingerprint. A member or row has the stamp of the file that was
-    listed, even if that was replaced since.
+    It holds size and time of the file. A member or row has the stamp of the file that was listed, even if that was
+    replaced since.
     """
     if item.source is not None:
         return item.stamp

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from threading import Condition
+from threading import Lock
 from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
@@ -20,11 +19,14 @@ if TYPE_CHECKING:
     from transformers.video_utils import VideoMetadata
 
 
-# Pillow warns of a decompression bomb above this limit, and refuses to open pictures of twice as many pixels.
 REFUSE_ABOVE = 89_478_485
+"""Pictures of more pixels are refused. Pillow warns of a decompression bomb above this limit, and refuses twice it."""
 Resize = Callable[[int, int], tuple[int, int] | None]
 """From a picture's upright width and height to those that it may be reduced to; None to keep it as it is."""
 _DRAFT_SCALE = 2  # JPEGs are decoded at an eighth, quarter or half of their size if this many times the target remain
+_LARGE = 1 << 22  # pixels
+_large_pictures = Lock()
+"""Large pictures are decoded one at a time, which bounds the memory: one takes up to 24 bytes a pixel meanwhile."""
 _DEFAULT_FPS = 2.0  # that of qwen-vl-utils, for the processors of Qwen2-VL and Qwen2.5-VL, which name none
 _ORIENTATION = 0x0112
 _TURNS = {
@@ -40,39 +42,7 @@ _TURNS = {
 _FORMATS = ("AVIF", "BMP", "DIB", "GIF", "HEIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 
 
-class TooLarge(ValueError):
-    """Refuse to decode a picture that has more pixels than are allowed."""
-
-    def __init__(self, limit: int, width: int | None = None, height: int | None = None, pixels: str = "") -> None:
-        super().__init__(f"{pixels or f'{width} x {height}'} pixels, the limit is {limit}")
-        self.width = width
-        self.height = height
-
-
-class Gate:
-    """Bound the bytes that are in use at a time. A request above the bound waits until it is alone."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.used = 0
-        self._changed = Condition()
-
-    @contextmanager
-    def __call__(self, requested_bytes: int) -> Iterator[None]:
-        """Wait until so many bytes are free, and keep them for the length of a with block."""
-        requested_bytes = min(requested_bytes, self.size)
-        with self._changed:
-            self._changed.wait_for(lambda: self.used + requested_bytes <= self.size)
-            self.used += requested_bytes
-        try:
-            yield
-        finally:
-            with self._changed:
-                self.used -= requested_bytes
-                self._changed.notify_all()
-
-
-def _open(file: BinaryIO, refuse_above: int) -> Image.Image:
+def _open(file: BinaryIO) -> Image.Image:
     if not file.seek(0, 2):
         raise ValueError("the file is empty")
     file.seek(0)
@@ -82,17 +52,18 @@ def _open(file: BinaryIO, refuse_above: int) -> Image.Image:
         image = Image.open(file, formats=[name for name in _FORMATS if name in Image.OPEN])
     except UnidentifiedImageError:
         raise ValueError("not an image in a format that Pillow reads here") from None
-    except Image.DecompressionBombError as error:
-        match = re.search(r"\((\d+) pixels\)", str(error))
-        raise TooLarge(refuse_above, pixels=match[1] if match else "too many") from None
-    if image.width * image.height > refuse_above:
-        raise TooLarge(refuse_above, *_upright(image))
+    _check_size(*_upright(image))
     return image
 
 
-def upright_size(file: BinaryIO, refuse_above: int = REFUSE_ABOVE) -> tuple[int, int]:
+def _check_size(width: int, height: int) -> None:
+    if width * height > REFUSE_ABOVE:
+        raise ValueError(f"{width} x {height} pixels, the limit is {REFUSE_ABOVE}")
+
+
+def upright_size(file: BinaryIO) -> tuple[int, int]:
     """Return width and height of the upright picture, from its header. Raises as `read_image` does."""
-    return _upright(_open(file, refuse_above))
+    return _upright(_open(file))
 
 
 def _upright(image: Image.Image) -> tuple[int, int]:
@@ -110,18 +81,15 @@ def _orientation(image: Image.Image) -> int:
         return 1
 
 
-def read_image(
-    file: BinaryIO, refuse_above: int = REFUSE_ABOVE, resize: Resize | None = None, gate: Gate | None = None
-) -> tuple[Image.Image, tuple[int, int]]:
+def read_image(file: BinaryIO, resize: Resize | None = None) -> tuple[Image.Image, tuple[int, int]]:
     """Decode a picture to RGB, turned upright by its EXIF orientation; of an animation the first frame."""
-    image = _open(file, refuse_above)
+    image = _open(file)
     size = _upright(image)
     target = resize(*size) if resize else None
     if target is not None:
         stored = target if size == image.size else target[::-1]
         image.draft(None, (_DRAFT_SCALE * stored[0], _DRAFT_SCALE * stored[1]))
-    channels = 4 if image.mode in ("RGB", "L", "P", "1") and not image.has_transparency_data else 12
-    with gate(image.width * image.height * channels * 2) if gate else nullcontext():
+    with _large_pictures if image.width * image.height > _LARGE else nullcontext():
         image.load()
         # `ImageOps.exif_transpose` would write the EXIF data anew, and fails where that is odd.
         turn = _TURNS.get(_orientation(image))
@@ -143,9 +111,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def read_frames(
-    file: BinaryIO, suffix: str, processor: ProcessorMixin, refuse_above: int = REFUSE_ABOVE
-) -> tuple[np.ndarray, VideoMetadata]:
+def read_frames(file: BinaryIO, suffix: str, processor: ProcessorMixin) -> tuple[np.ndarray, VideoMetadata]:
     """Decode the frames of a video that the processor samples, by one of transformers' decoders.
 
     Other frames are not kept: all frames of a minute in full HD are 11 GB.
@@ -156,16 +122,14 @@ def read_frames(
     if not file.seek(0, 2):
         raise ValueError("the file is empty")
     if hasattr(file, "name"):
-        return _load_video(str(file.name), decoder, processor.video_processor, refuse_above)
+        return _load_video(str(file.name), decoder, processor.video_processor)
     # The decoders need a path, and this file is in memory.
     file.seek(0)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"video{suffix}"
         path.write_bytes(file.read())
         try:
-            return _load_video(str(path), decoder, processor.video_processor, refuse_above)
-        except TooLarge:
-            raise
+            return _load_video(str(path), decoder, processor.video_processor)
         except Exception as error:  # the folder has another name in every run, and records must be equal
             raise ValueError(f"{type(error).__name__}: {error}".replace(folder, "")) from None
 
@@ -183,9 +147,7 @@ def _video_decoder() -> str:
     raise ValueError("videos need a decoder: pip install av")
 
 
-def _load_video(
-    path: str, decoder: str, video_processor: BaseVideoProcessor, refuse_above: int
-) -> tuple[np.ndarray, VideoMetadata]:
+def _load_video(path: str, decoder: str, video_processor: BaseVideoProcessor) -> tuple[np.ndarray, VideoMetadata]:
     from transformers import video_utils
 
     def sample(metadata: VideoMetadata, **_: object) -> np.ndarray:
@@ -193,8 +155,7 @@ def _load_video(
         if (metadata.total_num_frames or 0) <= 0:
             reason = f"{decoder} does not find out how many frames there are"
             raise ValueError(f"{reason}: the file is damaged or no video, or needs torchcodec (pip install torchcodec)")
-        if metadata.width * metadata.height > refuse_above:
-            raise TooLarge(refuse_above, metadata.width, metadata.height)
+        _check_size(metadata.width, metadata.height)
         count = getattr(video_processor, "num_frames", None)
         if count:
             return video_processor.sample_frames(metadata, num_frames=count)

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import torch
 from PIL import Image
 from transformers import ProcessorMixin
 
-from captioner.batches import Task, cost, halve_on_oom, memory_of, pack
-from captioner.items import Item, checksum, holds_bytes, open_item, size, stamp
+from captioner.batches import Task, pack
+from captioner.items import checksum, holds_bytes, open_item, size, stamp
 from captioner.journal import Journal, Record
 from captioner.model import Caption, Captioner, Clip, Inputs
-from captioner.pictures import REFUSE_ABOVE, Gate, Resize, TooLarge, read_frames, read_image
+from captioner.pictures import Resize, read_frames, read_image
 from captioner.plan import filled
 from captioner.processors import reduced
-from captioner.progress import Progress, Tally
+from captioner.progress import Progress
 
-_PREPARED_AT_A_TIME = 3  # batches
-_WAITING = 3  # batches that may wait for the model
+_DECODERS = min(16, os.cpu_count() or 1)  # threads
+_AHEAD = 2  # batches that are prepared or wait while the model works
+_SLACK_ON_GPU = 4.0  # the GPU resizes fast, so only much larger pictures are reduced on the CPU
 Batch = TypeVar("Batch")
 Result = TypeVar("Result")
 
@@ -55,54 +57,40 @@ class Ready:
 
     failed: list[Row]
     rows: list[Row]
-    inputs: list[Inputs]
+    inputs: list[Inputs]  # for every prompt
 
 
-def describe(error: Exception) -> str:
-    """Return the text of an error in a record."""
-    return f"{type(error).__name__}: {error}"
-
-
-def decode(
-    task: Task,
-    processor: ProcessorMixin | None,
-    refuse_above: int = REFUSE_ABOVE,
-    resize: Resize | None = None,
-    gate: Gate | None = None,
-) -> Row:
+def decode(task: Task, processor: ProcessorMixin | None, resize: Resize | None = None) -> Row:
     """Read one item and fill its prompts. Errors become part of the row: damaged files raise nearly any class."""
     item = task.item
     texts = []
     errors = []
     for prompt in task.prompts:
-        text, error = _fill(prompt, item)
-        texts.append(text)
-        errors.append(error)
+        try:
+            texts.append(filled(prompt, item))
+            errors.append(None)
+        except Exception as error:
+            texts.append("")
+            errors.append(_describe(error))
     row = Row(task, tuple(errors), prompts=tuple(texts), bytes=size(item), stamp=stamp(item))
     try:
         with open_item(item) as file:
             row = replace(row, checksum=checksum(file), stamp=row.stamp if holds_bytes(item) else None)
             if item.kind == "video":
-                frames, metadata = read_frames(file, Path(item.key).suffix, processor, refuse_above)
+                frames, metadata = read_frames(file, Path(item.key).suffix, processor)
                 return replace(row, medium=Clip(frames, metadata), width=metadata.width, height=metadata.height)
-            image, (width, height) = read_image(file, refuse_above, resize, gate)
+            image, (width, height) = read_image(file, resize)
             return replace(row, medium=image, width=width, height=height)
-    except TooLarge as error:
-        return _fail(replace(row, width=error.width, height=error.height), error)
     except Exception as error:
         return _fail(row, error)
 
 
-def _fill(prompt: str, item: Item) -> tuple[str, str | None]:
-    """Return the filled prompt and no error, or an empty text and the error: all items have equally many texts."""
-    try:
-        return filled(prompt, item), None
-    except Exception as error:
-        return "", describe(error)
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _fail(row: Row, error: Exception) -> Row:
-    return replace(row, errors=tuple(earlier or describe(error) for earlier in row.errors))
+    return replace(row, errors=tuple(earlier or _describe(error) for earlier in row.errors))
 
 
 @dataclass
@@ -111,56 +99,34 @@ class Worker:
 
     captioner: Captioner
     journal: Journal
-    progress: Progress | Tally
+    progress: Progress
     process: int
     run: str
     batch_tokens: int  # it shrinks when memory runs out
     batch_size: int
-    refuse_above: int = REFUSE_ABOVE
-    decoders: int = 8
-    memory: int = 2 << 30  # bytes of pictures in decoding (a quarter) and of batches ahead of the model
-    slack: float = 1.0  # reduce pictures that the processor would make smaller by more than this factor
 
     def work(self, tasks: Sequence[Task]) -> None:
-        """Caption all tasks. A batch that exceeds the memory is halved, and later batches are no larger."""
-        pool = ThreadPoolExecutor(self.decoders)
-        read = self.reader()
-        pixels_per_token = self._pixels_per_token()
-
-        def weigh(batch: list[Task]) -> tuple[int, int]:
-            weights = [memory_of(task, pixels_per_token) for task in batch]
-            return sum(while_prepared for while_prepared, _ in weights), sum(afterwards for _, afterwards in weights)
+        """Caption all tasks. A batch that exceeds the memory is halved, and later batches are smaller."""
+        processor = self.captioner.processor
+        slack = _SLACK_ON_GPU if self.captioner.prepares_on_gpu else 1.0
+        resize = reduced(processor, slack) if processor is not None else None
+        pool = ThreadPoolExecutor(_DECODERS)
 
         def prepare(batch: list[Task]) -> Ready:
-            ready = self.prepare(list(pool.map(read, batch)))
-            return replace(ready, inputs=self.captioner.send(ready.inputs))
+            return self.prepare(list(pool.map(lambda task: decode(task, processor, resize), batch)))
 
-        batches = pack(tasks, self.batch_tokens, self.batch_size)
+        batches = pack(tasks, lambda: self.batch_tokens, self.batch_size)
         begin = perf_counter()
         try:
-            for ready in prepared_ahead(batches, prepare, weigh, self.memory * 3 // 4):
-                self.progress.add(waited=perf_counter() - begin)
+            for ready in prepared_ahead(batches, prepare):
+                self.progress.waited += perf_counter() - begin
                 self.caption(ready)
                 begin = perf_counter()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _pixels_per_token(self) -> int:
-        if not self.captioner.processor:
-            return 1
-        images = self.captioner.processor.image_processor
-        return (images.patch_size * images.merge_size) ** 2
-
-    def reader(self) -> Callable[[Task], Row]:
-        """Return a function that decodes one item in any thread. All threads share a quarter of the memory."""
-        processor = self.captioner.processor
-        resize = reduced(processor, self.slack) if processor is not None else None
-        gate = Gate(self.memory // 4)
-        return lambda task: decode(task, processor, self.refuse_above, resize, gate)
-
     def prepare(self, rows: list[Row]) -> Ready:
         """Encode the decoded items of a batch, and sort out those that failed."""
-        self.progress.read(len(rows))
         good = [row for row in rows if not row.failed]
         try:
             inputs = self._encode(good)
@@ -179,45 +145,62 @@ class Worker:
             return _fail(row, error)
 
     def _encode(self, rows: Sequence[Row]) -> list[Inputs]:
-        """Return the model's inputs of rows, for every prompt."""
+        """Return the model's inputs of rows, for every prompt, on their way to the GPU."""
         media = [row.medium for row in rows if row.medium is not None]
         if not media:
             return []
-        prompt_count = len(rows[0].prompts)
-        return [self.captioner.encode(media, [row.prompts[index] for row in rows]) for index in range(prompt_count)]
+        inputs = []
+        for index in range(len(rows[0].prompts)):
+            inputs.append(self.captioner.encode(media, [row.prompts[index] for row in rows]))
+        return self.captioner.send(inputs)
 
     def caption(self, ready: Ready) -> None:
         """Caption a batch that is ready, and write its records."""
-        captions: list[list[Caption] | Exception] = []
-        for rows in _split(ready.rows, self.batch_tokens):
-            inputs = ready.inputs if len(rows) == len(ready.rows) else []
-            captions += halve_on_oom(lambda part, inputs=inputs: self._caption(part, inputs), rows)
         records = []
         for row in ready.failed:
             records += self._records_of(row, [])
-        for row, result in zip(ready.rows, captions, strict=True):
+        for row, result in zip(ready.rows, self._captions(ready.rows, ready.inputs), strict=True):
             if isinstance(result, Exception):
                 records += self._records_of(_fail(row, result), [])
             else:
                 records += self._records_of(row, result)
-        self._write([*ready.failed, *ready.rows], records)
+        self.journal.append(self.process, records)
+        rows = [*ready.failed, *ready.rows]
+        self.progress.add(
+            items=len(rows),
+            tokens=sum(row.task.tokens for row in rows),
+            failed=sum(record.status == "error" for record in records),
+            text=sum(record.tokens or 0 for record in records),
+        )
 
-    def _caption(self, rows: Sequence[Row], inputs: list[Inputs]) -> list[list[Caption]]:
-        """Return the captions of rows, one for every prompt."""
-        prepared = list(inputs) or self.captioner.send(self._encode(rows))
-        tasks = [row.task for row in rows]
-        seeds = []
-        for index in range(len(prepared)):
-            seeds.append([self.captioner.seed_of(task.item.key, task.prompts[index]) for task in tasks])
+    def _captions(self, rows: Sequence[Row], inputs: list[Inputs]) -> list[list[Caption] | torch.OutOfMemoryError]:
+        """Return the captions of rows, one for every prompt. A row that exceeds the memory alone gives its error.
+
+        Only torch's own out-of-memory error counts: a CUDNN_STATUS_NOT_SUPPORTED fails for half a batch, too.
+        """
+        if not rows:
+            return []
         try:
-            captions_by_prompt = self.captioner.generate(prepared, seeds)
-        except torch.OutOfMemoryError:
-            inputs.clear()  # their pixels are in the memory that is full
-            if len(rows) > 1:
-                self.batch_tokens = min(self.batch_tokens, max(1, sum(task.tokens for task in tasks) // 2))
-                self.progress.add(halved=1)
-            raise
-        self.progress.add(vision=self.captioner.vision_tokens(prepared[0]))
+            return self._generate(rows, inputs or self._encode(rows))
+        except torch.OutOfMemoryError as error:
+            failure = error.with_traceback(None)  # a traceback would keep the failed batch's tensors alive
+        inputs.clear()  # their pixels are in the memory that is full
+        if self.captioner.free_graphs():
+            return self._captions(rows, [])
+        if len(rows) == 1:
+            return [failure]
+        tokens = sum(row.task.tokens for row in rows)
+        self.batch_tokens = min(self.batch_tokens, max(1, tokens // 2))
+        self.progress.counts["halved"] += 1
+        middle = len(rows) // 2
+        return [*self._captions(rows[:middle], []), *self._captions(rows[middle:], [])]
+
+    def _generate(self, rows: Sequence[Row], inputs: list[Inputs]) -> list[list[Caption]]:
+        captions_by_prompt = []
+        for index, inputs_of_prompt in enumerate(inputs):
+            seeds = [self.captioner.seed_of(row.task.item.key, row.task.prompts[index]) for row in rows]
+            captions_by_prompt.append(self.captioner.generate(inputs_of_prompt, seeds))
+        self.progress.counts["vision"] += self.captioner.vision_tokens(inputs[0])
         return [list(captions) for captions in zip(*captions_by_prompt, strict=True)]
 
     def _records_of(self, row: Row, captions: Sequence[Caption]) -> list[Record]:
@@ -244,62 +227,17 @@ class Worker:
             records.append(record)
         return records
 
-    def _write(self, rows: Sequence[Row], records: list[Record]) -> None:
-        self.journal.append(self.process, records)
-        self.progress.add(
-            items=len(rows),
-            failed=sum(record.status == "error" for record in records),
-            cost=sum(cost(row.task, self.captioner.max_new_tokens) for row in rows),
-            text=sum(record.tokens or 0 for record in records),
-        )
 
-
-@dataclass
-class _Pending(Generic[Result]):
-    """A batch in preparation, with its bytes until it is prepared and afterwards."""
-
-    future: Future[Result]
-    most_bytes: int
-    least_bytes: int
-
-    @property
-    def weight(self) -> int:
-        return self.least_bytes if self.future.done() else self.most_bytes
-
-
-def prepared_ahead(
-    batches: Iterable[Batch],
-    prepare: Callable[[Batch], Result],
-    weigh: Callable[[Batch], tuple[int, int]],
-    memory: int,
-) -> Iterator[Result]:
-    """Yield the prepared batches in order, and prepare a few of the next ones meanwhile."""
-    pending: deque[_Pending[Result]] = deque()
-    pool = ThreadPoolExecutor(_PREPARED_AT_A_TIME)
+def prepared_ahead(batches: Iterable[Batch], prepare: Callable[[Batch], Result]) -> Iterator[Result]:
+    """Yield the prepared batches in order, and prepare the next ones meanwhile."""
+    pending: deque[Future[Result]] = deque()
+    pool = ThreadPoolExecutor(_AHEAD)
     try:
         for batch in batches:
-            most_bytes, least_bytes = weigh(batch)
-            while pending and (
-                len(pending) > _WAITING or sum(waiting.weight for waiting in pending) + most_bytes > memory
-            ):
-                yield pending.popleft().future.result()
-            pending.append(_Pending(pool.submit(prepare, batch), most_bytes, least_bytes))
+            if len(pending) > _AHEAD:
+                yield pending.popleft().result()
+            pending.append(pool.submit(prepare, batch))
         while pending:
-            yield pending.popleft().future.result()
+            yield pending.popleft().result()
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _split(rows: list[Row], most_tokens: int) -> Iterator[list[Row]]:
-    """Split rows into parts of at most so many vision tokens. One row alone may exceed them."""
-    part: list[Row] = []
-    tokens = 0
-    for row in rows:
-        if part and tokens + row.task.tokens > most_tokens:
-            yield part
-            part = []
-            tokens = 0
-        part.append(row)
-        tokens += row.task.tokens
-    if part:
-        yield part

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from captioner import checkpoints, stages
+from captioner import checkpoints
 from captioner import main as batch_caption
 from captioner.checkpoints import config_of
 from captioner.processors import load_processor
@@ -51,6 +51,6 @@ STAND_INS = {"load_model": load_once, "load_processor": load_processor_once, "co
 
 def read_once(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
     """Let modules of examples read every checkpoint once; by default those that caption."""
-    for module in modules or (batch_caption, stages, checkpoints):
+    for module in modules or (batch_caption, checkpoints):
         for name in STAND_INS.keys() & vars(module).keys():
             monkeypatch.setattr(module, name, STAND_INS[name])

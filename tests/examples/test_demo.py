@@ -15,6 +15,7 @@ import pytest
 import torch
 from accelerate import PartialState
 from captioner import checkpoints
+from captioner.journal import Journal
 from PIL import Image
 from programs import CAPTIONERS, EXAMPLES, ROOT
 from read_once import load_processor_once, read_once
@@ -57,7 +58,14 @@ def test_the_demo_captions_scenes_that_it_never_saw(
     assert "relative L2 error" in printed and "qwen2_5_vl, patched" in printed
     sheet = Image.open(tmp_path / "demo" / "contact_sheet.png")
     assert sheet.size == (demo.COLUMNS * demo.CELL[0], demo.HEADER + 2 * demo.CELL[1])
-    demo.main([f"--output={tmp_path / 'demo'}"])  # its own folder is written anew
+
+
+def test_its_own_folder_is_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / demo.MARKER).touch()
+    (tmp_path / "contact_sheet.png").touch()
+    monkeypatch.setattr(demo, "SCENES", tmp_path / "gone")  # it gets as far as these
+    with pytest.raises(FileNotFoundError, match="gone"):
+        demo.main([f"--output={tmp_path}"])
 
 
 def test_every_slow_step_of_make_demo_is_announced(tmp_path: Path) -> None:
@@ -133,15 +141,12 @@ def test_videos_are_captioned(tmp_path: Path, family: str) -> None:
     assert right >= 6, {key: (records[key]["caption"], caption) for key, caption in expected.items()}
 
 
-@pytest.mark.parametrize("processors", [False, True], ids=["stock and patched", "processors"])
 def test_the_captioning_benchmark(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], processors: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All runs of the benchmark end, with a tiny model in place of the full-size one."""
-    runs = captioning_benchmark.PROCESSORS if processors else captioning_benchmark.runs_of([1, 5])
+    runs = captioning_benchmark.runs_of([1, 5])
     captioning_benchmark.load_model.cache_clear()
-    rounds = 1 if processors else 2  # rates are averages of the rounds of the other runs
-    monkeypatch.setattr(captioning_benchmark, "COMPARED", 4)
     monkeypatch.setattr(captioning_benchmark, "_load_processor", load_processor_once)
     read_once(monkeypatch, checkpoints)
     tiny = AutoModelForImageTextToText.from_pretrained(captioning_benchmark.CHECKPOINTS["qwen2.5-vl-7b"])
@@ -153,25 +158,19 @@ def test_the_captioning_benchmark(
 
     monkeypatch.setattr(captioning_benchmark, "build", build)
     monkeypatch.setattr(captioning_benchmark, "LONGEST", 16)
-    for name in ("load_model", "load_processor"):
+    for name in ("load_model", "load_processor", "Progress"):
         monkeypatch.setattr(
             captioning_benchmark.batch_caption, name, None
         )  # restores them after the test: the benchmark replaces them
     monkeypatch.setattr(PartialState, "destroy_process_group", None)
     path = tmp_path / "rates.json"
-    captioning_benchmark.main(tmp_path, pictures=5, tokens="1,5", processors=processors, rounds=rounds, json_path=path)
+    captioning_benchmark.main(tmp_path, pictures=5, tokens="1,5", rounds=2, json_path=path)
     assert built == [("qwen2.5-vl-7b", (tiny.config.image_token_id, tiny.config.video_token_id, *built[0][1][2:]))]
     stdout = capsys.readouterr().out
-    assert stdout.count("\n  5 items in") == rounds * len(runs), "a summary for every run, which takes all pictures"
+    assert stdout.count(": 5 of 5 items in") == 2 * len(runs), "a summary for every run, which takes all pictures"
     for name_of_run in runs:
         folder = tmp_path / "qwen2.5-vl-7b" / name_of_run.replace(", ", "_").replace(" ", "_")
-        (shard,) = folder.glob("captions-*.jsonl")
-        records = [json.loads(line) for line in shard.read_text().splitlines()]
-        assert [record["status"] for record in records] == ["ok"] * 5 * rounds
-    assert ("### 0 captions differ" if processors else "stock") in stdout
-    if processors:
-        assert not path.exists()
-        return
+        assert [record.status for record in Journal(folder).records()] == ["ok"] * 5 * 2
     names = list(runs)
     assert [f"to warm up, {name}" for name in names[1::2]] == names[::2], "each run warms up right before it"
     assert hf_vit_accel.status(tiny).towers[0].calls
@@ -183,6 +182,6 @@ def test_the_captioning_benchmark(
         for way in ("stock", "patched"):
             summaries = [text for text in printed if text.startswith(f"{way}, {row['tokens']} token")]
             for summary, rate in zip(summaries, row["all"][way], strict=True):
-                assert f": {rate:.2f} items/s" in summary
+                assert f" {rate:.2f} items/s" in summary
             assert row[way] == sum(row["all"][way]) / 2
             assert 0 <= row["ms waiting"][way] <= 1e3 / min(row["all"][way])

@@ -48,10 +48,11 @@ def started() -> Iterator[list[psutil.Process]]:
             process.kill()
 
 
-def start(launcher: list[str], folder: Path, started: list[psutil.Process]) -> tuple[psutil.Process, psutil.Process]:
-    """Start a launcher whose worker locks a folder; return both when the folder is locked."""
-    command = [*launcher, "-c", WORKER, str(EXAMPLES), str(folder)]
-    process = psutil.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def start(folder: Path, started: list[psutil.Process], **variables: str) -> tuple[psutil.Process, psutil.Process]:
+    """Start a process whose worker locks a folder; return both when the folder is locked."""
+    command = [sys.executable, "-c", LAUNCHER, "-c", WORKER, str(EXAMPLES), str(folder)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "LOCAL_"))}
+    process = psutil.Popen(command, stdout=subprocess.PIPE, text=True, env=environment | variables)
     started.append(process)
     worker = psutil.Process(int(process.stdout.readline()))
     started.append(worker)
@@ -60,11 +61,8 @@ def start(launcher: list[str], folder: Path, started: list[psutil.Process]) -> t
     return process, worker
 
 
-@pytest.mark.parametrize("name", ["accelerate", "torchrun"])
-def test_a_process_ends_with_its_launcher(tmp_path: Path, started: list[psutil.Process], name: str) -> None:
-    script = tmp_path / name
-    script.write_text(LAUNCHER)
-    launcher, worker = start([sys.executable, str(script)], tmp_path / "out", started)
+def test_a_process_ends_with_its_launcher(tmp_path: Path, started: list[psutil.Process]) -> None:
+    launcher, worker = start(tmp_path / "out", started, LOCAL_RANK="0")
     launcher.send_signal(signal.SIGKILL)
     launcher.wait()
     assert psutil.wait_procs([worker], timeout=10)[0], "the worker went on"
@@ -74,12 +72,10 @@ def test_a_process_ends_with_its_launcher(tmp_path: Path, started: list[psutil.P
 
 
 def test_a_process_outlives_the_shell_that_started_it(tmp_path: Path, started: list[psutil.Process]) -> None:
-    script = tmp_path / "run_accelerate.py"
-    script.write_text(LAUNCHER)
-    shell, worker = start([sys.executable, str(script)], tmp_path / "out", started)
+    shell, worker = start(tmp_path / "out", started)
     shell.send_signal(signal.SIGKILL)
     shell.wait()
-    end = time.monotonic() + 1.5
+    end = time.monotonic() + 0.5
     while time.monotonic() < end:
         assert worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE
         time.sleep(0.1)
@@ -87,7 +83,17 @@ def test_a_process_outlives_the_shell_that_started_it(tmp_path: Path, started: l
         pass
 
 
-def test_a_process_of_the_true_launcher_ends_with_it(tmp_path: Path, started: list[psutil.Process]) -> None:
+@pytest.mark.parametrize(
+    ("options", "notes"),
+    [
+        pytest.param(["--cpu"], ["only"], marks=pytest.mark.matrix),
+        (["--multi_gpu", "--num_processes=2", "--num_machines=1", "--main_process_port=0"], ["0", "1"]),
+    ],
+    ids=["one process", "two processes"],
+)
+def test_a_process_of_the_true_launcher_ends_with_it(
+    tmp_path: Path, started: list[psutil.Process], options: list[str], notes: list[str]
+) -> None:
     """`accelerate launch` with one process starts it directly, with several through torch's elastic agent."""
     program = tmp_path / "program.py"
     program.write_text(
@@ -99,20 +105,16 @@ def test_a_process_of_the_true_launcher_ends_with_it(tmp_path: Path, started: li
         "time.sleep(60)\n"
     )
     environment = os.environ | {"ACCELERATE_USE_CPU": "true"}
-    runs = {("--cpu",): ["only"], ("--multi_gpu", "--num_processes=2"): ["0", "1"]}
-    launchers = []
-    for options in runs:
-        command = [sys.executable, "-m", "accelerate.commands.launch", *options, str(program)]
-        launchers.append(psutil.Popen(command, env=environment, stderr=subprocess.DEVNULL))
-    started.extend(launchers)
-    notes = [tmp_path / name for names in runs.values() for name in names]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *options, str(program)]
+    launcher = psutil.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    started.append(launcher)
+    paths = [tmp_path / name for name in notes]
     end = time.monotonic() + 60
-    while not all(note.exists() and note.read_text() for note in notes):
+    while not all(path.exists() and path.read_text() for path in paths):
         assert time.monotonic() < end, "waited in vain for the workers"
         time.sleep(0.1)
-    workers = [psutil.Process(int(note.read_text())) for note in notes]
+    workers = [psutil.Process(int(path.read_text())) for path in paths]
     started.extend(workers)
-    for launcher in launchers:
-        launcher.send_signal(signal.SIGKILL)
-        launcher.wait()
+    launcher.send_signal(signal.SIGKILL)
+    launcher.wait()
     assert not psutil.wait_procs(workers, timeout=10)[1], "workers went on"

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from captioner import items
 from captioner import main as batch_caption
-from captioner import tables
 from captioner.batches import Task
 from captioner.exports import Export
 from captioner.items import Item
@@ -89,7 +89,7 @@ def captions_in(output: Path) -> Mapping[str, str | None]:
 
 def merged(output: Path) -> list[Record]:
     """Return the records that `merge` takes."""
-    return Journal(output).merged()
+    return Journal(output).select().records
 
 
 def counted(output: Path) -> Counter[Record]:
@@ -163,4 +163,5 @@ KINDS = {"file": as_file, "member": as_member, "row": as_row, "row that names a 
 
 def start_anew() -> None:
     """Forget open tables, as a new process would."""
-    tables.clear_caches()
+    items.parquet_file.cache_clear()
+    items.row_group.cache_clear()

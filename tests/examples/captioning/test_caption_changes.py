@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
-import types
-from io import BytesIO
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, ClassVar
 
 import pytest
 from captioner.batches import Task
-from captioner.items import Item, checksum
+from captioner.items import Item
 from captioner.journal import Journal
 from captioner.plan import make_plan
-from PIL import Image
-from programs import EXAMPLES, ROOT, draw, encode, words
+from programs import draw, encode, words
 from support_captioning import (
     FIRST,
     KINDS,
@@ -29,7 +25,7 @@ from support_captioning import (
     call,
     caption,
     captions_in,
-    lines,
+    merged,
     start_anew,
     texts,
     write_tar,
@@ -38,64 +34,22 @@ from support_captioning import (
 pytestmark = pytest.mark.usefixtures("quick")
 
 
-class Rows:
-    """Stand in for a `Dataset` of the `datasets` library."""
-
-    column_names = ("image",)
-    features: ClassVar[dict[str, object]] = {}
-
-    def __init__(self, data: list[bytes], fingerprint: str | None) -> None:
-        self.data = data
-        self._fingerprint = fingerprint
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, index: int) -> dict[str, object]:
-        return {"image": {"bytes": self.data[index], "path": None}}
-
-
-@pytest.fixture
-def datasets(monkeypatch: pytest.MonkeyPatch) -> dict[str, Rows]:
-    """Replace the `datasets` library. The test fills in what it loads, by split."""
-    loads: dict[str, Rows] = {}
-    stub: Any = types.ModuleType("datasets")
-    stub.load_dataset = lambda name, split: loads[split]
-    stub.load_from_disk = lambda name: loads
-    monkeypatch.setitem(sys.modules, "datasets", stub)
-    return loads
-
-
-@pytest.mark.parametrize("kind", [*KINDS, "dataset", "dataset without a fingerprint"])
-def test_another_picture_of_the_same_name_and_size_is_captioned_anew(
-    tmp_path: Path, output: Path, kind: str, datasets: dict[str, Rows]
-) -> None:
-    def write(image: Image.Image) -> str:
-        start_anew()
-        if kind in KINDS:
-            return KINDS[kind](tmp_path, image)
-        data = encode(image, "BMP")
-        datasets["train"] = Rows([data], checksum(BytesIO(data)) if kind == "dataset" else None)
-        return "dataset:org/name"
-
-    place = write(FIRST)
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_picture_of_the_same_name_and_size_is_captioned_anew(tmp_path: Path, output: Path, kind: str) -> None:
+    place = KINDS[kind](tmp_path, FIRST)
     assert "1 of them to caption" in words(caption(place, output))
     before = next(iter(captions_in(output).values()))
     assert "0 of them to caption" in words(caption(place, output))
     size = sum(path.stat().st_size for path in tmp_path.glob("x.*"))
-    write(SECOND)
+    KINDS[kind](tmp_path, SECOND)
+    start_anew()
     assert sum(path.stat().st_size for path in tmp_path.glob("x.*")) == size
-    # A merge before the next run pairs no picture with the caption of another one.
-    done = call("merge", output, tmp_path / "out.tar")
-    assert done.exit_code == 1 and "1 pictures are not in" in words(done) and not (tmp_path / "out.tar").exists()
-    if kind == "file":
+    if kind == "file":  # a merge before the next run pairs no picture with the caption of another one
         assert call("merge", output, tmp_path).exit_code == 1 and not texts(tmp_path, "x.txt")
     printed = words(caption(place, output))
     assert "1 of them to caption" in printed and "1 captions are outdated" in printed
     after = next(iter(captions_in(output).values()))
-    assert after != before and len(list(Journal(output).records())) == 1
-    assert [line["caption"] for line in lines(output / "superseded.jsonl")] == [before]
-    assert call("merge", output, tmp_path / "out.tar").exit_code == 0
+    assert after != before and len(Journal(output).records()) == 1
     assert "0 of them to caption" in words(caption(place, output))
 
 
@@ -108,7 +62,7 @@ def test_a_copy_is_read_once_and_captioned_no_more(
     os.utime(place, (1, 1))
     start_anew()
     assert "1 items, 0 of them to caption" in words(caption(place, output))
-    assert "outdated" not in words(caption(place, output)) and not (output / "superseded.jsonl").exists()
+    assert "outdated" not in words(caption(place, output))
     if kind != "row that names a file":  # the time of its table does not show a change
         monkeypatch.setattr("captioner.plan.checksum", lambda file: pytest.fail("read again"))
     assert "1 items, 0 of them to caption" in words(caption(place, output))
@@ -143,9 +97,6 @@ def test_a_shard_that_is_replaced_while_a_run_goes(
         patch.setattr(batch_caption, "measured", replaced)
         assert "2 of them to caption" in words(caption(place, output))
     start_anew()
-    done = call("merge", output, tmp_path / "out.tar")
-    assert done.exit_code == 1 and "2 pictures are not in" in words(done) and not (tmp_path / "out.tar").exists()
-    start_anew()
     assert "2 captions are outdated" in words(caption(place, output))
     start_anew()
     caption(place, tmp_path / "undisturbed")
@@ -173,7 +124,7 @@ def test_a_prompt_that_names_another_text_now_is_asked_anew(photos: Path, output
     (photos / "b.txt").unlink()  # captions that were made with it stay
     printed = words(caption(photos, output, **options))
     assert "3 items, 1 of them to caption" in printed and "1 captions are outdated" in printed
-    prompts_by_key = {record.key: record.asked for record in Journal(output).merged()}
+    prompts_by_key = {record.key: record.asked for record in merged(output)}
     expected = {"a.png": "video", "b.png": "picture", "0/c.png": "picture"}
     assert prompts_by_key == {key: f"describe this {text} ." for key, text in expected.items()}
 
@@ -182,7 +133,7 @@ def test_pictures_that_cannot_be_read_keep_their_captions(
     photos: Path, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caption(photos, output)
-    records = list(Journal(output).records())
+    records = Journal(output).records()
     times = (1, 1)
     os.utime(photos / "a.png", times)
     (item,) = [Item(key="a.png", file=str(photos / "a.png"))]
@@ -193,89 +144,36 @@ def test_pictures_that_cannot_be_read_keep_their_captions(
     with monkeypatch.context() as patch:
         patch.setattr("captioner.plan.open_item", fail)
         plan = make_plan([item], [records[0].prompt], records)
-    assert not plan.tasks and not plan.stale and not plan.stamps  # nor is it taken as unchanged
-    assert make_plan([item], [records[0].prompt], records).stamps.keys() == {"a.png"}
-
-
-def test_a_dataset_is_the_same_however_it_is_spelt(
-    tmp_path: Path, output: Path, datasets: dict[str, Rows], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "sets" / "ds").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    datasets["train"] = Rows([encode(draw(0)[0]), encode(draw(1)[0])], "f")
-    start_anew()
-    assert caption("dataset:sets/ds", output).exit_code == 0
-    for other in ("dataset:sets/ds/", f"dataset:{tmp_path}/sets/ds", "dataset:./sets/../sets/ds"):
-        assert "2 items, 0 of them to caption" in words(caption(other, output)), other
-    monkeypatch.chdir(tmp_path / "sets")  # and merged from anywhere
-    assert call("merge", output, tmp_path / "out.tar").exit_code == 0
-    assert "dataset:ds has no split val; it has train" in words(caption("dataset:ds", output, "--split=val"))
-
-
-def test_shards_of_an_earlier_merge_are_reported(photos: Path, output: Path, tmp_path: Path) -> None:
-    caption(photos, output)
-    names = tmp_path / "x-%d.tar"
-    assert call("merge", output, names, "--shard-size=1").exit_code == 0
-    done = call("merge", output, names)
-    assert done.exit_code == 1 and "x-1.tar: it is of an earlier merge" in words(done)
-    for name in ("x-1.tar", "x-2.tar"):
-        (tmp_path / name).unlink()
-    assert call("merge", output, names).exit_code == 0
+    assert not plan.tasks and not plan.updates  # nor is it taken as unchanged
+    (update,) = make_plan([item], [records[0].prompt], records).updates
+    assert update.key == "a.png" and update.stamp != records[0].stamp
 
 
 def test_pixel_limits_that_cross_are_not_the_models_fault(photos: Path, output: Path) -> None:
     printed = words(caption(photos, output, "--min-pixels=100000", "--max-pixels=1000"))
-    assert "Invalid value for --min-pixels: --min-pixels 100000 is above --max-pixels 1000" in printed
+    assert "--min-pixels 100000 is above --max-pixels 1000; name both" in printed
 
 
-def started(*arguments: str, **environment: str) -> subprocess.Popen[str]:
-    """Start the program so that Ctrl-C reaches it as in a terminal."""
-    return subprocess.Popen(
-        [sys.executable, str(EXAMPLES / "captioner" / "main.py"), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"} | environment,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
+def start(folder: Path, arguments: list[str]) -> None:
+    """Run the program in a forked process, as it runs as a script."""
+    descriptor = os.open(folder / "printed", os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    signal.signal(signal.SIGINT, batch_caption._stop)
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    batch_caption.app(arguments)
 
 
-def test_ctrl_c_while_it_starts_is_one_sentence(tmp_path: Path) -> None:
-    """Its first library takes long to import."""
-    (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
-    run = started("caption", "photos", "--output=o", "--demo", PYTHONPATH=str(tmp_path))
-    assert run.stdout is not None and run.stdout.readline() == "importing\n"
-    run.send_signal(signal.SIGINT)
-    assert run.communicate(timeout=60)[0].strip() == "stopped before anything was begun" and run.returncode == 130
-
-
-def test_ctrl_c_again_and_again_is_one_sentence(photos: Path, output: Path) -> None:
+def test_ctrl_c_again_and_again_is_one_sentence(photos: Path, output: Path, tmp_path: Path) -> None:
     arguments = ["caption", str(photos), f"--output={output}", f"--model={MODEL}", "--batch-size=1"]
-    run = started(*arguments, "--max-new-tokens=2000", PYTHONPATH=str(ROOT))
-    while not (output / ".progress").exists() and run.poll() is None:
-        time.sleep(0.05)
-    while run.poll() is None:
-        run.send_signal(signal.SIGINT)
+    run = get_context("fork").Process(target=start, args=(tmp_path, [*arguments, "--max-new-tokens=2000"]))
+    run.start()
+    while not (output / "manifest.json").exists() and run.is_alive():
+        time.sleep(0.02)
+    while run.is_alive():
+        os.kill(run.pid, signal.SIGINT)
         time.sleep(0.01)
-    printed = run.communicate(timeout=60)[0]
+    printed = (tmp_path / "printed").read_text()
     assert printed.endswith("\nstopped; the captions so far are kept: start the same command to go on\n"), printed
-    assert run.returncode in (
-        130,
-        -signal.SIGINT,
-    )  # a shell reports 130 for both; in Python's last steps no handler runs
-
-
-def test_a_late_second_ctrl_c_ends_the_run_at_once(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    clock = iter([0.0, 1.9, 2.1])
-    ended = []
-    monkeypatch.setattr(batch_caption, "_PRESSED", [])
-    monkeypatch.setattr(batch_caption.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(batch_caption.os, "_exit", ended.append)
-    with pytest.raises(KeyboardInterrupt):
-        batch_caption._stop()
-    batch_caption._stop()
-    assert not ended
-    batch_caption._stop()
-    assert ended == [130] and "without --overwrite, to go on" in capfd.readouterr().out
+    assert run.exitcode in (130, -signal.SIGINT)  # in Python's last steps no handler runs

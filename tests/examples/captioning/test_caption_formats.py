@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import tarfile
 from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 from programs import draw, encode, words
-from support_captioning import call, caption, captions_in, lines, put, write_tar
+from support_captioning import call, caption, lines, put
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -22,64 +21,19 @@ def photos(tmp_path: Path) -> Path:
     return tmp_path / "photos"
 
 
-def members(path: Path) -> dict[str, bytes]:
-    with tarfile.open(path) as archive:
-        return {member.name: archive.extractfile(member).read() for member in archive}  # type: ignore[union-attr]
-
-
 def test_metadata_for_imagefolder(photos: Path, output: Path, tmp_path: Path) -> None:
     caption(photos, output, "--prompt=describe this video .")
-    assert call("merge", output, photos / "metadata.jsonl", "--prefix=sks, ").exit_code == 0
+    assert call("merge", output, photos / "metadata.jsonl").exit_code == 0
     rows = lines(photos / "metadata.jsonl")
     assert [line["file_name"] for line in rows] == ["a.png", "sub/b.c.png"]
     assert all(line.keys() == {"file_name", "text", "text_2"} for line in rows)
-    assert all((photos / line["file_name"]).is_file() and line["text"].startswith("sks, ") for line in rows)
+    assert all((photos / line["file_name"]).is_file() and line["text"] for line in rows)
     done = call("merge", output, tmp_path / "else" / "metadata.jsonl")
     assert done.exit_code == 1 and not (tmp_path / "else").exists() and "2 pictures are not in" in words(done)
 
 
-def test_webdataset_shards_of_files(photos: Path, output: Path, tmp_path: Path) -> None:
-    caption(photos, output)
-    assert call("merge", output, tmp_path / "all.tar").exit_code == 0
-    files = members(tmp_path / "all.tar")
-    expected = captions_in(output)
-    assert list(files) == [f"{number:09d}.{kind}" for number in range(2) for kind in ("png", "txt", "json")]
-    for number, key in enumerate(expected):
-        assert files[f"{number:09d}.png"] == (photos / key).read_bytes()
-        assert files[f"{number:09d}.txt"].decode() == f"{expected[key]}\n"
-        assert json.loads(files[f"{number:09d}.json"])["key"] == key
-    assert call("merge", output, tmp_path / "part-%03d.tar", "--shard-size=1").exit_code == 0
-    parts = members(tmp_path / "part-000.tar") | members(tmp_path / "part-001.tar")
-    assert parts == files
-    done = call("merge", output, tmp_path / "part-%s-%d.tar")
-    assert done.exit_code == 2 and "expected a name with one number" in words(done)
-
-
-def test_webdataset_shards_of_shards_and_tables(output: Path, tmp_path: Path) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
-    pyarrow = pytest.importorskip("pyarrow")
-    scenes = [encode(draw(seed)[0], "JPEG" if seed % 2 else "PNG", quality=95) for seed in range(6)]
-    (tmp_path / "data").mkdir()
-    write_tar(tmp_path / "data" / "s.tar", ("0.png", scenes[0]), ("1.jpg", scenes[1]), ("1.txt", b"alt"))
-    parquet.write_table(pyarrow.table({"blob": scenes[2:], "id": [2, 3, 4, 5]}), tmp_path / "data" / "t.parquet")
-    caption([tmp_path / "data" / "s.tar", tmp_path / "data" / "t.parquet"], output, "--column=blob")
-    assert call("merge", output, tmp_path / "all.tar").exit_code == 0
-    files = members(tmp_path / "all.tar")
-    pictures = {name: data for name, data in files.items() if name.endswith(("png", "jpg"))}
-    assert sorted(pictures.values()) == sorted(scenes)
-    for name, data in pictures.items():
-        seed = scenes.index(data)
-        assert name.endswith("jpg" if seed % 2 else "png")
-        assert (
-            files[name[:-3] + "txt"].decode()
-            == captions_in(output)[json.loads(files[name[:-3] + "json"])["key"]] + "\n"
-        )
-    (tmp_path / "data" / "s.tar").unlink()
-    done = call("merge", output, tmp_path / "rest.tar")
-    assert len(members(tmp_path / "rest.tar")) == 12 and "2 pictures are not in" in words(done)
-
-
-def test_parquet_can_be_joined(output: Path, tmp_path: Path) -> None:
+def test_records_name_the_rows_of_a_table(output: Path, tmp_path: Path) -> None:
+    """So they can be joined."""
     parquet = pytest.importorskip("pyarrow.parquet")
     pyarrow = pytest.importorskip("pyarrow")
     put(tmp_path / "data", "x.png")
@@ -87,8 +41,8 @@ def test_parquet_can_be_joined(output: Path, tmp_path: Path) -> None:
     table = pyarrow.table({"image": [encode(draw(seed)[0]) for seed in range(3)]})
     parquet.write_table(table, tmp_path / "data" / "part" / "t.parquet")
     caption([tmp_path / "data", tmp_path / "data" / "part" / "t.parquet"], output)
-    assert call("merge", output, tmp_path / "out.parquet").exit_code == 0
-    rows = parquet.read_table(tmp_path / "out.parquet").to_pylist()
+    assert call("merge", output, tmp_path / "out.jsonl").exit_code == 0
+    rows = lines(tmp_path / "out.jsonl")
     assert [(row["source"], row["row"]) for row in rows] == [*(("part/t.parquet", n) for n in range(3)), (None, None)]
     assert {row["asked"] for row in rows} == {"describe this picture ."}
 
@@ -111,30 +65,10 @@ def test_texts_of_videos_and_several_lines(tmp_path: Path) -> None:
         assert json.loads(file.read())["file_name"] == name
 
 
-@pytest.mark.parametrize("suffix", [".tar", ".parquet"])
-def test_merge_overwrites_no_shard_that_pictures_were_read_from(suffix: str, output: Path, tmp_path: Path) -> None:
-    """Shards hold more than captions, and records do not hold the pictures of a table."""
-    shard = tmp_path / f"shard{suffix}"
-    link = tmp_path / f"link{suffix}"
-    pictures = [encode(draw(seed)[0]) for seed in range(2)]
-    if suffix == ".tar":
-        write_tar(shard, *((f"{index}.png", data) for index, data in enumerate(pictures)))
-    else:
-        rows = {"image": pictures}
-        pytest.importorskip("pyarrow.parquet").write_table(pytest.importorskip("pyarrow").table(rows), shard)
-    link.symlink_to(shard)
-    assert caption(shard, output).exit_code == 0
-    before = shard.read_bytes()
-    for name in (shard, link):
-        done = call("merge", output, name, "--overwrite")
-        assert done.exit_code == 2 and "choose another name" in words(done) and shard.read_bytes() == before
-    assert call("merge", output, tmp_path / f"other{suffix}").exit_code == 0
-
-
 def write_output(path: Path, *arguments: Path) -> None:
     """Caption, and write the console output to a file."""
     names, output = arguments
-    path.write_text(call("caption", names, "--output", output, "--demo", "--prompt", "{txt}").output)
+    path.write_text(caption(names, output, prompt="{txt}").output)
 
 
 def test_pipes_are_errors(output: Path, tmp_path: Path) -> None:

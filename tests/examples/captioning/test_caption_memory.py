@@ -9,7 +9,8 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -18,11 +19,9 @@ import numpy as np
 import pytest
 import torch
 from captioner import model as captioner_module
-from captioner import worker
-from captioner.batches import Task, memory_of
-from captioner.items import Item
-from captioner.model import Captioner, why_not_on_gpu
-from captioner.pictures import Gate, read_image
+from captioner import pictures, worker
+from captioner.model import Captioner
+from captioner.pictures import read_image
 from captioner.processors import limit_pixels, load_processor, reduced
 from captioner.worker import prepared_ahead
 from PIL import Image
@@ -58,16 +57,37 @@ def _peaks(_: int, folders: tuple[Path, ...]) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="/proc reports the memory")
-def test_photos_of_24_megapixels_are_decoded_one_by_one(tmp_path: Path) -> None:
-    noise = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
+def test_photos_of_24_megapixels_are_decoded_at_a_smaller_scale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "_DECODERS", 8)
     (tmp_path / "one").mkdir()
     (tmp_path / "many").mkdir()
-    Image.fromarray(noise).save(tmp_path / "one" / "small.png")
-    Image.fromarray(noise).resize((6000, 4000)).save(tmp_path / "photo.jpg", quality=85)
+    Image.new("RGB", (60, 40), "red").save(tmp_path / "one" / "small.png")
+    Image.new("RGB", (6000, 4000), "red").save(tmp_path / "photo.jpg")
     for index in range(8):  # together they would take 1.4 GB
         os.link(tmp_path / "photo.jpg", tmp_path / "many" / f"{index}.jpg")
     base, peak = peaks(tmp_path / "one", tmp_path / "many")
     assert 0 < peak - base < 0.8e9, f"{(peak - base) / 1e9:.1f} GB"
+
+
+def test_large_pictures_are_decoded_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = [0]
+    largest = [0]
+
+    def convert(image: Image.Image) -> Image.Image:
+        inside[0] += 1
+        largest[0] = max(largest[0], inside[0])
+        time.sleep(0.005)
+        inside[0] -= 1
+        return image
+
+    monkeypatch.setattr(pictures, "to_rgb", convert)
+    monkeypatch.setattr(pictures, "_LARGE", 100)
+    data = encode(Image.new("RGB", (20, 20)))
+    with ThreadPoolExecutor(8) as pool:
+        sizes = list(pool.map(lambda _: read_image(io.BytesIO(data))[1], range(16)))
+    assert sizes == [(20, 20)] * 16 and largest == [1]
 
 
 @pytest.mark.parametrize("family", alike("qwen3_vl", "qwen2_5_vl", "qwen2_vl"))
@@ -108,14 +128,14 @@ def test_reduced_jpegs_are_nearly_the_processors(processor: ProcessorMixin) -> N
 def test_captions_of_large_photos_stay_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read_once(monkeypatch)
     (tmp_path / "photos").mkdir()
-    for seed in range(12):
+    for seed in range(6):
         image = draw(seed)[0]
-        image = image.resize((image.width * 12, image.height * 12), Image.Resampling.BICUBIC)
+        image = image.resize((image.width * 8, image.height * 8), Image.Resampling.BICUBIC)
         image.save(tmp_path / "photos" / f"{seed}.jpg", quality=92)
     caption(tmp_path / "photos", tmp_path / "o", "--max-pixels=50176")
     monkeypatch.setattr(worker, "reduced", lambda *_: lambda *_: None)
     caption(tmp_path / "photos", tmp_path / "whole", "--max-pixels=50176")
-    assert captions_in(tmp_path / "o") == captions_in(tmp_path / "whole") and len(captions_in(tmp_path / "o")) == 12
+    assert captions_in(tmp_path / "o") == captions_in(tmp_path / "whole") and len(captions_in(tmp_path / "o")) == 6
 
 
 def test_pictures_that_the_processor_refuses_or_enlarges_are_not_reduced(processor: ProcessorMixin) -> None:
@@ -139,52 +159,6 @@ def test_pixels_are_limited_as_qwens_are() -> None:
         limit_pixels(processor, 50_000, None)
 
 
-def test_the_gate_bounds_the_memory_in_use() -> None:
-    gate = Gate(100)
-    in_use = 0
-    largest_use = 0
-    lock = threading.Lock()
-
-    def take(size: int) -> None:
-        nonlocal in_use, largest_use
-        with gate(size):
-            with lock:
-                in_use += min(size, 100)
-                largest_use = max(largest_use, in_use)
-            time.sleep(0.002)
-            with lock:
-                in_use -= min(size, 100)
-
-    chance = random.Random(0)
-    threads = [threading.Thread(target=take, args=(chance.choice([10, 30, 60, 500]),)) for _ in range(60)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=20)
-    assert largest_use <= 100 and in_use == 0 and gate.used == 0
-
-
-def test_pictures_are_decoded_inside_a_quarter_of_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All pictures of one reader pass one gate, with the memory that decoding them takes."""
-    requests: list[tuple[int, int]] = []
-
-    class CountingGate:
-        def __init__(self, size: int) -> None:
-            self.size = size
-
-        def __call__(self, requested_bytes: int) -> AbstractContextManager[None]:
-            requests.append((self.size, requested_bytes))
-            return nullcontext()
-
-    monkeypatch.setattr(worker, "Gate", CountingGate)
-    Image.new("RGB", (10, 7)).save(tmp_path / "a.png")
-    parts = (SimpleNamespace(processor=None), None, None)
-    read = worker.Worker(*parts, process=0, run="", batch_tokens=1, batch_size=1, memory=4000).reader()
-    for _ in range(2):
-        assert not read(Task(item=Item(key="a", file=str(tmp_path / "a.png")), prompts=("p",), tokens=1)).failed
-    assert requests == [(1000, 10 * 7 * 4 * 2)] * 2
-
-
 def test_batches_ahead_are_bounded_and_in_order() -> None:
     making = [0]
     largest = [0]
@@ -197,48 +171,38 @@ def test_batches_ahead_are_bounded_and_in_order() -> None:
         time.sleep(0.002 * (batch % 3))
         return batch
 
-    for memory, at_most in ((1000, 5), (250, 3), (10, 1)):
-        making[0] = largest[0] = 0
-        yielded = []
-        for batch in prepared_ahead(range(30), prepare, lambda _: (100, 100), memory):
-            making[0] -= 1
-            yielded.append(batch)
-        assert yielded == list(range(30)) and largest[0] <= at_most, memory
-
-
-def test_the_memory_of_a_task_is_of_its_reduced_size() -> None:
-    def task(tokens: int, pixels: int = 0, kind: str = "image") -> Task:
-        return Task(item=Item(key="a", file="a", kind=kind), prompts=("p",), tokens=tokens, pixels=pixels)
-
-    assert memory_of(task(tokens=256, pixels=24_000_000), 1024) == (60 * 256 * 1024, 27 * 256 * 1024)
-    assert memory_of(task(tokens=0, pixels=1000), 1024) == (60_000, 27_000)  # the number of its tokens is unknown
-    assert memory_of(task(tokens=8192, kind="video"), 1024)[0] == 1 << 30
+    yielded = []
+    for batch in prepared_ahead(range(30), prepare):
+        making[0] -= 1
+        yielded.append(batch)
+    assert yielded == list(range(30)) and largest[0] <= 3
 
 
 # --- the processor ---------------------------------------------------------------------------------------------------
 
 
-def test_why_pictures_are_not_prepared_on_the_gpu(processor: ProcessorMixin, monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = torch.device("cuda")
-    cpu = torch.device("cpu")
-    fast = SimpleNamespace(image_processor=SimpleNamespace(backend="torchvision"))
-    monkeypatch.setattr(captioner_module, "is_torchvision_available", lambda: False)
-    assert why_not_on_gpu(fast, cpu) == ["the model is on cpu", "it needs torchvision (pip install torchvision)"]
-    monkeypatch.setattr(captioner_module, "is_torchvision_available", lambda: True)
-    assert why_not_on_gpu(fast, cuda) == []
-    slow = SimpleNamespace(image_processor=SimpleNamespace(backend="pil"))
-    assert "runs on the CPU only" in why_not_on_gpu(slow, cuda)[0]
+def test_pictures_are_prepared_on_a_gpu_by_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
+    processors = {
+        name: SimpleNamespace(image_processor=SimpleNamespace(backend=name)) for name in ("torchvision", "pil")
+    }
+    for has_torchvision in (True, False):
+        monkeypatch.setattr(captioner_module, "is_torchvision_available", lambda has=has_torchvision: has)
+        for device in ("cuda", "cpu"):
+            for name, processor in processors.items():
+                model = SimpleNamespace(device=torch.device(device))
+                on_gpu = Captioner(model, processor, patching=None).prepares_on_gpu
+                assert on_gpu == (has_torchvision and device == "cuda" and name == "torchvision")
 
 
 def test_pixels_are_in_the_models_dtype_and_shared_by_prompts(processor: ProcessorMixin) -> None:
     model = load_once(str(MODEL), torch.bfloat16, torch.device("cpu"))
-    captioner = Captioner(model, processor)
+    captioner = Captioner(model, processor, patching=None)
     image = draw(1)[0]
     inputs = [captioner.encode([image], [prompt]) for prompt in ("describe this picture .", "is the text above ?")]
     assert inputs[0]["pixel_values"].dtype == torch.bfloat16
     sent = captioner.send(inputs)
     assert sent[0]["pixel_values"] is sent[1]["pixel_values"] and "arrived" not in sent[0]
-    assert not torch.equal(sent[0]["input_ids"], sent[1]["input_ids"]) and captioner.send([]) == []
+    assert not torch.equal(sent[0]["input_ids"], sent[1]["input_ids"])
     text_inputs = processor(text=[" "], images=None, return_tensors="pt")
     assert "pixel_values" not in text_inputs
 
@@ -246,8 +210,9 @@ def test_pixels_are_in_the_models_dtype_and_shared_by_prompts(processor: Process
 def test_a_full_gpu_has_pictures_prepared_on_the_cpu(
     processor: ProcessorMixin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    captioner = Captioner(load_once(str(MODEL), torch.float32, torch.device("cpu")), processor)
-    captioner.pictures_on = torch.device("cuda")
+    captioner = Captioner(SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32), processor, patching=None)
+    monkeypatch.setattr(Captioner, "prepares_on_gpu", True)
+    monkeypatch.setattr(captioner, "_own_stream", nullcontext)
     devices = []
 
     def process(media: object, prompts: object, device: torch.device) -> dict[str, torch.Tensor]:
@@ -263,7 +228,7 @@ def test_a_full_gpu_has_pictures_prepared_on_the_cpu(
 def test_pixels_are_rounded_on_the_stream_that_made_them(
     processor: ProcessorMixin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    captioner = Captioner(load_once(str(MODEL), torch.bfloat16, torch.device("cpu")), processor)
+    captioner = Captioner(load_once(str(MODEL), torch.bfloat16, torch.device("cpu")), processor, patching=None)
     beside: list[str] = []
 
     @contextmanager
@@ -294,8 +259,8 @@ def test_the_device_reaches_the_image_processor(monkeypatch: pytest.MonkeyPatch)
             devices.append(kwargs.get("device"))
             return {"pixel_values": torch.zeros(1)}
 
-    captioner = Captioner(load_once(str(MODEL), torch.float32, torch.device("cpu")), Stub())
-    captioner.encode([draw(1)[0]], ["p"])
-    captioner.pictures_on = torch.device("meta")
-    captioner.encode([draw(1)[0]], ["p"])
+    captioner = Captioner(SimpleNamespace(device=torch.device("meta"), dtype=torch.float32), Stub(), patching=None)
+    for prepares_on_gpu in (False, True):
+        monkeypatch.setattr(Captioner, "prepares_on_gpu", prepares_on_gpu)
+        captioner.encode([draw(1)[0]], ["p"])
     assert devices == [None, torch.device("meta")]

@@ -34,15 +34,13 @@ def test_newest_prompts_of_fewer_pictures_are_merged_only_by_name(output: Path, 
     refusal = call("merge", output, result)
     assert refusal.exit_code == 2 and prompts_in(result) == [PROMPT] * 3
     printed = words(refusal)
-    assert f"the newest prompts of run {run} have 1 records" in printed
-    assert f"'{PROMPT}' has captions of 2 more pictures" in printed
-    assert f"--prompt '{PROMPT}'" in printed and f"--prompt '{TRIED}'" in printed and "--all-prompts" in printed
-    assert call("merge", output, result, f"--run={run}").exit_code == 2  # the run is not the question
+    assert f"the newest captions (run {run}) are 1 records, and others are of more pictures" in printed
+    assert f"--run {run} --prompt '{TRIED}', or --run {run} --prompt '{PROMPT}' (2 more)" in printed
     for options, counts in (
         ([f"--prompt={PROMPT}"], {PROMPT: 3}),
         ([f"--prompt={TRIED}"], {TRIED: 1}),
         ([f"--prompt={PROMPT}", f"--prompt={TRIED}"], {PROMPT: 3, TRIED: 1}),
-        (["--all-prompts"], {PROMPT: 3, TRIED: 1}),
+        ([f"--run={run}"], {TRIED: 1}),
     ):
         assert call("merge", output, result, *options).exit_code == 0, options
         assert Counter(prompts_in(result)) == counts, options
@@ -70,14 +68,12 @@ def test_a_prompt_without_records_is_refused(output: Path, result: Path) -> None
     assert mistyped.exit_code == 2 and prompts_in(result) == [PROMPT] * 3
     assert "no records of the prompt 'describe it'" in words(mistyped)
     assert f"'{PROMPT}'" in words(mistyped) and f"'{TRIED}'" in words(mistyped)
-    both = call("merge", output, result, "--all-prompts", f"--prompt={PROMPT}")
-    assert both.exit_code == 2 and "not both" in words(both)
 
 
 def test_a_named_prompt_is_complete_or_reported(output: Path, result: Path) -> None:
     """The count of missing records is that of the prompt's own last start."""
     assert call("merge", output, result, f"--prompt={PROMPT}").exit_code == 0
-    (shard,) = Journal(output).shards()
+    shard = Journal(output).shards()[0]
     first, *others = shard.read_text().splitlines(keepends=True)
     shard.write_text("".join(others))
     done = call("merge", output, result, f"--prompt={PROMPT}")
@@ -97,37 +93,13 @@ def test_missing_records_are_counted_by_prompt(photos: Path, output: Path, tmp_p
     assert call("merge", output, tmp_path / "out.jsonl", f"--prompt={PROMPT}").exit_code == 0
 
 
-def test_a_partial_run_says_what_else_it_holds(photos: Path, output: Path, result: Path) -> None:
+def test_a_prompt_of_another_run_is_merged_with_its_run(photos: Path, output: Path, result: Path) -> None:
     first = Journal(output).newest()["run"]
-    caption(photos / "a.png", output, "--overwrite", prompt=PROMPT)
-    caption(photos / "a.png", output, prompt=TRIED)
+    caption(photos / "a.png", output, "--attempt=2", prompt=PROMPT)
     second = Journal(output).newest()["run"]
-    printed = words(call("merge", output, result))
-    assert f"the newest run ({second}) has 1 records of these prompts and 1 of others" in printed
-    assert f"run {first} of 2 more" in printed
-
-
-def test_a_named_prompt_of_fewer_pictures_than_in_another_run(photos: Path, output: Path, result: Path) -> None:
-    first = Journal(output).newest()["run"]
-    caption(photos / "a.png", output, "--overwrite", prompt=PROMPT)
-    second = Journal(output).newest()["run"]
-    refusal = call("merge", output, result, f"--prompt={PROMPT}")
-    assert refusal.exit_code == 2 and f"--run {second} or --run {first}" in words(refusal)
+    assert f"--run {first} --prompt '{PROMPT}' (2 more)" in words(call("merge", output, result))
     absent = call("merge", output, result, f"--prompt={TRIED}")
-    assert absent.exit_code == 2 and f"--run {first} has" in words(absent)
+    assert absent.exit_code == 2 and f"run {second} has no records of the prompt '{TRIED}'" in words(absent)
     for run, count in ((first, 3), (second, 1)):
         assert call("merge", output, result, f"--prompt={PROMPT}", f"--run={run}").exit_code == 0
         assert len(lines(result)) == count
-
-
-def test_a_run_before_an_overwrite_is_not_gone_on_with(photos: Path, output: Path, result: Path) -> None:
-    """Starting its command again would go on with the later run, so `merge` gives no such advice."""
-    first = Journal(output).newest()["run"]
-    (shard,) = Journal(output).shards()
-    shard.write_text("".join(line for line in shard.read_text().splitlines(keepends=True) if "a.png" not in line))
-    missing = call("merge", output, result, f"--run={first}", f"--prompt={PROMPT}")
-    assert missing.exit_code == 1 and "wait for the run, or start it once more" in words(missing)
-    caption(photos, output, "--overwrite", "--limit=1")
-    printed = words(call("merge", output, result, f"--run={first}", f"--prompt={PROMPT}"))
-    assert "they stay so, since --overwrite began another run later" in printed
-    assert "start it once more" not in printed

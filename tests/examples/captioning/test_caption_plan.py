@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from captioner.batches import cost, pack, spread
+from captioner.batches import pack, share
 from captioner.items import Item
 from captioner.journal import Journal, Record
-from captioner.plan import differences, make_plan
+from captioner.plan import make_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support_captioning import record_of
@@ -22,9 +22,10 @@ from support_captioning import record_of
 def to_do(
     items: Sequence[Item], records: Sequence[Record], prompts: Sequence[str] = ("p",), **options: bool
 ) -> tuple[dict[str, list[str]], set[tuple[str, str]]]:
-    """Return the prompts to caption by key, and the stale records."""
+    """Return the prompts to caption by key, and the outdated records."""
     plan = make_plan(items, prompts, records, **options)
-    return {task.item.key: list(task.prompts) for task in plan.tasks}, plan.stale
+    outdated = {(record.key, record.prompt) for record in plan.updates if record.status == "outdated"}
+    return {task.item.key: list(task.prompts) for task in plan.tasks}, outdated
 
 
 @pytest.fixture
@@ -47,9 +48,6 @@ def test_changed_files_are_done_again(files: list[Item]) -> None:
     prompts_by_key, stale = to_do(files, done, ["p", "q"])
     assert prompts_by_key == {"a.png": ["q"], "b.png": ["p", "q"], "missing.png": ["p", "q"]}
     assert stale == {("a.png", "q"), ("b.png", "p")}  # b.png had no size, since it did not exist
-    # A file may have two records, of its present and of its former content.
-    prompts_by_key, stale = to_do(files[:1], [record_of("a.png", bytes=5), record_of("a.png", bytes=4)])
-    assert prompts_by_key == {"a.png": ["p"]} and stale == {("a.png", "p")}
 
 
 def test_only_retried_errors_are_dropped(files: list[Item]) -> None:
@@ -80,28 +78,17 @@ def test_runs_killed_anywhere_add_up_to_one(data: st.DataObject) -> None:
     prompts = ["p", "q\u2028", "r"][: data.draw(st.integers(1, 3))]
     with tempfile.TemporaryDirectory() as folder:
         journal = Journal(Path(folder))
-        for last in (False, False, False, True):
+        for journal.start, last in enumerate((False, False, False, True)):
             processes = data.draw(st.integers(1, 4))
             batch_size = data.draw(st.integers(1, 5))
             run_prompts = prompts if last else data.draw(st.lists(st.sampled_from(prompts), unique=True, min_size=1))
-            journal.repair()
             plan = make_plan(items, run_prompts, journal.records())
-            tasks = plan.tasks
-            assert not plan.stale
-            for process, share in enumerate(spread([cost(task, 8) for task in tasks], processes)):
-                before = sum(shard.stat().st_size for shard in journal.shards() if f"{process:05d}" in shard.name)
-                for batch in pack([tasks[index] for index in share], 1000, batch_size):
+            assert not plan.updates
+            for process in range(processes):
+                for batch in pack(share(plan.tasks, process, processes), lambda: 1000, batch_size):
                     journal.append(process, [record_of(task.item.key, p) for task in batch for p in task.prompts])
-                shard = Path(folder) / f"captions-{process:05d}.jsonl"
+                shard = Path(folder) / f"captions-{journal.start:05d}-{process:05d}.jsonl"
                 if not last and shard.exists():
-                    os.truncate(shard, data.draw(st.integers(before, shard.stat().st_size)))
+                    os.truncate(shard, data.draw(st.integers(0, shard.stat().st_size)))
         names = [(record.key, record.prompt) for record in journal.records()]
         assert Counter(names) == Counter((item.key, prompt) for item in items for prompt in prompts)
-
-
-def test_differences_are_for_people() -> None:
-    old = {"files": {"a.json": "1", "b.json": "2"}, "max_new_tokens": 24, "sampling": None}
-    new = {"files": {"a.json": "1", "b.json": "3", "c.json": "4"}, "max_new_tokens": 3, "sampling": None}
-    assert differences(old, new) == ["the checkpoint's b.json, c.json", "max_new_tokens: 24 before, 3 now"]
-    assert differences(old, old) == []
-    assert differences({"model": "x", "files": [["a", 1, 2]]}, old)[0] == "the checkpoint's a.json, b.json"

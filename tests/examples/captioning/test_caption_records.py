@@ -5,15 +5,16 @@ from __future__ import annotations
 import itertools
 import json
 import tempfile
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from captioner.journal import Journal, Record
+from captioner.journal import Journal, Record, json_lines
 from hypothesis import given
 from hypothesis import strategies as st
-from support_captioning import counted, export, record_of
+from support_captioning import export, record_of
 
 NAMES = st.text(
     st.characters(exclude_categories=()) | st.sampled_from('\n\r\0\u2028\x85\udcff"\\'), min_size=1, max_size=8
@@ -37,119 +38,96 @@ RECORDS = st.lists(
 
 
 def newest(records: Iterable[Record]) -> list[Record]:
-    """Return one record of every picture and prompt: the newest one, since a cluster may write twice."""
+    """Return one record of every picture and prompt: the newest one."""
     return list({(record.run, record.key, record.prompt): record for record in records}.values())
 
 
 @given(st.lists(RECORDS, max_size=4))
-def test_records_come_back_as_they_were(shards: list[list[Record]]) -> None:
+def test_records_come_back_as_they_were(starts: list[list[Record]]) -> None:
+    """Of a picture and prompt the last record counts, and one that is outdated ends those before it."""
     with tempfile.TemporaryDirectory() as folder:
         journal = Journal(Path(folder))
-        for number, records in enumerate(shards):
+        for journal.start, records in enumerate(starts):
             for record in records:
-                journal.append(number, [record])
-        assert list(journal.records()) == newest(itertools.chain(*shards))
-        journal.repair()
-        journal.rewrite(lambda record: record)
-        assert list(journal.records()) == newest(itertools.chain(*shards))
-        # A file of merged records holds the same values, as lines of JSON.
-        journal.note({"run": "r"})
-        merged = journal.merged("r")
-        export(merged, Path(folder) / "merged.jsonl")
+                journal.append(3 - journal.start, [record])
+        written = newest(itertools.chain(*starts))
+        assert journal.records() == written
+        journal.note({"run": "r", "prompts": list({record.prompt for record in written})})
+        export(journal.select().records, Path(folder) / "merged.jsonl")
         lines = (Path(folder) / "merged.jsonl").read_bytes().split(b"\n")[:-1]
-        assert [json.loads(line) for line in lines] == [asdict(record) for record in merged]
+        assert [json.loads(line) for line in lines] == [asdict(record) for record in journal.select().records]
+        journal.start += 1
+        journal.append(0, [replace(record, status="outdated", caption=None) for record in written[::2]])
+        assert journal.records() == written[1::2]
+        journal.append(0, written[:1])
+        assert set(journal.records()) == {*written[:1], *written[1::2]}
 
 
 def test_a_cut_at_any_byte_loses_no_other_record(tmp_path: Path) -> None:
-    records = [record_of(key) for key in ("a", "z\u2028é", "b\n\udcff", "c")]
+    records = [record_of(key) for key in ("a", "z\u2028é\n\udcff")]
     journal = Journal(tmp_path)
     journal.append(0, records)
     journal.append(1, [record_of("other")])
     shard, _ = journal.shards()
     content = shard.read_bytes()
     ends = [index for index, byte in enumerate(content) if byte == 10]
-    assert len(ends) == 4
+    assert len(ends) == 2
     for cut in range(len(content) + 1):
         shard.write_bytes(content[:cut])
         complete = sum(end < cut for end in ends)
-        assert list(journal.records()) == [*records[:complete], record_of("other")]  # even before it is repaired
-        journal.repair()
-        assert shard.read_bytes() == content[: ends[complete - 1] + 1 if complete else 0]
-        journal.append(0, records[complete:])
-        assert shard.read_bytes() == content
-
-
-@pytest.mark.parametrize("length", [65535, 65536, 65537, 200_000])
-def test_torn_lines_of_any_length_are_cut_off(tmp_path: Path, length: int) -> None:
-    journal = Journal(tmp_path)
-    for complete in ([], [record_of("a")], [record_of("a" * 70_000), record_of("b")]):
-        for shard in journal.shards():
-            shard.unlink()
-        journal.append(3, complete)
-        with (tmp_path / "captions-00003.jsonl").open("ab") as file:
-            file.write(b"x" * length)
-        journal.append(7, [record_of("of another process")])
-        journal.repair()
-        assert list(journal.records()) == [*complete, record_of("of another process")]
-        assert b"x" * length not in (tmp_path / "captions-00003.jsonl").read_bytes()
+        assert journal.records() == [*records[:complete], record_of("other")]
+    shard.write_bytes(content[:-1])
+    Journal(tmp_path, 1).append(0, records[-1:])  # the next start has a shard of its own
+    assert Counter(journal.records()) == Counter([*records, record_of("other")])
 
 
 def test_lines_that_are_no_records_are_passed_over(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.append(0, [record_of("a")])
-    with (tmp_path / "captions-00000.jsonl").open("ab") as file:
+    with journal.shards()[0].open("ab") as file:
         file.write(b'{"key": "torn\n[]\n5\nnull\n"key"\n\n{}\n\0\0\0\n\xff\xfe\n{"key": "a", "prompt": "b"}\n')
     journal.append(0, [record_of("b")])
-    journal.repair()
-    assert list(journal.records()) == [record_of("a"), record_of("b")]
+    assert journal.records() == [record_of("a"), record_of("b")]
 
 
-@given(RECORDS, st.sets(NAMES))
-def test_rewrite_moves_removed_captions_aside(records: list[Record], stale: set[str]) -> None:
-    stale |= {record.key for record in records[::2]}
-    stale -= {"other"}
-    with tempfile.TemporaryDirectory() as folder:
-        journal = Journal(Path(folder))
-        journal.append(0, records)
-        journal.append(1, [record_of("other")])
-        other = (Path(folder) / "captions-00001.jsonl").stat()
-        journal.rewrite(lambda record: None if record.key in stale else record)
-        expected = [record for record in [*records, record_of("other")] if record.key not in stale]
-        assert list(journal.records()) == newest(expected)
-        assert (Path(folder) / "captions-00001.jsonl").stat().st_ino == other.st_ino
-        aside = Path(folder) / "superseded.jsonl"
-        removed = [record for record in records if record.key in stale and record.caption]
-        assert len(aside.read_bytes().split(b"\n")[:-1] if aside.exists() else []) == len(removed)
+def test_shards_of_earlier_versions_come_first(tmp_path: Path) -> None:
+    for process in range(3):
+        Journal(tmp_path, 1).append(process, [record_of(f"{process}", caption="new")])
+        (tmp_path / f"captions-{process:05d}.jsonl").write_bytes(json_lines([record_of(f"{process}", caption="old")]))
+    assert {record.caption for record in Journal(tmp_path).records()} == {"new"}
 
 
-def test_merged_is_of_one_run(tmp_path: Path) -> None:
+def test_selected_records_are_of_one_run(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.append(0, [record_of("b", run="new"), record_of("a", run="old"), record_of("a", "q", run="new")])
     journal.append(5, [record_of("a", run="new"), record_of("c", run="old")])
     for run in ("old", "new"):
-        journal.note({"run": run})
-    assert [(record.key, record.prompt) for record in journal.merged()] == [("a", "p"), ("a", "q"), ("b", "p")]
-    assert journal.merged() == journal.merged("new")
-    assert [record.key for record in journal.merged("old")] == ["a", "c"]
-    journal.note({"run": "new", "prompts": ["q", "p"]})
-    assert [(record.key, record.prompt) for record in journal.merged()] == [("a", "q"), ("a", "p"), ("b", "p")]
-    journal.note({"run": "new", "prompts": ["q"]})
+        journal.note({"run": run, "prompts": ["p", "q"]})
+
+    def selected(run: str | None = None, prompts: list[str] | None = None) -> list[tuple[str, str]]:
+        return [(record.key, record.prompt) for record in journal.select(run, prompts).records]
+
+    assert selected() == selected("new") == [("a", "p"), ("a", "q"), ("b", "p")]
+    assert selected("old") == [("a", "p"), ("c", "p")] and selected(prompts=["q"]) == [("a", "q")]
+    assert journal.select().others == {("old", "p"): 1}
+    journal.note({"run": "new", "prompts": ["q", "p"], "records_by_prompt": {"q": 1, "p": 4}})
+    assert selected() == [("a", "q"), ("a", "p"), ("b", "p")] and journal.select().missing == 2
+    journal.note({"run": "new", "prompts": ["q"], "records_by_prompt": {"q": 1}})
     selection = journal.select()
-    assert [(record.key, record.prompt) for record in selection.records] == [("a", "q")]
-    assert (selection.prompts, selection.runs) == (2, 2)
-    assert len(journal.select(all_prompts=True).records) == 3 and journal.newest("old") == {"run": "old"}
+    assert selected() == [("a", "q")] and selection.missing == 0
+    assert selection.others == {("old", "p"): 1, ("new", "p"): 1}
+    assert journal.newest("old") == {"run": "old", "prompts": ["p", "q"]}
+    with pytest.raises(ValueError, match="run new has no records of the prompt nope, but of"):
+        journal.select(prompts=["p", "nope"])
 
 
-def test_export_to_parquet(tmp_path: Path) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
-    records = [record_of("a\udcff", width=5), replace(record_of("b"), status="error", caption=None, error="no\n")]
-    export(records, tmp_path / "sub" / "out.parquet")
-    table = parquet.read_table(tmp_path / "sub" / "out.parquet")
-    rows = [asdict(record) for record in records]
-    rows[0] |= {"key": "a\\udcff", "caption": "caption of a\\udcff"}  # parquet's strings are valid UTF-8
-    assert table.to_pylist() == rows
-    export([], tmp_path / "empty.parquet")
-    assert parquet.read_table(tmp_path / "empty.parquet").schema == table.schema
+def test_merged_records_become_a_table(tmp_path: Path) -> None:
+    """As docs/captioning.md says."""
+    read_json = pytest.importorskip("pyarrow.json").read_json
+    records = [record_of("ä", width=5), replace(record_of("b"), status="error", caption=None, error="no\n")]
+    export(records, tmp_path / "out.jsonl")
+    rows = read_json(tmp_path / "out.jsonl").to_pylist()
+    assert rows == [asdict(record) for record in records]
 
 
 def test_export_beside_the_pictures(tmp_path: Path) -> None:
@@ -179,21 +157,5 @@ def test_export_writes_no_text_that_is_not_beside_its_picture(
 
 def test_export_to_something_else(tmp_path: Path) -> None:
     for name in ("out.csv", "photos"):
-        with pytest.raises(ValueError, match=rf"there is no folder .*{name}; names of files end in .*or \.tar"):
+        with pytest.raises(ValueError, match=rf"there is no folder .*{name}; names of files end in \.jsonl"):
             export([record_of()], tmp_path / name)
-
-
-def test_records_that_a_worker_wrote_twice_count_once(tmp_path: Path) -> None:
-    """A node of a cluster that seemed dead may write its batch once more, into a shard of its own."""
-    journal = Journal(tmp_path)
-    shards = [journal.new_shard() for _ in range(3)]
-    assert shards == [0, 1, 2]
-    for shard, keys in zip(shards, ("ab", "bc", "a"), strict=True):
-        journal.append(shard, [record_of(key) for key in keys])
-    assert counted(tmp_path) == {record_of(key): 1 for key in "abc"}
-
-
-def test_records_of_an_earlier_version_on_ray_are_refused_not_forgotten(tmp_path: Path) -> None:
-    (tmp_path / "captions-ray-00000.parquet").touch()
-    with pytest.raises(ValueError, match="merge them with that version"):
-        list(Journal(tmp_path).records())

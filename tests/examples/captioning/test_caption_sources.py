@@ -7,18 +7,17 @@ import sys
 import tarfile
 import threading
 import time
-import types
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from captioner import sources, tables
+from captioner import items as items_module
+from captioner import sources
 from captioner.batches import Task
 from captioner.items import Item, fields, fill, named, open_item, size
 from captioner.worker import decode
-from support_captioning import PICTURE_PROMPT, export, named_task, record_of, write_tar
+from support_captioning import PICTURE_PROMPT, named_task, start_anew, write_tar
 
 
 def find_items(inputs: list[str], **options: object) -> list[Item]:
@@ -55,11 +54,9 @@ def test_folders_are_searched(tree: Path) -> None:
     assert all(size(item) == len(content(item)) for item in items)
 
 
-def test_globs_and_single_files(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_files(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tree)
-    assert keys("*.jpg") == ["a.jpg"]
-    assert keys("**/*") == ["B.PNG", "a.jpg", "sub/c.webp", "sub/deep/d.Mp4", "sub/x[1].gif"]
-    assert keys("sub/x[1].gif", "a.jpg", "./a.jpg", "sub/x[[]1].gif") == ["a.jpg", "sub/x[1].gif"]
+    assert keys("sub/x[1].gif", "a.jpg", "./a.jpg") == ["a.jpg", "sub/x[1].gif"]
     assert keys("sub/x[1].gif") == ["x[1].gif"] and keys("sub/x[1].gif", root=str(tree)) == ["sub/x[1].gif"]
 
 
@@ -81,8 +78,9 @@ def test_lists_of_paths(tree: Path) -> None:
 def test_inputs_that_hold_nothing(tree: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty.txt").touch()
-    for name in ("empty", "empty.txt", "tree/notes.md", "nothing/*.jpg", "tree/sub/e.csv"):
-        with pytest.raises(ValueError, match=r"no images or videos in|there is no file|no picture or video by"):
+    (tmp_path / "t.tar.gz").touch()
+    for name in ("empty", "empty.txt", "tree/notes.md", "nothing/*.jpg", "tree/sub/e.csv", "t.tar.gz"):
+        with pytest.raises(ValueError, match=r"no images or videos in|there is no file|an uncompressed .tar"):
             find_items([str(tree), str(tmp_path / name)])
 
 
@@ -105,7 +103,7 @@ def test_a_member_that_comes_twice_is_a_problem(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "s.tar", "w") as archive:
         for name in ("a.png", "b.png", "a.png"):
             archive.addfile(tarfile.TarInfo(name))
-    result = sources.find([str(tmp_path / "s.tar"), f"{tmp_path}/*.tar"])
+    result = sources.find([str(tmp_path / "s.tar"), f"{tmp_path}/../{tmp_path.name}/s.tar"])
     assert [item.key for item in result.items] == ["s.tar/a.png", "s.tar/b.png"] and set(result.clashes) == {
         "s.tar/a.png"
     }
@@ -175,9 +173,6 @@ def test_damaged_tar_shards(tmp_path: Path) -> None:
     assert keys(tmp_path / "s.tar") == ["s.tar", "s.tar/0.png"]
     (tmp_path / "s.tar").write_bytes(random.Random(0).randbytes(5000))
     assert keys(tmp_path / "s.tar") == ["s.tar"]
-    write_tar(tmp_path / "t.tar.gz")
-    with pytest.raises(ValueError, match="decompress it"):
-        open_item(find_items([str(tmp_path / "t.tar.gz")])[0])
 
 
 def write_parquet(path: Path, **columns: object) -> Path:
@@ -248,7 +243,7 @@ def test_damaged_parquet_files(tmp_path: Path) -> None:
     complete_file = path.read_bytes()
     for data in (b"", complete_file[: len(complete_file) // 2], b"text"):
         path.write_bytes(data)
-        tables.clear_caches()
+        start_anew()
         (item,) = find_items([str(path)])
         assert item.key == "p.parquet" and decode(named_task("p", 0), None).errors[0]
         with pytest.raises(ValueError):
@@ -256,7 +251,7 @@ def test_damaged_parquet_files(tmp_path: Path) -> None:
     broken = bytearray(complete_file)
     broken[100:4000] = bytes(3900)  # pages of the first group; the footer is intact
     path.write_bytes(broken)
-    tables.clear_caches()
+    start_anew()
     errors = [
         decode(Task(item=item, prompts=(PICTURE_PROMPT,), tokens=0), None).errors[0] for item in find_items([str(path)])
     ]
@@ -266,26 +261,24 @@ def test_damaged_parquet_files(tmp_path: Path) -> None:
 def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "p.parquet").touch()
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    tables.clear_caches()
+    start_anew()
     with pytest.raises(ValueError, match="pip install pyarrow"):
         find_items([str(tmp_path / "p.parquet")])
-    with pytest.raises(ValueError, match="pip install pyarrow"):
-        export([record_of()], tmp_path / "out.parquet")
 
 
 def test_parquet_groups_are_read_once_by_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_parquet(tmp_path / "p.parquet", image=[bytes([index]) * 1000 for index in range(30)])
     items = find_items([str(path)])
     reads = Counter[int]()
-    file = tables.parquet_file(str(path))
+    file = items_module.parquet_file(str(path))
 
     def read_row_group(group: int) -> object:
         reads[group] += 1
         time.sleep(0.01)
         return file.read_row_group(group)
 
-    tables.clear_caches()
-    monkeypatch.setattr(tables, "parquet_file", lambda _: SimpleNamespace(read_row_group=read_row_group))
+    start_anew()
+    monkeypatch.setattr(items_module, "parquet_file", lambda _: SimpleNamespace(read_row_group=read_row_group))
     contents: dict[int, bytes] = {}
     threads = [
         threading.Thread(target=lambda start=start: contents.update({i: content(items[i]) for i in range(start, 6, 3)}))
@@ -296,60 +289,6 @@ def test_parquet_groups_are_read_once_by_threads(tmp_path: Path, monkeypatch: py
     for thread in threads:
         thread.join()
     assert contents == {index: bytes([index]) * 1000 for index in range(6)} and reads == {0: 1, 1: 1}
-
-
-def test_datasets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Pictures are taken undecoded. A stand-in replaces the library."""
-
-    class Feature:
-        def __init__(self, decode: bool = True) -> None:
-            self.decode = decode
-
-    class DatasetsImage(Feature): ...
-
-    class Rows:
-        column_names = ("title", "picture")
-
-        def __init__(self) -> None:
-            self.features: dict[str, object] = {"picture": DatasetsImage(), "title": object()}
-
-        def __len__(self) -> int:
-            return 3
-
-        def cast_column(self, column: str, feature: Feature) -> Rows:
-            rows = Rows()
-            rows.features = self.features | {column: feature}
-            return rows
-
-        def __getitem__(self, index: int) -> dict[str, Any]:
-            assert not self.features["picture"].decode
-            return {"picture": {"bytes": b"%d" % index, "path": None}, "title": f"t{index}"}
-
-    loaded = []
-
-    def load_dataset(name: str, split: str) -> Rows:
-        loaded.append((name, split))
-        if name == "gone":
-            raise FileNotFoundError("there is no dataset 'gone' on the Hub")
-        return Rows()
-
-    stub: Any = types.ModuleType("datasets")
-    stub.Image = DatasetsImage
-    stub.Video = type("Video", (Feature,), {})
-    stub.load_dataset = load_dataset
-    stub.load_from_disk = lambda name: {"test": Rows()}
-    monkeypatch.setitem(sys.modules, "datasets", stub)
-    tables.clear_caches()
-    items = find_items(["dataset:org/na:me"], split="train[:3]")
-    assert [item.key for item in items] == [f"org/na:me/train[:3]#{index:09d}" for index in range(3)]
-    assert content(items[2]) == b"2" and fields(items[1], {"title"})["title"] == "t1"
-    assert loaded == [("org/na:me", "train[:3]")]
-    assert [content(item) for item in find_items([f"dataset:{tmp_path}"], split="test")] == [b"0", b"1", b"2"]
-    with pytest.raises(OSError, match="no dataset 'gone'"):
-        find_items(["dataset:gone"])
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match="pip install datasets"):
-        find_items(["dataset:other"])
 
 
 def test_metadata_beside_a_file(tree: Path) -> None:

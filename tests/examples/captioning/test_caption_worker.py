@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from captioner.batches import Task, cost
+from captioner.batches import Task
 from captioner.items import Item
 from captioner.journal import Journal, Record
 from captioner.model import Caption, Inputs
-from captioner.progress import Counts, Progress, clear, read_counts, state, summary
+from captioner.progress import Progress
 from captioner.worker import Worker
 from PIL import Image
 from programs import encode
@@ -23,7 +21,7 @@ from programs import encode
 class FakeCaptioner:
     """Caption pictures by their red values. More than `max_rows` rows at once exceed the memory."""
 
-    max_new_tokens = 4
+    prepares_on_gpu = False
 
     def __init__(self, max_rows: int = 1 << 30, error: Exception | None = None, refused: tuple[int, ...] = ()) -> None:
         self.max_rows = max_rows
@@ -49,15 +47,15 @@ class FakeCaptioner:
     def vision_tokens(self, inputs: Inputs) -> int:
         return 10 * len(inputs["input_ids"])
 
-    def generate(self, inputs: Sequence[Inputs], seeds: Sequence[Sequence[int]]) -> list[list[Caption]]:
-        self.batches.append(len(seeds[0]))
-        if len(seeds[0]) > self.max_rows:
+    def generate(self, inputs: Inputs, seeds: Sequence[int]) -> list[Caption]:
+        self.batches.append(len(seeds))
+        if len(seeds) > self.max_rows:
             raise self.error
-        captions = []
-        for batch in inputs:
-            pairs = zip(batch["prompts"], batch["input_ids"], strict=True)
-            captions.append([Caption(f"{prompt}{red}", 2) for prompt, red in pairs])
-        return captions
+        pairs = zip(inputs["prompts"], inputs["input_ids"], strict=True)
+        return [Caption(f"{prompt}{red}", 2) for prompt, red in pairs]
+
+    def free_graphs(self) -> bool:
+        return False
 
 
 def work(
@@ -70,14 +68,18 @@ def work(
         (tmp_path / name).write_bytes(b"bad" if index % 10 == 1 else encode(Image.new("RGB", (4, 4), (index, 0, 0))))
         item = Item(key=name, file=str(tmp_path / name))
         tasks.append(Task(item=item, prompts=tuple(prompts), tokens=10))
-    progress = Progress(tmp_path / "progress", 0, 1, count, sum(cost(task, captioner.max_new_tokens) for task in tasks))
-    options = {"batch_tokens": 100, "batch_size": 8, "decoders": 2} | options
+    progress = Progress(count, 10 * count, is_shown=False)
+    options = {"batch_tokens": 100, "batch_size": 8} | options
     worker = Worker(captioner=captioner, journal=Journal(tmp_path), progress=progress, process=0, run="r", **options)
     try:
         worker.work(tasks)
     finally:
-        progress.close()
-    return list(Journal(tmp_path).records())
+        PROGRESS[tmp_path] = progress
+    return Journal(tmp_path).records()
+
+
+PROGRESS: dict[Path, Progress] = {}
+"""The counts of the last run of `work`, by its folder."""
 
 
 def check_records(records: list[Record], count: int, prompts: Sequence[str] = ("p",)) -> None:
@@ -101,22 +103,21 @@ def test_worker_writes_every_record_once(tmp_path: Path, prompts: tuple[str, ...
     captioner = FakeCaptioner()
     check_records(work(tmp_path, captioner, 45, prompts), 45, prompts)
     assert captioner.encoded == 6 * len(prompts)  # each batch once
-    (counts,) = read_counts(tmp_path / "progress", 1)
-    assert (counts.items, counts.of, counts.failed, counts.halved) == (45, 45, 5 * len(prompts), 0)
-    assert counts.cost == pytest.approx(counts.of_cost)
-    assert (counts.vision, counts.text) == (400, 80 * len(prompts))
+    counts = PROGRESS[tmp_path].counts
+    assert counts == {"items": 45, "failed": 5 * len(prompts), "vision": 400, "text": 80 * len(prompts)}
+    assert "45 of 45 items in" in PROGRESS[tmp_path].summary() and "halved" not in PROGRESS[tmp_path].summary()
 
 
 @pytest.mark.parametrize("max_rows", [1, 2, 3, 5, 6])
 def test_out_of_memory_halves_batches(tmp_path: Path, max_rows: int) -> None:
     captioner = FakeCaptioner(max_rows)
-    check_records(work(tmp_path, captioner, 45, ("p", "q")), 45, ("p", "q"))
+    records = work(tmp_path, captioner, 45, ("p", "q"))
+    assert len({(record.key, record.prompt) for record in records}) == len(records) == 90
+    assert sum(record.status == "ok" for record in records) == 80
     failed = [rows > max_rows for rows in captioner.batches]
-    done = list(itertools.accumulate(0 if f else rows for f, rows in zip(failed, captioner.batches, strict=True)))
-    # The first batch, of seven good items, finds the size that fits. No later batch is larger.
-    assert failed[0] and not any(f for f, rows in zip(failed, done, strict=True) if rows >= 7)
-    (counts,) = read_counts(tmp_path / "progress", 1)
-    assert counts.halved == sum(failed) and "halved" in summary([counts])
+    # The first batch finds the size that fits. Only the batches that were ready before are larger.
+    assert failed[0] and max(captioner.batches[-8:]) <= max_rows
+    assert PROGRESS[tmp_path].counts["halved"] == sum(failed) and "halved" in PROGRESS[tmp_path].summary()
 
 
 def test_one_row_too_large_is_an_error(tmp_path: Path) -> None:
@@ -131,7 +132,7 @@ def test_one_row_too_large_is_an_error(tmp_path: Path) -> None:
 def test_other_errors_of_the_model_stop_the_run(tmp_path: Path, error: Exception) -> None:
     with pytest.raises(RuntimeError, match=str(error)):
         work(tmp_path, FakeCaptioner(3, error), 45)
-    assert list(Journal(tmp_path).records()) == []
+    assert Journal(tmp_path).records() == []
 
 
 @pytest.mark.parametrize("slow", ["encode", "generate"])
@@ -140,8 +141,8 @@ def test_the_time_in_which_the_model_waits_is_counted(tmp_path: Path, slow: str)
     quick = getattr(captioner, slow)
     setattr(captioner, slow, lambda *args: time.sleep(0.1) or quick(*args))
     work(tmp_path, captioner, 45)
-    (counts,) = read_counts(tmp_path / "progress", 1)
-    assert counts.waited > 0.1 if slow == "encode" else counts.waited < 0.5 * counts.seconds
+    progress = PROGRESS[tmp_path]
+    assert progress.waited > 0.1 if slow == "encode" else progress.waited < 0.5 * progress.seconds
 
 
 def test_one_item_that_the_processor_refuses_costs_no_other(tmp_path: Path) -> None:
@@ -149,25 +150,3 @@ def test_one_item_that_the_processor_refuses_costs_no_other(tmp_path: Path) -> N
     refused = {record.key: record.error for record in records if "refused" in (record.error or "")}
     assert refused == dict.fromkeys(("004.png", "005.png", "030.png"), "IndexError: refused")
     assert len(records) == 45 and sum(record.status == "ok" for record in records) == 37
-
-
-def test_progress_is_of_all_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    other = Progress(tmp_path, 1, 2, of=30, of_cost=300)
-    assert read_counts(tmp_path, 2) == [Counts(process=1, of=30, of_cost=300, seconds=pytest.approx(0, abs=1))]
-    first = Progress(tmp_path, 0, 2, of=10, of_cost=100)
-    other.add(items=6, cost=60.0, vision=600, text=60, failed=2)
-    first.add(items=4, cost=40.0, vision=400, text=40)
-    other.close()
-    first.close()
-    assert "waited" not in summary([first.counts]), "a cluster does not measure it"
-    first.add(waited=1.0)
-    other.add(waited=4.0)
-    first.counts, other.counts = (replace(progress.counts, seconds=10.0) for progress in (first, other))
-    assert state([first.counts, other.counts]) == "1.0 items/s, 100 vision and 10 text tokens/s, about 30 s left"
-    text = summary([first.counts, other.counts])
-    assert "10 items in 10.0 s: 1.00 items/s, 100 vision tokens/s, 10 text tokens/s; models waited" in text
-    assert "for pictures 25% of the time" in text
-    assert "process 1: 6 of 30 items in 10.0 s, 2 records failed" in text
-    clear(tmp_path)
-    assert read_counts(tmp_path, 2) == []
-    assert "items/s" in capsys.readouterr().err
