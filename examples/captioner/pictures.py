@@ -24,7 +24,7 @@ REFUSE_ABOVE = 89_478_485
 Resize = Callable[[int, int], tuple[int, int] | None]
 """From a picture's upright width and height to those that it may be reduced to; None to keep it as it is."""
 _DRAFT_SCALE = 2  # JPEGs are decoded at an eighth, quarter or half of their size if this many times the target remain
-_LARGE = 1 << 22  # pixels
+LARGE = 1 << 22  # pixels
 _large_pictures = Lock()
 """Large pictures are decoded one at a time, which bounds the memory: one takes up to 24 bytes a pixel meanwhile."""
 _DEFAULT_FPS = 2.0  # that of qwen-vl-utils, for the processors of Qwen2-VL and Qwen2.5-VL, which name none
@@ -89,7 +89,7 @@ def read_image(file: BinaryIO, resize: Resize | None = None) -> tuple[Image.Imag
     if target is not None:
         stored = target if size == image.size else target[::-1]
         image.draft(None, (_DRAFT_SCALE * stored[0], _DRAFT_SCALE * stored[1]))
-    with _large_pictures if image.width * image.height > _LARGE else nullcontext():
+    with _large_pictures if image.width * image.height > LARGE else nullcontext():
         image.load()
         # `ImageOps.exif_transpose` would write the EXIF data anew, and fails where that is odd.
         turn = _TURNS.get(_orientation(image))

@@ -83,7 +83,7 @@ def test_large_pictures_are_decoded_one_by_one(monkeypatch: pytest.MonkeyPatch) 
         return image
 
     monkeypatch.setattr(pictures, "to_rgb", convert)
-    monkeypatch.setattr(pictures, "_LARGE", 100)
+    monkeypatch.setattr(pictures, "LARGE", 100)
     data = encode(Image.new("RGB", (20, 20)))
     with ThreadPoolExecutor(8) as pool:
         sizes = list(pool.map(lambda _: read_image(io.BytesIO(data))[1], range(16)))
