@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import nn
 
 import hf_vit_accel
+from hf_vit_accel.config import ranks_of
 from hf_vit_accel.options import data_parallel
 from hf_vit_accel.options.data_parallel import rows_checksum
-from hf_vit_accel.options.ranks import ranks_of
 from hf_vit_accel.options.split import Assignment, loads, split
 from hf_vit_accel.tools.bench import timing
 from hf_vit_accel.tools.bench.towers import build_tower, family_of_tower

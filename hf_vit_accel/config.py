@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -200,6 +202,58 @@ _ROWS_AT_ONCE = 16384
 """Patch rows whose bytes are normalised at once: the fp32 values between take some 150 MB."""
 
 
+class Ranks:
+    """A process group whose ranks share calls. Copies share it; a pickle comes back with the default group, or None."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    def __deepcopy__(self, memo: object) -> Ranks:
+        return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _unpickled, (self.group is dist.group.WORLD,)
+
+
+def _unpickled(default: bool) -> Ranks | None:
+    if default and dist.is_available() and dist.is_initialized():
+        return ranks_of(True)
+    warnings.warn(
+        "a process group cannot be pickled, so calls are no longer shared by ranks; patch again with data_parallel",
+        stacklevel=2,
+    )
+    return None
+
+
+def ranks_of(data_parallel: object) -> Ranks | None:
+    """Return the ranks that `patch(data_parallel=...)` means; None for no other rank than this one.
+
+    Args:
+        data_parallel: False, True, a process group or a device mesh of one dimension.
+
+    Raises:
+        ValueError: If there is no such group.
+    """
+    if data_parallel is False:
+        return None
+    expected = "expected data_parallel to be False, True, a process group or a device mesh of one dimension"
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError(
+            f"{expected}, with torch.distributed initialised; call init_process_group first, under torchrun"
+        )
+    group: Any = dist.group.WORLD if data_parallel is True else data_parallel
+    if hasattr(group, "get_group"):
+        if group.ndim != 1:
+            raise ValueError(f"{expected}, got a mesh of {group.ndim}; pass one of them, such as mesh['tp']")
+        group = group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"{expected}, got {data_parallel!r}")
+    ranks = Ranks(group)
+    return ranks if ranks.size > 1 else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The options of `hf_vit_accel.patch`, checked.
@@ -212,7 +266,7 @@ class Settings:
         fp8: The FP8 settings; None for none.
         amax: The absolute maxima in the file of `fp8`, an `Amax`; None without a file.
         max_rows: Patch rows of a pass; None for one pass.
-        ranks: The ranks that share calls, a `Ranks`; None for none.
+        ranks: The ranks that share calls; None for none.
         reuse: How to encode equal images once; None for not at all.
         every_rank: Whether every training forward of the model calls the tower exactly once.
         strict: Whether a fallback raises.
@@ -230,7 +284,7 @@ class Settings:
     fp8: Fp8Config | None = None
     amax: Any = None
     max_rows: int | Literal["auto"] | None = "auto"
-    ranks: Any = None
+    ranks: Ranks | None = None
     reuse: ReuseConfig | None = None
     every_rank: bool = False
     strict: bool = False

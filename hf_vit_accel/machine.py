@@ -3,7 +3,8 @@
 Importing this module imports no heavy package but torch and transformers, and initialises no CUDA. A probe runs at its
 first call; later calls return the cached answer. `reset()` forgets all answers.
 
-The module also holds what every room needs to report failures: `guarded`, `Fault`, `FallbackError` and `raise_if_any`.
+The module also tells which modes and transforms of torch are active (autocast, tracing, torch.func). And it holds what
+every room needs to report failures: `guarded`, `Fault`, `FallbackError` and `raise_if_any`.
 """
 
 from __future__ import annotations
@@ -26,9 +27,15 @@ from typing import Any, Generic, TypeVar
 import torch
 import transformers
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable as torch_once_differentiable
+from torch.jit._trace import is_tracing
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    is_in_torch_dispatch_mode,
+)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 V = TypeVar("V")
@@ -294,6 +301,32 @@ def guarded(name: str, function: Function) -> Function:
     return call  # type: ignore[return-value]
 
 
+def autocast_dtype(device: torch.device, weights_dtype: torch.dtype) -> torch.dtype | None:
+    """Return the dtype of autocast on a device; None where it is off, and for fp64 weights, which it does not cast."""
+    device_type = device.type
+    if weights_dtype == torch.float64 or not torch.amp.is_autocast_available(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+def reasons_fake() -> list[str]:
+    """Return why neither tower nor inputs may be read: cached arrays would be fake, and reach the next real call.
+
+    Modes that only observe (`FlopCounterMode`) do not matter: caches are made outside of them.
+    """
+    modes = [type(mode).__name__ for mode in _get_current_dispatch_mode_stack() if mode.is_infra_mode()]
+    return [f"{modes[0]} is active, as in torch.export"] if modes else []
+
+
+def reasons_untraceable() -> list[str]:
+    """Return what kernels and backends do not support: torch.func, forward-mode gradients, tracing, fake tensors."""
+    if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
+        return ["a transform of torch.func or forward-mode differentiation is at work"]
+    if is_tracing():
+        return ["torch.jit.trace is at work"]
+    return reasons_fake() if is_in_torch_dispatch_mode() else []
+
+
 class LRU(Generic[V]):
     """A bounded cache that evicts the least recently used entry first.
 
@@ -330,6 +363,7 @@ class LRU(Generic[V]):
         with self._lock:
             if key not in self._values:
                 return None
+            self.hits += 1
             self._values.move_to_end(key)
             return self._values[key][0]
 

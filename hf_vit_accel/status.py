@@ -22,7 +22,7 @@ from hf_vit_accel.ops import PARTS, TABLE, why_not_triton
 from hf_vit_accel.ops.window_attention import LONGEST
 from hf_vit_accel.options.reuse import ReuseStatus
 from hf_vit_accel.tower import checks, fsdp
-from hf_vit_accel.tower.decide import spec_of
+from hf_vit_accel.tower.forward import spec_of
 from hf_vit_accel.tower.install import Forward, foreign_forward, towers_in
 from hf_vit_accel.tower.modules import WeightMemory
 from hf_vit_accel.tower.snapshot import Snapshot
@@ -281,7 +281,7 @@ def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
         graphs=_graph_status(state),
         training=None if training_runner is None or not training_runner.was_called else training_runner.status(),
         fp8=_fp8_status(state, choices),
-        passes=str(state.pass_limit) or None,
+        passes=None if state.passes is None else str(state.passes) or None,
         ranks=None if state.sharing is None else str(state.sharing),
         reuse=None if state.reuse is None else state.reuse.status(),
     )

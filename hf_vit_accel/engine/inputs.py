@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +36,21 @@ class Expected:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HostGrid:
+    """The grid of a call on the host. An option may read more in the same sync, and return a class of its own.
+
+    Attributes:
+        sizes: Frames, height and width by row, as they were given, unchecked.
+    """
+
+    sizes: list[list[int]]
+
+
+ReadGrid = Callable[[Tensor, Tensor], HostGrid]
+"""Reads the grid (N, 3) of pixels (T, P), in the one sync of a call."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Inputs:
     """The inputs of one call.
 
@@ -44,24 +58,20 @@ class Inputs:
         pixels: (T, P), a view of the caller's tensor.
         grid: Frames, height and width of each image and video, in patches, on the host.
         options: The other keyword arguments.
-        repeats: The repeated images, found in the same sync (`options.reuse.Repeats`); None without `reuse`.
+        host_grid: What an option read with the grid; None without one.
     """
 
     pixels: Tensor
     grid: Grid
     options: Mapping[str, object]
-    repeats: Any = None
+    host_grid: HostGrid | None = None
 
 
-FindRepeats = Callable[[Tensor, Tensor], tuple[list[list[int]], Any]]
-"""Maps pixels (T, P) and the grid (N, 3) to the grid on the host and to `Inputs.repeats`, in one sync."""
-
-
-def read(expected: Expected, find_repeats: FindRepeats | None, /, *args: object, **options: object) -> Inputs | None:
+def read(expected: Expected, read_grid: ReadGrid | None, /, *args: object, **options: object) -> Inputs | None:
     """Return the inputs of a tower's forward, with the grid on the host: the one sync of a call.
 
     Args:
-        find_repeats: Reads the grid and finds repeated images; None to read the grid alone.
+        read_grid: Of an option that reads more in the same sync; None to read the grid alone.
 
     Returns:
         None for a call that the stock forward must take as it is: arguments are missing, too many or given twice, or
@@ -90,7 +100,7 @@ def read(expected: Expected, find_repeats: FindRepeats | None, /, *args: object,
     if isinstance(grid_thw, Tensor) and type(grid_thw) not in _PLAIN:
         return None
     pixels = pixels if pixels.dim() == 2 else pixels.flatten(0, 1).flatten(1)
-    grid, repeats = _read_grid(grid_thw, pixels, expected.merge, find_repeats)
+    grid, host_grid = _read_grid(grid_thw, pixels, expected.merge, read_grid)
     rows = sum([t * h * w for t, h, w in grid])
     width = expected.width
     if width is not None and pixels.numel() == rows * width and pixels.is_contiguous():
@@ -110,7 +120,7 @@ def read(expected: Expected, find_repeats: FindRepeats | None, /, *args: object,
             f"expected the pixel values on the tower's device {expected.device}, got them on {pixels.device}; "
             f"move them with .to({str(expected.device)!r})"
         )
-    return Inputs(pixels=pixels, grid=grid, options=options, repeats=repeats)
+    return Inputs(pixels=pixels, grid=grid, options=options, host_grid=host_grid)
 
 
 def _check_no_images(pixels: Tensor, grid_thw: object, expected: Expected) -> None:
@@ -125,8 +135,10 @@ def _check_no_images(pixels: Tensor, grid_thw: object, expected: Expected) -> No
         )
 
 
-def _read_grid(grid_thw: object, pixels_TP: Tensor, merge: int, find_repeats: FindRepeats | None) -> tuple[Grid, Any]:
-    """Return the grid on the host, without the rows of no frames that pad a batch, and the repeated images.
+def _read_grid(
+    grid_thw: object, pixels_TP: Tensor, merge: int, read_grid: ReadGrid | None
+) -> tuple[Grid, HostGrid | None]:
+    """Return the grid on the host, without the rows of no frames that pad a batch, and what an option read with it.
 
     Raises:
         ValueError: The grid is empty, or no integer tensor (N, 3) on the CPU or beside the pixels. Sizes are not
@@ -151,11 +163,8 @@ def _read_grid(grid_thw: object, pixels_TP: Tensor, merge: int, find_repeats: Fi
             f"expected grid_thw on the CPU or with the pixel values on {device}, got it on {grid_thw.device}; "
             "move both to the model's device"
         )
-    repeats = None
-    if find_repeats is None:
-        sizes = grid_thw.tolist()
-    else:
-        sizes, repeats = find_repeats(pixels_TP, grid_thw)
+    host_grid = None if read_grid is None else read_grid(pixels_TP, grid_thw)
+    sizes = grid_thw.tolist() if host_grid is None else host_grid.sizes
     grid: Grid = tuple([(t, h, w) for t, h, w in sizes if t or h < 0 or w < 0])
     for t, h, w in grid:
         if t < 1 or h < 1 or w < 1:
@@ -167,7 +176,7 @@ def _read_grid(grid_thw: object, pixels_TP: Tensor, merge: int, find_repeats: Fi
             )
     if not grid:
         raise ValueError("expected at least one image or video, got an empty grid_thw; skip the vision tower instead")
-    return grid, repeats
+    return grid, host_grid
 
 
 def _describe(value: object) -> str:

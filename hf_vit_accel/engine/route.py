@@ -41,7 +41,6 @@ class Spec:
         ops: The operations; None where stock's blocks run on our metadata and attention.
         full_layers: Whether each layer attends per frame, not per window.
         faults: What failed when it ran, with the reason. It is not chosen again.
-        max_rows: Rows of a pass; None for calls that are never cut.
         settings: The settings of the tower.
         hidden_states: Whether the rows that each layer takes are returned, too.
         against_graphs: Why no CUDA graph serves such calls; None where one may.
@@ -53,7 +52,6 @@ class Spec:
     ops: Ops | None
     full_layers: tuple[bool, ...]
     faults: tuple[tuple[str, str], ...] = ()
-    max_rows: int | None = None
     settings: Settings
     hidden_states: bool = False
     against_graphs: str | None = None
@@ -76,6 +74,7 @@ class Route:
         attends: The attention of every layer; empty before `bind`.
         nodes: Every layer as one autograd node; None where it takes several, or no gradient flows. Empty before `bind`.
         signature: The key of the layout's CUDA graph, made by the runner.
+        bound: This route bound to its own arrays on the device; None before `ready`.
     """
 
     spec: Spec
@@ -89,7 +88,7 @@ class Route:
     attends: list[Attend] = field(default_factory=list)
     nodes: list[LayerNode | None] = field(default_factory=list)
     signature: Any = None
-    _bound: Route | None = None
+    bound: Route | None = None
     _segment_plans: dict[LayerKind, SegmentPlans] = field(default_factory=dict, init=False)
     _equal_offsets: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False)
 
@@ -101,9 +100,9 @@ class Route:
 
     def ready(self) -> Route:
         """Return this route, bound to its own arrays on the device."""
-        if self._bound is None:
-            self._bound = self.bind(self.packed)
-        return self._bound
+        if self.bound is None:
+            self.bound = self.bind(self.packed)
+        return self.bound
 
     def bind(self, packed: Tensor) -> Route:
         """Return this route with its arrays in packed bytes on the device, built for its first call."""
@@ -113,7 +112,7 @@ class Route:
             for kind, plan in self.plans.items():
                 arrays_of_plan = {name: tensors[f"{kind}/{name}"] for name in plan.arrays}
                 plans[kind] = guarded(plan.backend.name, plan.bind)(arrays_of_plan)
-        bound = replace(self, tensors=tensors, plans=plans, signature=None, _bound=None)
+        bound = replace(self, tensors=tensors, plans=plans, signature=None, bound=None)
         ops = self.spec.ops
         if ops is not None:
             bound.attends = bound._attends(ops)

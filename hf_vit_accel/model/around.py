@@ -20,7 +20,7 @@ import transformers
 from torch import Tensor, nn
 
 from hf_vit_accel.families import FAMILIES, Model, find_towers
-from hf_vit_accel.machine import is_upstream, one_line
+from hf_vit_accel.machine import is_upstream, one_line, reasons_untraceable
 from hf_vit_accel.model.every_rank import (
     AddDummy,
     Features,
@@ -33,7 +33,7 @@ from hf_vit_accel.model.every_rank import (
 )
 from hf_vit_accel.model.host import Arguments, HostCopies, Result, to_device
 from hf_vit_accel.model.positions import image_positions, numbers_images_alike
-from hf_vit_accel.tower import checks, fsdp
+from hf_vit_accel.tower import fsdp
 from hf_vit_accel.tower.code import names_of_method
 from hf_vit_accel.tower.forward import is_our_forward, own_hooks, redirect_shallow_copies
 from hf_vit_accel.tower.modules import is_inert
@@ -197,7 +197,7 @@ class Method:
         model = self.__self__
         stock = getattr(type(model), self.__name__)
         state = state_of(model)
-        if state is None or torch.compiler.is_compiling() or checks.reasons_untraceable():
+        if state is None or torch.compiler.is_compiling() or reasons_untraceable():
             return stock(model, *args, **kwargs)
         names = parameters_of(stock)
         if len(args) > len(names) or kwargs.keys() & set(names[: len(args)]):
@@ -378,7 +378,7 @@ def is_own_hook(hook: object) -> bool:
 def _before(model: Model, args: tuple[object, ...], kwargs: Arguments) -> None:
     state = _own_state(model)
     names = parameters_of(type(model).forward)
-    if len(args) > len(names) or checks.reasons_untraceable():
+    if len(args) > len(names) or reasons_untraceable():
         return
     arguments: Arguments = dict(zip(names, args, strict=False)) | kwargs
     _refuse_bytes(model, arguments)

@@ -1,10 +1,9 @@
 """One call shared by the ranks of a process group: each encodes a part of the images and frames, all get all features.
 
 Every rank holds the whole tower and makes the same calls, as beside a text model under tensor parallelism. All ranks
-derive the same split from the grid. A rank that is done with its share, or has failed, says so in a header of 4 kB.
-When all are done, one grouped exchange brings the rows of every rank to all ranks; shares may be uneven. The header
-carries a checksum of the call's pixels and of the weight that embeds them. If ranks disagree there, each encodes the
-whole call alone, as stock does.
+derive the same split from the grid. A rank that is done with its share, or has failed, says so in a `Report`. When all
+are done, every rank sends its rows to all others; shares may be uneven. Reports carry a checksum of the call's pixels
+and of the weight that embeds them. If ranks disagree there, each encodes the whole call alone, as stock does.
 
 With gradients, all ranks must compute the same loss. Each rank then has its own part of the gradients of pixels and
 weights. Their sum over ranks, made once, is the gradient that one process would have.
@@ -15,22 +14,24 @@ weights. Their sum over ranks, made once, is the gradient that one process would
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
-from functools import partial
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_vit_accel.engine.facts import TowerFacts
+from hf_vit_accel import machine
+from hf_vit_accel.config import Ranks
+from hf_vit_accel.engine.call import Attempt, Batch, Encode, FastPlan
 from hf_vit_accel.layout import Grid
+from hf_vit_accel.ops.base import replaced
+from hf_vit_accel.ops.training.context import FunctionContext
 from hf_vit_accel.options.checksum import words_of
-from hf_vit_accel.options.header import Header, OutputShape, ShareResult, digest
-from hf_vit_accel.options.ranks import RankError, Ranks
-from hf_vit_accel.options.share import Share
-from hf_vit_accel.options.split import Assignment, loads, split
+from hf_vit_accel.options.ranks import RankError, add_up, gather, to_all
+from hf_vit_accel.options.split import Assignment, Split, loads, split
 
 LEAST = {"eager": 4096, "graphs": 1024}
 """Rows that sharing must save to pay: an exchange costs some hundred rows, an eager forward at least its launches.
@@ -39,165 +40,225 @@ On two H200s a call that saved 3136 rows took 18.7 ms alone and 20.6 shared (mea
 """
 
 _COLUMN_WEIGHT = 0x9E3779B1  # odd, so that a column of the checksum never weighs what a row does
+_LETTERS = 288
+"""Letters of an error that other ranks are sent."""
+
+OutputShape = tuple[int, int, torch.dtype]
+"""Rows, columns and dtype of one output of a tower."""
 
 
-class NotSharedError(Exception):
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a rank tells the others about a call.
+
+    Attributes:
+        grid: Of the whole call, equal on all ranks.
+        why_alone: Why this rank encodes the whole call alone.
+        error: Why it failed.
+        is_out_of_memory: Whether it failed since memory ran out.
+        kind: Gradients, dtype and trained weights, equal on all ranks that are done.
+        checksum: Of the pixels of the whole call and of the weight that embeds them.
+        outputs: Shapes of the outputs of its share; empty for a rank without a share.
+    """
+
+    grid: Grid
+    why_alone: str | None = None
+    error: str | None = None
+    is_out_of_memory: bool = False
+    kind: object = None
+    checksum: int = 0
+    outputs: tuple[OutputShape, ...] = ()
+
+
+class _NotSharedError(Exception):
     """A rank cannot take its share: every rank encodes the whole call. The message is the reason."""
 
 
 class Sharing:
-    """The shared calls of one tower. Enter it around each call, so that the other ranks hear of an error.
+    """Encodes this rank's share of a batch, and returns the outputs of all ranks.
+
+    Args:
+        encode: Encodes a share.
+        ranks: The process group.
+        graphs: Whether CUDA graphs were asked for.
 
     Attributes:
-        ranks: The process group.
         counts: Calls by their result.
     """
 
-    def __init__(self, ranks: Ranks, *, graphs: bool) -> None:
-        self.ranks = ranks
+    def __init__(self, encode: Encode, ranks: Ranks, *, graphs: bool) -> None:
         self.counts: Counter[str] = Counter()
+        self._encode = encode
+        self._ranks = ranks
         self._least = LEAST["graphs" if graphs else "eager"]
-        self._calls = 0
-        self._grid: Grid = ()  # of the call for which the other ranks wait
-        self._others_wait = False
 
     def __str__(self) -> str:
         results = ", ".join(f"{count} calls {result}" for result, count in self.counts.items())
-        return f"rank {self.ranks.rank} of {self.ranks.size}, {results or 'no calls yet'}"
+        return f"rank {self._ranks.rank} of {self._ranks.size}, {results or 'no calls yet'}"
 
-    def __enter__(self) -> None:
-        self._calls += 1
-        self._others_wait = False
+    def __call__(self, batch: Batch) -> list[Tensor]:
+        """Return the outputs of a batch: shared by the ranks, or encoded by each alone."""
+        plan = batch.plan
+        if batch.attempt.exchanged is not None:
+            return self._encode_alone(batch, batch.attempt.exchanged)
+        if self._is_too_small(plan):
+            return self._encode_counted(batch, "too small to share")
+        reasons = self._reasons_against(plan)
+        if reasons:
+            batch.note(reasons)
+            return self._encode(batch)
+        try:
+            if plan.why_whole is not None:  # other ranks may have no hooks
+                self._exchange(batch.attempt, Report(grid=plan.inputs.grid, why_alone=plan.why_whole))
+            return self._encode_share(batch)
+        except _NotSharedError as error:
+            why_alone = plan.why_whole or str(error)
+        return self._encode_alone(batch, why_alone)
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._others_wait and isinstance(error, Exception):
-            result = ShareResult.OUT_OF_MEMORY if isinstance(error, torch.OutOfMemoryError) else ShareResult.FAILED
-            with suppress(RankError):  # this rank raises its own error
-                self.exchange_headers(result, text=f"{type(error).__name__}: {error}")
-        self._others_wait = False
+    def decline(self, plan: FastPlan, attempt: Attempt, reasons: Sequence[str]) -> None:
+        """Tell ranks that wait for a call why this rank takes no share of it: it runs the stock forward."""
+        if attempt.exchanged is not None:
+            return
+        if self._is_too_small(plan):
+            self.counts["too small to share"] += 1
+            return
+        attempt.reasons += self._reasons_against(plan)
+        if attempt.reasons:
+            return
+        with suppress(_NotSharedError):
+            self._exchange(attempt, Report(grid=plan.inputs.grid, why_alone="; ".join(reasons)))
+        self.counts["encoded by each rank alone"] += 1
 
-    @property
-    def others_wait(self) -> bool:
-        """Whether the other ranks wait for this rank's header of a call."""
-        return self._others_wait
+    def _is_too_small(self, plan: FastPlan) -> bool:
+        """Return whether sharing a call would not pay. The grid of the whole call decides, so all ranks agree."""
+        shares = self._split(plan, plan.inputs.grid)
+        costs = loads(plan.inputs.grid, shares, clips=plan.reading.geometry.clips, full=_full(plan))
+        return sum(costs) - max(costs) < self._least
 
-    def split(self, grid: Grid, distinct: Grid, facts: TowerFacts) -> Assignment | None:
-        """Return which rank encodes what, or None for a call that is too small: `grid` decides, so all ranks agree.
+    def _split(self, plan: FastPlan, grid: Grid) -> Split:
+        return split(grid, self._ranks.size, clips=plan.reading.geometry.clips, full=_full(plan))
 
-        Args:
-            distinct: The part of it that is encoded, without repeated images. If it differs by rank, checksums tell.
-        """
-        clips = facts.geometry.clips
-        full = sum(facts.full_layers) / len(facts.full_layers)
-        costs = loads(grid, split(grid, self.ranks.size, clips=clips, full=full), clips=clips, full=full)
-        if sum(costs) - max(costs) < self._least:
-            return None
-        return Assignment(distinct, split(distinct, self.ranks.size, clips=clips, full=full))
-
-    def reasons_against(self, facts: TowerFacts, *, reentrant: bool) -> list[str]:
+    def _reasons_against(self, plan: FastPlan) -> list[str]:
         """Return reasons not to share a call; identical on every rank."""
-        reasons = ["FSDP2 shards layers"] if facts.sharded_layers else []
-        reasons += facts.mixing
+        reasons = ["FSDP2 shards layers"] if plan.reading.sharded_layers else []
+        reasons += plan.reading.mixing
         ddp = DistributedDataParallel._get_active_ddp_module()
         if ddp is not None:
             averaging_ranks = set(dist.get_process_group_ranks(ddp.process_group))
-            if len(averaging_ranks & set(dist.get_process_group_ranks(self.ranks.group))) > 1:
+            if len(averaging_ranks & set(dist.get_process_group_ranks(self._ranks.group))) > 1:
                 reasons.append("DDP averages gradients over the same ones")
-        if reentrant:
+        if plan.has_reentrant_checkpoints:
             reasons.append("reentrant checkpoints bring gradients to weights past their sum")
         if torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             # A rank without a share saves nothing: under an outer checkpoint it would not run the tower again.
             reasons.append("saved-tensor hooks are active (checkpointing?)")
+        if plan.spec.hidden_states:
+            reasons.append("hidden states are requested")
         return [f"not shared by ranks: {reason}" for reason in reasons]
 
-    def note_others_wait(self, grid: Grid) -> None:
-        """Note that the other ranks now wait for this rank's header of a call."""
-        self._grid = grid
-        self._others_wait = True
+    def _encode_counted(self, batch: Batch, result: str) -> list[Tensor]:
+        outputs = self._encode(batch)
+        self.counts[result] += 1
+        return outputs
 
-    def decline(self, reasons: Sequence[str]) -> None:
-        """Tell waiting ranks that this rank takes no share, since it runs the stock forward."""
-        if self._others_wait:
-            with suppress(NotSharedError):
-                self.exchange_headers(ShareResult.ALONE, text="; ".join(reasons))
+    def _encode_alone(self, batch: Batch, why: str) -> list[Tensor]:
+        batch.attempt.exchanged = why
+        batch.note([why])
+        return self._encode_counted(batch, "encoded by each rank alone")
 
-    def start(
-        self, assignment: Assignment, facts: TowerFacts, tower: nn.Module, pixels_TP: Tensor, *, grad: bool
-    ) -> Share:
-        """Return this rank's share of a call, with the checksums to compare. Nothing is exchanged yet.
-
-        Args:
-            assignment: The result of `split`.
-            tower: The tower. If `grad`, aliases replace its trained weights while the share is encoded.
-        """
-        embedding = rows_checksum(facts.parts.projection.weight.flatten(1))
-        # One more sync only where words are exchanged by the host.
-        call_checksum = (embedding + rows_checksum(pixels_TP)).to(self.ranks.device)
-        exchange_headers = partial(self.exchange_headers, call_checksum=call_checksum)
-        roots = [tower, *facts.parts.modules()]
-        return Share(self.ranks, assignment, roots, pixels_TP, exchange_headers, grad=grad)
-
-    def exchange_headers(
-        self,
-        result: ShareResult,
-        *,
-        options: object = None,
-        outputs: Sequence[OutputShape] = (),
-        call_checksum: Tensor | None = None,
-        text: str = "",
-    ) -> list[Header]:
-        """Send this rank's header and return those of all ranks, by rank.
-
-        Args:
-            options: Whatever must be equal on all ranks beside the call.
-            call_checksum: Of pixels and weight, shape (1,); ignored unless the share is done.
-            text: The reason, if it is not done.
+    def _encode_share(self, batch: Batch) -> list[Tensor]:
+        """Encode this rank's share, and exchange outputs. The other ranks hear of an error that ends the call.
 
         Raises:
-            NotSharedError: A rank encodes alone, or ranks hold different pixels or weights.
+            _NotSharedError: A rank encodes alone, or ranks hold different pixels or weights.
             RankError: A rank failed or made another call. The same on all ranks that are done.
             OutOfMemoryError: Every failed rank ran out of memory.
         """
-        header = Header(
-            result=result,
-            call=digest((self._calls, self._grid)),
-            options=digest(options),
-            outputs=tuple(outputs),
-            text=text,
-        )
-        if result is not ShareResult.DONE or call_checksum is None:
-            call_checksum = torch.zeros(1, dtype=torch.int64, device=self.ranks.device)
-        when = "for word that they are through with their shares"
+        plan = batch.plan
+        attempt = batch.attempt
+
+        def exchange(outputs: tuple[OutputShape, ...]) -> list[Report]:
+            kind = (*share.kind, plan.spec.request.dtype)
+            report = Report(grid=plan.inputs.grid, kind=kind, checksum=int(checksum), outputs=outputs)
+            reports = self._exchange(attempt, report)
+            _check(reports)
+            return reports
+
         try:
-            words_by_rank = self.ranks.words(header.pack(), call_checksum, when=when)
-        except RankError:
-            self._others_wait = False
+            embedding = plan.reading.parts.projection.weight.flatten(1)
+            checksum = rows_checksum(embedding) + rows_checksum(batch.pixels_TP)
+            share = Share(self._ranks, Assignment(batch.grid, self._split(plan, batch.grid)), batch, exchange)
+            outputs: list[Tensor] = []
+            if share.grid:
+                share_plan = replace(plan, parameters=share.parameters)
+                part = replace(batch, plan=share_plan, grid=share.grid, pixels_TP=share.pixels_TP)
+                with share.replaced:
+                    outputs = self._encode(part)
+            outputs = share.gather(outputs)
+        except Exception as error:
+            if attempt.exchanged is None:
+                self._tell_unless_repeated(batch, error)
             raise
-        self._others_wait = False  # if memory ran out instead, nothing was sent, and they still wait
-        headers = [Header.unpack(words) for words in words_by_rank]
-        if result < ShareResult.FAILED:
-            _check_headers(headers)
-        return headers
+        self.counts["shared"] += 1
+        return outputs
+
+    def _tell_unless_repeated(self, batch: Batch, error: Exception) -> None:
+        """Tell the other ranks of an error, unless another attempt follows: they wait for it."""
+        try:
+            batch.attempt.prepare_another(error)
+        except Exception as final:
+            report = Report(
+                grid=batch.plan.inputs.grid,
+                error=f"{type(final).__name__}: {final}"[:_LETTERS],
+                is_out_of_memory=isinstance(final, torch.OutOfMemoryError),
+            )
+            with suppress(RankError):  # this rank raises its own error
+                self._exchange(batch.attempt, report)
+            raise
+
+    def _exchange(self, attempt: Attempt, report: Report) -> list[Report]:
+        """Send this rank's report and return those of all ranks, by rank."""
+        attempt.exchanged = "this call was shared"
+        return gather(self._ranks, report)
 
 
-def _check_headers(headers: Sequence[Header]) -> None:
+def _full(plan: FastPlan) -> float:
+    """Return the part of the layers that attend within whole frames."""
+    full_layers = plan.reading.full_layers
+    return sum(full_layers) / len(full_layers)
+
+
+def _check(reports: Sequence[Report]) -> None:
     """Raise if a rank failed, is alone, or differs from the others. Every rank that is done raises the same error."""
-    failed = {rank: header for rank, header in enumerate(headers) if header.result >= ShareResult.FAILED}
+    failed = {rank: report for rank, report in enumerate(reports) if report.error is not None}
     if failed:
-        message = "; ".join(f"rank {rank} of the group failed: {header.text}" for rank, header in failed.items())
-        only_memory = all(header.result is ShareResult.OUT_OF_MEMORY for header in failed.values())
+        message = "; ".join(f"rank {rank} of the group failed: {report.error}" for rank, report in failed.items())
+        only_memory = all(report.is_out_of_memory for report in failed.values())
         raise torch.OutOfMemoryError(message) if only_memory else RankError(message)
-    _check_same([header.call for header in headers], "grid_thw, and as many calls before it")
-    alone = {rank: header for rank, header in enumerate(headers) if header.result is ShareResult.ALONE}
+    _check_same([report.grid for report in reports], "grid_thw")
+    alone = {rank: report.why_alone for rank, report in enumerate(reports) if report.why_alone is not None}
     if alone:
-        raise NotSharedError(
-            "; ".join(f"not shared: rank {rank} of the group: {header.text}" for rank, header in alone.items())
-        )
-    _check_same([header.options for header in headers], "gradients, dtype and weights that are trained")
-    different = _different_ranks([header.checksum for header in headers])
+        raise _NotSharedError("; ".join(f"not shared: rank {rank} of the group: {why}" for rank, why in alone.items()))
+    _check_same([report.kind for report in reports], "gradients, dtype and weights that are trained")
+    different = _different_ranks([report.checksum for report in reports])
     if different:
-        raise NotSharedError(
+        raise _NotSharedError(
             f"not shared: pixel values or weights on {', '.join(different)} of the group are not those of the others"
+        )
+
+
+def _different_ranks(values: Sequence[object]) -> list[str]:
+    """Return the ranks whose value is not the most common one."""
+    common = max(values, key=list(values).count)
+    return [str(rank) for rank, value in enumerate(values) if value != common]
+
+
+def _check_same(values: Sequence[object], what: str) -> None:
+    different = _different_ranks(values)
+    if different:
+        raise RankError(
+            f"expected the same call on every rank ({what}), got another on {', '.join(different)} of the group; give "
+            "all ranks the same images in the same order, or patch with data_parallel=False"
         )
 
 
@@ -217,16 +278,163 @@ def rows_checksum(rows_TP: Tensor) -> Tensor:
     return total.view(1)
 
 
-def _different_ranks(words: list[int]) -> list[str]:
-    """Return the ranks whose word is not the most common one."""
-    common = max(words, key=words.count)
-    return [str(rank) for rank, word in enumerate(words) if word != common]
+class Share:
+    """One rank's share of a call: its rows, aliases of trained weights, and the exchange of all outputs.
+
+    Gradients of an alias reach `_TakeShare`, which sums them over the ranks.
+
+    Args:
+        exchange: Sends the shapes of this rank's outputs, and returns the reports of all ranks.
+
+    Attributes:
+        grid: What this rank encodes; empty for a rank without a share.
+        pixels_TP: Its rows.
+        kind: What must be equal on all ranks beside the call.
+        parameters: Of the tower, with aliases of the trained ones.
+        replaced: Within this context the tower holds these aliases.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        assignment: Assignment,
+        batch: Batch,
+        exchange: Callable[[tuple[OutputShape, ...]], list[Report]],
+    ) -> None:
+        plan = batch.plan
+        grad = plan.spec.request.grad
+        pixels_TP = batch.pixels_TP
+        self.ranks = ranks
+        self.assignment = assignment
+        self.grid = assignment.grid_of(ranks.rank)
+        self._exchange = exchange
+        self._device = pixels_TP.device
+        self._token: Tensor | None = None
+        self.replaced: AbstractContextManager[None] = nullcontext()
+        # A weight that modules share counts once.
+        weights = {id(weight): weight for weight in plan.parameters if grad and weight.requires_grad}
+        self.kind = (grad, pixels_TP.requires_grad, [tuple(weight.shape) for weight in weights.values()])
+        self.parameters = plan.parameters
+        if not grad:
+            self.pixels_TP = assignment.share_of(pixels_TP, ranks.rank)
+            return
+        self._token, self.pixels_TP, *aliases = _TakeShare.apply(ranks, assignment, pixels_TP, *weights.values())
+        alias_of = dict(zip(weights, aliases, strict=True))
+        self.parameters = [alias_of.get(id(parameter), parameter) for parameter in plan.parameters]
+        dicts = plan.reading.parameter_dicts
+        slots = [(parameters, name) for parameters in dicts for name in parameters if id(parameters[name]) in alias_of]
+        self.replaced = replaced(slots, [alias_of[id(parameters[name])] for parameters, name in slots])
+
+    def gather(self, outputs: list[Tensor]) -> list[Tensor]:
+        """Return all rows of all outputs on every rank.
+
+        Args:
+            outputs: Of this rank's share; empty for a rank without one.
+        """
+        return self.exchange(outputs) if self._token is None else list(_Gather.apply(self, self._token, *outputs))
+
+    def exchange(self, outputs: list[Tensor]) -> list[Tensor]:
+        """Do the work of `gather`, without gradients."""
+        rows_by_rank = self.assignment.rows
+        rank = self.ranks.rank
+        shapes = tuple((len(output), output.shape[1], output.dtype) for output in outputs)
+        # Allocate before the other ranks hear that this one is done: it may fail.
+        buffers = self._buffers(shapes, rows_by_rank[rank]) if shapes else []
+        reports = self._exchange(shapes)
+        if not shapes:
+            first = next(rank for rank, report in enumerate(reports) if report.outputs)
+            buffers = self._buffers(reports[first].outputs, rows_by_rank[first])
+        *by_rank, complete = buffers
+        if outputs:
+            by_rank[rank] = [output.contiguous() for output in outputs]
+        to_all(self.ranks, by_rank[rank], by_rank)
+        for index, output in enumerate(complete):
+            self.assignment.put_together([outputs_there[index] for outputs_there in by_rank], output)
+        return complete
+
+    def _buffers(self, shapes: Sequence[OutputShape], rows_there: int) -> list[list[Tensor]]:
+        """Return empty outputs for every rank, none for this one, then for the whole call.
+
+        Args:
+            rows_there: The patch rows that have outputs of these shapes.
+        """
+        rows_by_rank = list(self.assignment.rows)
+        rows_by_rank[self.ranks.rank] = 0
+        return [
+            [
+                torch.empty(rows * count // rows_there, width, dtype=dtype, device=self._device)
+                for count, width, dtype in shapes
+            ]
+            for rows in (*rows_by_rank, self.assignment.total)
+        ]
 
 
-def _check_same(digests: list[int], what: str) -> None:
-    different = _different_ranks(digests)
-    if different:
-        raise RankError(
-            f"expected the same call on every rank ({what}), got another on {', '.join(different)} of the group; give "
-            "all ranks the same images in the same order, or patch with data_parallel=False"
-        )
+class _TakeShare(torch.autograd.Function):
+    """Return a token, this rank's pixels, and aliases of the weights. The backward sums gradients over all ranks.
+
+    The token comes back from `_Gather` on every rank, also on one without a share: all take part, in one order.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: FunctionContext, ranks: Ranks, assignment: Assignment, pixels_TP: Tensor, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.ranks = ranks
+        ctx.assignment = assignment
+        ctx.weights = weights
+        share_TP = assignment.share_of(pixels_TP, ranks.rank).detach()
+        ctx.like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in (share_TP, *weights)]
+        if not pixels_TP.requires_grad:
+            ctx.mark_non_differentiable(share_TP)
+        return torch.zeros((), device=pixels_TP.device), share_TP, *(weight.detach() for weight in weights)
+
+    @staticmethod
+    @machine.once_differentiable
+    def backward(ctx: FunctionContext, _: object, *gradients: Tensor | None) -> tuple[object, ...]:
+        ranks = ctx.ranks
+        assignment = ctx.assignment
+        needs_pixels, *needs_weights = ctx.needs_input_grad[2:]
+        filled = []
+        for gradient, (shape, dtype, device) in zip(gradients, ctx.like, strict=True):
+            filled.append(torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient)
+        dshare_TP, *dweights_here = filled
+        needed = [index for index, needs in enumerate(needs_weights) if needs]
+        # A weight that no rank's outputs depend on gets no gradient: an optimizer tells that from zeros.
+        reached = dshare_TP.new_tensor([gradients[1 + index] is not None for index in needed], dtype=torch.float32)
+        sums = add_up(ranks, [*(dweights_here[index] for index in needed), reached]) if needed else [reached]
+        dpixels_TP = None
+        if needs_pixels:
+            by_rank = [dshare_TP.new_empty(rows, dshare_TP.shape[1]) for rows in assignment.rows]
+            by_rank[ranks.rank] = dshare_TP.contiguous()
+            to_all(ranks, [by_rank[ranks.rank]], [[rows_TP] for rows_TP in by_rank])
+            dpixels_TP = dshare_TP.new_empty(assignment.total, dshare_TP.shape[1])
+            assignment.put_together(by_rank, dpixels_TP)
+        dweights: list[Tensor | None] = [None] * len(needs_weights)
+        for index, total, ranks_reached in zip(needed, sums, sums[-1].tolist(), strict=False):
+            weight = ctx.weights[index]
+            has_hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
+            dweights[index] = total if ranks_reached or has_hooks else None  # hooks would be called with None
+        return None, None, dpixels_TP, *dweights
+
+
+class _Gather(torch.autograd.Function):
+    """Brings the outputs of this rank's share to all ranks. Its backward takes the share's rows of their gradient."""
+
+    @staticmethod
+    def forward(ctx: FunctionContext, share: Share, token: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.assignment = share.assignment
+        ctx.rank = share.ranks.rank
+        ctx.count = len(outputs)
+        ctx.token = token.detach()
+        return tuple(share.exchange(list(outputs)))
+
+    @staticmethod
+    @machine.once_differentiable
+    def backward(ctx: FunctionContext, *gradients: Tensor | None) -> tuple[object, ...]:
+        rows = [
+            None if gradient is None else ctx.assignment.share_of(gradient, ctx.rank)
+            for gradient in gradients[: ctx.count]
+        ]
+        return None, ctx.token, *rows

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -17,11 +18,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from hf_vit_accel.engine.encoder import Checkpoint
-from hf_vit_accel.engine.facts import TowerFacts
+from hf_vit_accel.engine.call import HIDDEN_STATES_OF_STEP, Batch, Encode, FastPlan
 from hf_vit_accel.engine.recorded import RecordedModules
-from hf_vit_accel.engine.route import Spec
 from hf_vit_accel.layout import Grid, rows_of
+from hf_vit_accel.options.joined import JoinedOutputs
 
 AUTO_ROWS = 36864
 """Rows of a pass under `max_rows="auto"` on CUDA, so that a forward takes at most 0.8 GB beyond weights and outputs.
@@ -29,6 +29,8 @@ AUTO_ROWS = 36864
 A row takes 15 to 19 kB in bf16 while an MLP runs: docs/max-rows.md has the table.
 """
 
+CUT_ON = ("cuda",)
+"""The types of devices on which `max_rows="auto"` cuts."""
 NO_LIMIT = sys.maxsize
 """Rows of a pass that is cut only after memory ran out."""
 
@@ -103,58 +105,108 @@ def _grid_of(units: Sequence[_Unit]) -> Grid:
     return tuple(images.values())
 
 
-def reasons_not_cut(facts: TowerFacts, checkpoints: Sequence[Checkpoint | None]) -> list[str]:
-    """Return why no call of a tower may be cut."""
+def reasons_not_cut(plan: FastPlan) -> list[str]:
+    """Return why a call may not be cut."""
+    reading = plan.reading
     # Ranks with other images would have to make as many passes.
-    reasons = ["FSDP2 gathers weights at each pass"] if facts.sharded_layers else []
-    if any(layer is not None and layer.is_reentrant for layer in checkpoints):
+    reasons = ["FSDP2 gathers weights at each pass"] if reading.sharded_layers else []
+    if plan.has_reentrant_checkpoints:
         reasons.append("reentrant checkpoints bring gradients to weights at each pass")
-    return [f"not cut by max_rows: {why}" for why in (*reasons, *facts.mixing)]
+    reasons += reading.mixing
+    if plan.spec.hidden_states and plan.spec.request.grad:
+        reasons.append(HIDDEN_STATES_OF_STEP)
+    return [f"not cut by max_rows: {why}" for why in reasons]
 
 
-class PassLimit:
-    """The limit for the rows of a pass of one tower, which is halved when memory runs out; and counts of its passes.
+class InPasses:
+    """Encodes batches in passes of a largest number of rows, which is halved when memory runs out; counts them.
+
+    Args:
+        encode: Encodes a pass.
+        max_rows: The setting of the user.
+        drop_graphs: Gives the memory of CUDA graphs back.
 
     Attributes:
-        max_rows: the setting of the user.
-        rows_after_oom: by whether gradients flow, the rows of a pass since memory ran out; empty before.
-        calls: how many calls were cut.
-        passes: how many passes they had.
+        rows_after_oom: By whether gradients flow, the rows of a pass since memory ran out; empty before.
+        calls: How many calls were cut.
+        passes: How many passes they had.
     """
 
-    def __init__(self, max_rows: int | Literal["auto"] | None) -> None:
+    def __init__(self, encode: Encode, max_rows: int | Literal["auto"], drop_graphs: Callable[[], None]) -> None:
         self.max_rows = max_rows
         self.rows_after_oom: dict[bool, int] = {}
         self.calls = 0
         self.passes = 0
+        self._encode = encode
+        self._drop_graphs = drop_graphs
 
-    def rows(self, device: torch.device, *, grad: bool, never_cut: bool) -> int | None:
-        """Return the rows of a pass at most: `NO_LIMIT` if only memory that runs out cuts a call; None to never cut.
+    def __call__(self, batch: Batch) -> list[Tensor]:
+        """Return the outputs of a batch: encoded as it is, or in passes if it is long."""
+        request = batch.plan.spec.request
+        if self.max_rows == "auto" and request.device.type not in CUT_ON:
+            return self._encode(batch)
+        most_rows = self.rows_after_oom.get(request.grad) or self.rows_at_first(grad=request.grad)
+        is_long = len(batch.pixels_TP) > most_rows and self._may_cut(batch)
+        try:
+            return self._encode_passes(batch, most_rows) if is_long else self._encode(batch)
+        except torch.OutOfMemoryError:
+            if batch.attempt.has_new_room or not self._halve(batch, most_rows):
+                raise
+        return self._encode_passes(batch, self.rows_after_oom[request.grad])
 
-        With gradients a pass runs forward twice, so "auto" waits until memory runs out.
+    def rows_at_first(self, *, grad: bool) -> int:
+        """Return the rows of a pass before memory ran out. With gradients a pass runs forward twice."""
+        if self.max_rows == "auto":
+            return NO_LIMIT if grad else AUTO_ROWS
+        return self.max_rows
 
-        Args:
-            device: where the call runs.
-            never_cut: whether no call may be cut, see `reasons_not_cut`.
-        """
-        if self.max_rows is None or never_cut or (self.max_rows == "auto" and device.type != "cuda"):
-            return None
-        automatic = NO_LIMIT if grad else AUTO_ROWS
-        return self.rows_after_oom.get(grad, automatic if self.max_rows == "auto" else self.max_rows)
+    def _may_cut(self, batch: Batch) -> bool:
+        """Return whether a long batch may be cut; note why not if it exceeds the user's bound."""
+        reasons = reasons_not_cut(batch.plan)
+        if isinstance(self.max_rows, int) and len(batch.pixels_TP) > self.max_rows:
+            batch.note(reasons)
+        return not (reasons or batch.plan.is_hooked)
 
-    def halve(self, grid: Grid, spec: Spec) -> bool:
+    def _encode_passes(self, batch: Batch, most_rows: int) -> list[Tensor]:
+        """Return the joined outputs of all passes. With gradients, each is encoded again in the backward."""
+        grids = cut(batch.grid, most_rows, clips=batch.plan.reading.geometry.clips)
+        if len(grids) == 1:  # a frame is never cut
+            return self._encode(batch)
+        grad = batch.plan.spec.request.grad
+        joined = JoinedOutputs(len(batch.pixels_TP), grad=grad)
+        recomputed = RecomputedPasses(batch.plan) if grad else None
+        start = 0
+        for grid in grids:
+            rows = slice(start, start + rows_of(grid))
+            start = rows.stop
+            part = replace(batch, grid=grid, pixels_TP=batch.pixels_TP[rows], is_part=True)
+            if recomputed is not None:
+                outputs = recomputed.run(self._encode, part)
+            else:
+                outputs = self._encode(replace(part, output_slices=joined.slices(rows)))
+            joined.add(rows, outputs)
+            del outputs  # before the next pass begins
+        self.calls += 1
+        self.passes += len(grids)
+        return joined.complete()
+
+    def _halve(self, batch: Batch, most_rows: int) -> bool:
         """Halve the rows of a pass once, after its memory ran out; later calls keep to that.
 
         Returns:
             False if passes were halved before, may not be cut, or cannot be cut further.
         """
-        grad = spec.request.grad
-        if spec.max_rows is None or grad in self.rows_after_oom:
+        plan = batch.plan
+        grad = plan.spec.request.grad
+        if grad in self.rows_after_oom or plan.is_hooked or reasons_not_cut(plan):
             return False
-        half = (rows_of(grid) if spec.max_rows == NO_LIMIT else spec.max_rows) // 2
-        if len(cut(grid, half, clips=spec.geometry.clips)) == 1:
+        clips = plan.reading.geometry.clips
+        longest = max(cut(batch.grid, most_rows, clips=clips), key=rows_of)
+        half = (rows_of(longest) if most_rows == NO_LIMIT else most_rows) // 2
+        if len(cut(longest, half, clips=clips)) == 1:
             return False  # a frame that alone is too large
         self.rows_after_oom[grad] = half
+        self._drop_graphs()
         return True
 
     def __str__(self) -> str:
@@ -165,31 +217,22 @@ class PassLimit:
 
 
 class RecomputedPasses:
-    """Passes with gradients: nothing of a pass is kept but its input, from which it runs again in the backward pass.
+    """Passes with gradients: nothing of a pass is kept but its input, from which it runs again in the backward pass."""
 
-    Args:
-        facts: Of the tower.
-        spec: Of the routes of the call.
-    """
-
-    def __init__(self, facts: TowerFacts, spec: Spec) -> None:
-        assert spec.ops is not None
-        parts = facts.parts
-        self._embed = spec.ops.embed
+    def __init__(self, plan: FastPlan) -> None:
+        assert plan.spec.ops is not None
+        reading = plan.reading
+        parts = reading.parts
+        self._embed = plan.spec.ops.embed
         self._embedding = [module for module in (parts.patch_embed, parts.embed_norm) if module is not None]
-        self._recorded = RecordedModules(parts, has_adapters=facts.unpredictable is not None)
+        self._recorded = RecordedModules(parts, has_adapters=reading.unpredictable is not None)
 
-    def run(self, encode_pass: Callable[..., list[Tensor]], pixels_TP: Tensor) -> list[Tensor]:
-        """Return the outputs of a pass.
-
-        Args:
-            encode_pass: Called with rows and `is_embedded`, see `engine.encoder.encode`. It returns the outputs.
-        """
-        rows_TE = self._embedded(pixels_TP)
-        is_embedded = rows_TE is not None
-        rows = rows_TE if is_embedded else pixels_TP
-        contexts = self._recorded.contexts
-        return checkpoint(encode_pass, rows, is_embedded=is_embedded, use_reentrant=False, context_fn=contexts)
+    def run(self, encode: Encode, part: Batch) -> list[Tensor]:
+        """Return the outputs of a pass."""
+        rows_TE = self._embedded(part.pixels_TP)
+        if rows_TE is not None:
+            part = replace(part, pixels_TP=rows_TE, is_embedded=True)
+        return checkpoint(encode, part, use_reentrant=False, context_fn=self._recorded.contexts)
 
     def _embedded(self, pixels_TP: Tensor) -> Tensor | None:
         """Return the embedded rows (T, E) where no gradient reaches them; None where one does.

@@ -1,8 +1,8 @@
 """Encode equal images and videos once: those of one call, and with `across_calls` those of earlier calls, too.
 
-An image is one row of the grid: an image, or a video with all its frames. `find_repeats` computes a checksum of every
+An image is one row of the grid: an image, or a video with all its frames. `read_grid` computes a checksum of every
 image on the device, and reads it together with the grid, in one host sync. Images of equal checksums are compared bit
-for bit. `select` picks the images to encode, `collect` puts the outputs of the call together.
+for bit. `Reuse`, called, encodes the distinct images alone, and puts the outputs of the call together.
 
 Features of earlier calls are used while a checksum of all parameters and buffers stays the same. Version counters would
 not do: they miss writes through `.data`, by which adapters are merged and some optimisers update weights.
@@ -13,18 +13,20 @@ not do: they miss writes through `.data`, by which adapters are merged and some 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import accumulate
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_vit_accel import machine
 from hf_vit_accel.config import ReuseConfig
+from hf_vit_accel.engine.call import Batch, Encode, Reading, Weights
+from hf_vit_accel.engine.inputs import HostGrid
 from hf_vit_accel.layout import Grid, settle, to_device
-from hf_vit_accel.machine import KERNELS, LRU, guarded, keep_in_children
+from hf_vit_accel.machine import KERNELS, LRU, autocast_dtype, guarded, keep_in_children, reasons_untraceable
 from hf_vit_accel.ops import why_not_triton
 from hf_vit_accel.ops.training.context import FunctionContext
 from hf_vit_accel.options import checksum
@@ -41,27 +43,6 @@ _BY_KERNELS = (
     guarded(KERNELS, checksum.sum_weights),
     guarded(KERNELS, checksum.equal_pairs),
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReuseFacts:
-    """Facts about a tower at one call that decide what is reused (`engine.facts.TowerFacts` hold for every call).
-
-    Attributes:
-        applies: False where nothing is reused and no reason is reported, as under transforms of torch.func.
-        reasons: Why no image of this call is reused.
-        reasons_against_keeping: Why no features are kept for later calls.
-        weights_to_sum: All parameters and buffers, whose checksum keys the kept features; empty where none are kept.
-        context: Settings that decide features beside the weights, such as the dtype of autocast.
-        no_kernels: Why Triton kernels are not tried; None if they are.
-    """
-
-    applies: bool = True
-    reasons: list[str] = field(default_factory=list)
-    reasons_against_keeping: list[str] = field(default_factory=list)
-    weights_to_sum: list[Tensor] = field(default_factory=list)
-    context: Hashable = None
-    no_kernels: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,11 +91,10 @@ class Kept:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Repeats:
-    """The repeated images of a call: where the features of every image come from. Also the grid on the host.
+class Repeats(HostGrid):
+    """The repeated images of a call: where the features of every image come from.
 
     Attributes:
-        grid: The grid as it was given, unchecked.
         unmet: Why less is reused than was requested.
         sources: For every image: its own index if it must be encoded, the index of an equal image of this call, or
             features of an earlier call. Empty where nothing is reused.
@@ -122,7 +102,6 @@ class Repeats:
         keys: The keys under which features are kept; empty where they are not.
     """
 
-    grid: list[list[int]]
     unmet: list[str] = field(default_factory=list)
     sources: list[int | Kept] = field(default_factory=list)
     bits: tuple[Tensor, ...] = ()
@@ -139,15 +118,39 @@ class Repeats:
 
 
 class Reuse:
-    """Features that one tower has kept, and counts of its calls."""
+    """Encodes the distinct images of a batch alone; holds the features that one tower has kept, and counts.
 
-    def __init__(self, config: ReuseConfig) -> None:
-        self.config = config
+    Args:
+        encode: Encodes distinct images.
+        config: The setting of the user.
+        has_score_mod: Whether a score_mod changes the scores of attention.
+    """
+
+    def __init__(self, encode: Encode, config: ReuseConfig, *, has_score_mod: bool) -> None:
+        self._encode = encode
+        self._config = config
+        self._has_score_mod = has_score_mod
         self._images = 0
         self._encoded = 0
         self._hits = 0
         self._kept: LRU[Kept] = LRU(entries=1 << 20, cost=int(config.gigabytes * 1e9))
         self._table: WeightTable | None = None
+
+    def __call__(self, batch: Batch) -> list[Tensor]:
+        """Return the outputs of a batch, of which equal images, and those that are known, are encoded once."""
+        repeats = batch.plan.inputs.host_grid
+        if not isinstance(repeats, Repeats):
+            outputs = self._encode(batch)
+            if batch.plan.why_whole is not None:
+                batch.note([f"equal pictures are encoded again: {batch.plan.why_whole}"])
+            return outputs
+        grid = repeats.distinct(batch.grid)
+        fresh: list[Tensor] = []
+        if grid:
+            pixels_TP = self._select(repeats, batch.grid, batch.pixels_TP)
+            fresh = self._encode(replace(batch, grid=grid, pixels_TP=pixels_TP))
+        batch.note(repeats.unmet)
+        return self._collect(repeats, batch.grid, fresh)
 
     def status(self) -> ReuseStatus:
         """Return the counts so far."""
@@ -159,52 +162,91 @@ class Reuse:
         self._kept.clear()
         self._table = None
 
-    def find_repeats(self, pixels_TP: Tensor, grid_N3: Tensor, facts: ReuseFacts) -> Repeats:
-        """Read the grid in one host sync, and find equal images. With candidates, their comparison is a second sync."""
-        grid = grid_N3.tolist() if grid_N3.device.type == "cpu" else None
+    def read_grid(
+        self,
+        reading: Reading,
+        parameters: list[nn.Parameter],
+        weights: Weights,
+        no_kernels: str | None,
+        pixels_TP: Tensor,
+        grid_N3: Tensor,
+    ) -> Repeats:
+        """Read the grid in one host sync, and find equal images. With candidates, their comparison is a second sync.
+
+        Args:
+            reading: The tower as it is now.
+            parameters: Its parameters.
+            weights: Their memory.
+            no_kernels: Why Triton kernels are not tried; None if they are.
+        """
+        sizes = grid_N3.tolist() if grid_N3.device.type == "cpu" else None
         # Equal pixels that require gradients have gradients of their own.
-        applies = facts.applies and not (torch.is_grad_enabled() and pixels_TP.requires_grad)
-        if not applies or facts.reasons or pixels_TP.is_meta:
-            return Repeats(grid=grid or grid_N3.tolist(), unmet=facts.reasons if applies else [])
+        if (torch.is_grad_enabled() and pixels_TP.requires_grad) or reasons_untraceable():
+            return Repeats(sizes=sizes or grid_N3.tolist())
+        reasons = list(reading.mixing)
+        if reading.unpredictable and reading.in_training_mode() and not reasons:
+            reasons.append(f"{reading.unpredictable}, and may be random in training")
+        if reasons or pixels_TP.is_meta:
+            return Repeats(sizes=sizes or grid_N3.tolist(), unmet=reasons)
         device = pixels_TP.device
         images = len(grid_N3)
-        table, unmet = self._weight_table(facts, device)
-        has_no_repeats = images < 2 or (grid is not None and len({tuple(sizes) for sizes in grid}) == images)
+        tensors, unmet = self._weights_to_sum(reading, parameters, weights)
+        table = None
+        if tensors:
+            table, unmet = self._weight_table(tensors, device)
+        has_no_repeats = images < 2 or (sizes is not None and len(set(map(tuple, sizes))) == images)
         if not pixels_TP.numel() or not images or (has_no_repeats and table is None):
-            return Repeats(grid=grid or grid_N3.tolist(), unmet=unmet)
+            return Repeats(sizes=sizes or grid_N3.tolist(), unmet=unmet)
 
-        runs_kernels = facts.no_kernels is None and why_not_triton(device, torch.float16) is None  # pixels of any dtype
+        runs_kernels = no_kernels is None and why_not_triton(device, torch.float16) is None  # pixels of any dtype
         sum_images, sum_weights, equal_pairs = _BY_KERNELS if runs_kernels else _IN_TORCH
         words_TW = words_of(pixels_TP)
         sums = torch.zeros(1 + 4 * images, dtype=torch.int64, device=device)
         if table is not None:
-            sum_weights(facts.weights_to_sum, table.chunks_2C, sums)
+            sum_weights(tensors, table.chunks_2C, sums)
         sum_images(words_TW, grid_N3.to(device, torch.int64, non_blocking=True).contiguous(), sums)
         weights_sum, *flat = sums.tolist()
 
         fingerprints = [tuple(flat[start : start + 4]) for start in range(0, len(flat), 4)]  # sizes and checksum
-        grid = [list(fingerprint[:3]) for fingerprint in fingerprints]
+        sizes = [list(fingerprint[:3]) for fingerprint in fingerprints]
         present = [fingerprint for fingerprint in fingerprints if fingerprint[0]]  # images without frames pad a batch
         counts = [frames * height * width for frames, height, width, _ in present]
         if min(counts, default=0) < 1 or sum(counts) != len(words_TW):
-            return Repeats(grid=grid, unmet=unmet)  # the caller refuses this grid
+            return Repeats(sizes=sizes, unmet=unmet)  # the caller refuses this grid
         bits = words_TW.split(counts)
         keys: list[Hashable] = []
         if table is not None:
-            identity = weights_sum, table.form, pixels_TP.dtype, device, facts.context, *machine.numerics()
+            autocast = autocast_dtype(device, weights.dtype)
+            identity = weights_sum, table.form, pixels_TP.dtype, device, autocast, *machine.numerics()
             keys = [(identity, fingerprint) for fingerprint in present]
         sources = self._find_sources(present, keys, bits, equal_pairs)
-        return Repeats(grid=grid, unmet=unmet, sources=sources, bits=bits, keys=keys)
+        return Repeats(sizes=sizes, unmet=unmet, sources=sources, bits=bits, keys=keys)
 
-    def _weight_table(self, facts: ReuseFacts, device: torch.device) -> tuple[WeightTable | None, list[str]]:
+    def _weights_to_sum(
+        self, reading: Reading, parameters: list[nn.Parameter], weights: Weights
+    ) -> tuple[list[Tensor], list[str]]:
+        """Return all parameters and buffers, whose checksum keys kept features; or none, and why none are kept."""
+        is_trained = reading.unpredictable is not None or reading.is_trained(parameters)
+        if not self._config.across_calls or (torch.is_grad_enabled() and is_trained):
+            return [], []  # where gradients may flow, features are never kept: no reason is reported
+        reasons: list[str] = []
+        if reading.unpredictable:
+            reasons.append(f"{reading.unpredictable}, and might act otherwise at a later call")
+        if self._has_score_mod:
+            reasons.append("a score_mod may read what changes between calls")
+        if reading.sharded_layers or reading.offloaded or weights.pointers is None:
+            reasons.append("weights are sharded, offloaded or of a class of their own: changes go unseen")
+        if not reasons and reading.holds_plain_tensors():
+            reasons.append("a module holds a tensor that is neither parameter nor buffer")
+        return ([], reasons) if reasons else ([*parameters, *reading.buffers()], [])
+
+    def _weight_table(self, tensors: list[Tensor], device: torch.device) -> tuple[WeightTable | None, list[str]]:
         """Return the table of the weights; or None, and the reasons why no features are kept."""
-        if not facts.weights_to_sum:
-            return None, facts.reasons_against_keeping
-        layout = _layout_of(facts.weights_to_sum)
+        layout = _layout_of(tensors)
         table = self._table
         if table is None or table.layout != layout:
-            self._table = table = WeightTable(facts.weights_to_sum, layout)
-        if table.reasons or facts.weights_to_sum[0].device != device:
+            self._table = table = WeightTable(tensors, layout)
+        if table.reasons or tensors[0].device != device:
             return None, table.reasons
         if device.type == "cuda":
             table.chunks_2C.record_stream(torch.cuda.current_stream(device))
@@ -235,7 +277,7 @@ class Reuse:
                 sources[index] = candidate
         return sources
 
-    def select(self, repeats: Repeats, grid: Grid, pixels_TP: Tensor) -> Tensor:
+    def _select(self, repeats: Repeats, grid: Grid, pixels_TP: Tensor) -> Tensor:
         """Return the pixels of the images that must be encoded, `repeats.distinct(grid)`; no rows if there are none."""
         encoded = repeats.encoded
         if len(encoded) == len(repeats.sources):
@@ -244,12 +286,11 @@ class Reuse:
         pieces = [pieces_of_call[index] for index in encoded] or [pixels_TP[:0]]
         return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
-    def collect(self, repeats: Repeats, grid: Grid, fresh: list[Tensor]) -> list[Tensor]:
+    def _collect(self, repeats: Repeats, grid: Grid, fresh: list[Tensor]) -> list[Tensor]:
         """Return the outputs of a call.
 
         Args:
-            repeats: The result of `find_repeats`.
-            fresh: The outputs of the images that `select` returned; empty if there were none.
+            fresh: The outputs of the distinct images; empty if there were none.
         """
         sources = repeats.sources
         encoded = repeats.encoded

@@ -16,9 +16,8 @@ from hf_vit_accel.backends import Request
 from hf_vit_accel.config import Settings
 from hf_vit_accel.engine.route import PLANS_OF_OFFSETS, ROUTE, SEGMENTS, Route, SegmentPlans
 from hf_vit_accel.layout import Segments
-from hf_vit_accel.machine import FallbackError
+from hf_vit_accel.machine import FallbackError, reasons_untraceable
 from hf_vit_accel.tower import unknown
-from hf_vit_accel.tower.checks import reasons_untraceable
 from hf_vit_accel.tower.proof import NAMES
 
 

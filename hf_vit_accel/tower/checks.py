@@ -9,20 +9,16 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 import transformers
-from torch import Tensor, nn
-from torch.autograd import forward_ad
+from torch import Tensor
 from torch.jit._trace import is_tracing
 from torch.nn.modules import module as torch_module
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_in_torch_dispatch_mode
 
 from hf_vit_accel import versions
 from hf_vit_accel.config import Settings
 from hf_vit_accel.families import Family, Tower
 from hf_vit_accel.families.copies import CopyFamily
-from hf_vit_accel.machine import is_upstream
-from hf_vit_accel.options.reuse import ReuseFacts
+from hf_vit_accel.machine import autocast_dtype, is_upstream, reasons_untraceable
 from hf_vit_accel.tower import copies, fsdp, proof
 from hf_vit_accel.tower.code import names_of_forwards
 from hf_vit_accel.tower.differences import CallDtypes
@@ -37,23 +33,6 @@ HooksOf = Callable[[dict[str, Any]], Mapping[int, Callable[..., object]]]
 _GLOBAL_HOOKS = tuple(
     hooks for name, hooks in vars(torch_module).items() if name.startswith("_global_") and isinstance(hooks, dict)
 )
-
-
-def autocast_dtype(device: torch.device, weights_dtype: torch.dtype) -> torch.dtype | None:
-    """Return the dtype of autocast on a device; None where it is off, and for fp64 weights, which it does not cast."""
-    device_type = device.type
-    if weights_dtype == torch.float64 or not torch.amp.is_autocast_available(device_type):
-        return None
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-
-
-def reasons_fake() -> list[str]:
-    """Return why neither tower nor inputs may be read: cached arrays would be fake, and reach the next real call.
-
-    Modes that only observe (`FlopCounterMode`) do not matter: caches are made outside of them.
-    """
-    modes = [type(mode).__name__ for mode in _get_current_dispatch_mode_stack() if mode.is_infra_mode()]
-    return [f"{modes[0]} is active, as in torch.export"] if modes else []
 
 
 def reasons_stock(
@@ -110,15 +89,6 @@ def reasons_without_segments(tower: Tower, arguments: Mapping[str, object], name
     if not has_grid or not isinstance(pixels, Tensor) or is_tracing():
         return ["the arguments are not those that are known, or torch.jit.trace is at work"]
     return []
-
-
-def reasons_untraceable() -> list[str]:
-    """Return what kernels and backends do not support: torch.func, forward-mode gradients, tracing, fake tensors."""
-    if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
-        return ["a transform of torch.func or forward-mode differentiation is at work"]
-    if is_tracing():
-        return ["torch.jit.trace is at work"]
-    return reasons_fake() if is_in_torch_dispatch_mode() else []
 
 
 def reasons_custom_attention(tower: Tower, name: str | None) -> list[str]:
@@ -220,45 +190,3 @@ def _reasons_hooked(snapshot: Snapshot, hooks_of: HooksOf, hooked_parts: set[int
                 return [f"hooks on {name}"]
             hooked_parts.add(part)
     return []
-
-
-def facts_for_reuse(
-    settings: Settings,
-    snapshot: Snapshot,
-    parameters: list[nn.Parameter],
-    weights: WeightMemory,
-    device: torch.device,
-    no_kernels: str | None,
-) -> ReuseFacts:
-    """Return the facts that decide which images of a call are reused.
-
-    Args:
-        no_kernels: Why Triton kernels are not tried; None if they are.
-    """
-    assert settings.reuse is not None
-    grad_mode = torch.is_grad_enabled()
-    reasons = list(snapshot.mixing)
-    if snapshot.unpredictable and snapshot.in_training_mode() and not reasons:
-        reasons.append(f"{snapshot.unpredictable}, and may be random in training")
-    against_keeping: list[str] = []
-    weights_to_sum: list[Tensor] = []
-    # Where gradients may flow, features are never kept. So no reason is reported.
-    if settings.reuse.across_calls and not (grad_mode and (snapshot.unpredictable or snapshot.is_trained(parameters))):
-        if snapshot.unpredictable:
-            against_keeping.append(f"{snapshot.unpredictable}, and might act otherwise at a later call")
-        if settings.score_mod is not None:
-            against_keeping.append("a score_mod may read what changes between calls")
-        if snapshot.sharded_layers or snapshot.offloaded or weights.pointers is None:
-            against_keeping.append("weights are sharded, offloaded or of a class of their own: changes go unseen")
-        if not against_keeping and snapshot.holds_plain_tensors():
-            against_keeping.append("a module holds a tensor that is neither parameter nor buffer")
-        if not against_keeping:
-            weights_to_sum = [*parameters, *snapshot.buffers()]
-    return ReuseFacts(
-        applies=not reasons_untraceable(),
-        reasons=reasons,
-        reasons_against_keeping=against_keeping,
-        weights_to_sum=weights_to_sum,
-        context=autocast_dtype(device, weights.dtype),
-        no_kernels=no_kernels,
-    )

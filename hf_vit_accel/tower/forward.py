@@ -13,7 +13,7 @@ import inspect
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from functools import lru_cache, partial
 from typing import Any
@@ -23,19 +23,19 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from hf_vit_accel.engine import inputs
-from hf_vit_accel.engine.encoder import encode
+from hf_vit_accel.engine.call import Batch, FastPlan
+from hf_vit_accel.engine.encoder import CalledBlock, checkpoints_of
+from hf_vit_accel.engine.inputs import Inputs
+from hf_vit_accel.engine.route import Spec
 from hf_vit_accel.families import Tower
 from hf_vit_accel.graphs import memory
-from hf_vit_accel.graphs.store import Replayed
-from hf_vit_accel.machine import Fault, raise_if_any
-from hf_vit_accel.options.data_parallel import NotSharedError
-from hf_vit_accel.options.joined import JoinedOutputs
-from hf_vit_accel.options.passes import RecomputedPasses
-from hf_vit_accel.tower import attention_only, checks
-from hf_vit_accel.tower.decide import decide
-from hf_vit_accel.tower.plan import Call, CallPlan, FastPlan, Outcome, Pass, PassDone, StockPlan, Way
-from hf_vit_accel.tower.retry import can_retry_out_of_memory, disable
-from hf_vit_accel.tower.state import STATE, TowerState, state_of
+from hf_vit_accel.machine import KERNELS, Fault, autocast_dtype, raise_if_any, reasons_fake
+from hf_vit_accel.tower import attention_only, checks, stock_way
+from hf_vit_accel.tower.modules import WeightMemory
+from hf_vit_accel.tower.plan import Call, CallPlan, StockPlan, Way
+from hf_vit_accel.tower.retry import Attempt
+from hf_vit_accel.tower.snapshot import Snapshot
+from hf_vit_accel.tower.state import STATE, SpecKey, TowerState, state_of
 
 Original = Callable[..., object]
 """The stock forward of a tower, or the forward that its instance had before it was patched."""
@@ -44,6 +44,10 @@ Arguments = tuple[object, ...]
 Options = dict[str, object]
 """Positional and keyword arguments of a call."""
 
+_OUTER_GRAPH = (
+    "A patched tower cannot be captured in an outer CUDA graph. By default it captures its own where that pays, with "
+    "hf_vit_accel.patch(model, cuda_graphs=True) at the first call"
+)
 CALLED_ON = "_hf_vit_accel_called_on"
 """Keyword argument that names the instance of a call, where it is not the forward's own (a shallow copy)."""
 
@@ -175,48 +179,39 @@ def is_class_forward(forward: object, tower: nn.Module) -> bool:
 
 
 def _call(tower: Tower, state: TowerState, original: Original, args: Arguments, kwargs: Options) -> object:
-    """Serve one call, again without a backend, a kernel or a way of sharing that failed, and in shorter passes."""
+    """Serve one call: read it, decide, run. Once more without a backend or a kernel that failed."""
     pixels: Any = args[0] if args else kwargs.get(state.family.arguments[0])
     if isinstance(pixels, Tensor) and (state.settings.normalisation is not None or pixels.dtype == torch.uint8):
         pixels = state.pixel_values(tower, pixels)
         args, kwargs = (pixels, *args[1:]), {name: x for name, x in kwargs.items() if name != state.family.arguments[0]}
     on_cuda = isinstance(pixels, Tensor) and pixels.is_cuda
-    faults_at_call = state.faults
-    not_shared: str | None = None
-    stock = partial(_call_original, original, state.family.arguments[0], args, kwargs)
-    with torch.cuda.device(pixels.device) if on_cuda else nullcontext(), state.sharing or nullcontext():
+    faults = state.faults
+    stock = partial(stock_way.call_original, original, state.family.arguments[0], args, kwargs)
+    with torch.cuda.device(pixels.device) if on_cuda else nullcontext():
+        exchanged: str | None = None
         while True:
-            faults_at_attempt = state.faults
-            given_up_at_attempt = memory.stores_given_up
-            plan: CallPlan | None = None
+            attempt = Attempt(
+                state=state,
+                exchanged=exchanged,
+                faults_at_call=faults,
+                faults=state.faults,
+                stores_given_up=memory.stores_given_up,
+            )
             try:
                 call = read(tower, state, args, kwargs)
-                plan = decide(tower, state, call, not_shared)
-                return _count(state, run(tower, state, plan, stock))
-            except Fault as fault:
-                disable(state, faults_at_call, faults_at_attempt, fault)
-            except NotSharedError as error:
-                not_shared = str(error)
-            except torch.OutOfMemoryError:
-                if not can_retry_out_of_memory(state, plan, given_up_at_attempt):
-                    raise
+                plan = decide(tower, state, call)
+                if isinstance(plan, StockPlan):
+                    return stock_way.run(state, plan, attempt, stock)
+                return run(state, plan, attempt)
+            except (Fault, torch.OutOfMemoryError) as error:
+                attempt.prepare_another(error)
+                exchanged = attempt.exchanged
             # Nothing holds what the failed attempt allocated when the next one begins.
-
-
-def _call_original(
-    original: Original, pixels_name: str, args: Arguments, kwargs: Options, **injected: object
-) -> object:
-    """Call the stock forward, which computes with a grid on the device of the pixels."""
-    pixels = args[0] if args else kwargs.get(pixels_name)
-    grid = kwargs.get("grid_thw")
-    if isinstance(pixels, Tensor) and isinstance(grid, Tensor) and grid.device != pixels.device:
-        injected["grid_thw"] = grid.to(pixels.device)
-    return original(*args, **(kwargs | injected))
 
 
 def read(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) -> Call:
     """Return a call: the tower as it is now, the reasons against the fast path, and the inputs, checked once."""
-    if is_in_torch_dispatch_mode() and (reasons := checks.reasons_fake()):
+    if is_in_torch_dispatch_mode() and (reasons := reasons_fake()):
         return Call(reasons_stock=reasons)
     if state.family.attention_only:
         return attention_only.read(tower, state, args, kwargs)
@@ -237,10 +232,10 @@ def read(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) -> C
     hooked: set[int] = set()
     grad = torch.is_grad_enabled()
     reasons_slow = checks.reasons_slow(tower, snapshot, weights, kwargs, requested, hooked, grad=grad)
-    find_repeats = None
-    if state.reuse is not None and not (hidden_states or hooked) and state.warming != threading.get_ident():
-        find_repeats = partial(state.find_repeats, snapshot, parameters, weights)
-    read_inputs = inputs.read(snapshot.expected, find_repeats, *args, **kwargs)
+    read_grid = None
+    if state.read_grid is not None and not (hidden_states or hooked) and state.warming != threading.get_ident():
+        read_grid = partial(state.read_grid, snapshot, parameters, weights, state.faults.get(KERNELS))
+    read_inputs = inputs.read(snapshot.expected, read_grid, *args, **kwargs)
     why_not_read = "arguments are missing, or pixel values are in a shape or of a class of their own"
     return Call(
         inputs=read_inputs,
@@ -254,138 +249,120 @@ def read(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) -> C
     )
 
 
-def run(tower: Tower, state: TowerState, plan: CallPlan, original: Original) -> Outcome:
-    """Run a plan and return its outcome.
+def decide(tower: Tower, state: TowerState, call: Call) -> CallPlan:
+    """Return the plan of a call; it changes nothing.
+
+    Raises:
+        FallbackError: The call would not get what was asked for, under `strict`.
+        RuntimeError: A CUDA graph is being captured around the tower.
+    """
+    if call.inputs is None:
+        state.raise_if_strict(list(call.reasons_stock))
+        return StockPlan(way=Way.STOCK, reasons=tuple(call.reasons_stock))
+    if state.family.attention_only:
+        return stock_way.decide_attention(tower, state, call)
+    inputs = call.inputs
+    snapshot = call.snapshot
+    weights = call.weights
+    assert snapshot is not None and weights is not None
+    device = inputs.pixels.device
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(_OUTER_GRAPH)
+    grad = torch.is_grad_enabled() and (bool(call.hooked_parts) or _may_train(inputs, snapshot, call.parameters))
+    reasons_slow = list(call.reasons_slow)
+    if not state.family.videos and any(frames > 1 for frames, _, _ in inputs.grid):
+        reasons_slow.append("this family takes the frames of a video one by one")
+    reasons: list[str] = []
+    called: Mapping[int, CalledBlock] = {}
+    if call.hooked_parts and not reasons_slow:
+        spec = spec_of(state, snapshot, weights, device, fast=False, grad=grad)
+        called = stock_way.called_blocks(state, call, spec, reasons)
+    if called and state.settings.score_mod is not None:
+        reasons_slow.append("hooks inside blocks, which may attend without the score_mod")
+    has_class = snapshot.copy_proof is None and snapshot.output_class is not None
+    plan = FastPlan(
+        reasons=tuple(reasons),
+        inputs=inputs,
+        reading=snapshot,
+        parameters=call.parameters,
+        weights=weights,
+        spec=spec_of(
+            state,
+            snapshot,
+            weights,
+            device,
+            fast=not reasons_slow,
+            grad=grad,
+            hidden_states=call.hidden_states,
+            hooked_parts=call.hooked_parts,
+        ),
+        checkpoints=checkpoints_of(snapshot.parts, snapshot.checkpoint_wrappers) if grad else [],
+        called=called,
+        is_hooked=bool(call.hooked_parts),
+        outputs_require_grad=torch.is_grad_enabled() and not grad and snapshot.outputs_require_grad(),
+        output_class=snapshot.output_class,
+        as_tuple=has_class and inputs.options.get("return_dict", tower.config.return_dict) is False,
+    )
+    if reasons_slow:
+        return stock_way.decide_metadata(tower, state, plan, snapshot, reasons_slow)
+    if reasons and state.settings.strict:
+        raise_if_any(reasons)
+    return plan
+
+
+def _may_train(inputs: Inputs, snapshot: Snapshot, parameters: list[nn.Parameter]) -> bool:
+    """Return whether a backward of this call may reach parameters or pixels."""
+    # An unpredictable module (an adapter) may train parameters outside of the tower.
+    has_unknown_parameters = bool(snapshot.unpredictable_others)
+    return has_unknown_parameters or inputs.pixels.requires_grad or snapshot.is_trained(parameters)
+
+
+def spec_of(
+    state: TowerState,
+    snapshot: Snapshot,
+    weights: WeightMemory,
+    device: torch.device,
+    *,
+    fast: bool,
+    grad: bool,
+    hidden_states: bool = False,
+    hooked_parts: frozenset[int] = frozenset(),
+) -> Spec:
+    """Return the spec of calls like this one; the same object while nothing of it changes.
+
+    Args:
+        hooked_parts: See `Call`.
+    """
+    autocast = autocast_dtype(device, weights.dtype)
+    scales = None if state.settings.fp8 is None else state.scales(snapshot, device)
+    key = SpecKey(device, autocast, fast, grad, weights.dtype, weights.key, scales, hidden_states, hooked_parts)
+    spec = snapshot.specs.get(key)
+    return state.make_spec(snapshot, weights, key) if spec is None else spec
+
+
+def run(state: TowerState, plan: FastPlan, attempt: Attempt) -> object:
+    """Encode the images of a call, and count it if it succeeds; return what the stock forward would.
 
     Raises:
         Fault: A backend or a kernel failed.
-        NotSharedError: The ranks could not share the call.
         OutOfMemoryError: Memory ran out.
     """
-    if isinstance(plan, StockPlan):
-        if state.sharing is not None:
-            state.sharing.decline(plan.reasons)
-        output = original(**plan.injected)
-        unserved = attention_only.reasons_unserved(state) if plan.way is Way.ATTENTION else ()
-        return Outcome(plan=plan, output=output, reasons=unserved)
-    done: list[PassDone] = []
+    inputs = plan.inputs
     with torch.no_grad() if plan.outputs_require_grad else nullcontext():
-        if plan.inputs.repeats is None and plan.shared.assignment is None and len(plan.passes) == 1:  # for speed
-            outputs = _encode_pass(state, plan, plan.passes[0], done, plan.inputs.pixels)
-        else:
-            outputs = _encode_call(tower, state, plan, done)
+        outputs = state.encode(Batch(plan=plan, attempt=attempt, grid=inputs.grid, pixels_TP=inputs.pixels))
     if plan.outputs_require_grad:  # copies: stock's outputs are no leaves either, and may be written to
         outputs = [output.requires_grad_().clone() for output in outputs]
-    states = len(plan.snapshot.parts.blocks) if plan.spec.hidden_states else 0
-    output = state.family.output_of(plan.snapshot.output_class, outputs, states)
-    has_class = plan.snapshot.copy_proof is None and plan.snapshot.output_class is not None
-    if has_class and plan.inputs.options.get("return_dict", tower.config.return_dict) is False:
-        output = output.to_tuple()
-    return Outcome(plan=plan, output=output, passes=done)
-
-
-def _encode_call(tower: Tower, state: TowerState, plan: FastPlan, done: list[PassDone]) -> list[Tensor]:
-    """Return the outputs of all images of a call: encoded here or by other ranks, or reused."""
-    inputs = plan.inputs
-    assignment = plan.shared.assignment
-    reuse = state.reuse
-    pixels_TP = inputs.pixels
-    if reuse is not None and inputs.repeats is not None:
-        pixels_TP = reuse.select(inputs.repeats, inputs.grid, pixels_TP)
-    if state.sharing is not None and assignment is not None:
-        request = plan.spec.request
-        share = state.sharing.start(assignment, plan.snapshot.facts, tower, pixels_TP, grad=request.grad)
-        with share:
-            outputs = _encode_passes(state, plan, done, share.pixels_TP)
-        outputs = share.gather(outputs, request.dtype)
-    else:
-        outputs = _encode_passes(state, plan, done, pixels_TP)
-    if reuse is not None and inputs.repeats is not None:
-        outputs = reuse.collect(inputs.repeats, inputs.grid, outputs)
-    return outputs
-
-
-def _encode_passes(state: TowerState, plan: FastPlan, done: list[PassDone], pixels_TP: Tensor) -> list[Tensor]:
-    """Return the joined outputs of all passes. Of several with gradients, each is encoded again in the backward."""
-    if not plan.passes:
-        return []
-    if len(plan.passes) == 1:
-        return _encode_pass(state, plan, plan.passes[0], done, pixels_TP)
-    grad = plan.spec.request.grad
-    joined = JoinedOutputs(len(pixels_TP), grad=grad)
-    recomputed = RecomputedPasses(plan.snapshot.facts, plan.spec) if grad else None
-    for one_pass in plan.passes:
-        rows_TP = pixels_TP[one_pass.rows]
-        if recomputed is not None:
-            outputs = recomputed.run(partial(_encode_pass, state, plan, one_pass, done), rows_TP)
-        else:
-            outputs = _encode_pass(state, plan, one_pass, done, rows_TP, output_slices=joined.slices(one_pass.rows))
-        joined.add(one_pass.rows, outputs)
-        del outputs  # before the next pass begins
-    return joined.complete()
-
-
-def _encode_pass(
-    state: TowerState,
-    plan: FastPlan,
-    one_pass: Pass,
-    done: list[PassDone],
-    pixels_or_rows: Tensor,
-    *,
-    output_slices: Sequence[Tensor] = (),
-    is_embedded: bool = False,
-) -> list[Tensor]:
-    """Return the outputs of one pass, replayed from a CUDA graph or encoded, and append to `done` how it ran."""
-    route = None
-    why_eager = "such calls are never replayed"
-    runner = plan.runner
-    if runner is not None and not is_embedded:
-        if plan.why_eager is None:
-            dicts = plan.snapshot.parameter_dicts
-            ran = runner.run(one_pass.grid, plan.spec, pixels_or_rows, plan.memory, plan.parameters, dicts)
-        else:
-            ran = runner.count_eager(plan.why_eager)
-        if isinstance(ran, Replayed):
-            done.append(PassDone(ran.route, ran.way))
-            return ran.outputs
-        why_eager = ran.why
-        if state.settings.strict and not ran.allowed_under_strict:
-            raise_if_any([f"not replayed from a CUDA graph: {why_eager}"])
-        route = None if state.settings.strict else ran.failed  # it fails again, and is disabled
-    if route is None:
-        route = state.routes.get(one_pass.grid, plan.spec)
-    if state.settings.strict:
-        raise_if_any(route.unmet)
-    blocks = plan.called or plan.snapshot.sharded_layers
-    outputs = encode(
-        route.ready(), pixels_or_rows, plan.checkpoints, blocks, output_slices=output_slices, is_embedded=is_embedded
-    )
-    done.append(PassDone(route, f"eager: {why_eager}"))
-    return outputs
-
-
-def _count(state: TowerState, outcome: Outcome) -> object:
-    """Count a call that is over, and return its output. A call that failed is not counted."""
-    plan = outcome.plan
-    unmet = [why for route, _ in outcome.passes for why in route.unmet]
-    state.fallbacks.update({*plan.reasons, *outcome.reasons, *unmet})
-    if state.sharing is not None and plan.shared.result is not None:
-        state.sharing.counts[plan.shared.result] += 1
-    if plan.way is Way.FAST or (plan.way is Way.ATTENTION and not outcome.reasons):
-        state.fast_calls += 1
-    else:
-        state.count_stock_call()
-    if isinstance(plan, StockPlan):
-        state.last_route = plan.route or state.last_route  # a call that goes STOCK has no route
-        return outcome.output
+    states = len(plan.reading.parts.blocks) if plan.spec.hidden_states else 0
+    output = state.family.output_of(plan.output_class, outputs, states)
+    state.fast_calls += 1
+    unmet: list[str] = []
     way = "no image was encoded: all features were known, or are those of other ranks"
-    for route, way_of_pass in outcome.passes:
+    for route, way_of_pass in attempt.passes:
+        unmet += route.unmet
         state.last_route = route
         way = way if way.startswith("eager") else way_of_pass
+    state.fallbacks.update({*plan.reasons, *attempt.reasons, *unmet})
     runner = state.training_runner if plan.spec.request.grad else state.inference_runner
-    if runner is not None and (plan.runner is not None or runner.last_way is not None):
+    if runner is not None and runner.policy.calls:
         runner.last_way = way
-    if len(plan.passes) > 1:
-        state.pass_limit.calls += 1
-        state.pass_limit.passes += len(plan.passes)
-    return outcome.output
+    return output.to_tuple() if plan.as_tuple else output

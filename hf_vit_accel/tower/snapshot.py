@@ -18,7 +18,6 @@ import transformers
 from torch import Tensor, nn
 
 from hf_vit_accel.backends import Request
-from hf_vit_accel.engine.facts import TowerFacts
 from hf_vit_accel.engine.inputs import Expected
 from hf_vit_accel.engine.route import Spec
 from hf_vit_accel.families import Family, Parts, Tower
@@ -65,7 +64,7 @@ class Snapshot:
         copy_proof: The proof of a copy, which ran this very tower; None for any other tower.
         reasons_stock: Why its own forward must run as it is, without metadata of ours (`plan.Way.STOCK`).
         reasons_slow: Why its blocks must be called, on our metadata (`plan.Way.METADATA`).
-        parts, geometry, full_layers, heads, head_dim, scale, facts: Set only where `reasons_stock` is empty.
+        parts, geometry, full_layers, heads, head_dim, scale: Set only where `reasons_stock` is empty.
         unpredictable: Why every call may compute something else (code of others inside, randomness); None otherwise.
         called_linears: The linears of third parties among them, which a trial may prove safe in CUDA graphs.
         unpredictable_others: Why every call may compute something else without these linears; None otherwise.
@@ -88,7 +87,6 @@ class Snapshot:
 
     parts: Parts
     geometry: Geometry
-    facts: TowerFacts
     expected: Expected
 
     def __init__(self, tower: Tower, family: Family, attention: str | None = None) -> None:
@@ -225,15 +223,6 @@ class Snapshot:
         parts = [] if self.reasons_stock or self.copy_proof else [self.parts.patch_embed, *self.parts.mergers()]
         parts += self.callable_blocks.values()
         self.callable_parts = {id(vars(module)): id(part) for part in parts for module in part.modules()}
-        if not self.reasons_stock:
-            self.facts = TowerFacts(
-                parts=self.parts,
-                geometry=self.geometry,
-                full_layers=self.full_layers,
-                sharded_layers=self.sharded_layers,
-                unpredictable=self.unpredictable,
-                mixing=self.mixing,
-            )
 
     def _now(self) -> tuple[Any, ...]:
         """Return all that `current` compares, in the order of `_COMPARED`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from hf_vit_accel.backends import Request
 from hf_vit_accel.config import GraphConfig, Settings
+from hf_vit_accel.engine.call import HIDDEN_STATES_OF_STEP, Attempt, Encode, FastPlan
+from hf_vit_accel.engine.inputs import HostGrid
 from hf_vit_accel.engine.route import Route, Routes, Spec
 from hf_vit_accel.families import Family, Tower
 from hf_vit_accel.graphs import recorder
@@ -22,10 +24,11 @@ from hf_vit_accel.machine import KERNELS, raise_if_any
 from hf_vit_accel.ops import PARTS, Context, Ops, build, why_not_triton
 from hf_vit_accel.ops.fp8.scales import Scales
 from hf_vit_accel.options.data_parallel import Sharing
-from hf_vit_accel.options.passes import PassLimit
-from hf_vit_accel.options.reuse import Repeats, Reuse
+from hf_vit_accel.options.passes import InPasses
+from hf_vit_accel.options.reuse import Reuse
 from hf_vit_accel.tower import checks, fsdp, proof
 from hf_vit_accel.tower.modules import WeightMemory
+from hf_vit_accel.tower.one_pass import OnePass
 from hf_vit_accel.tower.processors import BYTES_UNKNOWN, References
 from hf_vit_accel.tower.snapshot import Snapshot
 
@@ -37,7 +40,7 @@ _EARLIER_READINGS = 7
 class SpecKey(NamedTuple):
     """The key of a kind of calls: decides their spec, with the snapshot and the settings of the tower.
 
-    `fast` is false for calls that go `plan.Way.METADATA`. `halvings` counts `PassLimit.rows_after_oom`: 0, 1 or 2.
+    `fast` is false for calls that go `plan.Way.METADATA`.
     """
 
     device: torch.device
@@ -47,7 +50,6 @@ class SpecKey(NamedTuple):
     weights_dtype: torch.dtype
     weights_key: Hashable
     scales: Scales | None
-    halvings: int
     hidden_states: bool = False
     hooked_parts: frozenset[int] = frozenset()
 
@@ -100,33 +102,45 @@ class TowerState:
         self.has_checked_bytes = False
 
         self.routes = Routes()
-        self.pass_limit = PassLimit(settings.max_rows)
-        self.sharing: Sharing | None = None
         self.inference_runner: Runner | None = None
         self.training_runner: TrainingRunner | None = None
+        self.passes: InPasses | None = None
+        self.sharing: Sharing | None = None
         self.reuse: Reuse | None = None
-        if not family.attention_only:
-            self._make_options()
+        self.read_grid: Callable[..., HostGrid] | None = None
+        self.on_stock: Callable[[FastPlan, Attempt, Sequence[str]], None] | None = None
+        self.encode = self._compose()
 
         self.attributes: dict[str, object] = {}
         self.last_snapshot: Snapshot | None = None
         self.earlier: tuple[Snapshot, ...] = ()
         self._scales: Scales | None = None
 
-    def _make_options(self) -> None:
-        """Make the objects for options beside the forward itself: sharing, graphs, reuse."""
+    def _compose(self) -> Encode:
+        """Return the function that encodes the images of a call: one pass, and the options around it."""
         settings = self.settings
         graphs = settings.graphs
-        if settings.ranks is not None:
-            self.sharing = Sharing(settings.ranks, graphs=isinstance(graphs, GraphConfig))
-        if graphs == "auto" and settings.score_mod is None:  # it may capture tensors that graphs would not read again
+        if self.family.attention_only:
+            graphs = None
+        elif graphs == "auto" and settings.score_mod is None:  # it may capture what graphs would not read again
             self.inference_runner = Runner(None, self.routes)
             self.training_runner = TrainingRunner(None, self.routes)
         elif isinstance(graphs, GraphConfig):
             self.inference_runner = Runner(graphs, self.routes)
             self.training_runner = TrainingRunner(graphs, self.routes) if graphs.max_training_bytes else None
+        one_pass = OnePass(self.routes, self.inference_runner, self.training_runner)
+        encode: Encode = one_pass
+        if self.family.attention_only:
+            return encode
+        if settings.max_rows is not None:
+            self.passes = encode = InPasses(encode, settings.max_rows, one_pass.drop_graphs)
+        if settings.ranks is not None:
+            self.sharing = encode = Sharing(encode, settings.ranks, graphs=isinstance(graphs, GraphConfig))
+            self.on_stock = self.sharing.decline
         if settings.reuse is not None:
-            self.reuse = Reuse(settings.reuse)
+            self.reuse = encode = Reuse(encode, settings.reuse, has_score_mod=settings.score_mod is not None)
+            self.read_grid = self.reuse.read_grid
+        return encode
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("family", "settings", "former_name", "former_forward", "keeps_attention")
@@ -156,21 +170,6 @@ class TowerState:
             )
         self.has_checked_bytes = self.has_checked_bytes or highest > 0  # `warmup` and `every_rank` send zeros
         return normalisation(pixels, tower.dtype)
-
-    def find_repeats(
-        self,
-        snapshot: Snapshot,
-        parameters: list[nn.Parameter],
-        weights: WeightMemory,
-        pixels_TP: Tensor,
-        grid_N3: Tensor,
-    ) -> tuple[list[list[int]], Repeats]:
-        """Return the grid on the host, and the repeated images."""
-        assert self.reuse is not None
-        no_kernels = self.faults.get(KERNELS)
-        facts = checks.facts_for_reuse(self.settings, snapshot, parameters, weights, pixels_TP.device, no_kernels)
-        repeats = self.reuse.find_repeats(pixels_TP, grid_N3, facts)
-        return repeats.grid, repeats
 
     def count_stock_call(self) -> None:
         """Count a call of the original forward. It is the last call, or step, for the reports of graphs, too."""
@@ -287,14 +286,12 @@ class TowerState:
             grad=grad,
             score_mod=settings.score_mod,
         )
-        never_cut = bool(snapshot.sharded_layers or snapshot.mixing or key.hooked_parts or (key.hidden_states and grad))
         spec = Spec(
             geometry=snapshot.geometry,
             request=request,
             ops=self._build(snapshot, weights, request, key.hooked_parts) if key.fast else None,
             full_layers=snapshot.full_layers,
             faults=tuple(self.faults.items()),
-            max_rows=self.pass_limit.rows(key.device, grad=grad, never_cut=never_cut),
             settings=settings,
             hidden_states=key.hidden_states,
             against_graphs=_reason_against_graphs(snapshot, key),
@@ -311,12 +308,17 @@ class TowerState:
         """Return the layers in which FP8 attention cut values off."""
         return [] if self._scales is None else self._scales.saturated()
 
+    @property
+    def why_raised(self) -> str | None:
+        """Why a call that would go the stock way raises instead; None where it may."""
+        if self.settings.score_mod is not None:
+            return "a score_mod was given"
+        return "strict=True" if self.settings.strict else None
+
     def raise_if_strict(self, reasons: list[str]) -> None:
         """Raise FallbackError for a call that would go the stock way, under `strict` or with a score_mod."""
-        if self.settings.score_mod is not None:
-            raise_if_any(reasons, because="a score_mod was given")
-        if self.settings.strict:
-            raise_if_any(reasons)
+        if self.why_raised is not None:
+            raise_if_any(reasons, because=self.why_raised)
 
     def set_faults(self, faults: dict[str, str]) -> None:
         """Set which backends and kernels are disabled, and drop all that was built. The next call builds anew."""
@@ -345,9 +347,6 @@ class TowerState:
 
 _INSENSITIVE = {"patch_embed", "norms", "mergers", "mlp"}
 """Parts whose fused operations call no module, so that autocast to the dtype of the weights changes nothing."""
-
-
-HIDDEN_STATES_OF_STEP = "with gradients, hidden states are those that the layers take"
 
 
 def _reason_against_graphs(snapshot: Snapshot, key: SpecKey) -> str | None:

@@ -27,7 +27,7 @@ from hf_vit_accel.engine.route import Routes, Spec
 from hf_vit_accel.graphs import policy, store
 from hf_vit_accel.graphs import runner as runner_module
 from hf_vit_accel.layout import Geometry, build, to_device
-from hf_vit_accel.tower import decide
+from hf_vit_accel.tower import forward
 from hf_vit_accel.tower.state import state_of
 
 Grid = tuple[tuple[int, int, int], ...]
@@ -91,7 +91,7 @@ def spec_of(tower: nn.Module, *, fast: bool) -> Spec:
     """Return the key of the routes of a patched tower."""
     state = state_of(tower)
     snapshot = state.snapshot(tower)
-    return decide.spec_of(state, snapshot, snapshot.weights()[1], torch.device("cpu"), fast=fast, grad=False)
+    return forward.spec_of(state, snapshot, snapshot.weights()[1], torch.device("cpu"), fast=fast, grad=False)
 
 
 @pytest.mark.parametrize(("family", "attention"), alike(("qwen2_5_vl", "flex"), ("qwen3_vl", "auto")))

@@ -30,7 +30,7 @@ IMPORTS = {
     "tower": "backends config engine families graphs layout machine ops options versions",
     "model": "decoding families machine tower versions",
     "status": "backends config engine families graphs model ops options tower versions",
-    "api": "backends config families layout machine model ops options status tower",
+    "api": "backends config families layout machine model ops status tower",
     "calibration": "api backends config ops status tower",
     "__init__": "api backends calibration config decoding machine model options status tower",
     "tools": "__init__ api backends config engine families graphs layout machine tower versions",

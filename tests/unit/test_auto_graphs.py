@@ -31,8 +31,9 @@ from hf_vit_accel.graphs.budgets import Bin
 from hf_vit_accel.graphs.policy import NO_ROOM
 from hf_vit_accel.graphs.runner import Runner
 from hf_vit_accel.machine import keep_in_children
-from hf_vit_accel.tower import decide as decide_module
+from hf_vit_accel.options.reuse import Reuse
 from hf_vit_accel.tower import forward as forward_module
+from hf_vit_accel.tower import one_pass as one_pass_module
 from hf_vit_accel.tower.state import TowerState, state_of
 
 IMAGE: Grid = [(1, 6, 8)]
@@ -394,7 +395,7 @@ def test_memory_runs_out_while_graphs_cannot_be_dropped(on_cpu: type[Recorder], 
 
 def encode_when_no_graph_is_held(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let eager calls run out of memory as long as graphs are held."""
-    encode = forward_module.encode
+    encode = one_pass_module.encode
 
     def encode_or_run_out(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
         if runner._graphs:
@@ -402,7 +403,7 @@ def encode_when_no_graph_is_held(runner: Any, monkeypatch: pytest.MonkeyPatch) -
             raise torch.OutOfMemoryError("CUDA out of memory")
         return encode(*args, **kwargs)
 
-    monkeypatch.setattr(forward_module, "encode", encode_or_run_out)
+    monkeypatch.setattr(one_pass_module, "encode", encode_or_run_out)
 
 
 def test_an_eager_call_finds_the_memory_of_graphs(
@@ -854,7 +855,7 @@ def test_status_names_the_way_of_the_last_call(
         patches.setattr(Masked, "attend", Mock(side_effect=MemoryError))
         run_tower(tower_of(model), [(1, 4, 4)])
     assert last_call(model).startswith("replayed"), "the call that raised has no way"
-    monkeypatch.setattr(decide_module, "AUTOMATIC_ON", ())  # as after `model.cpu()`
+    monkeypatch.setattr(one_pass_module, "AUTOMATIC_ON", ())  # as after `model.cpu()`
     run_tower(tower_of(model), IMAGE)
     assert last_call(model) == "eager: such calls are never replayed"
 
@@ -1028,22 +1029,24 @@ def test_calls_that_no_backend_can_pad_are_captured_exactly(
     assert ways_of(model, sizes * 12)[-6:] == ["replayed"] * 6
 
 
-@pytest.mark.parametrize("place", ["find_repeats", "make_spec"])
+@pytest.mark.parametrize(("owner", "place"), [(Reuse, "read_grid"), (TowerState, "make_spec")])
 def test_memory_that_runs_out_before_a_call_is_planned(
-    on_cpu: type[Recorder], model: nn.Module, monkeypatch: pytest.MonkeyPatch, place: str
+    on_cpu: type[Recorder], model: nn.Module, monkeypatch: pytest.MonkeyPatch, owner: type, place: str
 ) -> None:
-    runner = patch(model, "auto", reuse=True)
-    for _ in range(3):
-        expected = run_tower(tower_of(model), IMAGE)
-    function = getattr(TowerState, place)
+    function = getattr(owner, place)
+    is_held: list[bool] = []
 
     def run_out_while_graphs_are_held(*args: Any, **kwargs: Any) -> Any:
-        if runner._graphs:
+        if is_held and runner._graphs:
             memory._give_up_graphs(0, 1 << 40, 0, 0)
             raise torch.OutOfMemoryError("CUDA out of memory")
         return function(*args, **kwargs)
 
-    monkeypatch.setattr(TowerState, place, run_out_while_graphs_are_held)
+    monkeypatch.setattr(owner, place, run_out_while_graphs_are_held)  # `patch` holds on to the method of a `Reuse`
+    runner = patch(model, "auto", reuse=True)
+    for _ in range(3):
+        expected = run_tower(tower_of(model), IMAGE)
+    is_held.append(True)
     state_of(tower_of(model)).last_snapshot.specs.clear()
     assert_close(run_tower(tower_of(model), IMAGE), expected)
     assert not runner._graphs

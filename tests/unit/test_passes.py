@@ -40,9 +40,9 @@ import hf_vit_accel
 from hf_vit_accel.engine import route
 from hf_vit_accel.layout import rows_of
 from hf_vit_accel.options import passes
-from hf_vit_accel.options.passes import AUTO_ROWS, NO_LIMIT, PassLimit, cut
+from hf_vit_accel.options.passes import AUTO_ROWS, cut
 from hf_vit_accel.tools.bench.towers import weight_of
-from hf_vit_accel.tower import forward as tower_module
+from hf_vit_accel.tower import one_pass as tower_module
 from hf_vit_accel.tower.state import state_of
 
 Grid = list[tuple[int, int, int]]
@@ -91,24 +91,26 @@ def test_a_frame_or_a_clip_is_never_cut() -> None:
     assert cut(((4, 4, 4), (2, 4, 4)), 40, clips=False) == (((2, 4, 4),), ((2, 4, 4),), ((2, 4, 4),))
 
 
-CPU = torch.device("cpu")
-CUDA = torch.device("cuda")
-
-
 @pytest.mark.parametrize(
-    ("max_rows", "device", "grad", "is_complete", "limit"),
+    ("max_rows", "is_cuda", "grad", "cut_in"),
     [
-        ("auto", CUDA, False, False, AUTO_ROWS),
-        ("auto", CUDA, True, False, NO_LIMIT),
-        ("auto", CPU, False, False, None),
-        ("auto", CUDA, False, True, None),
-        (None, CUDA, False, False, None),
-        (100, CPU, True, False, 100),
-        (100, CUDA, False, True, None),
+        ("auto", True, False, "1 calls in 4 passes"),
+        ("auto", True, True, None),  # passes with gradients run twice
+        ("auto", False, False, None),
+        (None, True, False, None),
+        (100, False, True, "1 calls in 2 passes"),
+        (40, True, False, "1 calls in 5 passes"),
     ],
 )
-def test_the_limit_of_rows(max_rows: Any, device: Any, grad: bool, is_complete: bool, limit: int | None) -> None:
-    assert PassLimit(max_rows).rows(device, grad=grad, never_cut=is_complete) == limit
+def test_which_calls_are_cut(
+    max_rows: Any, is_cuda: bool, grad: bool, cut_in: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(passes, "AUTO_ROWS", 60)
+    monkeypatch.setattr(passes, "CUT_ON", ("cpu",) if is_cuda else ("cuda",))
+    tower = hf_vit_accel.patch(tower_of(TINY["qwen2_vl"].build()), max_rows=max_rows, strict=True)
+    with torch.set_grad_enabled(grad):
+        tower(pixels_for(tower, VIDEO), grid_thw=torch.tensor(VIDEO))
+    assert status_of(tower).passes == cut_in
 
 
 @pytest.mark.parametrize("max_rows", [0, -1, 1.5, True, "all"])

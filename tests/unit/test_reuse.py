@@ -26,8 +26,7 @@ from hf_vit_accel.options import checksum
 from hf_vit_accel.options import reuse as reuse_module
 from hf_vit_accel.options.reuse import WeightTable, _layout_of, _Repeat
 from hf_vit_accel.status import ignored_options
-from hf_vit_accel.tower import checks
-from hf_vit_accel.tower import forward as tower_module
+from hf_vit_accel.tower import one_pass as tower_module
 from hf_vit_accel.tower.state import TowerState, state_of
 
 ACROSS = ReuseConfig(across_calls=True)
@@ -696,9 +695,9 @@ def test_reasons_against_keeping_are_reported(tower: nn.Module) -> None:
     hf_vit_accel.patch(tower, reuse=ACROSS, attention=score_mod)
     state = state_of(tower)
     snapshot = state.snapshot(tower)
-    facts = checks.facts_for_reuse(state.settings, snapshot, *snapshot.weights(), torch.device("cpu"), None)
-    assert facts.reasons_against_keeping == ["a score_mod may read what changes between calls"]
-    assert not facts.weights_to_sum
+    pixels = pixels_for(tower, [(1, 4, 6)])
+    repeats = state.reuse.read_grid(snapshot, *snapshot.weights(), None, pixels, torch.tensor([(1, 4, 6)]))
+    assert repeats.unmet == ["a score_mod may read what changes between calls"] and not repeats.keys
 
 
 def test_calls_of_the_stock_forward_reuse_nothing(tower: nn.Module) -> None:

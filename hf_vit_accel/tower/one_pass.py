@@ -1,0 +1,103 @@
+"""Encode a batch in one pass: replayed from a CUDA graph, or eagerly. Every option wraps this, and it knows none.
+
+`T` packed patch rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_vit_accel.engine.call import Batch, PassDone
+from hf_vit_accel.engine.encoder import encode
+from hf_vit_accel.engine.route import Route, Routes
+from hf_vit_accel.graphs.policy import Accepted
+from hf_vit_accel.graphs.runner import Runner
+from hf_vit_accel.graphs.store import Replayed
+from hf_vit_accel.graphs.training import TrainingRunner
+from hf_vit_accel.machine import raise_if_any
+
+AUTOMATIC_ON = ("cuda",)
+"""The types of devices on which `cuda_graphs="auto"` captures."""
+
+
+class OnePass:
+    """Returns the outputs of a batch, and decides about it: which graph replays it, or by which route it is encoded.
+
+    Args:
+        routes: Of the tower.
+        inference: The runner of its CUDA graphs without gradients; None without graphs.
+        training: The one with gradients.
+    """
+
+    def __init__(self, routes: Routes, inference: Runner | None, training: TrainingRunner | None) -> None:
+        self._routes = routes
+        self._inference = inference
+        self._training = training
+
+    def __call__(self, batch: Batch) -> list[Tensor]:
+        """Return the outputs of a batch, and note in its attempt how they were made."""
+        plan = batch.plan
+        spec = plan.spec
+        grad = spec.request.grad
+        is_strict = spec.settings.strict
+        is_automatic = spec.settings.graphs == "auto"
+        runner = self._training if grad else self._inference
+        if batch.is_embedded or (is_automatic and spec.request.device.type not in AUTOMATIC_ON):
+            runner = None
+        why_eager = "such calls are never replayed"
+        route = None
+        if (
+            runner is not None
+            and not batch.is_embedded
+            and (not is_automatic or spec.request.device.type in AUTOMATIC_ON)
+        ):
+            why_not = spec.against_graphs
+            if why_not is None:
+                if not plan.weights.contiguous:  # `data_ptr` stays: a change of strides would go unseen
+                    why_not = "a parameter is not contiguous"
+                elif any(plan.checkpoints):
+                    why_not = "gradient checkpointing runs layers again"
+                elif batch.is_part and grad:  # such passes run again in the backward pass
+                    why_not = Accepted("steps of several passes")
+                elif batch.is_part and is_automatic:
+                    why_not = "long calls of several passes"
+            if why_not is None:
+                reading = plan.reading
+                memory: list[object] = [plan.weights, *[buffer.data_ptr() for buffer in reading.buffers()]]
+                if reading.called_linears:
+                    memory.append(reading.called_memory())
+                dicts = reading.parameter_dicts
+                ran = runner.run(batch.grid, spec, batch.pixels_TP, memory, plan.parameters, dicts)
+            else:
+                ran = runner.count_eager(why_not)
+            if isinstance(ran, Replayed):
+                batch.attempt.passes.append(PassDone(ran.route, ran.way))
+                return ran.outputs
+            why_eager = ran.why
+            if is_strict and not ran.allowed_under_strict:
+                raise_if_any([f"not replayed from a CUDA graph: {why_eager}"])
+            route = None if is_strict else ran.failed  # it fails again, and is disabled
+        if route is None:
+            device = spec.request.device
+            stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+            cached: Route | None = self._routes.cache.find((batch.grid, spec, "never", None, stream))
+            route = cached or self._routes.get(batch.grid, spec)
+        if is_strict:
+            raise_if_any(route.unmet)
+        outputs = encode(
+            route.bound or route.ready(),
+            batch.pixels_TP,
+            plan.checkpoints,
+            plan.called or plan.reading.sharded_layers,
+            output_slices=batch.output_slices,
+            is_embedded=batch.is_embedded,
+        )
+        batch.attempt.passes.append(PassDone(route, f"eager: {why_eager}"))
+        return outputs
+
+    def drop_graphs(self) -> None:
+        """Drop all CUDA graphs, and give their memory back."""
+        for runner in (self._inference, self._training):
+            if runner is not None:
+                runner.drop_graphs()
