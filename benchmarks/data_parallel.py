@@ -26,6 +26,7 @@ import hf_vit_accel
 from hf_vit_accel.config import ranks_of
 from hf_vit_accel.options import data_parallel
 from hf_vit_accel.options.data_parallel import rows_checksum
+from hf_vit_accel.options.ranks import gather, to_all
 from hf_vit_accel.options.split import Assignment, loads, split
 from hf_vit_accel.tools.bench import timing
 from hf_vit_accel.tools.bench.towers import build_tower, family_of_tower
@@ -268,12 +269,11 @@ def exchanges(rounds: int) -> list[Row]:
         buffers = [torch.empty(size, dtype=torch.uint8, device=DEVICE) for size in sizes]
         padded = torch.empty(len(sizes) * max(sizes), dtype=torch.uint8, device=DEVICE)
         largest = torch.zeros(max(sizes), dtype=torch.uint8, device=DEVICE)
-        word = torch.zeros(1, dtype=torch.int64, device=ranks.device)
         ways: dict[str, Callable[[], object]] = {
-            "ours": lambda: ranks.to_all(mine, buffers, when="timed"),  # noqa: B023
+            "ours": lambda: to_all(ranks, [mine], [[buffer] for buffer in buffers]),  # noqa: B023
             "all_gather": lambda: dist.all_gather(buffers, mine),  # noqa: B023
             "padded": lambda: dist.all_gather_into_tensor(padded, largest),  # noqa: B023
-            "words": lambda: ranks.words([0] * 64, word, when="timed"),  # noqa: B023
+            "report": lambda: gather(ranks, "done"),
             "checksum": lambda: rows_checksum(mine[: len(mine) // 3072 * 3072].view(-1, 3072)),  # noqa: B023
         }
         times: dict[str, list[float]] = {name: [] for name in ways}

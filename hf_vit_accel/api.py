@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from hf_vit_accel.backends import Replay, backend_named, require
-from hf_vit_accel.config import FlexConfig, Fp8Config, GraphConfig, ReuseConfig, Settings, ranks_of
+from hf_vit_accel.config import Amax, FlexConfig, Fp8Config, GraphConfig, ReuseConfig, Settings, ranks_of
 from hf_vit_accel.families import FAMILIES_OF_COPIES, Family, Tower
 from hf_vit_accel.families.copies import CopyFamily
 from hf_vit_accel.layout import Grid, rows_of
 from hf_vit_accel.machine import raise_if_any
 from hf_vit_accel.model import around
-from hf_vit_accel.ops.fp8.scales import Amax
 from hf_vit_accel.status import Status, ignored_options, reasons_now, status, towers_of
 from hf_vit_accel.tower import checks
 from hf_vit_accel.tower.install import foreign_forward, install, uninstall

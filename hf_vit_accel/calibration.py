@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from hf_vit_accel.api import patched, silent_layers
 from hf_vit_accel.backends import FP8, require_fp8
-from hf_vit_accel.config import Fp8Config
-from hf_vit_accel.ops.fp8.scales import Amax
+from hf_vit_accel.config import Amax, Fp8Config
 from hf_vit_accel.status import towers_of
 from hf_vit_accel.tower.state import state_of
 

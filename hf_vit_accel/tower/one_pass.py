@@ -47,11 +47,7 @@ class OnePass:
             runner = None
         why_eager = "such calls are never replayed"
         route = None
-        if (
-            runner is not None
-            and not batch.is_embedded
-            and (not is_automatic or spec.request.device.type in AUTOMATIC_ON)
-        ):
+        if runner is not None:
             why_not = spec.against_graphs
             if why_not is None:
                 if not plan.weights.contiguous:  # `data_ptr` stays: a change of strides would go unseen

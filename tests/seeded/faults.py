@@ -318,17 +318,38 @@ FAULTS = (
     ),
     Fault(
         "gradients of one rank are scaled by the number of ranks",
-        "options/share.py",
+        "options/data_parallel.py",
         "dweights[index] = total if ranks_reached or has_hooks else None",
         "dweights[index] = total / len(assignment.rows) if ranks_reached or has_hooks else None",
         RANKS,
     ),
     Fault(
         "a rank takes the outputs of its neighbour",
-        "options/share.py",
-        "assignment.put_together([outputs[index] for outputs in outputs_by_rank], output)",
-        "assignment.put_together([outputs[index] for outputs in outputs_by_rank[::-1]], output)",
+        "options/data_parallel.py",
+        "self.assignment.put_together([outputs_there[index] for outputs_there in by_rank], output)",
+        "self.assignment.put_together([outputs_there[index] for outputs_there in by_rank[::-1]], output)",
         RANKS,
+    ),
+    Fault(
+        "gradients of a replayed share pass the sum over ranks",
+        "options/data_parallel.py",
+        "share_plan = replace(plan, parameters=share.parameters)",
+        "share_plan = plan",
+        RANKS,
+    ),
+    Fault(
+        "a rank that runs stock tells nobody",
+        "options/data_parallel.py",
+        'self._exchange(attempt, Report(grid=plan.inputs.grid, why_alone="; ".join(reasons)))',
+        "pass",
+        "tests/unit/test_not_shared.py",
+    ),
+    Fault(
+        "distinct pictures get the features of others",
+        "options/reuse.py",
+        "pixels_TP = self._select(repeats, batch.grid, batch.pixels_TP)",
+        "pixels_TP = batch.pixels_TP[: sum(t * h * w for t, h, w in grid)]",
+        REUSE,
     ),
     # --- operations ---
     Fault(

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from support.cpu_graphs import SMALL
 from support.families import CLASSES, build, run, trained
 from support.graphs import patch as patch_with_graphs
+from support.graphs import patch_training
 from support.grids import drawn
 from support.ranks import MIXED, RANKED, Grid, OnRanks, loss_of, runner, sharing_of
 from tiny import (
@@ -35,6 +36,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import hf_vit_accel
+from hf_vit_accel import GraphConfig
 from hf_vit_accel.config import Settings
 from hf_vit_accel.tower.state import state_of
 
@@ -196,6 +198,25 @@ def check_replays(rank: int) -> None:
 
 def test_each_rank_replays_its_share(references: list[str], on_cpu: type, on_ranks: OnRanks) -> None:
     on_ranks(check_replays, 2)
+
+
+def check_replayed_steps(rank: int) -> None:
+    """The gradients of a replay are a rank's part, too: they must reach the sum over ranks, once."""
+    tower = tower_of(TINY["qwen3_vl"].build().train())
+    grid = [(1, 4, 6)] * 2
+    gradients = {}
+    for is_shared in (False, True):
+        graphs = patch_training(tower, GraphConfig(max_tokens=128, exact_after=2), data_parallel=is_shared, strict=True)
+        for _ in range(4):
+            tower.zero_grad()
+            loss_of(tower, pixels_for(tower, grid), grid).backward()
+        assert graphs.status().replays >= 2
+        gradients[is_shared] = [parameter.grad for parameter in tower.parameters()]
+    assert_gradients_close(gradients[True], gradients[False])
+
+
+def test_each_rank_replays_the_steps_of_its_share(references: list[str], on_cpu: type, on_ranks: OnRanks) -> None:
+    on_ranks(check_replayed_steps, 2)
 
 
 # --- equal images -----------------------------------------------------------------------------------------------------

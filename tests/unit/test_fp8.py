@@ -29,9 +29,10 @@ import hf_vit_accel
 from hf_vit_accel import BackendUnavailableError, FallbackError, FlexConfig, Fp8Config, GraphConfig
 from hf_vit_accel.backends import FP8, Needs, Request, cudnn_fp8, plan_alone, resolve
 from hf_vit_accel.backends.cudnn_fp8 import CudnnFp8, round_max_seqlen
+from hf_vit_accel.config import Amax
 from hf_vit_accel.graphs.buffers import pad_segments
 from hf_vit_accel.ops.fp8.e4m3 import E4M3, fit
-from hf_vit_accel.ops.fp8.scales import Amax, Scales
+from hf_vit_accel.ops.fp8.scales import Scales
 from hf_vit_accel.options import passes
 from hf_vit_accel.tower.state import state_of
 

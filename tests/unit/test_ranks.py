@@ -129,6 +129,33 @@ def test_a_kernel_that_fails_on_one_rank_is_replaced_there_alone(on_ranks: OnRan
     on_ranks(check_fault, 3)
 
 
+def check_fault_of_a_stock_call(rank: int) -> None:
+    """Rank 1 runs stock, which fails once. The others were told before, and are through when it tries again."""
+    tower = tower_of(TINY["qwen2_vl"].build())
+    expected = run_tower(tower, MIXED)
+    hf_vit_accel.patch(tower, data_parallel=True)
+    faults = [machine.Fault("kernels", RankFailure("no compiler"))]
+
+    def fail_once(*_: object) -> None:
+        if faults:
+            raise faults.pop()
+
+    if rank == 1:
+        handle = tower.rotary_pos_emb.register_forward_hook(fail_once)
+    assert_close(run_tower(tower, MIXED), expected)
+    status = hf_vit_accel.status(tower).towers[0]
+    assert (status.calls, status.stock_calls) == ((0, 1) if rank == 1 else (1, 0))
+    assert status.ranks == f"rank {rank} of 3, 1 calls encoded by each rank alone" and not (rank == 1 and faults)
+    if rank == 1:
+        handle.remove()
+    assert_close(run_tower(tower, MIXED), expected)
+    assert "1 calls shared" in hf_vit_accel.status(tower).towers[0].ranks
+
+
+def test_a_rank_whose_stock_call_fails_once(on_ranks: OnRanks) -> None:
+    on_ranks(check_fault_of_a_stock_call, 3)
+
+
 def check_memory_retried(rank: int) -> None:
     """A rank may try again while the others wait for its share. Once all are through, no other would answer."""
     tower = tower_of(TINY["qwen2_vl"].build())

@@ -5,72 +5,14 @@
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from hf_vit_accel.config import Amax
 from hf_vit_accel.layout import settle
 from hf_vit_accel.ops.fp8.e4m3 import LARGEST, fit
-
-_FORMAT = "hf-vit-accel fp8 amax"
-_VERSION = 1
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Amax:
-    """Absolute maxima of rotated q and k, and of v, of every layer and head, in the model's own units.
-
-    Attributes:
-        amax_L3H: fp32, on the host.
-        margin: factor of amax before scales follow from it.
-        model: the family of the model that was calibrated.
-    """
-
-    amax_L3H: Tensor
-    margin: float
-    model: str = ""
-
-    def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write a JSON file and return its path."""
-        layers = [dict(zip("qkv", layer, strict=True)) for layer in self.amax_L3H.tolist()]
-        content = {"format": _FORMAT, "version": _VERSION, "model": self.model, "margin": self.margin, "layers": layers}
-        path = Path(path)
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        return path
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Amax:
-        """Read a file of `save`.
-
-        Raises:
-            ValueError: the file has another format.
-            FileNotFoundError: there is no file.
-        """
-        try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-            if (content["format"], content["version"]) != (_FORMAT, _VERSION):
-                raise ValueError(f"its format is not {_FORMAT!r}, version {_VERSION}")
-            margin = float(content["margin"])
-            layers = [[layer[part] for part in "qkv"] for layer in content["layers"]]
-            amax_L3H = torch.tensor(layers, dtype=torch.float32, device="cpu")
-            if amax_L3H.dim() != 3 or not amax_L3H.numel():
-                raise ValueError("layers, or q, k and v, have different numbers of heads, or none")
-            # NaN fails `>= 0`. A finite amax may overflow when it is multiplied by the margin.
-            if not (margin >= 1 and (amax_L3H >= 0).all() and (amax_L3H * margin).isfinite().all()):
-                raise ValueError("amax values must be finite and non-negative, the margin at least 1")
-        except FileNotFoundError:
-            raise FileNotFoundError(
-                f"expected FP8 amax in {path}: there is no such file; hf_vit_accel.calibrate writes one"
-            ) from None
-        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise ValueError(
-                f"expected FP8 amax in {path}: {type(error).__name__}: {error}; make the file by hf_vit_accel.calibrate"
-            ) from error
-        return cls(amax_L3H=amax_L3H, margin=margin, model=str(content.get("model", "")))
 
 
 @dataclass(kw_only=True, eq=False)
