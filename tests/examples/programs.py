@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import os
 import random
+import runpy
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -86,6 +88,41 @@ def launched(way: str, script: Path, app: typer.Typer, command: Sequence[object]
     completed = subprocess.run(process, env=environment, capture_output=True, text=True, timeout=300)
     assert completed.returncode == 0, completed.stdout + completed.stderr
     return completed.stdout
+
+
+def start_forked(script: Path, folder: Path, *arguments: str, run_name: str = "__main__") -> str:
+    """Run a script in a forked process, which has torch and transformers imported but nothing else of this project.
+
+    Args:
+        script: The program.
+        folder: Where it runs. It gets a file of the output.
+        arguments: Its arguments.
+        run_name: Another name only imports the program.
+
+    Returns:
+        Its output.
+    """
+    printed = folder / f"{script.stem}.printed"
+    process = get_context("fork").Process(target=_start, args=(script, folder, arguments, run_name, printed))
+    process.start()
+    process.join()
+    assert process.exitcode == 0, printed.read_text()
+    return printed.read_text()
+
+
+def _start(script: Path, folder: Path, arguments: Sequence[str], run_name: str, printed: Path) -> None:
+    descriptor = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", closefd=False)
+    os.chdir(folder)
+    for name, module in list(sys.modules.items()):  # benchmarks, examples and tests may have equal names
+        if str(ROOT) in (getattr(module, "__file__", None) or "") and not name.startswith("hf_vit_accel"):
+            del sys.modules[name]
+    sys.path[:] = [str(script.parent), *(path for path in sys.path if not path.startswith(str(ROOT))), str(ROOT)]
+    sys.argv = [str(script), *arguments]
+    runpy.run_path(str(script), run_name=run_name)
 
 
 def _process(rank: int, app: typer.Typer, arguments: list[str], port: int, folder: str) -> None:

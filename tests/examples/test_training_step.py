@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from programs import start_forked
 from tiny import TINY, tower_of
 from torch import nn
 
@@ -195,19 +194,13 @@ def test_whole_calls_and_the_tower_alone_are_timed(
 
 
 @pytest.mark.parametrize("program", ["fp8_attention.py", "slowed.py", "without.py"])
-def test_programs_without_options_print_their_purpose(program: str) -> None:
-    process = subprocess.run([sys.executable, str(FOLDER / program), "--help"], capture_output=True, text=True)
-    assert process.returncode == 0 and f"python benchmarks/{program}" in process.stdout, process.stderr
+def test_programs_without_options_print_their_purpose(program: str, tmp_path: Path) -> None:
+    assert f"python benchmarks/{program}" in start_forked(FOLDER / program, tmp_path, "--help")
 
 
 @pytest.mark.parametrize("program", ["long_video.py", "training_step.py"])
 def test_programs_that_import_whole_call_start_from_another_folder(program: str, tmp_path: Path) -> None:
-    """In a process of its own, since this one has the folder of benchmarks on its path."""
-    command = [sys.executable, str(FOLDER / program), "--help"]
-    process = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(FOLDER.parent)}
-    )
-    assert process.returncode == 0, process.stderr
+    assert "--help" in start_forked(FOLDER / program, tmp_path, "--help")
 
 
 def test_a_layer_is_timed_without_the_rest_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
