@@ -20,9 +20,10 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from hf_vit_accel.decoding.prefill import GroupedPrompt
 from hf_vit_accel.decoding.step import CACHE, Arguments, DecodeStep, is_linear, key_of_inputs
 from hf_vit_accel.decoding.steps import DecodeSteps, steps_of
-from hf_vit_accel.decoding.text_models import UnservedError, declared_class_of, read_model, refuse
+from hf_vit_accel.decoding.text_models import UnservedError, declared_class_of, has_hooks_around, read_model, refuse
 from hf_vit_accel.graphs.memory import capture_of_ours
 from hf_vit_accel.machine import one_line
 
@@ -174,6 +175,34 @@ class _ModelInLoop:
     def prepare_inputs_for_generation(self, input_ids: Tensor, **arguments: Any) -> Arguments:
         """Pass on the arguments. `__call__` computes stock's inputs where it needs them."""
         return {"input_ids": input_ids, "arguments": arguments}
+
+    def _prefill(
+        self,
+        input_ids: Tensor,
+        generation_config: GenerationConfig,
+        model_kwargs: Arguments,
+        is_first_iteration: bool = True,
+    ) -> Any:
+        """Return the output of the prompt's forward, in groups of rows where that pays.
+
+        Groups leave zeros where stock leaves the keys of padding. So a cache that the call returns is stock's.
+        """
+        is_new = model_kwargs[CACHE].get_seq_length() == 0 and model_kwargs.get("inputs_embeds") is None
+        is_whole = generation_config.prefill_chunk_size is None and not generation_config.return_dict_in_generate
+        if is_first_iteration and is_new and is_whole:
+            columns = input_ids.shape[1]
+            inputs = self._model.prepare_inputs_for_generation(
+                input_ids, next_sequence_length=columns, is_first_iteration=True, **model_kwargs
+            )
+            prompt = GroupedPrompt(self._model, inputs)
+            if len(prompt.groups) > 1:
+                with self._giving_up():
+                    read_model(self._model)
+                if self._reason is None and not has_hooks_around(self._model):
+                    self._steps.groups += len(prompt.groups)
+                    return prompt.run()
+            return self._model(**inputs, return_dict=True)
+        return self._model._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=is_first_iteration)
 
     def __call__(self, input_ids: Tensor, arguments: Arguments, return_dict: bool) -> Any:
         """Return the output of a forward of one token: of the step, or of stock where there is none."""

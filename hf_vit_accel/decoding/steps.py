@@ -30,6 +30,7 @@ class DecodeSteps:
     def __init__(self) -> None:
         self._lock = Lock()
         self.decoded = 0
+        self.groups = 0  # forwards of prompts that were divided
         self.stock_reasons: Counter[str] = Counter()
         self.captures: Counter[str] = Counter()
         self._last_captured: Reading | None = None
@@ -89,6 +90,8 @@ class DecodeSteps:
     def __str__(self) -> str:
         calls = f"{self.decoded} call{'s' * (self.decoded != 1)}"
         text = f"{calls} on a static cache ({len(self.kept)} held, {self._nbytes / 2**20:.0f} MiB)"
+        if self.groups:
+            text += f", prompts in {self.groups} groups"
         for label, reasons in (("captured", self.captures), ("by stock", self.stock_reasons)):
             counts = "; ".join(f"{count} x {why}" for why, count in reasons.items())
             text += f", {reasons.total()} {label} ({counts})" if reasons else ""

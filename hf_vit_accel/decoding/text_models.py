@@ -258,8 +258,8 @@ def _read_modules(reading: Reading, model: Model, holder: Model) -> None:
         kind: Any = type(module)
         if kind not in known:
             owner = next(owner for owner in kind.__mro__ if "forward" in vars(owner))
-            calls = kind.__call__, kind._call_impl
-            is_own_call = is_own(kind.forward, owner) and calls == (nn.Module.__call__, nn.Module._call_impl)
+            calls = kind.forward, kind.__call__, kind._call_impl
+            is_own_call = is_own(kind.forward, owner) and all(map(is_own, calls))
             # A list of modules is never called, and has no forward.
             known[kind] = (is_own_call or owner is nn.Module) and (module is model or _is_upstream(kind))
             if _is_upstream(kind):
@@ -300,6 +300,18 @@ def _is_harmless(hook: Any) -> bool:
     home = getattr(hook, "__module__", None) or ""
     is_marker = getattr(hook, "__name__", "") == "make_inputs_require_grads" and home == "transformers.modeling_utils"
     return is_marker or home.startswith(_HARMLESS_HOOKS)
+
+
+def has_hooks_around(model: Model) -> bool:
+    """Return whether a module has a hook or a forward of others, which would see the rows of a batch in groups."""
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        is_wrapped = forward is not None and module is not model and not _is_harmless(type(forward))
+        if is_wrapped or not all(
+            map(_is_harmless, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))
+        ):
+            return True
+    return False
 
 
 def _is_quantised(module: nn.Module) -> bool:

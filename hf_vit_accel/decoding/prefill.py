@@ -1,0 +1,231 @@
+"""The forward of a prompt in groups of rows of similar length: rows of a group share little padding.
+
+Every group is a forward of transformers on the inputs of its rows, without the columns that all of them pad. Its keys
+and values go to their rows of the call's cache.
+`B` rows of a batch, `G` rows of a group, `T` columns of a prompt, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from hf_vit_accel.decoding.text_models import Model
+from hf_vit_accel.versions import cache_name
+
+Arguments: TypeAlias = dict[str, Any]
+CACHE = cache_name()
+GROUP_TOKENS = 16384
+"""Tokens of a group with its padding. Products are at their full rate with a quarter of it."""
+TOKENS_OF_A_FORWARD = 2500
+"""The launches of one more forward take the host as long as so many tokens take the device (8B, H200: 60 ms)."""
+_FEATURES = "mm_encoder_outputs"
+"""Features that `generate` of newer transformers computes before the prompt's forward, by modality."""
+_PER_COLUMN = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+"""Inputs of shape (B, T)."""
+
+
+@dataclass(frozen=True)
+class Modality:
+    """The names of the inputs of pictures, or of videos.
+
+    Attributes:
+        token: The config's name of the token that stands for a merged patch.
+        grid: The grid of every picture.
+        pixels: Their patches, one after the other.
+        others: What else has one value a picture.
+    """
+
+    token: str
+    grid: str
+    pixels: str
+    others: tuple[str, ...] = ()
+
+
+_MODALITIES = {
+    "image": Modality("image_token_id", "image_grid_thw", "pixel_values"),
+    "video": Modality("video_token_id", "video_grid_thw", "pixel_values_videos", ("second_per_grid_ts",)),
+}
+_PER_PICTURE = {name for names in _MODALITIES.values() for name in (names.grid, names.pixels, *names.others)}
+
+
+def plan_groups(lengths: Sequence[int], most: int) -> list[list[int]]:
+    """Divide the rows of a batch into groups that take the least time together.
+
+    Args:
+        lengths: The tokens of every row.
+        most: The tokens of a group, padding included; a longer row is a group of its own.
+
+    Returns:
+        The rows of every group. Rows of one group follow each other when all are sorted by length.
+    """
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    costs = [0]  # of the first rows, grouped best
+    begins = [0]
+    for end in range(1, len(order) + 1):
+        longest = lengths[order[end - 1]]
+        first = max(0, end - max(1, most // longest))
+        cost, begin = min((costs[begin] + (end - begin) * longest, begin) for begin in range(first, end))
+        costs.append(cost + TOKENS_OF_A_FORWARD)
+        begins.append(begin)
+    groups: list[list[int]] = []
+    end = len(order)
+    while end:
+        groups.append(order[begins[end] : end])
+        end = begins[end]
+    return groups
+
+
+class GroupedPrompt:
+    """The inputs of a prompt, as transformers prepared them, to be cut by rows.
+
+    Attributes:
+        groups: The rows of every group; none for a prompt that cannot be cut, or is short.
+    """
+
+    def __init__(self, model: Model, inputs: Arguments) -> None:
+        self._model = model
+        self._inputs = inputs
+        self._pictures: dict[str, list[range]] = {}  # of every row, by modality
+        self._patches: dict[str, list[int]] = {}  # of every picture
+        self._lengths_B: list[int] = []
+        self.groups: list[list[int]] = []
+        ids_BT = inputs.get("input_ids")
+        if isinstance(ids_BT, Tensor) and ids_BT.numel() > TOKENS_OF_A_FORWARD and self._can_be_cut(ids_BT):
+            self._columns = ids_BT.shape[1]
+            self._lengths_B = self._lengths(ids_BT)
+            self.groups = plan_groups(self._lengths_B, GROUP_TOKENS)
+
+    def _can_be_cut(self, ids_BT: Tensor) -> bool:
+        """Return whether every input is known, and so are the pictures of every row."""
+        inputs = self._inputs
+        positions = inputs.get("position_ids")
+        known = {CACHE, _FEATURES, "position_ids", *_PER_COLUMN, *_PER_PICTURE}
+        if not all(name in known or isinstance(value, bool | int | None) for name, value in inputs.items()):
+            return False
+        if not isinstance(positions, Tensor) or positions.shape[-2:] != ids_BT.shape:
+            return False
+        if any(inputs[name].shape != ids_BT.shape for name in _PER_COLUMN if inputs.get(name) is not None):
+            return False
+        if {type(layer) for layer in inputs[CACHE].layers} != {DynamicLayer}:
+            return False
+        return all(self._find_pictures(modality, ids_BT) for modality in _MODALITIES)
+
+    def _find_pictures(self, modality: str, ids_BT: Tensor) -> bool:
+        """Find which pictures every row has; False if its tokens are not those of complete pictures."""
+        names = _MODALITIES[modality]
+        features = self._features_of(modality)
+        grid_N3 = self._inputs.get(names.grid)
+        pixels = self._inputs.get(names.pixels)
+        if features is not None:
+            tokens = [len(of_picture) for of_picture in features.pooler_output]
+        elif grid_N3 is not None and pixels is not None:
+            merge = self._model.config.vision_config.spatial_merge_size
+            self._patches[modality] = [frames * height * width for frames, height, width in grid_N3.tolist()]
+            tokens = [patches // merge**2 for patches in self._patches[modality]]
+            if len(pixels) != sum(self._patches[modality]):
+                return False
+        else:
+            return all(self._inputs.get(name) is None for name in (names.grid, names.pixels, *names.others))
+        pictures_of_row = []
+        end = 0
+        for missing in (ids_BT == getattr(self._model.config, names.token)).sum(1).tolist():
+            begin = end
+            while missing > 0 and end < len(tokens):
+                missing -= tokens[end]
+                end += 1
+            if missing:
+                return False
+            pictures_of_row.append(range(begin, end))
+        self._pictures[modality] = pictures_of_row
+        return end == len(tokens)
+
+    def _features_of(self, modality: str) -> Any:
+        return (self._inputs.get(_FEATURES) or {}).get(modality)
+
+    def _lengths(self, ids_BT: Tensor) -> list[int]:
+        """Return the columns of every row from its first token on."""
+        mask_BT = self._inputs.get("attention_mask")
+        if mask_BT is None:
+            return [self._columns] * len(ids_BT)
+        return [self._columns - first for first in (mask_BT != 0).int().argmax(1).tolist()]
+
+    def run(self) -> CausalLMOutputWithPast:
+        """Run every group, one after the other; return what a forward of all rows would: the last column's logits.
+
+        A group for which memory runs out is halved.
+        """
+        cache = self._inputs[CACHE]
+        empty = copy.deepcopy(cache)
+        logits_B1V: Tensor | None = None
+        groups = list(self.groups)
+        while groups:
+            rows = groups.pop()
+            output: Any = None
+            try:
+                output = self._model(**self._inputs_of(rows, copy.deepcopy(empty)), return_dict=True)
+            except torch.OutOfMemoryError:
+                if len(rows) == 1:
+                    raise
+            if output is None:  # by now nothing holds the tensors of the forward
+                groups += [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
+                continue
+            rows_G = torch.tensor(rows, device=output.logits.device)
+            if logits_B1V is None:
+                logits_B1V = output.logits.new_zeros(len(self._lengths_B), 1, output.logits.shape[-1])
+            logits_B1V.index_copy_(0, rows_G, output.logits[:, -1:])
+            self._collect(cache, output[CACHE], rows_G)
+        return CausalLMOutputWithPast(logits=logits_B1V, **{CACHE: cache})
+
+    def _inputs_of(self, rows: Sequence[int], cache: Any) -> Arguments:
+        """Return the inputs of some rows, from the first column on in which one of them has a token."""
+        columns = max(self._lengths_B[row] for row in rows)
+        inputs = self._inputs | {CACHE: cache}
+        for name in ("position_ids", *_PER_COLUMN):
+            if inputs.get(name) is not None:
+                rows_G = torch.tensor(rows, device=inputs[name].device)
+                inputs[name] = inputs[name].index_select(-2, rows_G)[..., -columns:].contiguous()
+        if inputs.get(_FEATURES) is not None:
+            inputs[_FEATURES] = {}
+        for modality, pictures_of_row in self._pictures.items():
+            self._cut_pictures(inputs, modality, [index for row in rows for index in pictures_of_row[row]])
+        return inputs
+
+    def _cut_pictures(self, inputs: Arguments, modality: str, pictures: Sequence[int]) -> None:
+        """Replace features or pixels by those of some pictures; by None if there are none: a tower takes no less."""
+        names = _MODALITIES[modality]
+        features = self._features_of(modality)
+        if features is not None and pictures:
+            fields: Arguments = {"pooler_output": [features.pooler_output[index] for index in pictures]}
+            deepstack = features.get("deepstack_features")
+            if deepstack is not None:
+                fields["deepstack_features"] = [[of_layer[index] for index in pictures] for of_layer in deepstack]
+            inputs[_FEATURES][modality] = type(features)(**fields)
+        if inputs.get(names.pixels) is not None:
+            pixels = inputs[names.pixels].split(self._patches[modality])
+            inputs[names.pixels] = torch.cat([pixels[index] for index in pictures]) if pictures else None
+        for name in (names.grid, *names.others):
+            if isinstance(inputs.get(name), Tensor):
+                inputs[name] = inputs[name][pictures] if pictures else None
+            elif inputs.get(name) is not None:
+                inputs[name] = [inputs[name][index] for index in pictures] or None
+
+    def _collect(self, cache: Any, group_cache: Any, rows_G: Tensor) -> None:
+        """Move keys and values of a group to its rows of the call's cache, at the right end of their columns."""
+        for layer, of_group in zip(cache.layers, group_cache.layers, strict=True):
+            if not layer.is_initialized:
+                _, heads, _, width = of_group.keys.shape
+                zeros = of_group.keys.new_zeros(len(self._lengths_B), heads, self._columns, width)
+                layer.update(zeros, zeros)
+            columns = of_group.keys.shape[2]
+            for name in ("keys", "values"):
+                states = getattr(of_group, name)
+                getattr(layer, name)[:, :, -columns:].index_copy_(0, rows_G.to(states.device), states)
+                setattr(of_group, name, None)

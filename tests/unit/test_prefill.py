@@ -1,0 +1,189 @@
+"""Prompts in groups of rows of similar length: tokens and logits are stock's, and pictures stay with their rows."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from support.decoding import both, counts_of
+from tiny import TINY
+from torch import nn
+from transformers import DynamicCache
+
+from hf_vit_accel import patch, status
+from hf_vit_accel.decoding import prefill
+from hf_vit_accel.decoding.prefill import plan_groups
+from hf_vit_accel.decoding.steps import steps_of
+
+GRIDS = [(1, 4, 4), (1, 4, 8), (1, 8, 8), (1, 4, 12)]
+Inputs = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Divide short prompts, too: into many groups."""
+    monkeypatch.setattr(prefill, "GROUP_TOKENS", 60)
+    monkeypatch.setattr(prefill, "TOKENS_OF_A_FORWARD", 4)
+
+
+def joined(rows: list[Inputs], *, right: bool = False) -> Inputs:
+    """Pad rows to the longest, on the left or the right, and join them."""
+    longest = max(row["input_ids"].shape[1] for row in rows)
+    inputs: dict[str, list[torch.Tensor]] = {}
+    for row in rows:
+        length = row["input_ids"].shape[1]
+        padding = (0, longest - length) if right else (longest - length, 0)
+        for name, value in (row | {"attention_mask": torch.ones_like(row["input_ids"])}).items():
+            is_padded = value.shape[:2] == (1, length)
+            inputs.setdefault(name, []).append(nn.functional.pad(value, padding) if is_padded else value)
+    return {name: torch.cat(values) for name, values in inputs.items()}
+
+
+def batch(model: Any, rng: random.Random, rows: int, *, right: bool = False) -> Inputs:
+    """Draw rows of text with no, one or several pictures, padded to the longest."""
+    drawn = []
+    for _ in range(rows):
+        row = tiny.chat_inputs(model, [rng.choice(GRIDS) for _ in range(rng.choice([0, 1, 1, 2]))], rng.randrange(999))
+        more = torch.randint(
+            3, 50, (1, rng.randint(0, 20)), generator=torch.Generator().manual_seed(rng.randrange(999))
+        )
+        row["input_ids"] = torch.cat([more, row["input_ids"]], 1)
+        if "mm_token_type_ids" in row:
+            row["mm_token_type_ids"] = torch.cat([torch.zeros_like(more), row["mm_token_type_ids"]], 1)
+        drawn.append(row)
+    return joined(drawn, right=right)
+
+
+class Scores:
+    """A logits processor that keeps what it gets and changes nothing."""
+
+    def __init__(self) -> None:
+        self.scores: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.scores.append(scores.clone())
+        return scores
+
+
+def compare(model: Any, inputs: Inputs, seed: int = 0, **options: Any) -> None:
+    """Generate by stock and by `graphed_decoding`; expect equal tokens, and logits equal to rounding."""
+    kept: list[Scores] = []
+
+    def make_scores() -> list[Scores]:
+        kept.append(Scores())
+        return [kept[-1]]
+
+    both(model, inputs, seed=seed, make_logits_processor=make_scores, **options)
+    stock, ours = (of_way.scores for of_way in kept)
+    for expected, actual in zip(stock, ours, strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("calls", [12, pytest.param(170, marks=pytest.mark.matrix)])
+def test_random_batches_give_stocks_tokens_whatever_the_groups(family: str, calls: int) -> None:
+    model = TINY[family].build()
+    patch(model)
+    rng = random.Random(calls)
+    for seed in range(calls):
+        inputs = batch(model, rng, rng.randint(2, 9), right=seed % 4 == 3)
+        options: Inputs = rng.choice(
+            [
+                {},
+                dict(do_sample=True, temperature=1.3, top_k=9),
+                dict(eos_token_id=list(range(3, 50, 5)), pad_token_id=2),
+                dict(do_sample=True, num_return_sequences=2),
+            ]
+        )
+        compare(model, inputs, seed, max_new_tokens=rng.choice([2, 9, 12]), **options)
+    assert steps_of(model).groups > 2 * calls and not counts_of(model).reasons
+    assert f"prompts in {steps_of(model).groups} groups" in str(status(model))
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_videos_stay_with_their_rows(family: str) -> None:
+    model = TINY[family].build()
+    grids = [[(2, 4, 4)], [(1, 4, 4), (2, 4, 8)], [(1, 8, 8)], [(4, 4, 4), (2, 8, 4)]]
+    rows = [tiny.chat_inputs(model, grid, seed) for seed, grid in enumerate(grids)]
+    compare(model, joined(rows), max_new_tokens=9)
+    assert steps_of(model).groups >= 2
+
+
+@pytest.mark.parametrize("kind", ["Qwen2", "Qwen3"])
+def test_text_without_pictures_is_divided(kind: str) -> None:
+    sizes = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=32)
+    config = getattr(transformers, f"{kind}Config")(vocab_size=60, intermediate_size=48, head_dim=8, **sizes)
+    model = tiny.randomise(getattr(transformers, f"{kind}ForCausalLM")(config)).eval()
+    rows = [{"input_ids": torch.randint(3, 50, (1, length))} for length in (40, 3, 38, 2, 41)]
+    compare(model, joined(rows), max_new_tokens=9, pad_token_id=0)
+    assert steps_of(model).groups == 4
+
+
+def test_a_group_for_which_memory_runs_out_is_halved(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = TINY["qwen2_5_vl"].build()
+    sizes = []
+    inputs_of = prefill.GroupedPrompt._inputs_of
+
+    def inputs_of_few_rows(self: prefill.GroupedPrompt, rows: list[int], cache: DynamicCache) -> Inputs:
+        sizes.append(len(rows))
+        if len(rows) > 1:
+            raise torch.OutOfMemoryError
+        return inputs_of(self, rows, cache)
+
+    monkeypatch.setattr(prefill.GroupedPrompt, "_inputs_of", inputs_of_few_rows)
+    monkeypatch.setattr(prefill, "GROUP_TOKENS", 250)
+    monkeypatch.setattr(prefill, "TOKENS_OF_A_FORWARD", 100)
+    compare(model, batch(model, random.Random(2), 8), max_new_tokens=9)
+    assert max(sizes) > 2 and sizes.count(1) == 8
+
+
+def add_hook(model: Any) -> None:
+    model.model.visual.register_forward_hook(lambda *_: None)
+
+
+def wrap_tower(model: Any) -> None:
+    model.model.visual.forward = functools.partial(model.model.visual.forward)
+
+
+@pytest.mark.parametrize("change", [add_hook, wrap_tower])
+def test_code_that_sees_calls_of_the_tower_sees_stocks(change: Callable[[Any], None]) -> None:
+    """transformers' output capturing, and interpretability libraries, count and record the calls of modules."""
+    model = TINY["qwen3_vl"].build()
+    change(model)
+    compare(model, batch(model, random.Random(3), 6), max_new_tokens=9)
+    assert steps_of(model).groups == 0
+
+
+def test_a_cache_that_the_call_returns_is_stocks() -> None:
+    model = TINY["qwen3_vl"].build()
+    both(model, batch(model, random.Random(4), 6), max_new_tokens=9, return_dict_in_generate=True, output_logits=True)
+    assert steps_of(model).groups == 0 and counts_of(model).static_calls == 1
+
+
+@given(st.lists(st.integers(1, 900), min_size=1, max_size=40), st.integers(1, 4000))
+def test_groups_hold_every_row_once_within_the_bound(lengths: list[int], most: int) -> None:
+    groups = plan_groups(lengths, most)
+    assert sorted(itertools.chain(*groups)) == list(range(len(lengths)))
+    for rows in groups:
+        assert len(rows) == 1 or len(rows) * max(lengths[row] for row in rows) <= most
+    cost = sum(prefill.TOKENS_OF_A_FORWARD + len(rows) * max(lengths[row] for row in rows) for rows in groups)
+    assert cost <= sum(prefill.TOKENS_OF_A_FORWARD + length for length in lengths), "no row gains by going alone"
+
+
+def test_short_and_even_prompts_are_one_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert plan_groups([500] * 32, 16384) == [list(range(32))]
+    assert plan_groups([500, 400, 450, 480], 16384) == [[1, 2, 3, 0]]
+    model = TINY["qwen3_vl"].build()
+    compare(model, batch(model, random.Random(5), 4), max_new_tokens=9)
+    assert steps_of(model).groups == 0
