@@ -161,33 +161,6 @@ def complete() -> Document:
     return read("whole_call.json") | {"rows": rows}
 
 
-def test_the_headline_takes_the_tower_and_an_answer(complete: Document) -> None:
-    bars = [(case.label, case.way) for case in headline.charted(complete)]
-    assert bars == [
-        ("answer of 64 tokens, one picture (~950x950)", "decoding"),
-        ("vision tower, one picture (~950x950)", "patched"),
-    ]
-    assert [(case.label, case.way) for case in headline.tabled(complete)] == [
-        ("vision tower, one picture (~950x950)", "patched"),
-        ("answer of 64 tokens, one picture (~950x950)", "decoding"),
-        ("forward pass (embedding, first token), batch of 32 pictures (~500x700)", "patched"),
-        ("answer of 64 tokens, batch of 32 pictures (~500x700)", "decoding"),
-    ]
-    assert "6500 → 1300 ms (5.0x)" in headline.table(complete) and "6500 → 1300 ms (5.0x)" in headline.chart(complete)
-    assert "tower alone" in tables.whole_call(complete)
-
-
-def test_the_gain_over_flash_attention_stands_where_it_was_timed(complete: Document) -> None:
-    of_one_model = [row for row in complete["rows"] if row["model"] == "qwen3-vl-8b"]
-    for row in of_one_model:
-        row["flash_attention_3"] = 0.6 * row["stock"]
-    table = headline.table(complete)
-    assert "| Qwen2.5-VL-7B | Qwen3-VL-8B | gain over FlashAttention-3 |" in table
-    assert "| 100.0 → 50.00 ms (2.0x) | 100.0 → 50.00 ms (2.0x) | 1.2x |" in table
-    del of_one_model[0]["flash_attention_3"]
-    assert "FlashAttention" not in headline.table(complete), "not timed in every row"
-
-
 def test_the_headline_shows_only_what_every_model_was_timed_in(complete: Document) -> None:
     complete["rows"] = [row for row in complete["rows"] if row["model"] == "qwen3-vl-8b" or row["tokens"] == 64]
     assert {case.tokens for case in headline.tabled(complete)} == {64}
@@ -233,17 +206,6 @@ def test_a_table_reads_one_file_and_names_its_commit(table: str, monkeypatch: py
     text = tables.TABLES[table].text()
     assert opened == [tables.TABLES[table].file]
     assert f"Measured at commit {read(opened[0])['commit']} on " in text and f"benchmarks/{opened[0]}`" in text
-
-
-def test_the_balance_of_ranks_stands_beside_what_the_split_expects() -> None:
-    measured = read("data_parallel.json")
-    for count, run in enumerate(measured["runs"], 1):
-        run["towers"] = [row | dict(balance_measured=1 + count / 100, balance=1.0) for row in run["towers"]]
-    head, _, first, *rows = tables.data_parallel(measured).splitlines()
-    heads = [f" {run['ranks']} GPUs | slowest rank by mean (expected) |" for run in measured["runs"]]
-    cells = [rf" [\d.]+ \([\d.]+x\) \| 1\.0{count} \(1\.00\) \|" for count in range(1, len(heads) + 1)]
-    assert head.endswith(f"|{''.join(heads)}") and re.search(rf"\|{''.join(cells)}$", first), first
-    assert all(row.count("|") == head.count("|") for row in rows if row.startswith("|")), "also where one was not run"
 
 
 def slower(file: str) -> Document:
@@ -341,17 +303,3 @@ def test_tables_take_what_bench_writes(monkeypatch: pytest.MonkeyPatch) -> None:
         summary.gains(copy.deepcopy(written), "auto", ("sdpa",))
     written["rows"] = [row for row in written["rows"] if row["size"] == "small"]
     assert summary.gains(copy.deepcopy(written), "auto", ("sdpa",)) == {"qwen3-vl-8b": "1.2x"}
-
-
-def test_captions_count_those_that_stock_gives_not() -> None:
-    rows = [
-        dict(family=family, dtype=dtype, way=way, scenes=200, right=right, changed=changed, calls=2, replays=replays)
-        for way, right, changed, replays in (("stock", 199, 0, 0), ("auto", 198, 1, 2))
-        for family in ("qwen2_vl", "qwen3_vl")
-        for dtype in ("bfloat16", "float16")
-    ]
-    table = tables.captions({"rows": rows}).splitlines()
-    assert table[0].startswith("| right of 200 | qwen2_vl, bfloat16 | qwen2_vl, float16 | qwen3_vl, bfloat16 |")
-    assert table[3] == "| auto | 99.0% | 99.0% | 99.0% | 99.0% | 4 | 8, 8 |"
-    with pytest.raises(ValueError, match="auto did not run with every model"):
-        tables.captions({"rows": rows[:-1]})

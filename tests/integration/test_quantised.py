@@ -6,6 +6,7 @@ Stand-ins of the same shape run everywhere, bitsandbytes, torchao and quanto whe
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -33,6 +34,10 @@ WAYS: dict[str, tuple[Change, str | None]] = {
     "torchao": (quantised.torchao_int8, "torchao"),
     "quanto": (quantised.quanto_int8, "optimum.quanto"),
 }
+
+
+ALL = r".*(visual\.blocks|language_model).*(qkv|proj)"
+TEXT = r".*language_model.*_proj"
 
 
 def quantise(model: nn.Module, way: str) -> nn.Module:
@@ -81,8 +86,13 @@ def test_outputs_have_the_values_and_dtypes_of_stock(
 
 
 @pytest.mark.parametrize("way", ["packed", "bitsandbytes, 4 bit", "bitsandbytes, 8 bit"])
-@pytest.mark.parametrize("checkpointed", [None, True, False], ids=["", "reentrant", "checkpointed"])
-@pytest.mark.parametrize("adapted", [r".*(visual\.blocks|language_model).*(qkv|proj)", r".*language_model.*_proj"])
+@pytest.mark.parametrize(
+    ("checkpointed", "adapted"),
+    [
+        pytest.param(*cell, marks=[pytest.mark.matrix] * (cell not in ((None, ALL), (True, TEXT), (False, ALL))))
+        for cell in itertools.product((None, True, False), (ALL, TEXT))
+    ],
+)
 def test_a_step_of_qlora(model: nn.Module, way: str, checkpointed: bool | None, adapted: str) -> None:
     """TRL's and LLaMA-Factory's: quantised and upcast, LoRA on all Linears or the text's, bf16 autocast."""
     peft = pytest.importorskip("peft")

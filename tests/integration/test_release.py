@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -118,21 +117,6 @@ def test_the_metadata_says_what_an_index_shows(built: tuple[Path, Path]) -> None
             assert (ROOT / target.removeprefix(base).partition("#")[0]).is_file()
     relative = re.sub(re.escape(home) + r"/(raw|blob)/v[^/]+/", "", shown).replace(f"{home}/actions/", "../../actions/")
     assert relative.strip() == readme.strip()
-
-
-def test_links_are_made_absolute_and_others_left_alone() -> None:
-    pytest.importorskip("hatchling")
-    absolute = runpy.run_path(str(ROOT / "build_readme.py"))["absolute"]
-    unchanged = "[a](https://b.c) [d](#e) [f](mailto:g@h) [![i](https://j.k/l.svg)](https://m.n)"
-    assert absolute("[a](b.md#c) ![d](e/f.png)", "https://x/y", "1.2") == (
-        "[a](https://x/y/blob/v1.2/b.md#c) ![d](https://x/y/raw/v1.2/e/f.png)"
-    )
-    badge = "[![a](../../actions/b.yml/badge.svg)](../../actions/b.yml) [![c](d.svg)](e.md)"
-    assert absolute(badge, "https://x/y", "1.2") == (
-        "[![a](https://x/y/actions/b.yml/badge.svg)](https://x/y/actions/b.yml) "
-        "[![c](https://x/y/raw/v1.2/d.svg)](https://x/y/blob/v1.2/e.md)"
-    )
-    assert absolute(unchanged, "https://x/y", "1.2") == unchanged
 
 
 def test_twine_accepts_both(built: tuple[Path, Path]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,18 @@ from transformers import (
 
 import hf_vit_accel
 
-every_family = pytest.mark.parametrize("family", FAMILIES)
+
+def every_family(*, first: str) -> pytest.MarkDecorator:
+    """Run with a family every time, and with the others where results are recorded, or in the matrix."""
+    return pytest.mark.parametrize(
+        "family",
+        [
+            pytest.param(family, marks=[pytest.mark.matrix] * (family != first and "RECORD_STACKS" not in os.environ))
+            for family in FAMILIES
+        ],
+    )
+
+
 PROMPT = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "describe this picture"}]}]
 Checkpoint = Callable[[str], str]
 
@@ -63,7 +75,7 @@ def training(path: str, folder: Path, **options: Any) -> Names:
     }
 
 
-@every_family
+@every_family(first="qwen2_5_vl")
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 def test_trainer(family: str, checkpointing: bool, checkpoint: Checkpoint, tmp_path: Path) -> None:
     word = "activation" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient"
@@ -75,7 +87,7 @@ def test_trainer(family: str, checkpointing: bool, checkpoint: Checkpoint, tmp_p
     job.expect(family, *logs, patched["model"])
 
 
-@every_family
+@every_family(first="qwen3_vl")
 def test_trainer_with_the_callback(family: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     names = training(checkpoint(family), tmp_path)
     stock = recipe("Trainer").run(patched=False, names=names)["trainer"]
@@ -94,7 +106,7 @@ def test_trainer_with_the_callback(family: str, checkpoint: Checkpoint, tmp_path
     job.expect(family, losses(stock.state.log_history), losses(trainer.state.log_history), model)
 
 
-@every_family
+@every_family(first="qwen2_5_vl")
 def test_peft(family: str, checkpoint: Checkpoint) -> None:
     """Train adapters on every linear layer, those of the tower included."""
     inputs = example(load_processor(checkpoint(family)), pictures(1)[0])
@@ -111,7 +123,7 @@ def test_peft(family: str, checkpoint: Checkpoint) -> None:
     Job("transformers", "PEFT, gradients of LoRA", "PEFT").expect(family, *runs, model, bound=1e-3)
 
 
-@every_family
+@every_family(first="qwen3_vl")
 def test_pipeline(family: str, checkpoint: Checkpoint) -> None:
     processor = load_processor(checkpoint(family))
     runs = []
@@ -129,7 +141,7 @@ def test_pipeline(family: str, checkpoint: Checkpoint) -> None:
     Job("transformers", "pipeline, image-text-to-text", "A plain script").expect(family, *runs, model)
 
 
-@every_family
+@every_family(first="qwen2_5_vl")
 @pytest.mark.parametrize("place", ["cpu", "disk"])
 def test_offloaded(family: str, place: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     """accelerate keeps the layers of the text elsewhere, and brings them back for each call."""
@@ -150,7 +162,7 @@ def test_offloaded(family: str, place: str, checkpoint: Checkpoint, tmp_path: Pa
     Job("transformers", f"accelerate, text offloaded to the {place}", "A plain script").expect(family, *runs, model)
 
 
-@every_family
+@every_family(first="qwen3_vl")
 def test_generate_called_by_others(family: str, checkpoint: Checkpoint) -> None:
     """`generate` of a patched model decodes from CUDA graphs wherever it is called, by a pipeline, too."""
     path = checkpoint(family)

@@ -450,18 +450,33 @@ COPIES = _copies()
 # --- sabotaged copies -------------------------------------------------------------------------------------------------
 
 
-class ActsAboveASize(CopyOfQwen25):
-    """Changes rows where a picture is taller than 40 patches."""
+ACTING: dict[str, tuple[type[CopiedTower], Callable[[CopiedTower, Tensor, int, Sizes], bool]]] = {
+    "ActsAboveASize": (CopyOfQwen25, lambda tower, x, index, grid: max(h for _, h, _ in grid) > 40),
+    "ActsAboveARowCount": (CopyOfQwen25, lambda tower, x, index, grid: len(x) > 1000),
+    "ActsOnManyImages": (CopyOfQwen2, lambda tower, x, index, grid: len(grid) > 8),
+    "ActsOnLongClips": (CopyOfQwen2, lambda tower, x, index, grid: max(t for t, _, _ in grid) > 4),
+    "ActsOnEqualSizes": (CopyOfQwen2, lambda tower, x, index, grid: len(set(grid)) < len(grid)),
+    "ActsOnOneToken": (CopyOfQwen2, lambda tower, x, index, grid: len(x) == 4),
+    "ActsInInferenceMode": (CopyOfQwen2, lambda tower, x, index, grid: torch.is_inference_mode_enabled()),
+    "ActsInBf16": (CopyOfQwen2, lambda tower, x, index, grid: x.dtype == torch.bfloat16 and index == 2),
+    "ActsUnderAutocast": (CopyOfQwen2, lambda tower, x, index, grid: torch.is_autocast_enabled("cpu") and index == 2),
+    "ActsInTraining": (CopyOfQwen2, lambda tower, x, index, grid: tower.training),
+    "ActsOnPairs": (CopyOfQwen2, lambda tower, x, index, grid: len(grid) == 2),
+    "ActsOnThreeFrames": (CopyOfQwen2, lambda tower, x, index, grid: [t for t, _, _ in grid] == [3]),
+    "ActsOnSquares": (CopyOfQwen2, lambda tower, x, index, grid: all(h == w == 16 for _, h, w in grid)),
+    "ActsOnThumbnails": (CopyOfQwen2, lambda tower, x, index, grid: not torch.is_grad_enabled() and 8 <= len(x) <= 256),
+}
+"""Sabotaged copies: the base, and the layers, rows and pictures for which it multiplies rows by 1.01."""
 
-    def after_layer(self, x: Tensor, index: int, grid: Sizes) -> Tensor:
-        return x * 1.01 if max(h for _, h, _ in grid) > 40 else x
+
+def _acting(name: str, base: type[CopiedTower], acts: Callable[[CopiedTower, Tensor, int, Sizes], bool]) -> type:
+    def after_layer(self: CopiedTower, x: Tensor, index: int, grid: Sizes) -> Tensor:
+        return x * 1.01 if acts(self, x, index, grid) else x
+
+    return type(name, (base,), {"after_layer": after_layer, "__module__": __name__})
 
 
-class ActsAboveARowCount(CopyOfQwen25):
-    """Changes rows where there are more than 1000."""
-
-    def after_layer(self, x: Tensor, index: int, grid: Sizes) -> Tensor:
-        return x * 1.01 if len(x) > 1000 else x
+globals().update({name: _acting(name, *how) for name, how in ACTING.items()})
 
 
 class ActsFromLayer4(CopyOfQwen3):
@@ -469,55 +484,6 @@ class ActsFromLayer4(CopyOfQwen3):
 
     def after_layer(self, x: Tensor, index: int, grid: Sizes) -> Tensor:
         return x + 0.01 * x.roll(1, -1) if index >= 4 else x
-
-
-class ActsOnManyImages(CopyOfQwen2):
-    """Changes rows where there are more than eight images."""
-
-    def after_layer(self, x: Tensor, index: int, grid: Sizes) -> Tensor:
-        return x * 1.01 if len(grid) > 8 else x
-
-
-class ActsOnLongClips(CopyOfQwen2):
-    """Changes rows where a clip has more than four frames."""
-
-    def after_layer(self, x: Tensor, index: int, grid: Sizes) -> Tensor:
-        return x * 1.01 if max(t for t, _, _ in grid) > 4 else x
-
-
-class ActsOnEqualSizes(CopyOfQwen2):
-    """Changes rows where two images have the same size."""
-
-    def after_layer(self, x: Tensor, index: int, grid: Sizes) -> Tensor:
-        return x * 1.01 if len(set(grid)) < len(grid) else x
-
-
-class ActsOnOneToken(CopyOfQwen2):
-    """Changes rows where all make one merged token."""
-
-    def after_layer(self, x: Tensor, index: int, grid: Sizes) -> Tensor:
-        return x * 1.01 if len(x) == 4 else x
-
-
-class ActsInInferenceMode(CopyOfQwen2):
-    """Changes rows in inference mode."""
-
-    def after_layer(self, x: Tensor, index: int, grid: Sizes) -> Tensor:
-        return x * 1.01 if torch.is_inference_mode_enabled() else x
-
-
-class ActsInBf16(CopyOfQwen2):
-    """Changes rows of one dtype."""
-
-    def after_layer(self, x: Tensor, index: int, grid: Sizes) -> Tensor:
-        return x * 1.01 if x.dtype == torch.bfloat16 and index == 2 else x
-
-
-class ActsUnderAutocast(CopyOfQwen2):
-    """Changes rows of one layer under autocast."""
-
-    def after_layer(self, x: Tensor, index: int, grid: Sizes) -> Tensor:
-        return x * 1.01 if torch.is_autocast_enabled("cpu") and index == 2 else x
 
 
 class ActsByABuffer(CopyOfQwen3):
@@ -536,13 +502,6 @@ class ActsByTheConfig(CopyOfQwen25):
 
     def after_layer(self, x: Tensor, index: int, grid: Sizes) -> Tensor:
         return x * (1 + 0.01 * self.config.boost)
-
-
-class ActsInTraining(CopyOfQwen2):
-    """Changes rows in training mode."""
-
-    def after_layer(self, x: Tensor, index: int, grid: Sizes) -> Tensor:
-        return x * 1.01 if self.training else x
 
 
 class ScalesABit(CopyOfQwen2):
@@ -638,40 +597,12 @@ class ActsOnOneImage(CopyOfQwen2):
         return super().positions(grid, device)
 
 
-class ActsOnPairs(CopyOfQwen2):
-    """Changes rows of two images."""
-
-    def after_layer(self, x: Tensor, index: int, grid: Sizes) -> Tensor:
-        return x * 1.01 if len(grid) == 2 else x
-
-
-class ActsOnThreeFrames(CopyOfQwen2):
-    """Changes rows of a clip of three frames alone."""
-
-    def after_layer(self, x: Tensor, index: int, grid: Sizes) -> Tensor:
-        return x * 1.01 if [t for t, _, _ in grid] == [3] else x
-
-
-class ActsOnSquares(CopyOfQwen2):
-    """Changes rows of square images of 16 patches."""
-
-    def after_layer(self, x: Tensor, index: int, grid: Sizes) -> Tensor:
-        return x * 1.01 if all(h == w == 16 for _, h, w in grid) else x
-
-
 class ActsAtTheSizeOfTheTable(CopyOfQwen3):
     """Forgets the order of merge blocks where an image is as large as the table."""
 
     def table(self, grid: Sizes) -> Tensor:
         side = self.num_grid_per_side
         return self.pos_embed.weight if grid == [(1, side, side)] else super().table(grid)
-
-
-class ActsOnThumbnails(CopyOfQwen2):
-    """Changes rows of few patches without gradients."""
-
-    def after_layer(self, x: Tensor, index: int, grid: Sizes) -> Tensor:
-        return x * 1.01 if not torch.is_grad_enabled() and 8 <= len(x) <= 256 else x
 
 
 class Options:

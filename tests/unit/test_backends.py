@@ -149,19 +149,11 @@ def test_sdpa_runs_one_call_per_distinct_length(monkeypatch: pytest.MonkeyPatch)
     assert len(calls) == 3
 
 
-@pytest.mark.parametrize("lengths", [[64] * 8, [16, 32, 64], [5]])
-def test_sdpa_gathers_nothing_if_equal_lengths_are_neighbours(lengths: list[int]) -> None:
-    assert not Sdpa().plan(segments_of(lengths), request()).arrays
-
-
-@pytest.mark.parametrize("count", [*range(1, 300), 1000, 4097, 65535])
-def test_segment_count_is_rounded_finely(count: int) -> None:
-    rounded = round_segments(count)
-    assert count <= rounded <= count * 1.125
-    assert round_segments(rounded) == rounded
-
-
-def test_segment_counts_fall_into_few_classes() -> None:
+def test_segment_counts_are_rounded_finely_into_few_classes() -> None:
+    for count in (*range(1, 300), 1000, 4097, 65535):
+        rounded = round_segments(count)
+        assert count <= rounded <= count * 1.125
+        assert round_segments(rounded) == rounded
     assert len({round_segments(count) for count in range(1, 1025)}) <= 8 * 8
 
 
@@ -404,15 +396,6 @@ def test_require_lists_reasons_and_alternatives() -> None:
         backends.require("flashinfer_cudnn")
     for part in ("no CUDA device", "sdpa: usable", "torch_varlen: ", "attention='auto'"):
         assert part in str(error.value)
-
-
-def test_importing_flashinfer_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> None:
-        raise OSError("libcudnn is gone")
-
-    monkeypatch.setattr(cudnn_backend, "_prefill_module", broken)
-    (reason,) = FlashinferCudnn().probe()
-    assert "libcudnn is gone" in reason and "pip install" in reason
 
 
 def test_importing_flash_attention_3_is_guarded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -268,9 +268,18 @@ def hidden_states_of(language: nn.Module) -> torch.Tensor:
     return language(input_ids=ids, attention_mask=mask).last_hidden_state[:, 2:]
 
 
-@pytest.mark.parametrize("name", loading.NAMES)
-@pytest.mark.parametrize("way", ["loaded", "loaded, dict", "set", "set, dict", "text eager"])
-@pytest.mark.parametrize("make", [mixed, hyperclovax])
+WAYS_OF_TEXT = ["loaded", "loaded, dict", "set", "set, dict", "text eager"]
+
+
+@pytest.mark.parametrize(
+    ("make", "way", "name"),
+    [
+        pytest.param(make, way, name, marks=[pytest.mark.matrix] * ((row + column + index) % 2))
+        for row, make in enumerate((mixed, hyperclovax))
+        for column, way in enumerate(WAYS_OF_TEXT)
+        for index, name in enumerate(loading.NAMES)
+    ],
+)
 def test_text_of_another_package_keeps_its_attention(
     make: Callable[[], tuple[type[PreTrainedModel], PretrainedConfig]],
     way: str,

@@ -199,7 +199,7 @@ def attributes_of(tower: Any) -> list[tuple[nn.Module, str, Any]]:
     [
         pytest.param("qwen2_vl", True, marks=pytest.mark.matrix),
         *((family, True) for family in ("qwen2_5_vl", "qwen3_vl")),
-        ("qwen2_5_vl", False),
+        pytest.param("qwen2_5_vl", False, marks=pytest.mark.matrix),
     ],
     indirect=["model"],
 )

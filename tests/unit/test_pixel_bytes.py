@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tiny import TINY, all_equal, assert_close, chat_inputs, outputs_of, tower_of
+from tiny import FAMILIES, TINY, all_equal, assert_close, chat_inputs, outputs_of, tower_of
 
 import hf_vit_accel
 from hf_vit_accel.tower.processors import normalisation_of
@@ -46,14 +46,33 @@ def torchvision_processor() -> Any:
     return transformers.Qwen2VLImageProcessor(patch_size=4, min_pixels=16, max_pixels=1 << 16)
 
 
-@pytest.fixture(params=[pil_processor, torchvision_processor], ids=["pillow", "torchvision"])
-def processor(request: pytest.FixtureRequest) -> Any:
-    return request.param()
+PAIRS = [
+    *(pytest.param((family, pil_processor), id=f"{family}-pillow") for family in FAMILIES),
+    *(
+        pytest.param(
+            (family, torchvision_processor),
+            id=f"{family}-torchvision",
+            marks=[pytest.mark.matrix] * (family != "qwen3_vl"),
+        )
+        for family in FAMILIES
+    ),
+]
+"""Models and processors: in every run each model, and each processor."""
 
 
-@pytest.fixture(params=["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
-def model(request: pytest.FixtureRequest) -> Any:
-    return TINY[request.param].build()
+@pytest.fixture(params=PAIRS)
+def pair(request: pytest.FixtureRequest) -> tuple[str, Any]:
+    return request.param
+
+
+@pytest.fixture
+def processor(pair: tuple[str, Any]) -> Any:
+    return pair[1]()
+
+
+@pytest.fixture
+def model(pair: tuple[str, Any]) -> Any:
+    return TINY[pair[0]].build()
 
 
 def pictures(seed: int = 0) -> list[np.ndarray]:
