@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from types import FunctionType
@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from hf_vit_accel.families import FAMILIES, Model, find_towers
 from hf_vit_accel.machine import is_upstream, one_line, reasons_untraceable
 from hf_vit_accel.model.every_rank import (
-    AddDummy,
+    FEATURES,
     Features,
+    add_dummy,
     encode_once,
     must_call_once,
     tower_in,
@@ -35,9 +36,10 @@ from hf_vit_accel.model.host import Arguments, HostCopies, Result, to_device
 from hf_vit_accel.model.positions import image_positions, numbers_images_alike
 from hf_vit_accel.tower import fsdp
 from hf_vit_accel.tower.code import names_of_method
-from hf_vit_accel.tower.forward import is_our_forward, own_hooks, redirect_shallow_copies
+from hf_vit_accel.tower.forward import is_our_forward, redirect_shallow_copies
 from hf_vit_accel.tower.modules import is_inert
 from hf_vit_accel.tower.processors import BYTES_UNKNOWN
+from hf_vit_accel.tower.state import HOOKS, OurHooks
 from hf_vit_accel.tower.state import state_of as tower_state_of
 from hf_vit_accel.versions import cache_name
 
@@ -109,8 +111,8 @@ def install(model: nn.Module, state: ModelState) -> None:
     for name in SERVED:
         if not unknown_methods(model, [name]):
             vars(model)[name] = Method(model, name)
-    model.register_forward_pre_hook(BeforeForward(), with_kwargs=True)
-    model.register_forward_hook(after_forward, always_call=True)
+    before = model.register_forward_pre_hook(BeforeForward(), with_kwargs=True)
+    vars(model)[HOOKS] = OurHooks(before, model.register_forward_hook(after_forward, always_call=True))
 
 
 def uninstall(model: nn.Module) -> ModelState | None:
@@ -119,25 +121,12 @@ def uninstall(model: nn.Module) -> ModelState | None:
     for name in SERVED:
         if isinstance(vars(model).get(name), Method):
             del vars(model)[name]
-    _drop_hooks(model)
     text = (vars(model).get("_modules") or {}).get("language_model")
-    if isinstance(text, nn.Module):
-        _drop_hooks(text)
+    for module in (model, text):
+        if isinstance(module, nn.Module):
+            for name in (HOOKS, FEATURES):
+                vars(module).pop(name, None)
     return state
-
-
-def _drop_hooks(module: nn.Module) -> None:
-    """Take our hooks off a module. Its shallow copies share the dictionaries of hooks, and keep theirs."""
-    if not any(is_own_hook(hook) for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())):
-        return  # handles of hooks remove from the dictionaries that a module has
-    own_hooks(module)
-    for name in ("_forward_hooks", "_forward_hooks_always_called"):
-        vars(module)[name] = OrderedDict(vars(module)[name])
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for key in [key for key, hook in hooks.items() if is_own_hook(hook)]:
-            del hooks[key]
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
-            module._forward_hooks_always_called.pop(key, None)
 
 
 def follow_name(model: nn.Module, is_fast: bool) -> None:
@@ -212,7 +201,7 @@ class Method:
 
 def _attributes_of(model: nn.Module) -> Arguments:
     """Return the attributes of a model, without what patching added."""
-    return {name: x for name, x in vars(model).items() if name != STATE and not isinstance(x, Method)}
+    return {name: x for name, x in vars(model).items() if name not in (STATE, HOOKS) and not isinstance(x, Method)}
 
 
 def unknown_methods(model: Model, names: Iterable[str]) -> list[str]:
@@ -359,20 +348,17 @@ class BeforeForward:
         return type(self), ()
 
     def __call__(self, model: Model, args: tuple[object, ...], kwargs: Arguments) -> None:
-        if model._hf_vit_accel_model.every_rank or not torch.compiler.is_compiling():
+        state = vars(model).get(STATE)  # None on a stock model that shares its hooks with a shallow copy
+        if state is not None and (state.every_rank or not torch.compiler.is_compiling()):
             self._before(model, args, kwargs)
 
 
 def after_forward(model: Model, args: object, output: object) -> None:
     """Drop what was kept for the forward; a forward hook."""
-    if not torch.compiler.is_compiling():
-        model._hf_vit_accel_model.copies.clear()
-        model._hf_vit_accel_model.features.clear()
-
-
-def is_own_hook(hook: object) -> bool:
-    """Return whether a hook of a module is one of this room's."""
-    return hook is after_forward or isinstance(hook, BeforeForward | AddDummy)
+    state = vars(model).get(STATE)
+    if state is not None and not torch.compiler.is_compiling():
+        state.copies.clear()
+        state.features.clear()
 
 
 def _before(model: Model, args: tuple[object, ...], kwargs: Arguments) -> None:
@@ -393,10 +379,10 @@ def _before(model: Model, args: tuple[object, ...], kwargs: Arguments) -> None:
         unknown = unknown_methods(model, _FEATURES)
         if unknown:
             raise ValueError(f"every_rank does not work with methods of its own on {type(model).__name__}: {unknown}")
-        hooks = [hook for hook in model.language_model._forward_pre_hooks.values() if isinstance(hook, AddDummy)]
-        if len(hooks) != 1 or hooks[0].features is not state.features:  # the text model is new, or the model a copy
-            _drop_hooks(model.language_model)
-            model.language_model.register_forward_pre_hook(AddDummy(state.features), with_kwargs=True)
+        text = vars(model.language_model)
+        text[FEATURES] = state.features
+        if HOOKS not in text:
+            text[HOOKS] = OurHooks(model.language_model.register_forward_pre_hook(add_dummy, with_kwargs=True))
         options = {name: value for name, value in kwargs.items() if name not in (*names, "return_dict")}
         encode_once(state.features, model, arguments, options)
 

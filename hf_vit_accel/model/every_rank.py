@@ -19,6 +19,8 @@ from hf_vit_accel.families import Family, Model, Tower, find_towers
 from hf_vit_accel.model.host import Arguments, Result
 from hf_vit_accel.tower import fsdp
 
+FEATURES = "_hf_vit_accel_features"
+"""The attribute of a text model with the `Features` of the model around it."""
 KINDS = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
 """Kinds of pictures, with the arguments of a model's forward for their pixels and their grid."""
 
@@ -154,22 +156,18 @@ def _part(output: Result, first: int, end: int) -> Result:
     return type(output)(**parts)
 
 
-@dataclass(eq=False)
-class AddDummy:
-    """Forward pre-hook of the text model: add the dummy's zero to the embeddings, through which all losses go.
+def add_dummy(text: nn.Module, args: tuple[object, ...], kwargs: Arguments) -> object:
+    """Add the dummy's zero to the embeddings, through which all losses go; a forward pre-hook of the text model.
 
     Further on, backward passes of ranks with and without pictures would gather weights in another order.
     """
-
-    features: Features
-
-    def __call__(self, text: nn.Module, args: tuple[object, ...], kwargs: Arguments) -> object:
-        zero = self.features.zero
-        embeddings = kwargs.get("inputs_embeds")
-        if zero is None or embeddings is None:
-            return None
-        self.features.zero = None
-        return args, {**kwargs, "inputs_embeds": embeddings + zero.to(embeddings.device, embeddings.dtype)}
+    features: Features | None = vars(text).get(FEATURES)
+    embeddings = kwargs.get("inputs_embeds")
+    if features is None or features.zero is None or embeddings is None:
+        return None
+    zero = features.zero.to(embeddings.device, embeddings.dtype)
+    features.zero = None
+    return args, {**kwargs, "inputs_embeds": embeddings + zero}
 
 
 class _Tower(nn.Module):

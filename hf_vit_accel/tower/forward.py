@@ -12,7 +12,6 @@ import copy
 import inspect
 import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from functools import lru_cache, partial
@@ -156,14 +155,7 @@ def redirect_shallow_copies(module: nn.Module, args: Arguments, kwargs: Options)
     state = state.copy()
     vars(module)[STATE] = state
     vars(module)["forward"] = AcceleratedForward(module, state)
-    own_hooks(module)
     return args, {**kwargs, CALLED_ON: module}
-
-
-def own_hooks(tower: nn.Module) -> None:
-    """Give a tower hook dictionaries of its own: a shallow copy shares those of the original."""
-    for name in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"):
-        vars(tower)[name] = OrderedDict(vars(tower)[name])
 
 
 def is_our_forward(forward: object) -> bool:

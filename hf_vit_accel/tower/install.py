@@ -14,13 +14,12 @@ from hf_vit_accel.tower.forward import (
     AcceleratedForward,
     is_class_forward,
     is_our_forward,
-    own_hooks,
     redirect_shallow_copies,
 )
 from hf_vit_accel.tower.processors import leave_to_tower, put_back
 from hf_vit_accel.tower.proof import warn_once
 from hf_vit_accel.tower.slots import Slot, name_of, slots_of
-from hf_vit_accel.tower.state import STATE, TowerState, attributes_of, state_of
+from hf_vit_accel.tower.state import HOOKS, STATE, OurHooks, TowerState, attributes_of, state_of
 
 Forward = Callable[..., object]
 
@@ -91,8 +90,9 @@ def install(tower: nn.Module, state: TowerState) -> None:
     for slot in _slots_for_ours(tower):
         slot.put(AcceleratedForward(tower, state, _former_of(slot.value)))
     state.attributes = attributes_of(tower)
-    if redirect_shallow_copies not in tower._forward_pre_hooks.values():
-        tower.register_forward_pre_hook(redirect_shallow_copies, prepend=True, with_kwargs=True)
+    if HOOKS not in vars(tower):
+        handle = tower.register_forward_pre_hook(redirect_shallow_copies, prepend=True, with_kwargs=True)
+        vars(tower)[HOOKS] = OurHooks(handle)
 
 
 def uninstall(tower: nn.Module) -> TowerState | None:
@@ -108,11 +108,7 @@ def uninstall(tower: nn.Module) -> TowerState | None:
                 del vars(tower)["forward"]
             else:  # code that wrapped ours calls what it holds: give it the forward that it would have found
                 slot.put(former or type(tower).forward.__get__(tower))
-    own_hooks(tower)
-    for key, hook in list(tower._forward_pre_hooks.items()):
-        if hook is redirect_shallow_copies:
-            del tower._forward_pre_hooks[key]
-            tower._forward_pre_hooks_with_kwargs.pop(key, None)
+    vars(tower).pop(HOOKS, None)
     put_back(state.processors)
     state.drop_caches()
     for backend in BACKENDS:

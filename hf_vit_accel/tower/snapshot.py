@@ -484,7 +484,7 @@ _COMPARED = (
 _READ_AT_EVERY_CALL = {"gradient_checkpointing", "_gradient_checkpointing_func"}
 """Attributes that `checkpoints_of` reads at every call. Trainers switch them at every step."""
 _BASE_NAMES = {
-    *("config", "generation_config", "name_or_path", "warnings_issued", "_hf_vit_accel"),
+    *("config", "generation_config", "name_or_path", "warnings_issued", "_hf_vit_accel", "_hf_vit_accel_hooks"),
     *_READ_AT_EVERY_CALL,
     *vars(nn.Module()),
 }

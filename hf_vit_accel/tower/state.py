@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils.hooks import RemovableHandle
 
 from hf_vit_accel.backends import Request
 from hf_vit_accel.config import GraphConfig, Settings
@@ -33,6 +34,7 @@ from hf_vit_accel.tower.processors import BYTES_UNKNOWN, References
 from hf_vit_accel.tower.snapshot import Snapshot
 
 STATE = "_hf_vit_accel"
+HOOKS = "_hf_vit_accel_hooks"
 _EARLIER_READINGS = 7
 """Readings that are kept beside the current one: adapters and switches are set and set back at every step."""
 
@@ -366,12 +368,27 @@ def _reason_against_graphs(snapshot: Snapshot, key: SpecKey) -> str | None:
     return HIDDEN_STATES_OF_STEP if key.hidden_states and key.grad else None
 
 
+class OurHooks:
+    """The handles of hooks of ours on a module.
+
+    Shallow copies share this object, as they share dictionaries of hooks. Hooks go with the last of them: a dictionary
+    stays the one that handles of others remove from.
+    """
+
+    def __init__(self, *handles: RemovableHandle) -> None:
+        self._handles = handles
+
+    def __del__(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
 def attributes_of(tower: nn.Module) -> dict[str, object]:
     """Return the attributes of a tower, without what patching added."""
     return {
         name: value
         for name, value in vars(tower).items()
-        if name not in (STATE, "forward") and getattr(value, "__self__", None) is not tower
+        if name not in (STATE, HOOKS, "forward") and getattr(value, "__self__", None) is not tower
     }
 
 

@@ -102,7 +102,7 @@ def clone_of(tower: nn.Module, dtype: torch.dtype | None = None) -> Tower:
     for module in clone.modules():
         attributes = vars(module)
         if module is clone or "_hf_hook" in attributes:
-            for name in ("forward", "_old_forward", "_hf_hook", "_hf_vit_accel"):
+            for name in ("forward", "_old_forward", "_hf_hook", "_hf_vit_accel", "_hf_vit_accel_hooks"):
                 attributes.pop(name, None)
         for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
             attributes[name] = OrderedDict()

@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import inspect
+import itertools
 from types import MethodType
 from typing import Any
 
@@ -260,3 +261,54 @@ def test_gradients_of_pixels_in_another_shape(towers: tuple[Any, Any]) -> None:
         merged_of(output).square().sum().backward()
         gradients_by_model.append([pixels.grad, model.blocks[0].attn.qkv.weight.grad])
     assert_close(*gradients_by_model)
+
+
+# --- handles of hooks -------------------------------------------------------------------------------------------------
+
+ORDERS = sorted(set(itertools.permutations(("copy", "hook", "patch", "patch", "unpatch"))))
+
+
+@pytest.mark.parametrize("place", ["visual", "", "language_model"])
+@pytest.mark.parametrize(
+    "duplicate",
+    [
+        copy.copy,
+        pytest.param(copy.deepcopy, marks=pytest.mark.matrix),
+        pytest.param(nn.Module._replicate_for_data_parallel, marks=pytest.mark.matrix),
+    ],
+)
+def test_a_hook_goes_with_its_handle_whenever_a_model_was_patched(place: str, duplicate: Any) -> None:
+    """A probe is removed after patching, unpatching or copying (`nn.DataParallel`), in whatever order these came."""
+    stock = TINY["qwen2_5_vl"].build().model
+    for order in ORDERS:
+        model = copy.deepcopy(stock)
+        probed = model.get_submodule(place)
+        calls: list[int] = []
+        handles: list[Any] = []
+        copies: list[Any] = []
+        for step in order:
+            if step == "hook":
+                handles.append(probed.register_forward_hook(lambda *_, calls=calls: calls.append(1)))
+                handles.append(probed.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1)))
+            elif step == "copy":
+                copies += [duplicate(module) for module in (model, model.visual)]
+                run_tower(copies[1], GRID)
+            elif step == "patch":
+                hf_vit_accel.patch(model, every_rank=True)
+            else:
+                hf_vit_accel.unpatch(model)
+        for handle in handles:
+            handle.remove()
+        calls.clear()
+        run_tower(model.visual, GRID)
+        model(input_ids=torch.tensor([[5, 6, 7]]))
+        assert not calls, order
+        del copies[:]
+        hf_vit_accel.unpatch(model)
+        for module in (model, model.visual, model.language_model):
+            assert not module._forward_pre_hooks and not module._forward_hooks, order
+            assert vars(module).keys() == vars(stock.get_submodule(path_in(model, module))).keys()
+
+
+def path_in(model: Any, module: Any) -> str:
+    return next(path for path, other in model.named_modules() if other is module)
