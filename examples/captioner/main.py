@@ -81,10 +81,10 @@ def caption(options: Options) -> None:
         stop(f"cannot write to {options.output}: {error.strerror}", 1)
     if options.dry_run:
         return
-    records = Journal(options.output).select(ready.run, options.prompts).records
-    missing = ready.plan.expected_by_prompt.total() - len(records)
-    if missing <= 0:  # the other processes have ended, too
-        exit_by(records, missing, options.max_failures, ready.clashed)
+    records = Journal(options.output).select(ready.run).records
+    is_complete = len(records) >= ready.plan.expected_by_prompt.total()  # so the other processes have ended, too
+    if is_complete and (ready.plan.tasks or run.is_first):
+        exit_by(records, 0, options.max_failures, ready.clashed)
 
 
 def _join_processes() -> PartialState:
@@ -159,19 +159,19 @@ class _Run:
             processor: ProcessorMixin = load_processor(options.model, commit)
             limit_pixels(processor, options.min_pixels, options.max_pixels)
             model: PreTrainedModel = load_model(options.model, dtype, self.state.device, commit)
+            return Captioner(
+                model,
+                processor,
+                max_new_tokens=options.max_new_tokens,
+                temperature=options.temperature,
+                top_p=options.top_p,
+                seed=options.seed,
+                patching=options.patching,
+            )
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             raise typer.BadParameter(cannot_load(options, error)) if self.is_first else typer.Exit(2) from None
-        return Captioner(
-            model,
-            processor,
-            max_new_tokens=options.max_new_tokens,
-            temperature=options.temperature,
-            top_p=options.top_p,
-            seed=options.seed,
-            patching=options.patching,
-        )
 
     def _begin(self, ready: Prepared, captioner: Captioner | None) -> None:
         """Note the start, and end the records that are outdated."""

@@ -78,6 +78,16 @@ def test_bad_files_have_reasons(inputs: Inputs, uninterrupted: MergedRecords) ->
     assert all(record["caption"] is None for record in bad.values())
 
 
+def test_a_process_without_a_share_ends_well(tmp_path: Path) -> None:
+    """One picture for two processes: the other one ends before there is a record."""
+    draw(0)[0].save(tmp_path / "0.png")
+    inputs = Inputs([str(tmp_path / "0.png")], {}, {})
+    script = EXAMPLES / "captioner" / "main.py"
+    for count in (1, 0):
+        printed = launched("forked", script, batch_caption.app, options_of(inputs, tmp_path / "captions"), tmp_path)
+        assert f"1 items, {count} of them to caption" in printed and "1 of 1 records have captions" in printed
+
+
 @pytest.fixture
 def runs() -> Iterator[list[BackgroundRun]]:
     """Hold the runs of a test, and kill those that are left after it."""

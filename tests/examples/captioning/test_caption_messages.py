@@ -8,6 +8,7 @@ import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from captioner.journal import Journal
@@ -23,6 +24,8 @@ from support_captioning import (
     put,
 )
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig
+
+import hf_vit_accel
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -297,6 +300,16 @@ def test_a_field_of_metadata_that_cannot_be_read_is_not_called_unknown(photos: P
     (photos / "b.json").write_text('{"title": ')
     assert caption(photos, output, prompt="describe {title} .").exit_code == 1
     assert len(merged(output)) == 2
+
+
+def test_a_model_that_cannot_be_patched_is_refused_in_one_sentence(
+    photos: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hf_vit_accel, "patch", Mock(side_effect=ValueError("No vision tower found.\nFamilies: ...")))
+    done = caption(photos, output)
+    assert done.exit_code == 2 and f"cannot load {MODEL}: No vision tower found." in words(done)
+    assert not list(output.glob("captions-*"))
+    assert caption(photos, output, "--no-patch").exit_code == 0
 
 
 def test_an_empty_prompt_is_refused(photos: Path, tmp_path: Path) -> None:
