@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from threading import Lock
+from threading import Semaphore
 from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
@@ -25,8 +25,8 @@ Resize = Callable[[int, int], tuple[int, int] | None]
 """From a picture's upright width and height to those that it may be reduced to; None to keep it as it is."""
 _DRAFT_SCALE = 2  # JPEGs are decoded at an eighth, quarter or half of their size if this many times the target remain
 LARGE = 1 << 22  # pixels
-_large_pictures = Lock()
-"""Large pictures are decoded one at a time, which bounds the memory: one takes up to 24 bytes a pixel meanwhile."""
+_large_pictures = Semaphore(4)
+"""Few large pictures are decoded at a time, which bounds the memory: one takes up to 24 bytes a pixel meanwhile."""
 _DEFAULT_FPS = 2.0  # that of qwen-vl-utils, for the processors of Qwen2-VL and Qwen2.5-VL, which name none
 _ORIENTATION = 0x0112
 _TURNS = {

@@ -71,7 +71,7 @@ def test_photos_of_24_megapixels_are_decoded_at_a_smaller_scale(
     assert 0 < peak - base < 0.8e9, f"{(peak - base) / 1e9:.1f} GB"
 
 
-def test_large_pictures_are_decoded_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_large_pictures_are_decoded_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     inside = [0]
     largest = [0]
 
@@ -87,7 +87,7 @@ def test_large_pictures_are_decoded_one_by_one(monkeypatch: pytest.MonkeyPatch) 
     data = encode(Image.new("RGB", (20, 20)))
     with ThreadPoolExecutor(8) as pool:
         sizes = list(pool.map(lambda _: read_image(io.BytesIO(data))[1], range(16)))
-    assert sizes == [(20, 20)] * 16 and largest == [1]
+    assert sizes == [(20, 20)] * 16 and 1 <= largest[0] <= 4
 
 
 @pytest.mark.parametrize("family", alike("qwen3_vl", "qwen2_5_vl", "qwen2_vl"))
