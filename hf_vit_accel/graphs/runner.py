@@ -29,7 +29,7 @@ from hf_vit_accel.graphs.recorder import CudaRecorder
 from hf_vit_accel.graphs.status import GraphStatus
 from hf_vit_accel.graphs.store import Candidate, Eager, GraphStore, Replayed
 from hf_vit_accel.layout import Grid, pack, rows_of, send
-from hf_vit_accel.ops.base import Attributes
+from hf_vit_accel.watch import Attributes
 
 _COMES_AGAIN = Accepted("a size is captured when it comes again")
 _EXACT_ONLY = Accepted("the backend replays exact shapes only, from the time that they came often")

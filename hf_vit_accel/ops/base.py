@@ -1,26 +1,14 @@
 """The contract of an operation: which modules it computes, why it may not, and how it is built from them.
 
 Operations read weights from their modules at every call, so they see changes. All other attributes are read once,
-through a `Context` that records them: when one of them changes, the operations are built anew.
+through a `Context` that watches them: when one of them changes, the operations are built anew.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import (
-    Callable,
-    Collection,
-    Iterator,
-    MutableMapping,
-    MutableSequence,
-    MutableSet,
-    Sequence,
-    ValuesView,
-)
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import zip_longest
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -28,6 +16,7 @@ from torch import Tensor, nn
 
 from hf_vit_accel import machine
 from hf_vit_accel.families.base import Parts
+from hf_vit_accel.watch import Attributes, Watch
 
 Apply = Callable[[Tensor], Tensor]
 """Rows to rows."""
@@ -35,8 +24,6 @@ Rotate = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(packed projection (T, 3, H, D), cos (T, D), sin (T, D)) to the projection with rotated q and k."""
 ReadWeights = Callable[[], list[Any]]
 """Reads weights as they are now, in the order of a function's arguments; biases may be None."""
-Attributes = dict[str, Any]
-"""The dictionary of a module."""
 AddThen = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 """Function from (x, delta), both (T, E), to x + delta and what is computed from it: normed rows, or merged ones."""
 
@@ -99,88 +86,6 @@ def class_of_own_weight(module: nn.Module) -> type | None:
     return None
 
 
-class RecordedAttributes:
-    """Attributes of modules with their values, recorded to notice changes."""
-
-    def __init__(self) -> None:
-        self._names: dict[int, tuple[Attributes, dict[str, None]]] = {}
-        self._getters: list[tuple[Callable[[Attributes], object], Attributes]] = []
-        self._absent: list[tuple[str, Attributes]] = []
-        self._values: list[object] = []
-
-    def read(self, module: nn.Module, name: str, default: object = None) -> Any:
-        """Read and record an attribute that is no weight."""
-        attributes = vars(module)
-        if name in attributes:
-            self._names.setdefault(id(attributes), (attributes, {}))[1][name] = None
-        else:
-            self._absent.append((name, attributes))
-        return getattr(module, name, default)
-
-    def read_all(self, module: nn.Module) -> None:
-        """Read and record all attributes of a module and of the modules inside it, except Linears.
-
-        A Linear's forward reads its weights only.
-        """
-        for child in module.modules():
-            if type(child) is not nn.Linear:
-                for name in vars(child).keys() - vars(_EMPTY_MODULE).keys():
-                    self.read(child, name)
-
-    def seal(self) -> None:
-        """Record the current values of all attributes that were read."""
-        self._getters = [(itemgetter(*names), attributes) for attributes, names in self._names.values()]
-        self._values = copied(self._now())
-
-    def _now(self) -> list[object]:
-        return [get(attributes) for get, attributes in self._getters]
-
-    def unchanged(self) -> bool:
-        """Return whether all attributes still have the values that `seal` recorded."""
-        try:
-            return self._now() == self._values and not any(name in attributes for name, attributes in self._absent)
-        except (KeyError, RuntimeError):  # an attribute was deleted, or tensors were compared
-            return False
-
-    def holds_same_objects(self) -> bool:
-        """Return whether at most plain values changed since `seal`, so that no replaced object is kept alive."""
-        try:
-            return have_same_objects(self._now(), self._values)
-        except KeyError:
-            return False
-
-
-def have_same_objects(now: Any, former: Any) -> bool:
-    """Return whether two nested containers differ in plain values alone, such as numbers, strings and switches."""
-    pairs = zip_longest(_objects_in(now), _objects_in(former))
-    # A method of a class is another object whenever it is read.
-    return all(value is earlier or (callable(value) and value == earlier) for value, earlier in pairs)
-
-
-def _objects_in(value: Any) -> Iterator[object]:
-    """Yield every value in nested containers that is not plain."""
-    if isinstance(value, dict):
-        value = value.values()
-    if isinstance(value, list | tuple | set | frozenset | ValuesView):
-        for item in value:
-            yield from _objects_in(item)
-    elif not isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | torch.device | None):
-        yield value
-
-
-def copied(value: Any) -> Any:
-    """Copy nested containers, since callers may change them in place; other values stay as they are."""
-    if isinstance(value, tuple):
-        return tuple(copied(item) for item in value)
-    if isinstance(value, list):
-        return [copied(item) for item in value]
-    if isinstance(value, dict):
-        return {key: copied(item) for key, item in value.items()}
-    if isinstance(value, MutableSet | MutableSequence | MutableMapping):
-        return copy.copy(value)
-    return value
-
-
 def biases_or_zeros(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor] | None:
     """Return the biases of joined products, zeros in the place of missing ones; None where all are missing."""
     if all(bias is None for bias in biases):
@@ -213,12 +118,11 @@ def replaced(slots: Slots, by: Sequence[object]) -> Iterator[None]:
 
 
 _ABSENT = object()
-_EMPTY_MODULE = nn.Module()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Context:
-    """The target that operations are built for: device, dtypes, gradients. Records the attributes that they read.
+    """The target that operations are built for: device, dtypes, gradients. Watches the attributes that they read.
 
     Attributes:
         device: of the rows.
@@ -229,7 +133,7 @@ class Context:
         grad: whether gradients flow through the operations.
         classes: classes whose forwards the proof covers; None for all of transformers.
         trusted: those of them that belong to a copy's own code, and modules that are proven by themselves.
-        recorded: attributes of modules that were read.
+        watch: the attributes of modules that were read.
         fused: operations earlier in the table that are fused.
         activations: results of `ops.mlp.activation_of`.
         hooked_parts: the `id` of modules that are called, since hooks on or in them must run.
@@ -243,14 +147,14 @@ class Context:
     grad: bool = False
     classes: frozenset[type] | None = None
     trusted: frozenset[Any] = frozenset()
-    recorded: RecordedAttributes = field(default_factory=RecordedAttributes)
+    watch: Watch = field(default_factory=Watch)
     fused: set[str] = field(default_factory=set)
     activations: dict[tuple[object, ...], str | None] = field(default_factory=dict)
     hooked_parts: frozenset[int] = frozenset()
 
     def read(self, module: nn.Module, name: str, default: object = None) -> Any:
-        """Read and record an attribute of a module; see `RecordedAttributes`."""
-        return self.recorded.read(module, name, default)
+        """Return an attribute of a module that is no weight, and watch it."""
+        return self.watch.read(module, name, default)
 
     def reader(self, *names: tuple[nn.Module, str], cast: bool = True) -> ReadWeights:
         """Build a function that reads weights, and biases that may be None, as they are at its call.
@@ -278,8 +182,8 @@ class Context:
         return lambda: [to_rows(weight) for weight in read()]
 
     def called(self, module: nn.Module) -> nn.Module:
-        """Record all attributes of a module that is called as it is, and return it."""
-        self.recorded.read_all(module)
+        """Watch all attributes of a module that is called as it is, and return it."""
+        self.watch.read_all(module)
         return module
 
     @property

@@ -96,7 +96,7 @@ def fused(mlp: Part, context: Context) -> Apply:
     layers = layers_of(mlp)
     assert layers is not None
     before, activation, after = layers
-    context.recorded.read_all(activation)
+    context.watch.read_all(activation)
     kind = str(activation_of(activation, context))
     limit = context.read(mlp, "swiglu_limit")
     loras: list[Lora] = []

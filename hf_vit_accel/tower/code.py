@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import lru_cache
 from operator import attrgetter
 from types import CodeType, FunctionType, ModuleType
@@ -17,6 +17,7 @@ import transformers
 from torch import nn
 
 from hf_vit_accel.families import Tower
+from hf_vit_accel.watch import Watch
 
 _FUNCTION_TYPES = (FunctionType, property, staticmethod, classmethod)
 
@@ -29,28 +30,28 @@ class Code:
     Args:
         kind: The tower's class in transformers.
         classes: The classes of all its modules.
+
+    Attributes:
+        watch: Notices a function that was replaced.
     """
 
     def __init__(self, kind: type, classes: frozenset[type]) -> None:
         self.kind = kind
         self.classes = classes
         self.module_globals = vars(sys.modules[kind.__module__])
-        self.names = [
-            name for name, value in self.module_globals.items() if callable(value) and not isinstance(value, type)
-        ]
+        self.names = self._read_names()
         self.methods = [name for name, value in vars(kind).items() if isinstance(value, FunctionType | property)]
         self.methods.remove("forward")  # `Snapshot` checks it
-        self._readers = method_readers(classes)
-        self._functions = self._current_functions()
+        self.watch = Watch()
+        self.watch.add("a function in the tower's file", self.module_globals.get, self.names)
+        self.watch.add("a method of the tower's class", vars(kind).get, self.methods)
+        watch_methods(self.watch, classes)
+        self.watch.remember()
 
-    def _current_functions(self) -> list[object]:
-        own_methods = [vars(self.kind).get(name) for name in self.methods]
-        functions = [self.module_globals.get(name) for name in self.names]
-        return [*own_methods, *functions, *(read(kind) for read, kind in self._readers)]
-
-    def unchanged(self) -> bool:
-        """Return whether all functions are still those that ran."""
-        return self._current_functions() == self._functions
+    def _read_names(self) -> list[str]:
+        """Return the names of the functions in the tower's file."""
+        named = self.module_globals.items()
+        return [name for name, value in named if callable(value) and not isinstance(value, type)]
 
     def reasons_overridden(self, tower: nn.Module) -> list[str]:
         """List the methods that the instance or a subclass overrides: the proof ran without them."""
@@ -100,14 +101,11 @@ class CopyCode(Code):
     def __init__(self, tower: nn.Module) -> None:
         kind = next(owner for owner in type(tower).__mro__ if "forward" in vars(owner))
         super().__init__(kind, frozenset(type(module) for module in tower.modules()))
-        names: set[str] = set()
-        for module_class in self.classes:
-            names |= names_in_class(module_class)
-        ignored = type | ModuleType
-        self.names = sorted(
-            name for name in names if name in self.module_globals and not isinstance(self.module_globals[name], ignored)
-        )
-        self._functions = self._current_functions()
+
+    def _read_names(self) -> list[str]:
+        """Return the names of the functions and constants in the tower's file that its code reads."""
+        names = frozenset[str]().union(*map(names_in_class, self.classes)) & self.module_globals.keys()
+        return sorted(name for name in names if not isinstance(self.module_globals[name], type | ModuleType))
 
     def reasons_overridden(self, tower: nn.Module) -> list[str]:
         """Return nothing: the proof ran the methods of this very tower."""
@@ -131,13 +129,14 @@ def names_of_forwards(kinds: Iterable[type]) -> frozenset[str]:
     return frozenset().union(*(names_of_method(kind, "forward") for kind in kinds))
 
 
-def method_readers(kinds: Iterable[type]) -> list[tuple[Callable[[type], object], type]]:
-    """Return, for every class, a function that reads its present methods, and the class."""
-    readers: list[tuple[Callable[[type], object], type]] = []
+def watch_methods(watch: Watch, kinds: Iterable[type]) -> None:
+    """Watch the methods of classes that a forward may reach."""
+    kinds_by_names: dict[tuple[str, ...], list[type]] = {}
     for kind in kinds:
         names = {"forward", *(name for owner in _own_classes(kind) for name in _methods(owner))}
-        readers.append((attrgetter(*sorted(names)), kind))
-    return readers
+        kinds_by_names.setdefault(tuple(sorted(names)), []).append(kind)
+    for names_of_methods, owners in kinds_by_names.items():
+        watch.add("a method of a module's class", attrgetter(*names_of_methods), owners)
 
 
 def _own_classes(kind: type) -> list[type]:

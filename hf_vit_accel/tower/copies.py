@@ -20,7 +20,7 @@ from hf_vit_accel.families import Tower
 from hf_vit_accel.families.copies import CopiedRotaryEmbedding, CopyFamily, Form
 from hf_vit_accel.machine import one_line
 from hf_vit_accel.tower.code import CopyCode
-from hf_vit_accel.tower.copy_state import CopyState
+from hf_vit_accel.tower.copy_state import watch_state
 from hf_vit_accel.tower.differences import CallDtypes, Report
 from hf_vit_accel.tower.exact import exact_products
 from hf_vit_accel.tower.proof import Key, Proof, warn_once
@@ -41,12 +41,10 @@ class CopyProof(Proof):
     """The result of running a copy beside our operations.
 
     Attributes:
-        state: The state that the proof depends on; None where its changes go unseen.
         reasons_by_dtypes: Why calls in these dtypes must run the copy's own forward; None where they need not.
         report: The numbers.
     """
 
-    state: CopyState | None
     reasons_by_dtypes: dict[CallDtypes, str | None]
     report: Report
 
@@ -56,10 +54,9 @@ def prove(tower: Tower, family: CopyFamily) -> CopyProof:
     code = CopyCode(tower)
     report = Report()
     form: Form | type | None = None
-    state: CopyState | None = None
     reasons_by_dtypes: dict[CallDtypes, str | None] = {}
     try:
-        state = CopyState(tower)
+        watch_state(code.watch, tower)
         dtypes = CallDtypes(family.parts(tower).projection.weight.dtype)
         form, why = _compare(tower, family, dtypes, report, is_first=True)
         reasons_by_dtypes[dtypes] = None  # compared; `why_not_fast` holds the verdict
@@ -75,7 +72,6 @@ def prove(tower: Tower, family: CopyFamily) -> CopyProof:
         code=code,
         trusted=family.trusted_classes(tower),
         form=form,
-        state=state,
         reasons_by_dtypes=reasons_by_dtypes,
         report=report,
     )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator, Mapping
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -16,69 +15,36 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from hf_vit_accel.ops.base import copied
 from hf_vit_accel.tower.code import names_in_class
-
-TensorStamp = tuple[Tensor, int, int]
-"""A tensor, the version of its values, and where they are stored."""
+from hf_vit_accel.watch import Attributes, Watch, stamp_of
 
 
-class CopyState:
-    """The buffers of a copy, its tensors that are plain attributes, and the objects that its code reads, as proven.
+def watch_state(watch: Watch, tower: nn.Module) -> None:
+    """Watch the buffers of a copy, its tensors that are plain attributes, and the objects that its code reads.
 
     A write through `tensor.data` goes unseen, as it does for autograd.
-
-    Args:
-        tower: The copy.
 
     Raises:
         ValueError: A tensor was made in inference mode, where torch counts no versions. Or the code reads an object
             whose changes cannot be seen.
     """
+    dictionaries = [module._buffers for module in tower.modules()]
+    for module in tower.modules():
+        if any(isinstance(value, Tensor) for value in vars(module).values()):
+            dictionaries.append(vars(module))
+    watch.add("a buffer", _stamps_in, dictionaries)
+    objects = _Objects(watch)
+    for module in tower.modules():
+        objects.add_module(module)
+    watch.remember()
 
-    def __init__(self, tower: nn.Module) -> None:
-        attributes = [vars(module) for module in tower.modules()]
-        self._buffers = [values["_buffers"] for values in attributes]
-        self._tensor_slots = [
-            (values, name) for values in attributes for name in values if isinstance(values[name], Tensor)
-        ]
-        self._stamps = list(self._stamps_now())
-        watched = _Watched()
-        for module in tower.modules():
-            watched.add_module(module)
-        self._constants = watched.constants
-        self._kinds = watched.kinds
-        self._namespaces = list(watched.namespaces.values())
-        self._fields = [copied(dict(values)) for values in self._namespaces]
-        self._values = copied([values.get(name) for values, name in self._constants])
 
-    def _tensors_now(self) -> Iterator[Tensor]:
-        for buffers in self._buffers:
-            if buffers:
-                yield from (buffer for buffer in buffers.values() if buffer is not None)
-        for attributes, name in self._tensor_slots:
-            tensor = attributes.get(name)
-            if isinstance(tensor, Tensor):
-                yield tensor
-
-    def _stamps_now(self) -> Iterator[TensorStamp]:
-        for tensor in self._tensors_now():
-            if tensor.is_inference():
-                raise ValueError("a buffer was made in inference mode, where torch does not count its changes")
-            yield tensor, tensor._version, tensor.data_ptr()
-
-    def reason_changed(self) -> str | None:
-        """Return what changed; None if nothing did."""
-        if self._namespaces != self._fields:
-            pairs = zip(self._namespaces, self._fields, self._kinds, strict=True)
-            return f"a field of {next(kind for now, former, kind in pairs if now != former)} changed"
-        if [values.get(name) for values, name in self._constants] != self._values:
-            return "a constant of the code changed"
-        stamps = list(self._stamps_now())
-        is_same = len(stamps) == len(self._stamps)
-        for stamp, former in zip(stamps, self._stamps):  # noqa: B905
-            is_same = is_same and stamp[0] is former[0] and stamp[1:] == former[1:]
-        return None if is_same else "a buffer changed"
+def _stamps_in(attributes: Attributes) -> list[object]:
+    """Return the stamps of all tensors in a dictionary."""
+    tensors = [value for value in attributes.values() if isinstance(value, Tensor)]
+    if any(tensor.is_inference() for tensor in tensors):
+        raise ValueError("a buffer was made in inference mode, where torch does not count its changes")
+    return [stamp_of(tensor) for tensor in tensors]
 
 
 _UNCHANGING = (bool, int, float, complex, str, bytes, range, slice, Enum, torch.dtype, torch.device, type(None))
@@ -86,26 +52,22 @@ _BY_IDENTITY = (BuiltinFunctionType, FunctionType, ModuleType, nn.Module, proper
 _KNOWN_PACKAGES = {"torch", "transformers", "peft", "logging"}
 
 
-class _Watched:
-    """The objects and constants that the code of a copy names. Objects of known packages do not act on results.
+class _Objects:
+    """Watches the objects and constants that the code of a copy names.
 
-    Attributes:
-        namespaces: The attributes of objects, by the object's id.
-        kinds: What these objects are.
-        constants: Where constants are stored: attributes of classes, and globals of their files.
+    Objects of known packages do not act on results.
     """
 
-    def __init__(self) -> None:
-        self.namespaces: dict[int, Mapping[str, Any]] = {}
-        self.kinds: list[str] = []
-        self.constants: list[tuple[Mapping[str, Any], str]] = []
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._ids: set[int] = set()
         self._classes: set[type] = set()
 
     def add_module(self, module: nn.Module) -> None:
         """Add the attributes that the code of a module's class names, and the constants of the class."""
         names = self._add_class(type(module))
         for name in names & vars(module).keys() - vars(nn.Module()).keys():
-            if not isinstance(vars(module)[name], Tensor):  # `CopyState` watches it
+            if not isinstance(vars(module)[name], Tensor):  # watched with its stamp
                 self._add(vars(module)[name], name)
 
     def _add_class(self, kind: type) -> frozenset[str]:
@@ -120,16 +82,14 @@ class _Watched:
             owners = [owner for owner in kind.__mro__ if _is_of_copy(owner)]
             files = [vars(sys.modules[owner.__module__]) for owner in owners if owner.__module__ in sys.modules]
             for values in [*map(vars, owners), *files]:
-                for name in sorted(names & values.keys()):
-                    self._add_constant(values, name)
+                constants = sorted(names & values.keys())
+                self._watch.add("a constant of the code", values.get, constants)
+                for name in constants:
+                    if isinstance(values[name], type):
+                        self._add_class(values[name])
+                    else:
+                        self._add(values[name], name)
         return names
-
-    def _add_constant(self, values: Mapping[str, Any], name: str) -> None:
-        self.constants.append((values, name))
-        if isinstance(values[name], type):
-            self._add_class(values[name])
-        else:
-            self._add(values[name], name)
 
     def _add(self, value: Any, name: str) -> None:
         """Add what a value holds; ValueError if its changes cannot be seen."""
@@ -148,9 +108,10 @@ class _Watched:
             return
         if not hasattr(value, "__dict__") or isinstance(value, Tensor) or hasattr(type(value), "__slots__"):
             raise ValueError(f"its forward reads {name}, a {type(value).__name__}, whose changes cannot be seen")
-        if id(value) not in self.namespaces:
-            self.namespaces[id(value)] = vars(value)
-            self.kinds.append("a config" if is_config else f"a {type(value).__name__}")
+        if id(value) not in self._ids:
+            self._ids.add(id(value))
+            kind = "a config" if is_config else f"a {type(value).__name__}"
+            self._watch.add(f"a field of {kind}", dict, [vars(value)])
             self._add_class(type(value))
             for field, item in vars(value).items():
                 if not is_config or isinstance(item, transformers.PretrainedConfig | dict | list):

@@ -134,7 +134,7 @@ def prove(tower: nn.Module, family: Family) -> Proof:
 def _current_proof(key: Key, device: torch.device, config: Config, family: Family) -> Proof:
     """Return the cached proof, or a new one if code has changed or another attempt is due."""
     proof = _PROOFS.get(key)
-    if proof is None or not proof.code.unchanged():
+    if proof is None or not proof.code.watch.unchanged():
         backoff = Backoff()
     elif proof.backoff is not None and proof.backoff.count_call():
         backoff = Backoff(2 * proof.backoff.calls)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import attrgetter, itemgetter, methodcaller
 from typing import Any
 
 import torch
@@ -26,18 +27,13 @@ from hf_vit_accel.families.copies import CopyFamily
 from hf_vit_accel.graphs.called import CalledMemory
 from hf_vit_accel.layout import Geometry
 from hf_vit_accel.machine import is_upstream
-from hf_vit_accel.ops.base import (
-    RecordedAttributes,
-    accelerate_device,
-    copied,
-    have_same_objects,
-    reasons_replaced,
-)
+from hf_vit_accel.ops.base import accelerate_device, reasons_replaced
 from hf_vit_accel.ops.rows import reasons_mixing
 from hf_vit_accel.tower import copies, fsdp, proof, substitutes
-from hf_vit_accel.tower.code import method_readers
+from hf_vit_accel.tower.code import watch_methods
 from hf_vit_accel.tower.modules import WeightMemory, is_output_marker, modules_of, parameter_dicts_of
 from hf_vit_accel.tower.wrappers import CHECKPOINTED, looked_through, module_inside
+from hf_vit_accel.watch import Watch, attributes_of, chained
 
 # Read from every module at every call: code that sets hooks aside may put another dict in their place.
 HOOKS = tuple(map(itemgetter, ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")))
@@ -80,7 +76,7 @@ class Snapshot:
         attributes_inside: Their attribute dictionaries.
         uses_fsdp: Whether FSDP2 gathers any weights.
         expected: What inputs have to fit; set by `weights`.
-        recorded: The attributes of modules that this reading, and the operations built from it, depend on.
+        module_attributes: The attributes of modules that this reading, and the operations built from it, depend on.
         specs: The decisions behind routes, by kind of call.
         output_class: The stock output class; None for a tower that returns bare tensors.
     """
@@ -94,7 +90,7 @@ class Snapshot:
         if isinstance(family, CopyFamily):
             self.copy_proof = copies.prove(tower, family)
         self.proof = self.copy_proof or proof.prove(tower, family)
-        self.recorded = RecordedAttributes()
+        self.module_attributes = Watch()
         self.specs: dict[Any, Spec] = {}
         self.output_class = self.proof.form
         self.dropout = False
@@ -106,9 +102,9 @@ class Snapshot:
         self._read_modules(tower)
         self._prove_substitutes(tower)
         self._read_parameters()
-        self._read_attributes(tower, attention)
+        self._read_attributes()
         self._find_reasons(tower)
-        self.recorded.seal()
+        self._watches = [self.proof.code.watch, self._watch(tower, attention), self.module_attributes]
 
     def _read_modules(self, tower: Tower) -> None:
         """List the modules inside, also those that the family finds but torch does not, as in a plain list."""
@@ -117,9 +113,6 @@ class Snapshot:
         self.names_inside = list(modules)[1:]  # the first is the tower itself
         self._modules = complete[1:]
         self.attributes_inside = [vars(module) for module in self._modules]
-        self._children = [module._modules.values() for module in complete if module._modules]
-        self._methods = method_readers({type(module) for module in complete})
-        self._own_forwards = [attributes for attributes in self.attributes_inside if "forward" in attributes]
 
     def _read_parameters(self) -> None:
         """Note where modules hold parameters."""
@@ -128,7 +121,6 @@ class Snapshot:
         dicts = parameter_dicts_of([tower, *self._modules], self._fsdp_modules, self._known_classes)
         self.parameter_dicts = [*dicts.complete, *dicts.partial, *dicts.adapters, *dicts.called]
         self._parameters = [parameters.values() for parameters in dicts.complete]
-        self._proven_for = self._parameters[:1] if self._is_proven_for_a_device else []
         self._partial = [parameters.values() for parameters in dicts.partial]
         self._others = [parameters.values() for parameters in (*dicts.adapters, *dicts.called)]
         self._called_ids = tuple(map(id, dicts.called))
@@ -153,29 +145,22 @@ class Snapshot:
         is_exchanged = kind not in self.proof.classes and kind.__module__.startswith("transformers.")
         return is_exchanged or bool(reasons_replaced(module, trusted=self.proof.trusted))
 
-    def _read_attributes(self, tower: Tower, attention: str | None) -> None:
-        """Remember the attributes that a forward may read: of the tower, of its config and of the modules inside.
+    def _read_attributes(self) -> None:
+        """Read the attributes of modules inside that a forward may read.
 
         An attribute that no code of their classes names, as a user's counter, is not compared.
         """
         code = self.proof.code
-        self._attention = attention
-        self._tower_names = code.attributes_of_tower(tower) - _BASE_NAMES - {"forward"}  # `checks` reads them
-        present = vars(tower).keys() | set(dir(type(tower)))
-        # A tensor there is what a hook keeps of a call.
-        tensors = {name for name, value in vars(tower).items() if isinstance(value, Tensor)}
-        self._attribute_names = sorted((self._tower_names & present | {*code.methods}) - tensors)
-        self._config_fields = code.config_fields(tower)
         for module in self._modules:
             kind = fsdp.class_of(module)
             if module in self.trusted:
-                self.recorded.read_all(module)
+                self.module_attributes.read_all(module)
             elif kind in self.proof.classes:
                 attributes = vars(module)
                 for name in (code.attributes_of(kind) & attributes.keys()) - _BASE_NAMES:
                     if not isinstance(attributes[name], Tensor):
-                        self.recorded.read(module, name)
-        self._as_read = copied(self._now())
+                        self.module_attributes.read(module, name)
+        self.module_attributes.remember()
 
     def _find_reasons(self, tower: Tower) -> None:
         """Derive from the modules what is unpredictable, offloaded, mixing or sharded, and what keeps them slow."""
@@ -224,74 +209,51 @@ class Snapshot:
         parts += self.callable_blocks.values()
         self.callable_parts = {id(vars(module)): id(part) for part in parts for module in part.modules()}
 
-    def _now(self) -> tuple[Any, ...]:
-        """Return all that `current` compares, in the order of `_COMPARED`."""
-        tower: Tower = self._tower()
-        attributes = vars(tower)
+    def _watch(self, tower: Tower, attention: str | None) -> Watch:
+        """Watch the modules of a tower, its attributes and its config. The tower itself is held weakly."""
         code = self.proof.code
-        return (
-            [type(tower), *map(type, self._modules)],
-            list(chain.from_iterable(self._children)),
-            list(map(len, self.attributes_inside)),  # a forward that is set on an instance is an attribute more
-            [(attributes.get("forward"), attributes.get("_old_forward")) for attributes in self._own_forwards],
-            [read(kind) for read, kind in self._methods],
-            list(map(_PLACE, chain.from_iterable(self._proven_for))),
-            list(map(code.module_globals.get, code.names)),
-            transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.get(self._attention),
-            attributes.keys() & self._tower_names,
-            list(map(attributes.get, self._attribute_names)),
-            list(map(vars(tower.config).get, self._config_fields)),
-        )
+        modules = [tower, *self._modules]
+        own_forwards = [attributes for attributes in self.attributes_inside if "forward" in attributes]
+        names = code.attributes_of_tower(tower).union(code.methods) - _BASE_NAMES - {"forward"}  # `checks` reads them
+        # A tensor there is what a hook keeps of a call.
+        names -= {name for name, value in vars(tower).items() if isinstance(value, Tensor)}
+        config_of = partial(getattr, weakref.proxy(tower), "config")
+        watch = Watch()
+        watch.add("the tower's class", attrgetter("__class__"), [weakref.proxy(tower)])
+        watch.add("the class of a module", type, self._modules)
+        watch.add("a module inside", chained, [[module._modules.values() for module in modules if module._modules]])
+        # A forward that is set on an instance is an attribute more.
+        watch.add("the number of a module's attributes", len, self.attributes_inside)
+        for name in ("forward", "_old_forward") if own_forwards else ():
+            watch.add("the forward of a module inside", methodcaller("get", name), own_forwards)
+        watch_methods(watch, {type(module) for module in modules} - code.classes)
+        for parameters in self._parameters[:1] if self._is_proven_for_a_device else []:
+            watch.add("the device or the dtype", _PLACE, parameters)
+        functions = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+        watch.add("the registered attention function", functions.get, [attention])
+        watch.add("the tower's attribute", partial(attributes_of, weakref.ref(tower)), [names])
+        watch.add("the config's field", partial(attributes_of, config_of), [frozenset(code.config_fields(tower))])
+        watch.remember()
+        return watch
 
     def current(self) -> bool:
         """Return whether the tower is as it was read. It counts the call where a proof is to be tried again later."""
         if self.proof.backoff is not None and proof.count_call(self.proof):
             return False
-        try:
-            if self.copy_proof is not None and self._reason_copy_changed() is not None:
-                return False
-            return self._now() == self._as_read and self.recorded.unchanged()
-        except (AttributeError, RuntimeError, ValueError):  # a method is gone; tensors or arrays are compared
-            return False
+        return all(watch.unchanged() for watch in self._watches)
 
     def can_return(self) -> bool:
         """Return whether the tower may be as it was read again, after a switch was set back.
 
         It cannot where a module, a function or a tensor was replaced: this reading would keep that object alive.
         """
-        try:
-            if self.proof.backoff is not None or self._reason_copy_changed() is not None:
-                return False
-            if self._called_memory is not None:  # it holds the weights of called modules
-                return False
-            return have_same_objects(self._now(), self._as_read) and self.recorded.holds_same_objects()
-        except (AttributeError, ValueError):  # a method is gone; a buffer of a copy was made in inference mode
+        if self.proof.backoff is not None or self._called_memory is not None:  # it holds the weights of called modules
             return False
+        return all(watch.holds_same_objects() for watch in self._watches)
 
     def reason_changed(self) -> str | None:
         """Return what of the tower is not as it was read; None if nothing changed."""
-        try:
-            now = self._now()
-            changed = [index for index, value in enumerate(now) if value != self._as_read[index]]
-            if not changed:
-                return (
-                    self._reason_copy_changed()
-                    if self.recorded.unchanged()
-                    else "an attribute of a module inside changed"
-                )
-            label = _COMPARED[changed[0]]
-            names = {_ATTRIBUTE: self._attribute_names, _CONFIG: self._config_fields}.get(label)
-            if names is not None:
-                pairs = zip(names, now[changed[0]], self._as_read[changed[0]], strict=True)
-                label = f"{label} {next(name for name, value, former in pairs if value != former)!r}"
-            return f"{label} changed"
-        except (AttributeError, RuntimeError, ValueError):
-            return "a method is gone, or a tensor is an attribute"
-
-    def _reason_copy_changed(self) -> str | None:
-        """Return what changed that only the proof of a copy depends on."""
-        state = None if self.copy_proof is None else self.copy_proof.state
-        return None if state is None else state.reason_changed()
+        return next(filter(None, (watch.what_changed() for watch in self._watches)), None)
 
     def _read_parts(self, tower: Tower, family: Family) -> list[str]:
         """Read the tower's parts, geometry and heads. Return `reasons_stock`; parts may be unread if there are any."""
@@ -313,8 +275,10 @@ class Snapshot:
         self.full_layers = tuple(self.parts.full(index) for index in range(len(blocks)))
         heads_of_layers = []
         for block in blocks:
-            heads_of_layers.append(heads_of(self.parts, [self.recorded.read(block.attention, name) for name in _HEADS]))
-            if self.recorded.read(block.attention, "attention_dropout", 0.0):
+            heads_of_layers.append(
+                heads_of(self.parts, [self.module_attributes.read(block.attention, name) for name in _HEADS])
+            )
+            if self.module_attributes.read(block.attention, "attention_dropout", 0.0):
                 self.dropout = True
         self.heads, self.head_dim, self.scale = heads_of_layers[0]
         self.has_varied_heads = any(heads != heads_of_layers[0] for heads in heads_of_layers)
@@ -464,22 +428,7 @@ class Snapshot:
 
 
 _HEADS = ("num_heads", "head_dim", "scaling")
-_ATTRIBUTE = "the tower's attribute"
-_CONFIG = "the config's field"
-_COMPARED = (
-    "the class of a module",
-    "a module inside",
-    "the number of a module's attributes",
-    "the forward of a module inside",
-    "a method of a module's class",
-    "the device or the dtype",
-    "a function in the tower's file",
-    "the registered attention function",
-    "the list of the tower's attributes",
-    _ATTRIBUTE,
-    _CONFIG,
-)
-"""The values that `Snapshot._now` returns, as `status` names them."""
+
 
 _READ_AT_EVERY_CALL = {"gradient_checkpointing", "_gradient_checkpointing_func"}
 """Attributes that `checkpoints_of` reads at every call. Trainers switch them at every step."""

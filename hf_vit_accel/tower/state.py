@@ -248,12 +248,12 @@ class TowerState:
             no_kernels=self.faults.get(KERNELS) or why_not_triton(request.device, request.dtype),
             classes=snapshot.proof.classes,
             trusted=snapshot.trusted,
-            recorded=snapshot.recorded,
+            watch=snapshot.module_attributes,
             grad=request.grad,
             hooked_parts=hooked_parts,
         )
         ops = build(snapshot.parts, context, why_plain)
-        snapshot.recorded.seal()
+        snapshot.module_attributes.remember()
         self.routes.allow(weights.nbytes)
         return ops
 

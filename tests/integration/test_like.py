@@ -155,7 +155,7 @@ def test_an_integer_of_the_config_is_noticed(moment: str) -> None:
     with pytest.warns(UserWarning, match=r"relative error \d\.\de-\d\d"):
         results = run(tower)
     assert_close(results, run(stock), 0.0)
-    assert status_of(tower).rebuild_reason == "a field of a config changed"
+    assert status_of(tower).rebuild_reason == "a field of a config 'boost' changed"
 
 
 @dataclasses.dataclass

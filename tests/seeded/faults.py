@@ -39,7 +39,10 @@ STEPS = "tests/unit/test_training_graphs.py tests/unit/test_graph_machine.py"
 PASSES = "tests/unit/test_passes.py"
 REUSE = "tests/unit/test_reuse.py"
 RANKS = "tests/unit/test_data_parallel.py tests/unit/test_ranks.py tests/unit/test_split.py"
-CHANGES = "tests/unit/test_snapshot.py tests/integration/test_replaced.py tests/integration/test_structures.py"
+CHANGES = (
+    "tests/unit/test_watch.py tests/unit/test_snapshot.py tests/integration/test_replaced.py "
+    "tests/integration/test_structures.py"
+)
 PROOF = "tests/unit/test_proof.py tests/unit/test_newer_transformers.py"
 LIKE = "tests/integration/test_like.py"
 FP8 = "tests/unit/test_fp8.py"
@@ -410,10 +413,24 @@ FAULTS = (
     ),
     Fault(
         "a changed attribute of a module goes unseen",
-        "ops/base.py",
-        "return self._now() == self._values and not any(",
-        "return not any(",
+        "watch.py",
+        "self._reads = [*self._added, *attribute_reads]",
+        "self._reads = self._added",
         CHANGES,
+    ),
+    Fault(
+        "an attribute that appears goes unseen",
+        "watch.py",
+        'self.add(_ATTRIBUTE, methodcaller("get", name, _ABSENT), [attributes])',
+        "pass",
+        CHANGES,
+    ),
+    Fault(
+        "a buffer of a copy that is written to goes unseen",
+        "watch.py",
+        "return id(tensor), tensor, tensor.data_ptr(), version_of(tensor)",
+        "return id(tensor), tensor, tensor.data_ptr(), None",
+        LIKE,
     ),
     Fault(
         "the merger writes into rows that a module keeps",
@@ -439,16 +456,16 @@ FAULTS = (
     ),
     Fault(
         "a replaced function of the tower's file goes unseen",
-        "tower/snapshot.py",
-        "list(map(code.module_globals.get, code.names)),",
-        "[],",
+        "tower/code.py",
+        'self.watch.add("a function in the tower\'s file", self.module_globals.get, self.names)',
+        "pass",
         CHANGES,
     ),
     Fault(
         "a replaced class of a module goes unseen",
         "tower/snapshot.py",
-        "[type(tower), *map(type, self._modules)],",
-        "[],",
+        'watch.add("the class of a module", type, self._modules)',
+        "pass",
         CHANGES,
     ),
     Fault(

@@ -20,10 +20,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 import hf_vit_accel
 from hf_vit_accel import ReuseConfig
 from hf_vit_accel.families import FAMILIES
-from hf_vit_accel.ops.base import copied
 from hf_vit_accel.tower import proof as proofs
 from hf_vit_accel.tower.code import Code
 from hf_vit_accel.tower.state import state_of
+from hf_vit_accel.watch import copied
 
 GRID = GRIDS["mixed"]
 

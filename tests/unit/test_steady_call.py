@@ -69,7 +69,7 @@ def test_a_steady_call_enters_few_files(tower: nn.Module, mode: type[torch.no_gr
         functions = entered(lambda: tower(pixels, grid_thw=grid))
         calls_between_files = entries(lambda: tower(pixels, grid_thw=grid))
     files = {file for file, name, _ in functions if not is_of_operations(file) and (file, name) != OF_FAULTS}
-    assert len(files - {"/versions.py"}) <= 9, files
+    assert len(files - {"/versions.py"}) <= 10, files  # with watch.py; its part was counted as an operation's before
     called_back = {file for file, stack in calls_between_files if file in stack and not is_of_operations(file)}
     assert not called_back, "nothing calls back into a file that waits for it"
 
@@ -94,7 +94,7 @@ def test_a_replayed_call_enters_few_files(on_cpu: type[Recorder], tower: nn.Modu
     graphs = status.training if trains else status.graphs
     assert graphs is not None and str(graphs.last).startswith("replayed")
     files = {file for file, name, _ in functions if not file.startswith(OF_THE_STAND_IN) and (file, name) != OF_FAULTS}
-    assert len(files) <= 10, files
+    assert len(files) <= 11, files
 
 
 CHECKS = ("/tower/checks.py", "/tower/snapshot.py", "/engine/inputs.py")

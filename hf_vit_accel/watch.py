@@ -1,0 +1,168 @@
+"""Watch values that anybody may change, and name the one that did.
+
+Proofs, readings, operations and graphs hold while the values that they were made from stay. Nobody reports a change, so
+a `Watch` reads the values again and compares.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import (
+    Callable,
+    Iterable,
+    Iterator,
+    MutableMapping,
+    MutableSequence,
+    MutableSet,
+)
+from itertools import chain, zip_longest
+from operator import itemgetter, methodcaller
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Attributes = dict[str, Any]
+"""The dictionary of a module or of another object."""
+Read = Callable[[Any], object]
+"""Reads a value of an owner: an attribute, its class, its length."""
+
+_ATTRIBUTE = "an attribute of a module inside"
+_ABSENT = object()
+_EMPTY_MODULE = nn.Module()
+_NOT_COMPARABLE = (AttributeError, KeyError, RuntimeError, ValueError)
+"""Raised where an attribute is gone, or where tensors or arrays are compared."""
+
+
+class Watch:
+    """Values with names, remembered to notice changes."""
+
+    def __init__(self) -> None:
+        self._added: list[tuple[str, Read, Iterable[Any]]] = []
+        self._names: dict[int, tuple[Attributes, dict[str, None]]] = {}
+        self._reads: list[tuple[str, Read, Iterable[Any]]] = []
+        self._values: list[list[object]] = []
+
+    def add(self, name: str, read: Read, owners: Iterable[Any]) -> None:
+        """Watch the value that `read` returns for each owner. Where `read` is C code, so is the comparison."""
+        self._added.append((name, read, owners))
+
+    def read(self, module: nn.Module, name: str, default: object = None) -> Any:
+        """Return an attribute of a module that is no weight, and watch it."""
+        attributes = vars(module)
+        if name in attributes:
+            self._names.setdefault(id(attributes), (attributes, {}))[1][name] = None
+        else:
+            self.add(_ATTRIBUTE, methodcaller("get", name, _ABSENT), [attributes])
+        return getattr(module, name, default)
+
+    def read_all(self, module: nn.Module) -> None:
+        """Watch all attributes of a module and of the modules inside it, except Linears.
+
+        A Linear's forward reads its weights only.
+        """
+        for child in module.modules():
+            if type(child) is not nn.Linear:
+                for name in vars(child).keys() - vars(_EMPTY_MODULE).keys():
+                    self.read(child, name)
+
+    def remember(self) -> None:
+        """Remember all values as they are now."""
+        owners_by_names: dict[tuple[str, ...], list[Attributes]] = {}  # modules of a class share one read
+        for attributes, names in self._names.values():
+            owners_by_names.setdefault(tuple(names), []).append(attributes)
+        attribute_reads = [(_ATTRIBUTE, itemgetter(*names), owners) for names, owners in owners_by_names.items()]
+        self._reads = [*self._added, *attribute_reads]
+        self._values = copied(self._now())
+
+    def _now(self) -> list[list[object]]:
+        return [list(map(read, owners)) for _, read, owners in self._reads]
+
+    def unchanged(self) -> bool:
+        """Return whether all values are as they were remembered."""
+        try:
+            return [list(map(read, owners)) for _, read, owners in self._reads] == self._values
+        except _NOT_COMPARABLE:
+            return False
+
+    def what_changed(self) -> str | None:
+        """Return the name of the first value that changed; None if none did."""
+        for (name, read, owners), former in zip(self._reads, self._values, strict=True):
+            try:
+                now = list(map(read, owners))
+                if now != former:
+                    return f"{name}{_key_in(now, former)} changed"
+            except _NOT_COMPARABLE:
+                return f"{name} changed"
+        return None
+
+    def holds_same_objects(self) -> bool:
+        """Return whether at most plain values changed, so that no replaced object is kept alive."""
+        try:
+            return have_same_objects(self._now(), self._values)
+        except _NOT_COMPARABLE:
+            return False
+
+
+def attributes_of(get_owner: Callable[[], object], names: frozenset[str]) -> Attributes:
+    """Return those attributes of an object that have one of these names."""
+    attributes = vars(get_owner())
+    return {name: attributes[name] for name in attributes.keys() & names}
+
+
+def chained(collections: Iterable[Iterable[object]]) -> list[object]:
+    """Return the items of all collections, as they are now."""
+    return list(chain.from_iterable(collections))
+
+
+def stamp_of(tensor: Tensor) -> tuple[int, Tensor, int, int | None]:
+    """Return what changes when another tensor takes this one's place, or other memory, or is written to.
+
+    Its first item alone differs for another tensor: two tensors are never compared.
+    """
+    return id(tensor), tensor, tensor.data_ptr(), version_of(tensor)
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """Return how often a tensor was written to; None for one of inference mode, whose writes torch does not count."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _key_in(now: list[object], former: list[object]) -> str:
+    """Return the key of the value that differs, where attributes are watched together."""
+    for value, earlier in zip(now, former, strict=False):
+        if isinstance(value, dict) and isinstance(earlier, dict) and value != earlier:
+            differing = [key for key in value | earlier if value.get(key, _ABSENT) != earlier.get(key, _ABSENT)]
+            return f" {differing[0]!r}"
+    return ""
+
+
+def have_same_objects(now: Any, former: Any) -> bool:
+    """Return whether two nested containers differ in plain values alone, such as numbers, strings and switches."""
+    pairs = zip_longest(_objects_in(now), _objects_in(former))
+    # A method of a class is another object whenever it is read.
+    return all(value is earlier or (callable(value) and value == earlier) for value, earlier in pairs)
+
+
+def _objects_in(value: Any) -> Iterator[object]:
+    """Yield every value in nested containers that is not plain."""
+    if isinstance(value, dict):
+        value = [value[key] for key in sorted(value, key=str)]
+    if isinstance(value, list | tuple | set | frozenset):
+        for item in value:
+            yield from _objects_in(item)
+    elif not isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | torch.device | None):
+        yield value
+
+
+def copied(value: Any) -> Any:
+    """Copy nested containers, since callers may change them in place; other values stay as they are."""
+    if isinstance(value, tuple):
+        return tuple(copied(item) for item in value)
+    if isinstance(value, list):
+        return [copied(item) for item in value]
+    if isinstance(value, dict):
+        return {key: copied(item) for key, item in value.items()}
+    if isinstance(value, MutableSet | MutableSequence | MutableMapping):
+        return copy.copy(value)
+    return value
