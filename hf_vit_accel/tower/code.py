@@ -116,7 +116,7 @@ class CopyCode(Code):
         return super().attributes_of_tower(tower) - {"forward"}
 
     def config_fields(self, tower: Tower) -> list[str]:
-        """Return nothing: `CopyState` compares complete configs."""
+        """Return nothing: `watch_state` watches complete configs."""
         return []
 
 
