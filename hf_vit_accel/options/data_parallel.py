@@ -31,7 +31,7 @@ from hf_vit_accel.ops.base import replaced
 from hf_vit_accel.ops.training.context import FunctionContext
 from hf_vit_accel.options.checksum import words_of
 from hf_vit_accel.options.ranks import RankError, add_up, gather, to_all
-from hf_vit_accel.options.split import Assignment, Split, loads, split
+from hf_vit_accel.options.split import Assignment, loads, split
 
 LEAST = {"eager": 4096, "graphs": 1024}
 """Rows that sharing must save to pay: an exchange costs some hundred rows, an eager forward at least its launches.
@@ -102,7 +102,9 @@ class Sharing:
         if batch.attempt.exchanged is not None:
             return self._encode_alone(batch, batch.attempt.exchanged)
         if self._is_too_small(plan):
-            return self._encode_counted(batch, "too small to share")
+            outputs = self._encode(batch)
+            self.counts["too small to share"] += 1
+            return outputs
         reasons = self._reasons_against(plan)
         if reasons:
             batch.note(reasons)
@@ -131,12 +133,14 @@ class Sharing:
 
     def _is_too_small(self, plan: FastPlan) -> bool:
         """Return whether sharing a call would not pay. The grid of the whole call decides, so all ranks agree."""
-        shares = self._split(plan, plan.inputs.grid)
-        costs = loads(plan.inputs.grid, shares, clips=plan.reading.geometry.clips, full=_full(plan))
+        clips, full = _rule(plan)
+        assignment = self._assignment(plan, plan.inputs.grid)
+        costs = loads(assignment.grid, assignment.shares, clips=clips, full=full)
         return sum(costs) - max(costs) < self._least
 
-    def _split(self, plan: FastPlan, grid: Grid) -> Split:
-        return split(grid, self._ranks.size, clips=plan.reading.geometry.clips, full=_full(plan))
+    def _assignment(self, plan: FastPlan, grid: Grid) -> Assignment:
+        clips, full = _rule(plan)
+        return Assignment(grid, split(grid, self._ranks.size, clips=clips, full=full))
 
     def _reasons_against(self, plan: FastPlan) -> list[str]:
         """Return reasons not to share a call; identical on every rank."""
@@ -156,15 +160,12 @@ class Sharing:
             reasons.append("hidden states are requested")
         return [f"not shared by ranks: {reason}" for reason in reasons]
 
-    def _encode_counted(self, batch: Batch, result: str) -> list[Tensor]:
-        outputs = self._encode(batch)
-        self.counts[result] += 1
-        return outputs
-
     def _encode_alone(self, batch: Batch, why: str) -> list[Tensor]:
         batch.attempt.exchanged = why
         batch.note([why])
-        return self._encode_counted(batch, "encoded by each rank alone")
+        outputs = self._encode(batch)
+        self.counts["encoded by each rank alone"] += 1
+        return outputs
 
     def _encode_share(self, batch: Batch) -> list[Tensor]:
         """Encode this rank's share, and exchange outputs. The other ranks hear of an error that ends the call.
@@ -187,13 +188,11 @@ class Sharing:
         try:
             embedding = plan.reading.parts.projection.weight.flatten(1)
             checksum = rows_checksum(embedding) + rows_checksum(batch.pixels_TP)
-            share = Share(self._ranks, Assignment(batch.grid, self._split(plan, batch.grid)), batch, exchange)
+            share = Share(self._ranks, self._assignment(plan, batch.grid), batch, exchange)
             outputs: list[Tensor] = []
-            if share.grid:
-                share_plan = replace(plan, parameters=share.parameters)
-                part = replace(batch, plan=share_plan, grid=share.grid, pixels_TP=share.pixels_TP)
+            if share.batch.grid:
                 with share.replaced:
-                    outputs = self._encode(part)
+                    outputs = self._encode(share.batch)
             outputs = share.gather(outputs)
         except Exception as error:
             if attempt.exchanged is None:
@@ -222,10 +221,10 @@ class Sharing:
         return gather(self._ranks, report)
 
 
-def _full(plan: FastPlan) -> float:
-    """Return the part of the layers that attend within whole frames."""
+def _rule(plan: FastPlan) -> tuple[bool, float]:
+    """Return whether the frames of a video stay together, and the part of layers that attend within whole frames."""
     full_layers = plan.reading.full_layers
-    return sum(full_layers) / len(full_layers)
+    return plan.reading.geometry.clips, sum(full_layers) / len(full_layers)
 
 
 def _check(reports: Sequence[Report]) -> None:
@@ -287,10 +286,8 @@ class Share:
         exchange: Sends the shapes of this rank's outputs, and returns the reports of all ranks.
 
     Attributes:
-        grid: What this rank encodes; empty for a rank without a share.
-        pixels_TP: Its rows.
+        batch: What this rank encodes; empty for a rank without a share. Its plan has aliases of the trained weights.
         kind: What must be equal on all ranks beside the call.
-        parameters: Of the tower, with aliases of the trained ones.
         replaced: Within this context the tower holds these aliases.
     """
 
@@ -306,24 +303,23 @@ class Share:
         pixels_TP = batch.pixels_TP
         self.ranks = ranks
         self.assignment = assignment
-        self.grid = assignment.grid_of(ranks.rank)
         self._exchange = exchange
         self._device = pixels_TP.device
-        self._token: Tensor | None = None
-        self.replaced: AbstractContextManager[None] = nullcontext()
         # A weight that modules share counts once.
         weights = {id(weight): weight for weight in plan.parameters if grad and weight.requires_grad}
         self.kind = (grad, pixels_TP.requires_grad, [tuple(weight.shape) for weight in weights.values()])
-        self.parameters = plan.parameters
-        if not grad:
-            self.pixels_TP = assignment.share_of(pixels_TP, ranks.rank)
-            return
-        self._token, self.pixels_TP, *aliases = _TakeShare.apply(ranks, assignment, pixels_TP, *weights.values())
-        alias_of = dict(zip(weights, aliases, strict=True))
-        self.parameters = [alias_of.get(id(parameter), parameter) for parameter in plan.parameters]
-        dicts = plan.reading.parameter_dicts
-        slots = [(parameters, name) for parameters in dicts for name in parameters if id(parameters[name]) in alias_of]
-        self.replaced = replaced(slots, [alias_of[id(parameters[name])] for parameters, name in slots])
+        self._token: Tensor | None = None
+        self.replaced: AbstractContextManager[None] = nullcontext()
+        if grad:
+            self._token, share_TP, *aliases = _TakeShare.apply(ranks, assignment, pixels_TP, *weights.values())
+            alias_of = dict(zip(weights, aliases, strict=True))
+            dicts = plan.reading.parameter_dicts
+            slots = [(dict_, name) for dict_ in dicts for name in dict_ if id(dict_[name]) in alias_of]
+            self.replaced = replaced(slots, [alias_of[id(dict_[name])] for dict_, name in slots])
+            plan = replace(plan, parameters=[alias_of.get(id(weight), weight) for weight in plan.parameters])
+        else:
+            share_TP = assignment.share_of(pixels_TP, ranks.rank)
+        self.batch = replace(batch, plan=plan, grid=assignment.grid_of(ranks.rank), pixels_TP=share_TP)
 
     def gather(self, outputs: list[Tensor]) -> list[Tensor]:
         """Return all rows of all outputs on every rank.

@@ -336,8 +336,8 @@ FAULTS = (
     Fault(
         "gradients of a replayed share pass the sum over ranks",
         "options/data_parallel.py",
-        "share_plan = replace(plan, parameters=share.parameters)",
-        "share_plan = plan",
+        "plan = replace(plan, parameters=[alias_of.get(id(weight), weight) for weight in plan.parameters])",
+        "pass",
         RANKS,
     ),
     Fault(
