@@ -34,6 +34,19 @@ def tower(request: pytest.FixtureRequest) -> nn.Module:
     return build(module, name)
 
 
+TYPICAL = "VideoLlama3", "Lfm3Vl"
+"""Towers that pass segments to all layers, and to fewer key heads."""
+typical_towers = pytest.mark.parametrize(
+    "tower",
+    [
+        pytest.param(entry, id=entry[2], marks=[pytest.mark.matrix] * (not entry[2].startswith(TYPICAL)))
+        for entry in CLASSES
+    ],
+    indirect=True,
+)
+"""For what the library stores and reports, whatever the tower; and for compiling, which is slow."""
+
+
 def geometry_of(tower: nn.Module) -> Geometry:
     family = family_of(tower)
     assert family is not None
@@ -180,6 +193,7 @@ def test_several_rows_of_a_batch_attend_as_stock() -> None:
         run(tower, **changed, use_vit_merger=False)
 
 
+@typical_towers
 def test_a_score_mod_is_refused_on_several_devices(tower: nn.Module) -> None:
     """Hooks that move arguments between devices copy our offsets, and with them would go the score_mod."""
     hf_vit_accel.patch(tower, attention=FlexConfig(score_mod=lambda score, *_: score * 0.1))
@@ -195,18 +209,7 @@ def test_autocast_equals_stock(tower: nn.Module) -> None:
         assert_close(run(tower), run(stock), 0.02)
 
 
-COMPILED = "VideoLlama3", "Lfm3Vl"
-"""Towers that pass segments to all layers, and to fewer key heads. The others are compiled in the matrix."""
-
-
-@pytest.mark.parametrize(
-    "tower",
-    [
-        pytest.param(entry, id=entry[2], marks=[pytest.mark.matrix] * (not entry[2].startswith(COMPILED)))
-        for entry in CLASSES
-    ],
-    indirect=True,
-)
+@typical_towers
 def test_compiled_layers_count_as_stock(tower: nn.Module) -> None:
     """A compiled layer reads the offsets that it gets. `torch.compile` of the tower runs as without it."""
     layers = next(module for module in tower.modules() if isinstance(module, nn.ModuleList))
@@ -236,12 +239,7 @@ def test_compiled_layers_count_as_stock(tower: nn.Module) -> None:
         run(tower, **call)
 
 
-def test_offsets_are_not_read_from_the_device(tower: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    hf_vit_accel.patch(tower)
-    monkeypatch.setattr(tower_attention, "_plans_from_device", lambda *_: pytest.fail("offsets were read"))
-    run(tower)
-
-
+@typical_towers
 def test_unpatched_it_is_stock_again(tower: nn.Module) -> None:
     expected = run(tower)
     hf_vit_accel.patch(tower)
@@ -293,6 +291,7 @@ def test_layers_that_take_no_segments_count_as_stock(
     assert (status.calls, status.stock_calls, status.backends, count) == (0, 1, {}, 1) and why in str(status)
 
 
+@typical_towers
 def test_options_beyond_attention_are_reported(tower: nn.Module) -> None:
     hf_vit_accel.patch(tower, cuda_graphs=True)
     run(tower)
@@ -371,6 +370,7 @@ def test_cached_layouts_are_bounded_by_their_bytes() -> None:
     assert routes.cache.cost == 10 << 20
 
 
+@typical_towers
 def test_an_attention_registered_after_patch_is_kept(tower: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tower stays stock, as if the function had been registered before."""
     functions = modeling_utils.ALL_ATTENTION_FUNCTIONS._global_mapping
