@@ -25,6 +25,7 @@ from hf_vit_accel.model.every_rank import (
     FEATURES,
     Features,
     add_dummy,
+    calls_of,
     encode_once,
     must_call_once,
     tower_in,
@@ -359,6 +360,9 @@ def after_forward(model: Model, args: object, output: object) -> None:
     if state is not None and not torch.compiler.is_compiling():
         state.copies.clear()
         state.features.clear()
+        in_model = tower_in(model) if state.every_rank else None
+        if in_model is not None:
+            state.features.tower_calls = calls_of(in_model[1])
 
 
 def _before(model: Model, args: tuple[object, ...], kwargs: Arguments) -> None:

@@ -18,6 +18,7 @@ from hf_vit_accel import machine
 from hf_vit_accel.families import Family, Model, Tower, find_towers
 from hf_vit_accel.model.host import Arguments, Result
 from hf_vit_accel.tower import fsdp
+from hf_vit_accel.tower.state import state_of
 
 FEATURES = "_hf_vit_accel_features"
 """The attribute of a text model with the `Features` of the model around it."""
@@ -34,12 +35,14 @@ class Features:
         zero: The sum of its dummy's features with weight zero; None with real pictures.
         calls: Forwards that called the tower once.
         dummies: How many of them encoded a dummy.
+        tower_calls: Calls of the tower until the end of the latest forward.
     """
 
     outputs: list[tuple[Tensor, Result]] = field(default_factory=list)
     zero: Tensor | None = None
     calls: int = 0
     dummies: int = 0
+    tower_calls: int = 0
 
     def __reduce__(self) -> tuple[object, ...]:  # copies keep nothing: a graph cannot be copied
         return type(self), ()
@@ -60,6 +63,12 @@ def tower_in(model: nn.Module) -> tuple[str, Tower, Family] | None:
         for _, tower, family in find_towers(child):
             return name, tower, family
     return None
+
+
+def calls_of(tower: Tower) -> int:
+    """Return how often a patched tower was called."""
+    state = state_of(tower)
+    return 0 if state is None else state.fast_calls + state.stock_calls
 
 
 def must_call_once(tower: Tower, cache: transformers.Cache | None) -> bool:
@@ -90,6 +99,8 @@ def encode_once(features: Features, model: Model, arguments: Arguments, options:
     _, tower, family = in_model
     features.clear()
     features.calls += 1
+    if arguments.get("input_ids") is None and calls_of(tower) > features.tower_calls:
+        return  # the caller has encoded the pictures, as transformers' ColQwen2 does
     present = [names for names in KINDS.values() if arguments.get(names[0]) is not None]
     pictures = [(arguments[pixels], arguments[grid]) for pixels, grid in present]
     if pictures:

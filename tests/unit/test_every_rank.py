@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from support.composites import COMPOSITES
 from support.every_rank import GRIDS, VARIANTS, batch_of, check_evaluation, check_training
 from support.libraries import start_process_group
 from support.ranks import run_on_ranks
 from support.towers import alike
-from tiny import TINY, randomise, relative_error, tower_of
+from tiny import TINY, chat_inputs, randomise, relative_error, tower_of
 from torch import nn
 
 import hf_vit_accel
@@ -218,6 +219,29 @@ def test_a_backbone_is_called_with_return_dict() -> None:
             ours, expected = (z.model(**inputs, return_dict=return_dict) for z in (model, stock))
             assert type(ours) is type(expected)
             torch.testing.assert_close(ours[0], expected[0], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.skipif(not hasattr(transformers, "ColQwen2ForRetrieval"), reason="this transformers has no ColQwen2")
+def test_a_model_that_encodes_pictures_itself_calls_the_tower_once() -> None:
+    """transformers' ColQwen2 calls the tower, then the backbone with embeddings. A second call would hang FSDP."""
+    vlm = TINY["qwen2_vl"].build()
+    config = transformers.ColQwen2Config(vlm_config=vlm.config.to_dict(), embedding_dim=16)
+    stock = transformers.ColQwen2ForRetrieval(config).train()
+    randomise(stock)
+    model = hf_vit_accel.patch(copy.deepcopy(stock), every_rank=True)
+    text = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "attention_mask": torch.ones(1, 4, dtype=torch.long)}
+    pictures = chat_inputs(vlm, [(1, 4, 6)])
+    pictures["pixel_values"] = pictures["pixel_values"][None]
+    weights = torch.linspace(-1, 1, 16)
+    for count, inputs in enumerate((pictures, text, pictures, text), 1):
+        for each in (stock, model):
+            each.zero_grad(set_to_none=True)
+            (each(**inputs).embeddings * weights).sum().backward()
+        assert hf_vit_accel.status(model).towers[0].calls == count
+        for (name, ours), expected in zip(model.named_parameters(), stock.parameters(), strict=True):
+            assert ours.grad is not None or expected.grad is None, name
+            if expected.grad is not None:
+                torch.testing.assert_close(ours.grad, expected.grad, atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("error", [IndexError, KeyboardInterrupt])
