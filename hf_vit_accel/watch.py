@@ -41,7 +41,7 @@ class Watch:
         self._added: list[tuple[str, Read, Iterable[Any]]] = []
         self._names: dict[int, tuple[Attributes, dict[str, None]]] = {}
         self._reads: list[tuple[str, Read, Iterable[Any]]] = []
-        self._values: list[list[object]] = []
+        self._values: list[list[object]] = [[]]  # nothing is remembered, so nothing is unchanged
 
     def add(self, name: str, read: Read, owners: Iterable[Any]) -> None:
         """Watch the value that `read` returns for each owner. Where `read` is C code, so is the comparison."""
@@ -87,7 +87,7 @@ class Watch:
 
     def what_changed(self) -> str | None:
         """Return the name of the first value that changed; None if none did."""
-        for (name, read, owners), former in zip(self._reads, self._values, strict=True):
+        for (name, read, owners), former in zip(self._reads, self._values, strict=False):
             try:
                 now = list(map(read, owners))
                 if now != former:

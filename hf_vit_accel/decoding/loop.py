@@ -209,7 +209,7 @@ class _ModelInLoop:
         ids_B1 = input_ids[:, -1:]
         cache = arguments[CACHE]
         step = self._step
-        if step is not None and (step.length == step.slots or step.reading.has_changed()):
+        if step is not None and (step.length == step.slots or not step.reading.switches.unchanged()):
             step.store(cache)
             self._step = None
         if self._step is None:

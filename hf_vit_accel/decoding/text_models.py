@@ -8,9 +8,9 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Hashable
-from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from operator import attrgetter
 from types import BuiltinFunctionType, CodeType, NoneType
 from typing import Any, TypeAlias
 
@@ -25,6 +25,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_vit_accel import machine
+from hf_vit_accel.watch import Watch
 
 Model: TypeAlias = Any
 """A model of transformers, or a module inside one. Its attributes have no types."""
@@ -113,18 +114,12 @@ class Reading:
     """The device, dtype and state of autocast in the model's forward."""
     weights: list[Any] = field(default_factory=list)  # where they are; with others, no step is of use any more
     state: dict[str, Any] = field(default_factory=dict)  # all else that a captured step holds fixed, by name
-    switches: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)  # attributes, name, value
-    next_hook: int = field(default_factory=lambda: RemovableHandle.next_id)
+    switches: Watch = field(default_factory=Watch)  # what may change between two steps: hooks anywhere, adapters
 
     @cached_property
     def key(self) -> Hashable:
         """All of this, for a dictionary."""
         return tuple(self.weights), tuple(self.state.items())
-
-    def has_changed(self) -> bool:
-        """Return whether a hook was added anywhere, or an adapter of this model switched. Asked at every step."""
-        is_switched = any(attributes.get(name) != value for attributes, name, value in self.switches)
-        return is_switched or RemovableHandle.next_id != self.next_hook
 
 
 def declared_class_of(model: Model) -> type:
@@ -273,7 +268,10 @@ def _read_modules(reading: Reading, model: Model, holder: Model) -> None:
             state[f"{name}.{key}"] = _fingerprint(attributes[key])
         tensors = (*module._parameters.values(), *module._buffers.values())
         reading.weights += [_fingerprint(tensor) for tensor in tensors]
-        reading.switches += [(attributes, key, copy(attributes[key])) for key in _SWITCHES if key in attributes]
+        if not attributes.keys().isdisjoint(_SWITCHES):
+            reading.switches.add("an adapter", attributes.get, _SWITCHES)
+    reading.switches.add("a hook", attrgetter("next_id"), [RemovableHandle])
+    reading.switches.remember()
 
 
 def _is_upstream(kind: type) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from hf_vit_accel.families.base import Parts
+from hf_vit_accel.watch import Watch, version_of
 
 _COPIED = 1 << 20
 """Bytes of the largest tensor that is copied. A table of frequencies has some hundred."""
@@ -94,12 +94,12 @@ class _RecordedTensor:
         self._tensor = tensor
         self._pointer = tensor.data_ptr()
         self._version_source = tensor if self.is_copied else self.value
-        self._version = _version(self._version_source)
+        self._version = version_of(self._version_source)
 
     @property
     def is_written(self) -> bool:
         """Whether the memory was written to since the forward."""
-        return _version(self._version_source) != self._version
+        return version_of(self._version_source) != self._version
 
     @property
     def is_still_held(self) -> bool:
@@ -174,8 +174,11 @@ class RecordedModules(RecordedTensors):
             slots += slots_of(module, with_weights=True)
         super().__init__(slots)
         self._training = [(vars(module), module.training) for module in modules]
-        self._adapted = [vars(module) for module in modules if has_adapters and "base_layer" in module._modules]
-        self._adapters = self._active_adapters()
+        self._adapters = Watch()
+        for module in modules:
+            if has_adapters and "base_layer" in module._modules:
+                self._adapters.add("an adapter", vars(module).get, _ADAPTER_STATE)
+        self._adapters.remember()
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Return the contexts in which a pass runs first, and again."""
@@ -183,7 +186,7 @@ class RecordedModules(RecordedTensors):
 
     def reason_lost(self) -> str | None:
         """Return why the forward cannot run again as it did, or None."""
-        if self._active_adapters() != self._adapters:
+        if not self._adapters.unchanged():
             return "an adapter was switched or scaled"
         return super().reason_lost()
 
@@ -193,14 +196,6 @@ class RecordedModules(RecordedTensors):
         for attributes, is_training in self._training:
             if attributes["training"] != is_training:
                 yield Change(attributes, "training", is_training)
-
-    def _active_adapters(self) -> list[object]:
-        """Return the active adapters of PEFT and their factors, Linear by Linear."""
-        active = []
-        for attributes in self._adapted:
-            for name in _ADAPTER_STATE:
-                active.append(copy.copy(attributes.get(name)))
-        return active
 
 
 class _Restored(AbstractContextManager[None]):
@@ -240,8 +235,3 @@ def _alias(tensor: Tensor) -> Tensor:
     """Return a leaf over the memory of a tensor, with the same version counter."""
     alias = tensor.detach()
     return alias.requires_grad_() if tensor.requires_grad else alias
-
-
-def _version(tensor: Tensor) -> int:
-    """Return how often a tensor was written to; writes to inference tensors are not counted."""
-    return 0 if tensor.is_inference() else tensor._version

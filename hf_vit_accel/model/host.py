@@ -9,6 +9,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from hf_vit_accel.watch import version_of
+
 Arguments: TypeAlias = dict[str, Any]
 """The arguments of a model's method by name: tensors, caches and flags."""
 Result: TypeAlias = Any
@@ -59,14 +61,14 @@ class HostCopies:
         """Keep copies of these tensors, in the place of all former ones."""
         away = [tensor for tensor in tensors if not is_on_host(tensor)]
         hosts = to_host(away) if away else []
-        self._copies = [_Copy(tensor, _version(tensor), host) for tensor, host in zip(away, hosts, strict=True)]
+        self._copies = [_Copy(tensor, version_of(tensor), host) for tensor, host in zip(away, hosts, strict=True)]
 
     def find(self, tensor: Tensor) -> Tensor | None:
         """Return the tensor itself if it is on the host, its copy if there is one, or None."""
         if is_on_host(tensor):
             return tensor
         for copy in self._copies:
-            if copy.source is tensor and copy.version == _version(tensor):
+            if copy.source is tensor and copy.version == version_of(tensor):
                 return copy.host
         return None
 
@@ -82,7 +84,3 @@ class HostCopies:
     def clear(self) -> None:
         """Drop all copies."""
         self._copies = []
-
-
-def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
