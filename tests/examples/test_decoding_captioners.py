@@ -27,21 +27,21 @@ Recorder = type[OperationRecorder]
 def test_every_token_in_fp32_is_that_of_stock(family: str, recorder: Recorder) -> None:
     model: Any = hf_vit_accel.patch(parity.load(family, torch.float32))
     tokenizer = parity.load_tokenizer(family)
-    batches = parity.held_out(family, 15, size=5)
+    batches = parity.held_out(family, 10, size=5)
     outputs = dict(return_dict_in_generate=True, output_logits=True, output_scores=True)
     captions: list[str] = []
     for batch in batches:
         output = both(model, batch.inputs, max_new_tokens=24, **outputs)
         new_tokens = output.sequences[:, batch.inputs["input_ids"].shape[1] :]
         captions += tokenizer.batch_decode(new_tokens, skip_special_tokens=True)
-        both(model, batch.inputs, max_new_tokens=24, do_sample=True, temperature=1.3)
-    assert counts_of(model).static_calls == 2 * len(batches) and not counts_of(model).reasons
+    both(model, batches[0].inputs, max_new_tokens=24, do_sample=True, temperature=1.3)
+    assert counts_of(model).static_calls == len(batches) + 1 and not counts_of(model).reasons
     assert parity.score(captions, batches) >= 0.9 * len(captions)
     assert recorder.captures <= 2 * len(batches)
 
 
 @pytest.mark.parametrize("family", ONE_TOWER)
-@pytest.mark.parametrize("scenes", alike(24, 400))
+@pytest.mark.parametrize("scenes", alike(12, 400))
 def test_captions_in_bf16_are_those_of_stock(family: str, scenes: int, recorder: Recorder) -> None:
     model: Any = parity.load(family, torch.bfloat16)
     rows: list[bool] = []

@@ -257,10 +257,11 @@ def test_checkpoints_are_small_and_load_without_warnings(family: str, caplog: py
 
 def test_parity_on_a_cpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(parity, "FAMILIES", ["qwen2_5_vl"])  # the others are compared above
     parity.main(scenes=4, json_path=tmp_path / "sub" / "rows.json")
     table = capsys.readouterr().out
     ways = ["stock", "auto", "auto, nothing fused", *(backend.name for backend in BACKENDS if not backend.needs.cuda)]
-    assert table.count("| +0.0 | 0 |") == len(ways) * len(tiny_models.FAMILIES) and "0 rows failed" in table
+    assert table.count("| +0.0 | 0 |") == len(ways) and "0 rows failed" in table
     rows = json.loads((tmp_path / "sub" / "rows.json").read_text())["rows"]
     assert [row["way"] for row in rows[: len(ways)]] == ways and "sdpa" in ways
     assert all(row["calls"] == (row["way"] != "stock") for row in rows)
@@ -320,14 +321,14 @@ def test_patched_models_learn_as_stock(
     monkeypatch.setattr(curves, "MEAN_OF", 2)
     AcceleratorState._reset_state(True)  # an earlier test may have left another precision
     path = tmp_path / "curves.json"
-    short = dict(steps=4, seeds=2, batch=4, scenes=4, workers=0)
+    short = dict(steps=3, seeds=2, batch=2, scenes=2, workers=0)
     curves.main(families=family, json_path=path, plots=tmp_path, **short)
     (comparison,) = json.loads(path.read_text())["families"]
     assert comparison["furthest"] < 1e-2 and comparison["problems"] == []
     assert "right tokens: patched" in capsys.readouterr().out
     (patched,) = comparison["patched"]
     assert len(patched["losses"]) == 2 and patched["losses"][1] < patched["losses"][0]
-    assert patched["fast"] >= 4 and patched["stock"] == 0
+    assert patched["fast"] >= 3 and patched["stock"] == 0
     assert (tmp_path / f"{family}.svg").read_text().count("<polyline") == 3
 
 
