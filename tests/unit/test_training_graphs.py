@@ -681,18 +681,20 @@ def run_with_overwritten_pixels(tower: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("steps_before", [0, 1, 2])
-def test_pixels_overwritten_before_the_backward_while_the_embedding_is_frozen(pair: Pair, steps_before: int) -> None:
+def test_pixels_overwritten_before_the_backward_while_the_embedding_is_frozen(
+    one_pair: Pair, steps_before: int
+) -> None:
     """Stock keeps no pixels then, as a loader may fill the same memory again.
 
     Args:
         steps_before: After none, the first gradients are computed again as well.
     """
-    for tower in pair:
+    for tower in one_pair:
         tower.patch_embed.requires_grad_(False)
-    patch(pair.tower)
+    patch(one_pair.tower)
     for seed in range(steps_before):
-        train(pair.tower, SMALL, seed)
-    compare(pair, run_with_overwritten_pixels)
+        train(one_pair.tower, SMALL, seed)
+    compare(one_pair, run_with_overwritten_pixels)
 
 
 def test_pixels_overwritten_before_the_backward_while_the_embedding_is_trained(one_pair: Pair) -> None:
