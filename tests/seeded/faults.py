@@ -287,7 +287,7 @@ FAULTS = (
     Fault(
         "a weight written before the backward goes unseen",
         "engine/recorded.py",
-        "return _version(self._version_source) != self._version",
+        "return version_of(self._version_source) != self._version",
         "return False",
         PASSES + " " + STEPS,
     ),
