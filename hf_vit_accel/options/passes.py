@@ -232,7 +232,12 @@ class RecomputedPasses:
         rows_TE = self._embedded(part.pixels_TP)
         if rows_TE is not None:
             part = replace(part, pixels_TP=rows_TE, is_embedded=True)
-        return checkpoint(encode, part, use_reentrant=False, context_fn=self._recorded.contexts)
+
+        def encode_rows(pixels_or_rows: Tensor) -> list[Tensor]:
+            return encode(replace(part, pixels_TP=pixels_or_rows))
+
+        # The rows are an argument: autograd raises if they are overwritten before it runs them again.
+        return checkpoint(encode_rows, part.pixels_TP, use_reentrant=False, context_fn=self._recorded.contexts)
 
     def _embedded(self, pixels_TP: Tensor) -> Tensor | None:
         """Return the embedded rows (T, E) where no gradient reaches them; None where one does.

@@ -117,10 +117,11 @@ def _start(script: Path, folder: Path, arguments: Sequence[str], run_name: str, 
     sys.stdout = os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", closefd=False)
     os.chdir(folder)
-    for name, module in list(sys.modules.items()):  # benchmarks, examples and tests may have equal names
-        if str(ROOT) in (getattr(module, "__file__", None) or "") and not name.startswith("hf_vit_accel"):
+    folders = tuple(str(ROOT / name) for name in ("benchmarks", "examples", "tests"))
+    for name, module in list(sys.modules.items()):  # modules of these folders may have equal names
+        if str(getattr(module, "__file__", None)).startswith(folders):
             del sys.modules[name]
-    sys.path[:] = [str(script.parent), *(path for path in sys.path if not path.startswith(str(ROOT))), str(ROOT)]
+    sys.path[:] = [str(script.parent), *(path for path in sys.path if not path.startswith(folders)), str(ROOT)]
     sys.argv = [str(script), *arguments]
     runpy.run_path(str(script), run_name=run_name)
 
