@@ -125,18 +125,27 @@ class GroupedPrompt:
         grid_N3 = self._inputs.get(names.grid)
         pixels = self._inputs.get(names.pixels)
         if features is not None:
-            tokens = [len(of_picture) for of_picture in features.pooler_output]
-        elif grid_N3 is not None and pixels is not None:
-            merge = self._model.config.vision_config.spatial_merge_size
-            self._patches[modality] = [frames * height * width for frames, height, width in grid_N3.tolist()]
-            tokens = [patches // merge**2 for patches in self._patches[modality]]
-            if len(pixels) != sum(self._patches[modality]):
+            # Some models return one tensor of all pictures, of which an index is no picture.
+            per_picture = [features.pooler_output, *(features.get("deepstack_features") or ())]
+            if any(not isinstance(of_pictures, list | tuple) for of_pictures in per_picture):
                 return False
+            tokens = [len(of_picture) for of_picture in features.pooler_output]
+            if any([len(of_picture) for of_picture in of_pictures] != tokens for of_pictures in per_picture):
+                return False
+        elif grid_N3 is not None and pixels is not None:
+            merge = getattr(getattr(self._model.config, "vision_config", None), "spatial_merge_size", None)
+            self._patches[modality] = [frames * height * width for frames, height, width in grid_N3.tolist()]
+            if merge is None or len(pixels) != sum(self._patches[modality]):
+                return False
+            tokens = [patches // merge**2 for patches in self._patches[modality]]
         else:
             return all(self._inputs.get(name) is None for name in (names.grid, names.pixels, *names.others))
+        token = getattr(self._model.config, names.token, None)
+        if token is None:
+            return False
         pictures_of_row = []
         end = 0
-        for missing in (ids_BT == getattr(self._model.config, names.token)).sum(1).tolist():
+        for missing in (ids_BT == token).sum(1).tolist():
             begin = end
             while missing > 0 and end < len(tokens):
                 missing -= tokens[end]

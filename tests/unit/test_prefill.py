@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import inspect
 import itertools
 import random
 from collections.abc import Callable
@@ -161,6 +163,31 @@ def test_code_that_sees_calls_of_the_tower_sees_stocks(change: Callable[[Any], N
     model = TINY["qwen3_vl"].build()
     change(model)
     compare(model, batch(model, random.Random(3), 6), max_new_tokens=9)
+    assert steps_of(model).groups == 0
+
+
+@pytest.mark.parametrize("lacking", ["image_token_id", "a list of features"])
+def test_pictures_that_cannot_be_counted_are_not_divided(lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Configs of Qwen2.5-Omni in older transformers name the token `image_token_index`."""
+    model = TINY["qwen3_vl"].build()
+    inputs = batch(model, random.Random(6), 5)
+    hidden = prefill._MODALITIES["image"]
+    if lacking == "image_token_id":
+        monkeypatch.setitem(prefill._MODALITIES, "image", dataclasses.replace(hidden, token="image_token_index"))
+    else:
+        # As a model that returns the features of all pictures in one tensor.
+        if "mm_encoder_outputs" not in inspect.signature(model.forward).parameters:
+            pytest.skip("this transformers encodes pictures in the forward of the prompt")
+        features_of = prefill.GroupedPrompt._features_of
+
+        def in_one_tensor(self: prefill.GroupedPrompt, modality: str) -> Any:
+            features = features_of(self, modality)
+            if features is None:
+                return None
+            return type(features)(pooler_output=torch.cat(list(features.pooler_output))[None])
+
+        monkeypatch.setattr(prefill.GroupedPrompt, "_features_of", in_one_tensor)
+    compare(model, inputs, max_new_tokens=9)
     assert steps_of(model).groups == 0
 
 
