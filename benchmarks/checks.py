@@ -23,7 +23,7 @@ from hf_vit_accel.engine import inputs
 from hf_vit_accel.engine.encoder import Residual, encode
 from hf_vit_accel.layout import rows_of
 from hf_vit_accel.tools.bench.towers import build_tower, weight_of
-from hf_vit_accel.tower import checks
+from hf_vit_accel.tower.checks import reasons_of
 from hf_vit_accel.tower.state import state_of
 
 CALLS = 1000
@@ -36,13 +36,13 @@ def checked(tower: nn.Module, pixels_TP: torch.Tensor, grid: torch.Tensor) -> li
     snapshot = state.snapshot(tower)
     grad = torch.is_grad_enabled()
     name = tower.config._attn_implementation
-    reasons = checks.reasons_stock(tower, state.former_forward, name, snapshot, {})
-    parameters, weights = snapshot.weights()
+    against = reasons_of(tower, state.family, snapshot, state.former_forward, name, {}, grad=grad)
+    reasons = [*against.stock, *against.slow]
     call = inputs.read(snapshot.expected, None, pixels_TP, grid_thw=grid)
     assert call is not None
-    if grad and (snapshot.unpredictable or call.pixels.requires_grad or snapshot.is_trained(parameters)):
+    if grad and (snapshot.unpredictable or call.pixels.requires_grad or snapshot.is_trained(against.parameters)):
         reasons.append("something is trained")
-    return reasons + checks.reasons_slow(tower, snapshot, weights, call.options, grad=grad)
+    return reasons
 
 
 def measure(tower: nn.Module, *, grad: bool, calls: int = CALLS) -> dict[str, float]:

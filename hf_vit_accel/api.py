@@ -22,7 +22,7 @@ from hf_vit_accel.families.copies import CopyFamily
 from hf_vit_accel.layout import Grid, rows_of
 from hf_vit_accel.machine import raise_if_any
 from hf_vit_accel.model import around
-from hf_vit_accel.status import Status, ignored_options, reasons_now, status, towers_of
+from hf_vit_accel.status import Status, ignored_options, status, towers_of
 from hf_vit_accel.tower import checks
 from hf_vit_accel.tower.install import foreign_forward, install, uninstall
 from hf_vit_accel.tower.loading import restore_name
@@ -150,8 +150,8 @@ def _prepare(path: str, tower: Tower, family: Family, settings: Settings) -> tup
         for reason in snapshot.weights()[1].reasons:
             warn_once(f"{type(tower).__name__} stays stock: {reason}. {_LEAVE_OUT}")
     if settings.strict:
-        reasons, _ = reasons_now(tower, state, snapshot, name, former_forward)
-        raise_if_any(reasons, label)
+        reasons = checks.reasons_of(tower, family, snapshot, former_forward, name, {}, grad=False, between_calls=True)
+        raise_if_any([*reasons.stock, *reasons.slow], label)
     return tower, state, name
 
 

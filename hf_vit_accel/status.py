@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from hf_vit_accel.backends import BACKENDS, BackendUnavailableError, Choice, LayerKind, Replay, resolve
+from hf_vit_accel.backends import BACKENDS, BackendUnavailableError, Choice, LayerKind, Replay
 from hf_vit_accel.config import GraphConfig, Settings
-from hf_vit_accel.engine.route import Route, Spec
+from hf_vit_accel.engine.route import Route, Spec, choose
 from hf_vit_accel.families import FAMILIES, FAMILIES_OF_COPIES, Family, Tower
 from hf_vit_accel.families.copies import CopyFamily, suggest_families
 from hf_vit_accel.graphs.status import GraphStatus
 from hf_vit_accel.model import around
 from hf_vit_accel.ops import PARTS, TABLE, why_not_triton
-from hf_vit_accel.ops.window_attention import LONGEST
 from hf_vit_accel.options.reuse import ReuseStatus
-from hf_vit_accel.tower import checks, fsdp
+from hf_vit_accel.tower.checks import reasons_of
 from hf_vit_accel.tower.forward import spec_of
-from hf_vit_accel.tower.install import Forward, foreign_forward, towers_in
-from hf_vit_accel.tower.modules import WeightMemory
+from hf_vit_accel.tower.install import foreign_forward, towers_in
 from hf_vit_accel.tower.snapshot import Snapshot
 from hf_vit_accel.tower.state import TowerState, state_of
 from hf_vit_accel.versions import untested
@@ -252,14 +249,20 @@ def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
     snapshot = state.snapshot(tower)
     if snapshot.copy_proof is not None:
         fields["proven"] = str(snapshot.copy_proof.report)
-    name = tower.config._attn_implementation
     fields |= dict(rebuilds=state.rebuilds, rebuild_reason=state.rebuild_reason)
-    against, spec = reasons_now(tower, state, snapshot, name, foreign_forward(tower))
+    name = tower.config._attn_implementation
+    former_forward = foreign_forward(tower)
+    reasons = reasons_of(tower, family, snapshot, former_forward, name, {}, grad=False, between_calls=True)
+    against = [*reasons.stock, *reasons.slow]
+    spec = None
+    if reasons.weights is not None:
+        device = snapshot.parts.projection.weight.device
+        spec = spec_of(state, snapshot, reasons.weights, device, fast=not against, grad=False)
     last = _last_route(state, snapshot, spec)
     choices = {} if last is None else last.choices
     if spec is not None and not choices:
         try:
-            choices = _choices_now(spec, family)
+            choices = _choices_for(spec, family)
         except BackendUnavailableError as error:
             against = [*against, str(error)]
             spec = None
@@ -268,7 +271,7 @@ def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
     if ops is not None and last is not None and last.spec.ops is not None:
         ops = last.spec.ops
     backends: dict[str, str] = {kind: choice.backend.name for kind, choice in choices.items()}
-    if ops is not None and ops.attend_window is not None and _uses_window_kernel(snapshot, last):
+    if ops is not None and ops.attend_window is not None:
         backends["window"] = "fused kernel"
     return TowerStatus(
         **fields,
@@ -303,20 +306,12 @@ def _last_route(state: TowerState, snapshot: Snapshot, spec: Spec | None) -> Rou
     return last if targets.get(id(last.spec)) == targets.get(id(spec)) else None
 
 
-def _choices_now(spec: Spec, family: Family) -> dict[LayerKind, Choice]:
+def _choices_for(spec: Spec, family: Family) -> dict[LayerKind, Choice]:
     """Choose the backend of every kind of layer, for a call whose layout is unknown."""
     kinds: tuple[LayerKind, ...] = ("full", "window") if family.windows else ("full",)
     replay: Replay = "padded" if isinstance(spec.settings.graphs, GraphConfig) else "never"
-    requests = {kind: replace(spec.request, kind=kind, replay=replay) for kind in kinds}
-    return {kind: resolve(spec.settings.attention, request) for kind, request in requests.items()}
-
-
-def _uses_window_kernel(snapshot: Snapshot, last: Route | None) -> bool:
-    """Return whether our fused kernel runs the windows: in the last call or, before any, by their size."""
-    if last is not None:
-        return "window" not in last.choices
-    side = (snapshot.geometry.window or 0) * snapshot.geometry.merge
-    return side**2 <= LONGEST
+    choices = {kind: choose(spec, spec.request_of(kind, replay)) for kind in kinds}
+    return {kind: choice for kind, choice in choices.items() if choice is not None}
 
 
 def ignored_options(settings: Settings) -> dict[str, str]:
@@ -328,48 +323,6 @@ def ignored_options(settings: Settings) -> dict[str, str]:
         "reuse": settings.reuse,
     }
     return {name: "this family is served attention only" for name, option in requested.items() if option}
-
-
-def _weights_of_calls(tower: Tower, snapshot: Snapshot) -> WeightMemory:
-    """Return the weights as calls will see them: FSDP2 gathers sharded weights, in the dtype of its policy.
-
-    If a parent of the tower is sharded with it, the policy of the layers counts. The parent's is unknown here.
-    """
-    weights = snapshot.weights()[1]
-    if snapshot.uses_fsdp and (weights.reasons or weights.mixed):
-        holder = tower if isinstance(tower, fsdp.wrapper()) else next(iter(snapshot.sharded_layers.values()))
-        weights = copy.copy(weights)
-        weights.dtype = fsdp.gathered_dtype(holder, weights.dtype)
-        weights.reasons = []
-        weights.mixed = None
-    return weights
-
-
-def reasons_now(
-    tower: Tower, state: TowerState, snapshot: Snapshot, name: str | None, former_forward: Forward | None
-) -> tuple[list[str], Spec | None]:
-    """List what keeps every call off the fast path, and return what decides its routes.
-
-    Args:
-        tower: The tower.
-        state: Its state.
-        snapshot: What the tower holds now.
-        name: The name of the attention to assume.
-        former_forward: A forward of others that does not call the class's; None for the class's own.
-
-    Returns:
-        The reasons, and the spec of a call without gradients. The spec is None if no call can be fast.
-    """
-    reasons = checks.reasons_stock(tower, former_forward, name, snapshot, {})
-    if snapshot.reasons_stock:
-        return reasons, None
-    weights = _weights_of_calls(tower, snapshot)
-    reasons += checks.reasons_of_copy(tower, state.family, snapshot, weights, {})
-    hidden_states = getattr(tower.config, "output_hidden_states", False)
-    reasons += checks.reasons_slow(tower, snapshot, weights, {}, hidden_states, grad=False)
-    weight = snapshot.parts.projection.weight
-    spec = spec_of(state, snapshot, weights, weight.device, fast=not reasons, grad=False)
-    return reasons, spec
 
 
 def _fp8_status(state: TowerState, choices: Mapping[LayerKind, Choice]) -> str | None:

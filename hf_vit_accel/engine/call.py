@@ -54,7 +54,7 @@ class Reading(Protocol):
     def called_memory(self) -> object:
         """Return what third-party linears hold: the same object until they hold another tensor."""
 
-    def is_trained(self, parameters: list[nn.Parameter]) -> bool:
+    def is_trained(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Return whether a parameter requires a gradient."""
 
     def in_training_mode(self) -> bool:
@@ -117,7 +117,7 @@ class FastPlan:
     reasons: tuple[str, ...] = ()
     inputs: Inputs
     reading: Reading
-    parameters: list[nn.Parameter]
+    parameters: Sequence[nn.Parameter]
     weights: Weights
     spec: Spec
     checkpoints: Sequence[Checkpoint | None]

@@ -21,7 +21,6 @@ from hf_vit_accel.layout import Array, Geometry, Grid, Segments, VisionMetadata,
 from hf_vit_accel.machine import KERNELS, LRU, guarded, outside_modes
 from hf_vit_accel.ops import Ops
 from hf_vit_accel.ops.training.nodes import LayerNode, layer_node_of
-from hf_vit_accel.ops.window_attention import LONGEST
 from hf_vit_accel.versions import METADATA, keyword_arguments
 
 ROUTE = "vision_route"
@@ -56,6 +55,11 @@ class Spec:
     hidden_states: bool = False
     against_graphs: str | None = None
     called_linears: Sequence[nn.Module] = ()
+
+    def request_of(self, kind: LayerKind, replay: Replay, segments: Segments | None = None) -> Request:
+        """Return the request for layers of a kind; without segments, for a layout that is unknown."""
+        request = replace(self.request, kind=kind, replay=replay)
+        return request if segments is None else replace(request, max_seqlen=segments.max_seqlen, rows=segments.rows)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -201,16 +205,13 @@ def make_route(layout: Grid | VisionMetadata, spec: Spec, replay: Replay = "neve
     """Make the route of a layout on the host. Windows that our kernel attends need no plan."""
     metadata = layout if isinstance(layout, VisionMetadata) else build(layout, spec.geometry)
     arrays = metadata.arrays()
-    faults = dict(spec.faults)
-    if KERNELS in faults:  # FP8 attention needs a kernel of ours, too
-        faults[FP8.name] = faults[KERNELS]
     choices: dict[LayerKind, Choice] = {}
     plans: dict[LayerKind, Plan] = {}
     for kind, segments in metadata.segments().items():
-        if kind == "window" and spec.ops and spec.ops.attend_window and segments.max_seqlen <= LONGEST:
+        request = spec.request_of(kind, replay, segments)
+        choice = choose(spec, request, segments)
+        if choice is None:
             continue
-        request = replace(spec.request, kind=kind, replay=replay, max_seqlen=segments.max_seqlen, rows=metadata.rows)
-        choice = resolve(spec.settings.attention, request, segments, faults)
         plan = guarded(choice.backend.name, choice.backend.plan)(segments, request)
         choices[kind] = choice
         plans[kind] = plan
@@ -218,6 +219,16 @@ def make_route(layout: Grid | VisionMetadata, spec: Spec, replay: Replay = "neve
             arrays[f"{kind}/{name}"] = array
     unmet = _unmet(spec, choices)
     return Route(spec=spec, replay=replay, metadata=metadata, arrays=arrays, plans=plans, choices=choices, unmet=unmet)
+
+
+def choose(spec: Spec, request: Request, segments: Segments | None = None) -> Choice | None:
+    """Choose the backend for a request, whose layout may be unknown; None for windows that our kernel attends."""
+    if request.kind == "window" and spec.ops is not None and spec.ops.attend_window is not None:
+        return None
+    faults = dict(spec.faults)
+    if KERNELS in faults:  # FP8 attention needs a kernel of ours, too
+        faults[FP8.name] = faults[KERNELS]
+    return resolve(spec.settings.attention, request, segments, faults)
 
 
 def _unmet(spec: Spec, choices: Mapping[LayerKind, Choice]) -> list[str]:

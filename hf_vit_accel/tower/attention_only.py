@@ -10,6 +10,7 @@ from hf_vit_accel import versions
 from hf_vit_accel.engine.inputs import Inputs
 from hf_vit_accel.families import Tower
 from hf_vit_accel.tower import checks
+from hf_vit_accel.tower.checks import Reasons
 from hf_vit_accel.tower.code import names_of_forwards
 from hf_vit_accel.tower.plan import Call
 from hf_vit_accel.tower.state import TowerState
@@ -30,13 +31,13 @@ def read(tower: Tower, state: TowerState, args: tuple[object, ...], kwargs: dict
         # Between devices layers get copies of our offsets, which do not know the score_mod.
         reasons = ["the tower lies on several devices"]
     if reasons:
-        return Call(reasons_stock=reasons)
+        return Call(reasons=Reasons(reasons))
     grid = state.family.grid(tower, arguments[names[1]].tolist())
     if not grid or min(min(sizes) for sizes in grid) < 1:  # the stock forward reports what else is wrong with a call
-        return Call(reasons_stock=[f"a row of {names[1]} has no frames, or no size"])
+        return Call(reasons=Reasons([f"a row of {names[1]} has no frames, or no size"]))
     if state.family.geometry(tower).quarters and any(h % 2 or w % 2 for _, h, w in grid):
-        return Call(reasons_stock=[f"{names[1]} has an odd height or width, and a merger takes two by two rows"])
-    return Call(inputs=Inputs(pixels=arguments[names[0]], grid=grid, options=kwargs))
+        return Call(reasons=Reasons([f"{names[1]} has an odd height or width, and a merger takes two by two rows"]))
+    return Call(reasons=Reasons(), inputs=Inputs(pixels=arguments[names[0]], grid=grid, options=kwargs))
 
 
 def reasons_unserved(state: TowerState) -> tuple[str, ...]:

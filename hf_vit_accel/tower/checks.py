@@ -5,12 +5,13 @@ Reasons are lists of sentences, empty where there is none.
 
 from __future__ import annotations
 
+import copy
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from torch.jit._trace import is_tracing
 from torch.nn.modules import module as torch_module
 
@@ -35,39 +36,95 @@ _GLOBAL_HOOKS = tuple(
 )
 
 
-def reasons_stock(
-    tower: Tower, former_forward: Any, name: str | None, snapshot: Snapshot, kwargs: Mapping[str, object]
-) -> list[str]:
-    """Return why a call must reach the stock forward as it is.
+class Reasons(NamedTuple):
+    """Why a call does not run our operations, and what was read of its tower to know.
+
+    Attributes:
+        stock: Why it must reach the stock forward as it is. If there are any, nothing else was read.
+        slow: Why its blocks must be called one by one.
+        parameters: Of the tower, as they are now.
+        weights: Their addresses, dtypes and sizes.
+        hidden_states: Whether hidden states are returned, too.
+        hooked_parts: The `id` of every callable part with hooks: these run as modules.
+    """
+
+    stock: Sequence[str] = ()
+    slow: Sequence[str] = ()
+    parameters: Sequence[nn.Parameter] = ()
+    weights: WeightMemory | None = None
+    hidden_states: bool = False
+    hooked_parts: frozenset[int] = frozenset()
+
+
+def reasons_of(
+    tower: Tower,
+    family: Family,
+    snapshot: Snapshot,
+    former_forward: Any,
+    name: str | None,
+    options: Mapping[str, object],
+    *,
+    grad: bool,
+    between_calls: bool = False,
+) -> Reasons:
+    """Return why a call with these options does not run our operations.
 
     Args:
         former_forward: A forward of others on the instance, which does not call the class's; None for none.
+        name: The attention name of the config, or the one that it will have.
+        between_calls: Whether no call is under way, so that FSDP2 has not gathered the weights.
     """
     reasons = list(snapshot.reasons_stock)
     if former_forward is not None:
         reasons.append(f"the tower has a forward of its own: {name_of(former_forward)} does not call the class's")
-    if any(popped in kwargs for popped in POPPED):
+    if any(popped in options for popped in POPPED):
         reasons.append("the caller supplies sequence metadata")
     is_own_code = snapshot.copy_proof is not None and name == "eager"  # which the proof of a copy ran
     if name not in proof.NAMES and not is_own_code:
         reasons += reasons_custom_attention(tower, name)
     if is_tracing():  # a trace does not record tensors that numpy makes
         reasons.append("torch.jit.trace is at work")
-    return reasons
+    if reasons:
+        return Reasons(reasons)
+    parameters, weights = snapshot.weights()
+    if between_calls:
+        weights = _as_gathered(tower, snapshot, weights)
+    if snapshot.copy_proof is not None:
+        reasons = _reasons_of_copy(tower, family, snapshot, weights, options)
+        if reasons:
+            return Reasons(reasons)
+    requested = options.get("output_hidden_states", getattr(tower.config, "output_hidden_states", False))
+    hooked_parts: set[int] = set()
+    slow = _reasons_slow(tower, snapshot, weights, options, requested, hooked_parts, grad=grad)
+    hidden_states = bool(requested) and snapshot.proof.returns_hidden_states
+    return Reasons((), slow, parameters, weights, hidden_states, frozenset(hooked_parts))
 
 
-def reasons_of_copy(
+def _as_gathered(tower: Tower, snapshot: Snapshot, weights: WeightMemory) -> WeightMemory:
+    """Return the weights as calls will see them: FSDP2 gathers sharded weights, in the dtype of its policy.
+
+    If a parent of the tower is sharded with it, the policy of the layers counts. The parent's is unknown here.
+    """
+    if not snapshot.uses_fsdp or not (weights.reasons or weights.mixed):
+        return weights
+    holder = tower if isinstance(tower, fsdp.wrapper()) else next(iter(snapshot.sharded_layers.values()))
+    gathered = copy.copy(weights)
+    gathered.dtype = fsdp.gathered_dtype(holder, weights.dtype)
+    gathered.reasons = []
+    gathered.mixed = None
+    return gathered
+
+
+def _reasons_of_copy(
     tower: Tower, family: Family, snapshot: Snapshot, weights: WeightMemory, options: Mapping[str, object]
 ) -> list[str]:
-    """Return why a call of a copy must reach its own forward; none for any other tower."""
-    copy_proof = snapshot.copy_proof
-    if copy_proof is None or not isinstance(family, CopyFamily):
-        return []
+    """Return why a call of a copy must reach its own forward."""
+    assert snapshot.copy_proof is not None and isinstance(family, CopyFamily)
     if weights.mixed is not None:
         return [weights.mixed]
     device = snapshot.parts.projection.weight.device
     dtypes = CallDtypes(weights.dtype, autocast_dtype(device, weights.dtype))
-    reasons = copies.reasons_of_call(tower, family, copy_proof, dtypes, options)
+    reasons = copies.reasons_of_call(tower, family, snapshot.copy_proof, dtypes, options)
     # Blocks that are checkpointed themselves are served; older code checkpoints them in the tower's forward.
     blocks = [block.module for block in snapshot.parts.blocks]
     is_checkpointed = tower.training and getattr(tower, "gradient_checkpointing", False)
@@ -126,13 +183,13 @@ def attention_name(tower: Tower, settings: Settings, former_name: str | None) ->
     return proof.name_for("auto")
 
 
-def reasons_slow(
+def _reasons_slow(
     tower: Tower,
     snapshot: Snapshot,
     weights: WeightMemory,
     options: Mapping[str, object],
-    hidden_states: object = False,
-    hooked_parts: set[int] | None = None,
+    hidden_states: object,
+    hooked_parts: set[int],
     *,
     grad: bool,
 ) -> list[str]:
@@ -143,7 +200,6 @@ def reasons_slow(
         hooked_parts: Receives the `id` of every callable part with hooks: these run as modules.
     """
     reasons = [*snapshot.reasons_slow, *weights.reasons]
-    hooked_parts = set() if hooked_parts is None else hooked_parts
     if grad and snapshot.without_gradients:
         reasons.append(f"the forward of a {snapshot.without_gradients[0]} was replaced by one without gradients")
     if any(_GLOBAL_HOOKS):

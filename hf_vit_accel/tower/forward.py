@@ -12,7 +12,7 @@ import copy
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import lru_cache, partial
 from typing import Any
@@ -29,7 +29,8 @@ from hf_vit_accel.engine.route import Spec
 from hf_vit_accel.families import Tower
 from hf_vit_accel.graphs import memory
 from hf_vit_accel.machine import KERNELS, Fault, autocast_dtype, raise_if_any, reasons_fake
-from hf_vit_accel.tower import attention_only, checks, stock_way
+from hf_vit_accel.tower import attention_only, stock_way
+from hf_vit_accel.tower.checks import Reasons, reasons_of
 from hf_vit_accel.tower.modules import WeightMemory
 from hf_vit_accel.tower.plan import Call, CallPlan, StockPlan, Way
 from hf_vit_accel.tower.retry import Attempt
@@ -203,42 +204,28 @@ def _call(tower: Tower, state: TowerState, original: Original, args: Arguments, 
 
 def read(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) -> Call:
     """Return a call: the tower as it is now, the reasons against the fast path, and the inputs, checked once."""
-    if is_in_torch_dispatch_mode() and (reasons := reasons_fake()):
-        return Call(reasons_stock=reasons)
+    if is_in_torch_dispatch_mode() and (why_fake := reasons_fake()):
+        return Call(reasons=Reasons(why_fake))
     if state.family.attention_only:
         return attention_only.read(tower, state, args, kwargs)
     snapshot = state.last_snapshot
     if snapshot is None or not snapshot.current():
         snapshot = state.read_tower(tower)
     name = tower.config._attn_implementation
-    reasons = checks.reasons_stock(tower, state.former_forward, name, snapshot, kwargs)
-    if reasons:
-        return Call(reasons_stock=reasons)
-    parameters, weights = snapshot.weights()
-    if snapshot.copy_proof is not None:
-        reasons = checks.reasons_of_copy(tower, state.family, snapshot, weights, kwargs)
-        if reasons:
-            return Call(reasons_stock=reasons)
-    requested = kwargs.get("output_hidden_states", getattr(tower.config, "output_hidden_states", False))
-    hidden_states = bool(requested) and snapshot.proof.returns_hidden_states
-    hooked: set[int] = set()
-    grad = torch.is_grad_enabled()
-    reasons_slow = checks.reasons_slow(tower, snapshot, weights, kwargs, requested, hooked, grad=grad)
-    read_grid = None
-    if state.read_grid is not None and not (hidden_states or hooked) and state.warming != threading.get_ident():
-        read_grid = partial(state.read_grid, snapshot, parameters, weights, state.faults.get(KERNELS))
-    read_inputs = inputs.read(snapshot.expected, read_grid, *args, **kwargs)
-    why_not_read = "arguments are missing, or pixel values are in a shape or of a class of their own"
-    return Call(
-        inputs=read_inputs,
-        reasons_stock=[] if read_inputs else [why_not_read],
-        reasons_slow=reasons_slow,
-        hidden_states=hidden_states,
-        hooked_parts=frozenset(hooked),
-        snapshot=snapshot,
-        parameters=parameters,
-        weights=weights,
+    reasons = reasons_of(
+        tower, state.family, snapshot, state.former_forward, name, kwargs, grad=torch.is_grad_enabled()
     )
+    if reasons.stock:
+        return Call(reasons=reasons)
+    is_whole = reasons.hidden_states or reasons.hooked_parts or state.warming == threading.get_ident()
+    read_grid = None
+    if state.read_grid is not None and not is_whole:
+        read_grid = partial(state.read_grid, snapshot, reasons.parameters, reasons.weights, state.faults.get(KERNELS))
+    read_inputs = inputs.read(snapshot.expected, read_grid, *args, **kwargs)
+    if read_inputs is None:
+        why_not_read = "arguments are missing, or pixel values are in a shape or of a class of their own"
+        return Call(reasons=Reasons([why_not_read]))
+    return Call(reasons=reasons, inputs=read_inputs, snapshot=snapshot)
 
 
 def decide(tower: Tower, state: TowerState, call: Call) -> CallPlan:
@@ -249,24 +236,24 @@ def decide(tower: Tower, state: TowerState, call: Call) -> CallPlan:
         RuntimeError: A CUDA graph is being captured around the tower.
     """
     if call.inputs is None:
-        state.raise_if_strict(list(call.reasons_stock))
-        return StockPlan(way=Way.STOCK, reasons=tuple(call.reasons_stock))
+        state.raise_if_strict(list(call.reasons.stock))
+        return StockPlan(way=Way.STOCK, reasons=tuple(call.reasons.stock))
     if state.family.attention_only:
         return stock_way.decide_attention(tower, state, call)
     inputs = call.inputs
     snapshot = call.snapshot
-    weights = call.weights
+    _, slow, parameters, weights, hidden_states, hooked_parts = call.reasons
     assert snapshot is not None and weights is not None
     device = inputs.pixels.device
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(_OUTER_GRAPH)
-    grad = torch.is_grad_enabled() and (bool(call.hooked_parts) or _may_train(inputs, snapshot, call.parameters))
-    reasons_slow = list(call.reasons_slow)
+    grad = torch.is_grad_enabled() and (bool(hooked_parts) or _may_train(inputs, snapshot, parameters))
+    reasons_slow = list(slow)
     if not state.family.videos and any(frames > 1 for frames, _, _ in inputs.grid):
         reasons_slow.append("this family takes the frames of a video one by one")
     reasons: list[str] = []
     called: Mapping[int, CalledBlock] = {}
-    if call.hooked_parts and not reasons_slow:
+    if hooked_parts and not reasons_slow:
         spec = spec_of(state, snapshot, weights, device, fast=False, grad=grad)
         called = stock_way.called_blocks(state, call, spec, reasons)
     if called and state.settings.score_mod is not None:
@@ -276,7 +263,7 @@ def decide(tower: Tower, state: TowerState, call: Call) -> CallPlan:
         reasons=tuple(reasons),
         inputs=inputs,
         reading=snapshot,
-        parameters=call.parameters,
+        parameters=parameters,
         weights=weights,
         spec=spec_of(
             state,
@@ -285,12 +272,12 @@ def decide(tower: Tower, state: TowerState, call: Call) -> CallPlan:
             device,
             fast=not reasons_slow,
             grad=grad,
-            hidden_states=call.hidden_states,
-            hooked_parts=call.hooked_parts,
+            hidden_states=hidden_states,
+            hooked_parts=hooked_parts,
         ),
         checkpoints=checkpoints_of(snapshot.parts, snapshot.checkpoint_wrappers) if grad else [],
         called=called,
-        is_hooked=bool(call.hooked_parts),
+        is_hooked=bool(hooked_parts),
         outputs_require_grad=torch.is_grad_enabled() and not grad and snapshot.outputs_require_grad(),
         output_class=snapshot.output_class,
         as_tuple=has_class and inputs.options.get("return_dict", tower.config.return_dict) is False,
@@ -302,7 +289,7 @@ def decide(tower: Tower, state: TowerState, call: Call) -> CallPlan:
     return plan
 
 
-def _may_train(inputs: Inputs, snapshot: Snapshot, parameters: list[nn.Parameter]) -> bool:
+def _may_train(inputs: Inputs, snapshot: Snapshot, parameters: Sequence[nn.Parameter]) -> bool:
     """Return whether a backward of this call may reach parameters or pixels."""
     # An unpredictable module (an adapter) may train parameters outside of the tower.
     has_unknown_parameters = bool(snapshot.unpredictable_others)
@@ -323,7 +310,7 @@ def spec_of(
     """Return the spec of calls like this one; the same object while nothing of it changes.
 
     Args:
-        hooked_parts: See `Call`.
+        hooked_parts: See `checks.Reasons`.
     """
     autocast = autocast_dtype(device, weights.dtype)
     scales = None if state.settings.fp8 is None else state.scales(snapshot, device)

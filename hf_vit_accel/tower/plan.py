@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-
-from torch import nn
 
 from hf_vit_accel.engine.call import FastPlan
 from hf_vit_accel.engine.inputs import Inputs
 from hf_vit_accel.engine.route import Route
-from hf_vit_accel.tower.modules import WeightMemory
+from hf_vit_accel.tower.checks import Reasons
 from hf_vit_accel.tower.snapshot import Snapshot
 
 
 class Way(Enum):
     """The way of a call: through our operations, or one of three ways through the stock forward.
 
-    `reasons_stock` (of a `Snapshot`, of `checks`, of a `Call`) send a call the way STOCK. `reasons_slow` send it the
-    way METADATA, where stock calls the blocks one by one. `status` counts FAST as fast calls, and
-    ATTENTION if a backend of ours has attended in any call so far. METADATA and STOCK are stock calls. A copy never
-    goes METADATA, since its forward may take none.
+    `checks.Reasons.stock` sends a call the way STOCK, `slow` the way METADATA, where stock calls the blocks one by one.
+    `status` counts FAST as fast calls, and ATTENTION if a backend of ours has attended in any call so far. METADATA and
+    STOCK are stock calls. A copy never goes METADATA, since its forward may take none.
     """
 
     FAST = "by our operations and attention"
@@ -35,25 +32,14 @@ class Call:
     """One call, as it was read.
 
     Attributes:
-        inputs: Pixels and grid, checked; None for a call that `read` sends STOCK.
-        reasons_stock: Why it does.
-        reasons_slow: Why the blocks must be called one by one.
-        hidden_states: Whether hidden states are returned, too.
-        hooked_parts: The `id` of every part that runs as a module, since hooks are on or in it.
+        reasons: Why it is not fast, and what was read with them.
+        inputs: Pixels and grid, checked; None for a call that goes STOCK.
         snapshot: The tower as it is now; None for a call that goes STOCK or ATTENTION.
-        parameters: Of the tower, as they are now.
-        weights: Their addresses, dtypes and sizes.
     """
 
+    reasons: Reasons
     inputs: Inputs | None = None
-    reasons_stock: Sequence[str] = ()
-    reasons_slow: Sequence[str] = ()
-    hidden_states: bool = False
-    hooked_parts: frozenset[int] = frozenset()
-
     snapshot: Snapshot | None = None
-    parameters: list[nn.Parameter] = field(default_factory=list)
-    weights: WeightMemory | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -8,7 +8,7 @@ there is none. `checks` adds those of a call.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter, itemgetter, methodcaller
@@ -375,7 +375,7 @@ class Snapshot:
             dims=self._pixel_dims,
         )
 
-    def is_trained(self, parameters: list[nn.Parameter]) -> bool:
+    def is_trained(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Return whether any of the given parameters, or of a sharded layer's, requires a gradient."""
         if any(map(_REQUIRES_GRAD, parameters)):
             return True

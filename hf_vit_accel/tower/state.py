@@ -24,6 +24,7 @@ from hf_vit_accel.graphs.training import TrainingRunner
 from hf_vit_accel.machine import KERNELS, raise_if_any
 from hf_vit_accel.ops import PARTS, Context, Ops, build, why_not_triton
 from hf_vit_accel.ops.fp8.scales import Scales
+from hf_vit_accel.ops.window_attention import LONGEST
 from hf_vit_accel.options.data_parallel import Sharing
 from hf_vit_accel.options.passes import InPasses
 from hf_vit_accel.options.reuse import Reuse
@@ -239,8 +240,11 @@ class TowerState:
     def _build(self, snapshot: Snapshot, weights: WeightMemory, request: Request, hooked_parts: frozenset[int]) -> Ops:
         """Build the operations for weights and rows of these dtypes on this device."""
         why_plain = {} if self.settings.fuse else dict.fromkeys(PARTS, "fuse=False")
+        side = (snapshot.geometry.window or 0) * snapshot.geometry.merge
         if request.score_mod is not None:
             why_plain["window_attention"] = "it applies no score_mod"
+        elif side**2 > LONGEST:
+            why_plain["window_attention"] = f"windows have more than {LONGEST} patches"
         context = Context(
             device=request.device,
             dtype=request.dtype,

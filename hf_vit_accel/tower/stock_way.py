@@ -64,7 +64,9 @@ def called_blocks(state: TowerState, call: Call, spec: Spec, reasons: list[str])
     """Return the hooked blocks of a call, by the index of the layer. Add to `reasons` what their attention lacks."""
     inputs, snapshot = call.inputs, call.snapshot
     assert inputs is not None and snapshot is not None
-    hooked = {layer: block for layer, block in snapshot.callable_blocks.items() if id(block) in call.hooked_parts}
+    hooked = {
+        layer: block for layer, block in snapshot.callable_blocks.items() if id(block) in call.reasons.hooked_parts
+    }
     names = snapshot.proof.block_arguments
     if not hooked or names is None:
         return {}
