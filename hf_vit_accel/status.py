@@ -245,7 +245,8 @@ def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
         layouts=(len(state.routes.cache), state.routes.cache.hits, state.routes.cache.misses),
     )
     if family.attention_only:
-        return TowerStatus(**fields, backends=dict(state.attention_backends), unfused=ignored_options(state.settings))
+        backends = {} if state.last_route is None else state.last_route.attended
+        return TowerStatus(**fields, backends=backends, unfused=ignored_options(state.settings))
     snapshot = state.snapshot(tower)
     if snapshot.copy_proof is not None:
         fields["proven"] = str(snapshot.copy_proof.report)
@@ -270,7 +271,7 @@ def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
     training_runner = state.training_runner
     if ops is not None and last is not None and last.spec.ops is not None:
         ops = last.spec.ops
-    backends: dict[str, str] = {kind: choice.backend.name for kind, choice in choices.items()}
+    backends = {str(kind): choice.backend.name for kind, choice in choices.items()}
     if ops is not None and ops.attend_window is not None:
         backends["window"] = "fused kernel"
     return TowerStatus(

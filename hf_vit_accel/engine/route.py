@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_vit_accel.backends import FP8, Attend, Choice, LayerKind, Plan, Replay, Request, plan_alone, resolve
 from hf_vit_accel.config import Settings
-from hf_vit_accel.layout import Array, Geometry, Grid, Segments, VisionMetadata, build, pack, send, to_device, unpack
+from hf_vit_accel.layout import Array, Geometry, Grid, Segments, VisionMetadata, build, pack, send, unpack
 from hf_vit_accel.machine import KERNELS, LRU, guarded, outside_modes
 from hf_vit_accel.ops import Ops
 from hf_vit_accel.ops.training.nodes import LayerNode, layer_node_of
@@ -25,9 +25,9 @@ from hf_vit_accel.versions import METADATA, keyword_arguments
 
 ROUTE = "vision_route"
 """The keyword argument that takes a route to the registered attention function, through stock's `**kwargs`."""
-SEGMENTS = "vision_segments"
-"""The keyword argument of layers that holds `SegmentPlans` by number of rows, of a tower that computes offsets."""
 _OFFSETS_BY_KIND: Mapping[LayerKind, str] = {"full": "cu_seqlens", "window": "cu_window_seqlens"}
+_SEGMENTS = ("cu_seqlens", "window_index", "cu_window_seqlens")
+"""The arrays of a tower whose attention alone is ours: its own forward computes positions."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,9 +36,10 @@ class Spec:
 
     Attributes:
         geometry: The part of the tower's config that decides metadata.
-        request: The request to backends, without a layout.
+        request: The request to backends, without a layout. Without layers, it holds the device alone.
         ops: The operations; None where stock's blocks run on our metadata and attention.
-        full_layers: Whether each layer attends per frame, not per window.
+        full_layers: Whether each layer attends per frame, not per window. Empty where attention alone is ours: layers
+            are unknown, and each makes a request of its own.
         faults: What failed when it ran, with the reason. It is not chosen again.
         settings: The settings of the tower.
         hidden_states: Whether the rows that each layer takes are returned, too.
@@ -93,7 +94,7 @@ class Route:
     nodes: list[LayerNode | None] = field(default_factory=list)
     signature: Any = None
     bound: Route | None = None
-    _segment_plans: dict[LayerKind, SegmentPlans] = field(default_factory=dict, init=False)
+    _segment_plans: dict[LayerKind | int, SegmentPlans] = field(default_factory=dict, init=False)
     _equal_offsets: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False)
 
     @cached_property
@@ -118,7 +119,9 @@ class Route:
                 plans[kind] = guarded(plan.backend.name, plan.bind)(arrays_of_plan)
         bound = replace(self, tensors=tensors, plans=plans, signature=None, bound=None)
         ops = self.spec.ops
-        if ops is not None:
+        if ops is None:
+            bound._own_offsets()
+        else:
             bound.attends = bound._attends(ops)
             bound.nodes = [
                 layer_node_of(layer, attend) if self.spec.request.grad else None
@@ -145,11 +148,16 @@ class Route:
             attends.append(guarded(self.plans[kind_of_layer].backend.name, by_kind[kind_of_layer][index]))
         return attends
 
-    def segment_plans(self, cu_seqlens: Tensor) -> SegmentPlans | None:
+    def segment_plans(self, cu_seqlens: Tensor, rows: int) -> SegmentPlans | None:
         """Return the plans for these offsets; None for others, since equal sizes may be other layouts.
 
         Offsets that a tower computed by itself are compared once, by a host sync, for all layers that get them.
+
+        Args:
+            rows: The number of rows that attend.
         """
+        if self.spec.geometry.quarters:
+            return self._plans_of_quarters(rows)
         version, kind = self._equal_offsets.get(cu_seqlens, (None, None))
         if kind is not None and version == _version(cu_seqlens):
             return self._plans_of(kind)
@@ -171,6 +179,20 @@ class Route:
             )
         return self._segment_plans[kind]
 
+    def _plans_of_quarters(self, rows: int) -> SegmentPlans | None:
+        """Return the plans for so many rows: all, or a quarter behind the merger."""
+        plans = self._plans_of("full")
+        if rows == plans.segments.rows // 4 and rows not in self._segment_plans:
+            quarters = Segments(plans.segments.lengths_S // 4)
+            self._segment_plans[rows] = replace(plans, segments=quarters, plans={})
+        return plans if rows == plans.segments.rows else self._segment_plans.get(rows)
+
+    @property
+    def attended(self) -> dict[str, str]:
+        """The backend of every kind of layer that has attended by plans of its own."""
+        known = self._segment_plans.values()
+        return {plans.kind: plan.backend.name for plans in known for plan in plans.plans.values()}
+
     def _own_offsets(self) -> None:
         """Let the attention function know the offsets of this route, for towers that do not pass `ROUTE` on."""
         for kind, name in _OFFSETS_BY_KIND.items():
@@ -187,13 +209,11 @@ class Route:
         metadata["max_seqlen"] = self.metadata.full.max_seqlen
         if self.metadata.window is not None:
             metadata["max_window_seqlen"] = self.metadata.window.max_seqlen
-        self._own_offsets()
         return keyword_arguments({**metadata, ROUTE: self}, taken)
 
     def block_arguments(self, layer: int, names: frozenset[str]) -> dict[str, Any]:
-        """Return the keyword arguments of these names that stock passes to a block. The offsets lead to this route."""
+        """Return the keyword arguments of these names that stock passes to a block."""
         kind: LayerKind = "full" if self.spec.full_layers[layer] else "window"
-        self._own_offsets()
         known = {
             "cu_seqlens": self.tensors[_OFFSETS_BY_KIND[kind]],
             "max_seqlen": self.metadata.segments()[kind].max_seqlen,
@@ -205,6 +225,9 @@ def make_route(layout: Grid | VisionMetadata, spec: Spec, replay: Replay = "neve
     """Make the route of a layout on the host. Windows that our kernel attends need no plan."""
     metadata = layout if isinstance(layout, VisionMetadata) else build(layout, spec.geometry)
     arrays = metadata.arrays()
+    if not spec.full_layers:
+        arrays = {name: array for name, array in arrays.items() if name in _SEGMENTS}
+        return Route(spec=spec, replay=replay, metadata=metadata, arrays=arrays, plans={}, choices={}, unmet=[])
     choices: dict[LayerKind, Choice] = {}
     plans: dict[LayerKind, Plan] = {}
     for kind, segments in metadata.segments().items():
@@ -256,7 +279,6 @@ class SegmentPlans:
         settings: The settings of the tower.
         faults: What failed in this tower when it ran, with the reason.
         own: The plan of the tower's route; None without a route.
-        backends: The backend of every kind of layer, shared by the tower.
         plans: The other plans made so far, by stream and request.
     """
 
@@ -265,7 +287,6 @@ class SegmentPlans:
     settings: Settings
     faults: Mapping[str, str] = field(default_factory=dict)
     own: Plan | None = None
-    backends: dict[str, str] = field(default_factory=dict)
     plans: dict[Hashable, Plan] = field(default_factory=dict)
 
     def plan(self, request: Request) -> Plan:
@@ -293,7 +314,6 @@ class SegmentPlans:
             )
             backend = resolve(self.settings.attention, complete, self.segments, self.faults).backend
             self.plans[stream, request] = plan = plan_alone(backend, self.segments, complete)
-        self.backends[self.kind] = plan.backend.name
         return plan
 
 
@@ -310,9 +330,6 @@ PLANS_OF_OFFSETS = WeakIdKeyDictionary()
 def _version(offsets: Tensor) -> int:
     """Return how often offsets were written to; inference tensors count none, so a change of them goes unseen."""
     return -1 if offsets.is_inference() else offsets._version
-
-
-_SEGMENTS = ("cu_seqlens", "window_index", "cu_window_seqlens")
 
 
 class Routes:
@@ -349,42 +366,3 @@ class Routes:
             return route, sum(array.nbytes for array in route.arrays.values())
 
         return self.cache.get((grid, spec, replay, budget, stream), make)
-
-    def segment_arguments(
-        self,
-        grid: Grid,
-        device: torch.device,
-        geometry: Geometry,
-        settings: Settings,
-        faults: Mapping[str, str],
-        backends: dict[str, str],
-    ) -> dict[str, object]:
-        """Return keyword arguments for a tower whose attention alone is ours: its segments, which it need not compute.
-
-        They are cached by stream and geometry.
-
-        Args:
-            settings: See `SegmentPlans`.
-            faults: See `SegmentPlans`.
-            backends: See `SegmentPlans`.
-        """
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-
-        def plans_of(kind: LayerKind, segments: Segments) -> SegmentPlans:
-            return SegmentPlans(kind=kind, segments=segments, settings=settings, faults=faults, backends=backends)
-
-        def make() -> tuple[dict[str, object], int]:
-            metadata = build(grid, geometry)
-            arrays = {name: array for name, array in metadata.arrays().items() if name in _SEGMENTS}
-            with outside_modes():
-                tensors = to_device(arrays, device)
-            for kind, segments in metadata.segments().items():
-                PLANS_OF_OFFSETS[tensors[_OFFSETS_BY_KIND[kind]]] = plans_of(kind, segments)
-            arguments: dict[str, object] = {**tensors, "max_seqlen": metadata.full.max_seqlen}
-            if geometry.quarters:  # the tower would pass our offsets to the layers behind its merger, too
-                del arguments["cu_seqlens"]
-                both = (metadata.full, Segments(metadata.full.lengths_S // 4))
-                arguments[SEGMENTS] = {segments.rows: plans_of("full", segments) for segments in both}
-            return arguments, sum(array.nbytes for array in arrays.values())
-
-        return self.cache.get((grid, device, geometry, stream), make)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_vit_accel.backends import Request
 from hf_vit_accel.config import Settings
-from hf_vit_accel.engine.route import PLANS_OF_OFFSETS, ROUTE, SEGMENTS, Route, SegmentPlans
+from hf_vit_accel.engine.route import PLANS_OF_OFFSETS, ROUTE, Route, SegmentPlans
 from hf_vit_accel.layout import Segments
 from hf_vit_accel.machine import FallbackError, reasons_untraceable
 from hf_vit_accel.tower import unknown
@@ -34,9 +33,9 @@ def vision_attention(
 ) -> tuple[Tensor, None]:
     """Attend to q, k, v (1, H, T, D); the function behind the registered names.
 
-    A patched tower's offsets have `SegmentPlans`, known by the offsets themselves, by its route or by their number of
-    rows. A stock tower under one of our names gets its own here, at the price of a host sync. Any other attention (of a
-    text decoder that was loaded with one of our names) goes to transformers' own sdpa function, with its mask.
+    A patched tower's offsets have `SegmentPlans`, known by the offsets themselves or by its route. A stock tower under
+    one of our names gets its own here, at the price of a host sync. Any other attention (of a text decoder that was
+    loaded with one of our names) goes to transformers' own sdpa function, with its mask.
 
     Returns:
         The outputs (1, T, H, D), and None for the weights of attention.
@@ -54,7 +53,7 @@ def vision_attention(
     reasons = ["attention weights are dropped out"] if dropout else reasons_untraceable()
     if len(query) > 1:
         reasons = [*reasons, "the images are not packed into one row of a batch"]
-    settings, plans = _known_plans(cu_seq_lens_q, query.shape[2], kwargs, look=not reasons)
+    settings, plans = _known_plans(cu_seq_lens_q, query.shape[2], kwargs.get(ROUTE), look=not reasons)
     if settings is None:
         unknown.warn()
         settings = Settings(attention=NAMES.get(getattr(module.config, "_attn_implementation", ""), "auto"))
@@ -71,19 +70,18 @@ def vision_attention(
 
 
 def _known_plans(
-    cu_seqlens_S1: Tensor, rows: int, kwargs: Mapping[str, Any], *, look: bool
+    cu_seqlens_S1: Tensor, rows: int, route: Route | None, *, look: bool
 ) -> tuple[Settings | None, SegmentPlans | None]:
     """Return the settings of the tower that made a call, and its plans for the offsets; None for those of no tower.
 
     Args:
         look: Whether offsets may be compared with those of the route, which waits for the device.
     """
-    route: Route | None = kwargs.get(ROUTE)
-    plans: SegmentPlans | None = kwargs.get(SEGMENTS, {}).get(rows)
+    plans: SegmentPlans | None = None
     if not torch.compiler.is_compiling():
-        plans = PLANS_OF_OFFSETS.get(cu_seqlens_S1, plans)
+        plans = PLANS_OF_OFFSETS.get(cu_seqlens_S1)
     if plans is None and route is not None and look:
-        plans = route.segment_plans(cu_seqlens_S1)
+        plans = route.segment_plans(cu_seqlens_S1, rows)
     if plans is not None:
         return plans.settings, plans
     return (None if route is None else route.spec.settings), None

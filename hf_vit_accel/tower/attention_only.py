@@ -8,11 +8,12 @@ import transformers
 
 from hf_vit_accel import versions
 from hf_vit_accel.engine.inputs import Inputs
+from hf_vit_accel.engine.route import ROUTE, Route
 from hf_vit_accel.families import Tower
 from hf_vit_accel.tower import checks
 from hf_vit_accel.tower.checks import Reasons
 from hf_vit_accel.tower.code import names_of_forwards
-from hf_vit_accel.tower.plan import Call
+from hf_vit_accel.tower.plan import Call, StockPlan, Way
 from hf_vit_accel.tower.state import TowerState
 
 
@@ -40,13 +41,25 @@ def read(tower: Tower, state: TowerState, args: tuple[object, ...], kwargs: dict
     return Call(reasons=Reasons(), inputs=Inputs(pixels=arguments[names[0]], grid=grid, options=kwargs))
 
 
-def reasons_unserved(state: TowerState) -> tuple[str, ...]:
-    """Return why no layer of any call so far attended through a backend; empty if one did.
+def decide(tower: Tower, state: TowerState, inputs: Inputs) -> StockPlan:
+    """Return the plan of a call with our attention alone: by a route without operations."""
+    assert state.popped is not None
+    geometry = state.family.geometry(tower)
+    spec = state.attention_spec(geometry, inputs.pixels.device)
+    route = state.routes.get(inputs.grid, spec).ready()
+    taken = state.popped
+    if geometry.quarters:  # the tower would pass our offsets to the layers behind its merger, too
+        taken = (taken - {"cu_seqlens"}) | {ROUTE}
+    return StockPlan(way=Way.ATTENTION, reasons=(), injected=route.injected(taken), route=route)
+
+
+def reasons_unserved(state: TowerState, route: Route) -> tuple[str, ...]:
+    """Return why no layer attended through a backend, in any call of a layout so far; empty if one did.
 
     Raises:
         FallbackError: None did, under `strict` or beside a score_mod.
     """
-    if state.attention_backends:
+    if route.attended:
         return ()
     # MiniMax-M3 in older versions: its layers know no segments.
     reason = f"no layer attended by segments, through a backend (transformers {transformers.__version__})"

@@ -239,7 +239,7 @@ def decide(tower: Tower, state: TowerState, call: Call) -> CallPlan:
         state.raise_if_strict(list(call.reasons.stock))
         return StockPlan(way=Way.STOCK, reasons=tuple(call.reasons.stock))
     if state.family.attention_only:
-        return stock_way.decide_attention(tower, state, call)
+        return attention_only.decide(tower, state, call.inputs)
     inputs = call.inputs
     snapshot = call.snapshot
     _, slow, parameters, weights, hidden_states, hooked_parts = call.reasons

@@ -51,7 +51,7 @@ class StockPlan:
         reasons: Why it is not fast, and why it gets less than was requested.
         raises: Why these reasons are raised instead; None where the call runs.
         injected: Keyword arguments that the stock forward is given.
-        route: Of the layout, on the way METADATA.
+        route: Of the layout, on the ways METADATA and ATTENTION.
         instead_of: The plan by which our operations would run the call; None where they cannot be told.
     """
 

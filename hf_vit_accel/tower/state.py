@@ -21,6 +21,7 @@ from hf_vit_accel.families import Family, Tower
 from hf_vit_accel.graphs import recorder
 from hf_vit_accel.graphs.runner import Runner
 from hf_vit_accel.graphs.training import TrainingRunner
+from hf_vit_accel.layout import Geometry
 from hf_vit_accel.machine import KERNELS, raise_if_any
 from hf_vit_accel.ops import PARTS, Context, Ops, build, why_not_triton
 from hf_vit_accel.ops.fp8.scales import Scales
@@ -70,8 +71,7 @@ class TowerState:
         fallbacks: Why calls got less than was requested, with the number of calls.
         last_route: The route of the last call.
         warming: The thread that runs `warmup`.
-        attention_backends: The backend of each kind of layer, where our attention alone runs.
-        popped: The metadata that such a tower pops; None before its first call.
+        popped: The metadata that a tower pops whose attention alone is ours; None before its first call.
         faults: Backends and kernels that failed, with the reason. They are unused until `patch` is called again.
         attributes: Of the tower when it was last read.
         last_snapshot: The reading of the tower; None before the first.
@@ -96,7 +96,6 @@ class TowerState:
         self.fallbacks: Counter[str] = Counter()
         self.last_route: Route | None = None
         self.warming: int | None = None
-        self.attention_backends: dict[str, str] = {}
         self.popped: frozenset[str] | None = None
         self.faults: dict[str, str] = {}
         self.rebuilds = 0
@@ -118,6 +117,7 @@ class TowerState:
         self.last_snapshot: Snapshot | None = None
         self.earlier: tuple[Snapshot, ...] = ()
         self._scales: Scales | None = None
+        self._attention_spec: Spec | None = None
 
     def _compose(self) -> Encode:
         """Return the function that encodes the images of a call: one pass, and the options around it."""
@@ -310,6 +310,18 @@ class TowerState:
                 snapshot.specs[key._replace(autocast=autocast)] = spec
         return spec
 
+    def attention_spec(self, geometry: Geometry, device: torch.device) -> Spec:
+        """Return the spec of calls whose attention alone is ours; the same object while nothing of it changes."""
+        spec = self._attention_spec
+        if spec is None or spec.geometry != geometry or spec.request.device != device:
+            request = Request(device=device, dtype=torch.float32, heads=0, head_dim=0, scale=0.0)
+            faults = tuple(self.faults.items())
+            spec = Spec(
+                geometry=geometry, request=request, ops=None, full_layers=(), faults=faults, settings=self.settings
+            )
+            self._attention_spec = spec
+        return spec
+
     def saturated(self) -> list[int]:
         """Return the layers in which FP8 attention cut values off."""
         return [] if self._scales is None else self._scales.saturated()
@@ -348,6 +360,7 @@ class TowerState:
         self.last_snapshot = None
         self.earlier = ()
         self._scales = None
+        self._attention_spec = None
         self.last_route = None
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_vit_accel.engine.call import Attempt, FastPlan
 from hf_vit_accel.engine.encoder import CalledBlock
-from hf_vit_accel.engine.route import SEGMENTS, Spec
+from hf_vit_accel.engine.route import Spec
 from hf_vit_accel.families import Tower
 from hf_vit_accel.families.copies import CopyFamily
 from hf_vit_accel.machine import raise_if_any
@@ -18,18 +18,7 @@ from hf_vit_accel.tower.plan import Call, StockPlan, Way
 from hf_vit_accel.tower.proof import NAMES
 from hf_vit_accel.tower.snapshot import Snapshot
 from hf_vit_accel.tower.state import TowerState
-from hf_vit_accel.versions import keyword_arguments, knows_segments
-
-
-def decide_attention(tower: Tower, state: TowerState, call: Call) -> StockPlan:
-    """Return the plan of a call with our attention alone: offsets carry the lengths of its segments."""
-    assert call.inputs is not None and state.popped is not None
-    device = call.inputs.pixels.device
-    geometry = state.family.geometry(tower)
-    offsets = state.routes.segment_arguments(
-        call.inputs.grid, device, geometry, state.settings, state.faults, state.attention_backends
-    )
-    return StockPlan(way=Way.ATTENTION, reasons=(), injected=keyword_arguments(offsets, state.popped | {SEGMENTS}))
+from hf_vit_accel.versions import knows_segments
 
 
 def decide_metadata(
@@ -104,7 +93,8 @@ def run(state: TowerState, plan: StockPlan, attempt: Attempt, original: Callable
         raise_if_any([*plan.reasons, *attempt.reasons], because=plan.raises)
     output = original(**plan.injected)
     if plan.way is Way.ATTENTION:
-        attempt.reasons += attention_only.reasons_unserved(state)
+        assert plan.route is not None
+        attempt.reasons += attention_only.reasons_unserved(state, plan.route)
     if plan.way is Way.ATTENTION and not attempt.reasons:
         state.fast_calls += 1
     else:

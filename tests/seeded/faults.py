@@ -127,10 +127,10 @@ FAULTS = (
         TOWER,
     ),
     Fault(
-        "segments of an attention-only tower are found by the number of rows",
-        "engine/route.py",
-        "return self.cache.get((grid, device, geometry, stream), make)",
-        "return self.cache.get((sum(t * h * w for t, h, w in grid), device, geometry, stream), make)",
+        "segments of an attention-only tower are those of its first layout",
+        "tower/attention_only.py",
+        "state.routes.get(inputs.grid, spec)",
+        "state.last_route or state.routes.get(inputs.grid, spec)",
         "tests/unit/test_attention_only.py",
     ),
     # --- inputs ---

@@ -21,11 +21,11 @@ from hf_vit_accel import FallbackError, FlexConfig
 from hf_vit_accel.backends import Plan, Request
 from hf_vit_accel.config import Settings
 from hf_vit_accel.engine import route as route_module
-from hf_vit_accel.engine.route import SEGMENTS, Routes, SegmentPlans
+from hf_vit_accel.engine.route import Route, Routes, SegmentPlans, Spec, make_route
 from hf_vit_accel.families import FAMILIES, Family, family_of
 from hf_vit_accel.layout import Geometry
 from hf_vit_accel.tower import attention as tower_attention
-from hf_vit_accel.tower.state import state_of
+from hf_vit_accel.tower.state import TowerState, state_of
 
 
 @pytest.fixture(params=CLASSES, ids=lambda family_module_class: family_module_class[2])
@@ -337,33 +337,39 @@ def test_a_family_names_the_arguments_of_its_forward(tower: nn.Module) -> None:
     assert tuple(inspect.signature(tower.forward).parameters)[:2] == family.arguments
 
 
+def spec_of(geometry: Geometry) -> Spec:
+    """Return the spec of a tower of this geometry, whose attention alone is ours."""
+    state = TowerState(next(iter(FAMILIES)), Settings(), former_name=None)
+    return state.attention_spec(geometry, torch.device("cpu"))
+
+
+def route_of(sizes: tuple[int, int, int], geometry: Geometry) -> Route:
+    return make_route((sizes,), spec_of(geometry)).ready()
+
+
 def test_another_geometry_gets_other_offsets() -> None:
     """A clip is one segment, or one segment per frame, of equal rows and grids."""
-    routes = Routes()
     frames = Geometry(merge=1)
     clips = Geometry(merge=1, clips=True)
-
-    def offsets_of(geometry: Geometry) -> dict[str, torch.Tensor]:
-        return routes.segment_arguments(((2, 4, 6),), torch.device("cpu"), geometry, Settings(), {}, {})
-
-    offsets = [offsets_of(geometry) for geometry in (frames, clips, frames)]
-    assert [tensors["cu_seqlens"].tolist() for tensors in offsets] == [[0, 24, 48], [0, 48], [0, 24, 48]]
-    assert offsets[0] is offsets[2]
-    assert offsets_of(replace(clips, class_tokens=1))["cu_seqlens"].tolist() == [0, 49]
-    quartered = offsets_of(replace(frames, window=2, quarters=True))
-    assert "cu_seqlens" not in quartered and quartered["cu_window_seqlens"].tolist() == list(range(0, 52, 4))
-    lengths = {rows: known.segments.lengths_S.tolist() for rows, known in quartered[SEGMENTS].items()}
-    assert lengths == {48: [24, 24], 12: [6, 6]}
+    routes = {geometry: route_of((2, 4, 6), geometry) for geometry in (frames, clips, replace(clips, class_tokens=1))}
+    offsets = [route.tensors["cu_seqlens"].tolist() for route in routes.values()]
+    assert offsets == [[0, 24, 48], [0, 48], [0, 49]]
+    quartered = route_of((2, 4, 6), replace(frames, window=2, quarters=True))
+    assert quartered.tensors["cu_window_seqlens"].tolist() == list(range(0, 52, 4))
+    of_the_tower = torch.zeros(1)
+    lengths = [quartered.segment_plans(of_the_tower, rows).segments.lengths_S.tolist() for rows in (48, 12)]
+    assert lengths == [[24, 24], [6, 6]]
+    assert quartered.segment_plans(of_the_tower, 20) is None
 
 
 def test_cached_layouts_are_bounded_by_their_bytes() -> None:
     """The order of rows in windows takes 8 bytes a row."""
     routes = Routes()
-    windows = Geometry(merge=1, window=2)
+    spec = spec_of(Geometry(merge=1, window=2))
     for side in range(2, 202, 2):
-        routes.segment_arguments(((1, side, 200),), torch.device("cpu"), windows, Settings(), {}, {})
-    [*cached] = (arguments for arguments, _ in routes.cache._values.values())
-    nbytes = [sum(x.nbytes for x in arguments.values() if isinstance(x, torch.Tensor)) for arguments in cached]
+        routes.get(((1, side, 200),), spec)
+    [*cached] = (route for route, _ in routes.cache._values.values())
+    nbytes = [sum(array.nbytes for array in route.arrays.values()) for route in cached]
     assert 0 < len(cached) < 100
     assert sum(nbytes) == routes.cache.total_cost <= routes.cache.cost
     routes.allow(500 << 20)
