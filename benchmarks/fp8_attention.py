@@ -17,8 +17,8 @@ import torch
 from measuring import in_turn
 
 from hf_vit_accel.backends import BACKENDS, FP8, Plan, Request, plan_alone
+from hf_vit_accel.config import Fp8Config, Settings
 from hf_vit_accel.layout import Segments
-from hf_vit_accel.ops.fp8.scales import Scales
 from hf_vit_accel.ops.rope import rope_
 
 HEADS = 16
@@ -62,8 +62,8 @@ def contenders(qkv: torch.Tensor, tables: Tables, lengths: list[int]) -> dict[st
             plan = plan_alone(backend, segments, request)
             copy = qkv.clone()  # the rotation overwrites it
             runs[backend.name] = lambda plan=plan, copy=copy: in_bf16(plan, copy)
-    scales = Scales(device=qkv.device, layers=1, heads=HEADS)
-    fp8 = plan_alone(FP8, segments, replace(request, fp8=scales))
+    kept = FP8.keep(Settings(fp8=Fp8Config()), qkv.device, layers=1, heads=HEADS)
+    fp8 = plan_alone(FP8, segments, replace(request, kept=kept))
     runs[FP8.name] = lambda: fp8.backend.attend_layers(fp8, 1, rope_)[0](qkv, *tables)
     return runs
 

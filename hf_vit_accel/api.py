@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from hf_vit_accel.backends import Replay, backend_named, require
+from hf_vit_accel.backends import Replay, asked_for, backend_named, require
 from hf_vit_accel.config import Amax, FlexConfig, Fp8Config, GraphConfig, ReuseConfig, Settings, ranks_of
 from hf_vit_accel.families import FAMILIES_OF_COPIES, Family, Tower
 from hf_vit_accel.families.copies import CopyFamily
@@ -124,7 +124,9 @@ def _prepare(path: str, tower: Tower, family: Family, settings: Settings) -> tup
     Returns:
         The tower, its new state and the attention name for its config.
     """
-    _check_amax(path, tower, family, settings)
+    backend = asked_for(settings)
+    if backend is not None and not family.attention_only:
+        backend.check(settings, family.name, family.parts(tower), path)
     former_state = state_of(tower)
     former_name = tower.config._attn_implementation if former_state is None else former_state.former_name
     former_forward = foreign_forward(tower)
@@ -387,32 +389,3 @@ def _families_of_copies(like: object) -> dict[str, str]:
     if unknown:
         raise ValueError(f"expected the families in like out of {', '.join(names)}, got {unknown[0]!r}")
     return dict(like)
-
-
-def _check_amax(path: str, tower: Tower, family: Family, settings: Settings) -> None:
-    """Check that a file of absolute maxima fits a tower."""
-    if settings.fp8 is None or settings.amax is None or family.attention_only:
-        return
-    amax = settings.amax
-    parts = family.parts(tower)
-    expected = (len(parts.blocks), parts.blocks[0].attention.num_heads)
-    in_file = tuple(amax.amax_L3H.shape[::2])
-    if amax.model not in ("", family.name):
-        problem = f"of {family.name}, got those of {amax.model!r}"
-    elif in_file != expected:
-        name = path or "the tower"
-        problem = f"for the {expected[0]} layers of {expected[1]} heads of {name}, got {in_file[0]} of {in_file[1]}"
-    else:
-        silent = silent_layers(amax, tower, family)
-        if not silent:
-            return
-        layers = ", ".join(str(layer) for layer in silent)
-        problem = f"of every layer that attends per frame, got zeros for layers {layers}"
-    file = settings.fp8.amax_file
-    raise ValueError(f"expected FP8 amax {problem} in {file}; make them with this model by hf_vit_accel.calibrate")
-
-
-def silent_layers(amax: Amax, tower: Tower, family: Family) -> list[int]:
-    """List the layers that run FP8 but whose maxima are all zero, as if they had never run it."""
-    attends_per_frame = family.parts(tower).full
-    return [index for index, amax_3H in enumerate(amax.amax_L3H) if attends_per_frame(index) and not amax_3H.any()]

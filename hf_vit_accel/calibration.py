@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_vit_accel.api import patched, silent_layers
+from hf_vit_accel.api import patched
 from hf_vit_accel.backends import FP8, require_fp8
+from hf_vit_accel.backends.cudnn_fp8 import silent_layers
 from hf_vit_accel.config import Amax, Fp8Config
+from hf_vit_accel.ops.fp8.scales import Scales
 from hf_vit_accel.status import towers_of
 from hf_vit_accel.tower.state import state_of
 
@@ -61,7 +63,8 @@ def calibrate(
         state = state_of(tower)
         assert state is not None
         weight = family.parts(tower).projection.weight
-        scales = state.scales(state.snapshot(tower), weight.device)
+        scales = state.kept(state.snapshot(tower), weight.device)
+        assert isinstance(scales, Scales)
         scales.record_amax()
         for call in images:
             for pixels_TP, grid_thw in _pixels_and_grids(call):
@@ -75,7 +78,7 @@ def calibrate(
     if largest_L3H is None:
         raise ValueError("No images given: `images` is empty. Pass at least one image or video.")
     amax = Amax(amax_L3H=largest_L3H, margin=float(margin), model=family.name)
-    silent = silent_layers(amax, tower, family)
+    silent = silent_layers(amax, family.parts(tower))
     if silent:
         layers = ", ".join(str(layer) for layer in silent)
         raise ValueError(

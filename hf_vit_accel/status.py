@@ -284,7 +284,7 @@ def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
         against_fast=tuple(dict.fromkeys(against)),
         graphs=_graph_status(state),
         training=None if training_runner is None or not training_runner.was_called else training_runner.status(),
-        fp8=_fp8_status(state, choices),
+        fp8=_report_of_option(spec, choices),
         passes=None if state.passes is None else str(state.passes) or None,
         ranks=None if state.sharing is None else str(state.sharing),
         reuse=None if state.reuse is None else state.reuse.status(),
@@ -326,16 +326,11 @@ def ignored_options(settings: Settings) -> dict[str, str]:
     return {name: "this family is served attention only" for name, option in requested.items() if option}
 
 
-def _fp8_status(state: TowerState, choices: Mapping[LayerKind, Choice]) -> str | None:
-    """Describe how attention in FP8 is scaled, and where it was not used."""
-    fp8 = state.settings.fp8
-    if fp8 is None:
+def _report_of_option(spec: Spec | None, choices: Mapping[LayerKind, Choice]) -> str | None:
+    """Describe what the backend of an option keeps, and why the last call did not use it."""
+    if spec is None or spec.request.kept is None:
         return None
-    source = "the amax of each call" if fp8.amax_file is None else f"the amax in {fp8.amax_file}"
-    text = f"scaled by {source}"
-    saturated = state.saturated()
-    if saturated:
-        text += f", cut off beyond them in layers {', '.join(str(layer) for layer in saturated)}"
+    text = spec.request.kept.report()
     why_not_worth = choices["full"].not_worth if "full" in choices else None
     return text if why_not_worth is None else f"{text}; not used by the last call: {why_not_worth}"
 

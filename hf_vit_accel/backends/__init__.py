@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from types import MappingProxyType
 
 from hf_vit_accel.backends.base import (
     Attend,
     Backend,
+    BackendByOption,
     BackendUnavailableError,
+    Kept,
     LayerKind,
     Needs,
     Plan,
@@ -31,12 +33,16 @@ from hf_vit_accel.backends.flex import Flex
 from hf_vit_accel.backends.sdpa import Sdpa
 from hf_vit_accel.backends.torch_cudnn import TorchCudnn
 from hf_vit_accel.backends.torch_varlen import TorchVarlen
+from hf_vit_accel.config import Settings
 from hf_vit_accel.layout import Segments
+from hf_vit_accel.machine import KERNELS
 
 __all__ = [
     "Attend",
     "Backend",
+    "BackendByOption",
     "BackendUnavailableError",
+    "Kept",
     "LayerKind",
     "Needs",
     "Plan",
@@ -57,7 +63,9 @@ BACKENDS: tuple[Backend, ...] = (
 )
 
 FP8 = CudnnFp8()
-"""Tried before all others if attention in FP8 is requested. It is not exact, so it cannot be named."""
+"""Not exact, so it cannot be named."""
+BY_OPTION: tuple[BackendByOption, ...] = (FP8,)
+"""The backends that options of their own ask for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,11 +218,13 @@ class Choice:
     Args:
         backend: The chosen backend.
         rejected: Reasons against other backends, by name.
-        not_worth: Why FP8 would not be faster, if it is requested and could run.
+        unmet: The reasons among them against backends that were asked for, or that failed when they ran.
+        not_worth: Why the backend of an option would not be faster, if it could run.
     """
 
     backend: Backend
     rejected: Mapping[str, tuple[str, ...]]
+    unmet: tuple[str, ...] = ()
     not_worth: str | None = None
 
 
@@ -265,6 +275,11 @@ def require(name: str, *, fp8: bool = False) -> None:
     )
 
 
+def asked_for(settings: Settings) -> BackendByOption | None:
+    """Return the backend that an option asks for, beside `attention`."""
+    return next((backend for backend in BY_OPTION if backend.is_asked_for(settings)), None)
+
+
 def require_fp8(advice: str = "") -> None:
     """Raise BackendUnavailableError, with the reasons and the advice, if this machine cannot run attention in FP8."""
     if reasons := FP8.reasons_against_machine():
@@ -278,45 +293,40 @@ def resolve(
 ) -> Choice:
     """Choose the backend for a request: the named one if it can run it, else the first in `AUTO`'s order that can.
 
-    If FP8 is requested, full layers use it where it is supported and faster.
+    Full layers use the backend that an option asks for where it can run them, and is faster.
 
     Args:
         name: The name of a backend, or "auto".
-        segments: The layout. None if it is unknown: then FP8 is never chosen, and only reasons against it are listed.
+        segments: The layout. None if it is unknown: then the backend of an option is not chosen, and only reasons
+            against it are listed.
         faults: Backends that failed when they ran, with the error. They are not chosen again.
 
     Raises:
         BackendUnavailableError: If a `score_mod` is given and no backend can apply it to this request.
     """
-    if request.fp8 is not None and request.kind == "full":
-        return _resolve_fp8(name, request, segments, faults)
     rule = next(rule for rule in AUTO if rule.matches(request))
-    candidates = [backend_named(candidate) for candidate in rule.order]
+    by_option = request.kept.backend if request.kept is not None and request.kind == "full" else None
+    asked: list[Backend] = [] if by_option is None else [by_option]
     if name != "auto":
-        candidates.insert(0, backend_named(name))
+        asked.append(backend_named(name))
     rejected: dict[str, tuple[str, ...]] = {}
-    for backend in candidates:
+    unmet: list[str] = []
+    not_worth: str | None = None
+    for backend in [*asked, *map(backend_named, rule.order)]:
         reasons = _reasons_against(backend, request, segments, faults)
         if reasons:
             rejected[backend.name] = tuple(reasons)
-        elif segments is None or backend.name == name or backend.why_not_worth(segments, request) is None:
-            return Choice(backend=backend, rejected=rejected)
+            if backend in asked or backend.name in faults:
+                unmet += [f"{backend.name} cannot serve the call: {reason}" for reason in reasons]
+            continue
+        why = None if segments is None or backend.name == name else backend.why_not_worth(segments, request)
+        if backend is by_option:
+            not_worth = why
+        if why is None and not (backend is by_option and segments is None):
+            return Choice(backend=backend, rejected=rejected, unmet=tuple(unmet), not_worth=not_worth)
     assert request.score_mod is not None, "sdpa can run every request without a score_mod"
-    why = "; ".join(f"{backend_name}: {reasons[0]}" for backend_name, reasons in rejected.items())
-    raise BackendUnavailableError(f"no attention backend can apply the score_mod to this call: {why}")
-
-
-def _resolve_fp8(name: str, request: Request, segments: Segments | None, faults: Mapping[str, str]) -> Choice:
-    """Choose FP8 if it can run a layout and is faster, else the backend that `resolve` chooses without FP8."""
-    reasons = [faults[FP8.name]] if FP8.name in faults else FP8.reasons_against(request)
-    not_worth = None
-    if not reasons and segments is not None:
-        not_worth = FP8.why_not_worth(segments, request)
-        if not_worth is None:
-            return Choice(backend=FP8, rejected={})
-    choice = resolve(name, replace(request, fp8=None), segments, faults)
-    rejected = {FP8.name: tuple(reasons)} if reasons else {}
-    return replace(choice, rejected=rejected | dict(choice.rejected), not_worth=not_worth)
+    because = "; ".join(f"{backend_name}: {reasons[0]}" for backend_name, reasons in rejected.items())
+    raise BackendUnavailableError(f"no attention backend can apply the score_mod to this call: {because}")
 
 
 def _reasons_against(
@@ -325,6 +335,8 @@ def _reasons_against(
     """List why a backend cannot run a request, or the layout if it is known; empty if it can."""
     if backend.name in faults:
         return [faults[backend.name]]
+    if backend.needs.kernels and KERNELS in faults:
+        return [faults[KERNELS]]
     reasons = backend.reasons_against(request)
     if not reasons and segments is not None:
         reasons = backend.reasons_against_layout(segments, request)

@@ -10,15 +10,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from hf_vit_accel import machine
+from hf_vit_accel.config import Settings
+from hf_vit_accel.families.base import Parts
 from hf_vit_accel.layout import Array, Segments, to_device
 from hf_vit_accel.ops.base import Rotate
-from hf_vit_accel.ops.fp8.scales import Scales
+from hf_vit_accel.ops.launch import why_not_triton
 from hf_vit_accel.ops.window_attention import attention_reference
 
 LayerKind = Literal["full", "window"]
@@ -37,6 +39,21 @@ class BackendUnavailableError(RuntimeError):
     """
 
 
+class Kept(Protocol):
+    """What a backend keeps for the layers of one tower on one device between calls."""
+
+    backend: BackendByOption
+    device: torch.device
+    layers: int
+    heads: int
+
+    def wait_for_writes(self) -> None:
+        """Wait until no queued work writes to its memory."""
+
+    def report(self) -> str:
+        """Describe it for `status`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """The properties of a forward that decide which backends can run it.
@@ -51,7 +68,7 @@ class Request:
         packed: Whether q, k and v are views of one (T, 3, H, D) projection.
         grad: Whether gradients must flow.
         score_mod: Changes every score; None for unchanged scores.
-        fp8: The scales of the tower's layers, if attention in FP8 is requested.
+        kept: What the backend keeps for the tower that an option asks for; None without such an option.
         max_seqlen: Rows of the longest segment; 0 if unknown.
         rows: Rows T; 0 if unknown.
         replay: How a CUDA graph may replay it. Where it may exactly, the host's work does not count.
@@ -66,7 +83,7 @@ class Request:
     packed: bool = False
     grad: bool = False
     score_mod: ScoreMod | None = None
-    fp8: Scales | None = None
+    kept: Kept | None = None
     max_seqlen: int = 0
     rows: int = 0
     replay: Replay = "never"
@@ -85,6 +102,7 @@ class Needs:
         head_dim_max: The largest D. None for any.
         differentiable: Whether gradients flow through the backend.
         score_mods: Whether the backend applies a `score_mod`.
+        kernels: Whether the backend calls kernels of ours.
     """
 
     packages: tuple[machine.Package, ...] = ()
@@ -95,6 +113,7 @@ class Needs:
     head_dim_max: int | None = None
     differentiable: bool = False
     score_mods: bool = False
+    kernels: bool = False
 
 
 HALF = Needs(
@@ -201,6 +220,9 @@ class Backend(ABC):
             reasons.append("gradients are required and it has no backward pass here")
         if request.score_mod is not None and not needs.score_mods:
             reasons.append("a score_mod is given and it applies none")
+        why_no_kernels = why_not_triton(request.device, request.dtype) if needs.kernels else None
+        if why_no_kernels is not None:
+            reasons.append(why_no_kernels)
         return reasons or self.probe()
 
     def reasons_against_layout(self, segments: Segments, request: Request) -> list[str]:
@@ -248,6 +270,22 @@ class Backend(ABC):
             return self.attend(q_THD, k_THD, v_THD, plan)
 
         return [attend] * layers
+
+
+class BackendByOption(Backend):
+    """A backend that an option of its own asks for. Full layers try it before all others."""
+
+    @abstractmethod
+    def is_asked_for(self, settings: Settings) -> bool:
+        """Return whether the option is set."""
+
+    @abstractmethod
+    def check(self, settings: Settings, family: str, parts: Parts, path: str) -> None:
+        """Raise ValueError if the option does not fit a tower."""
+
+    @abstractmethod
+    def keep(self, settings: Settings, device: torch.device, layers: int, heads: int) -> Kept:
+        """Return what the backend keeps for a tower."""
 
 
 @machine.probe

@@ -9,21 +9,22 @@ scale. The kernel that drops the padding multiplies by the divisor of v, head by
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hf_vit_accel import machine
-from hf_vit_accel.backends.base import Attend, Plan, Request
+from hf_vit_accel.backends.base import Attend, BackendByOption, Plan, Request
 from hf_vit_accel.backends.flashinfer_cudnn import INT32_END, CudnnPlan, FlashinferCudnn, Tensors, cudnn_plan_for
+from hf_vit_accel.config import Amax, Settings
+from hf_vit_accel.families.base import Parts
 from hf_vit_accel.layout import Segments
 from hf_vit_accel.ops.base import Rotate
 from hf_vit_accel.ops.fp8.e4m3 import E4M3
 from hf_vit_accel.ops.fp8.quantize import dequantize, quantize
 from hf_vit_accel.ops.fp8.scales import Scales
-from hf_vit_accel.ops.launch import why_not_triton
 
 MIN_SEQLEN = 8192
 """Rows that a row attends to, on average, from which attention runs in FP8. On an H200 a tower of 8,464 rows takes
@@ -35,7 +36,25 @@ _WEIGHTS_SCALE = 256.0
 largest would be lost; among thousands of keys, these may be most of the sum."""
 
 
-class CudnnFp8(FlashinferCudnn):
+@dataclass(kw_only=True, eq=False)
+class KeptScales(Scales):
+    """The scales of a tower, as the core knows them.
+
+    Attributes:
+        backend: The backend that reads them.
+        source: Where they come from.
+    """
+
+    backend: BackendByOption
+    source: str
+
+    def report(self) -> str:
+        """Describe how attention is scaled, and in which layers values were cut off."""
+        saturated = ", ".join(str(layer) for layer in self.saturated())
+        return f"scaled by {self.source}" + (f", cut off beyond them in layers {saturated}" if saturated else "")
+
+
+class CudnnFp8(FlashinferCudnn, BackendByOption):
     """Attend in FP8 in four launches.
 
     One kernel samples rows for their maxima. One rotates, quantises and pads q, k and v. cuDNN attends. The last kernel
@@ -43,29 +62,63 @@ class CudnnFp8(FlashinferCudnn):
     """
 
     name = "cudnn_fp8"
-    needs = replace(FlashinferCudnn.needs, capability=((9, 0), (13, 0)))
+    needs = replace(FlashinferCudnn.needs, capability=((9, 0), (13, 0)), kernels=True)
+
+    def is_asked_for(self, settings: Settings) -> bool:
+        return settings.fp8 is not None
+
+    def check(self, settings: Settings, family: str, parts: Parts, path: str) -> None:
+        if settings.fp8 is None or settings.amax is None:
+            return
+        amax = settings.amax
+        expected = (len(parts.blocks), parts.blocks[0].attention.num_heads)
+        in_file = tuple(amax.amax_L3H.shape[::2])
+        if amax.model not in ("", family):
+            problem = f"of {family}, got those of {amax.model!r}"
+        elif in_file != expected:
+            name = path or "the tower"
+            problem = f"for the {expected[0]} layers of {expected[1]} heads of {name}, got {in_file[0]} of {in_file[1]}"
+        else:
+            silent = silent_layers(amax, parts)
+            if not silent:
+                return
+            layers = ", ".join(str(layer) for layer in silent)
+            problem = f"of every layer that attends per frame, got zeros for layers {layers}"
+        file = settings.fp8.amax_file
+        raise ValueError(f"expected FP8 amax {problem} in {file}; make them with this model by hf_vit_accel.calibrate")
+
+    def keep(self, settings: Settings, device: torch.device, layers: int, heads: int) -> KeptScales:
+        fp8 = settings.fp8
+        assert fp8 is not None
+        return KeptScales(
+            backend=self,
+            device=device,
+            layers=layers,
+            heads=heads,
+            fixed=settings.amax,
+            min_seqlen=fp8.min_seqlen,
+            source="the amax of each call" if fp8.amax_file is None else f"the amax in {fp8.amax_file}",
+        )
 
     def reasons_against(self, request: Request) -> list[str]:
         reasons = super().reasons_against(request)
-        if request.kind != "full":
-            reasons.append("windows are faster without FP8")
         if not request.packed:
             reasons.append("the stock blocks run, which rotate q and k themselves")
-        why_no_kernels = why_not_triton(request.device, request.dtype)
-        if why_no_kernels:
-            reasons.append(why_no_kernels)
-        why_unfit = None if request.fp8 is None else request.fp8.why_unfit()
+        why_unfit = request.kept.why_unfit() if isinstance(request.kept, KeptScales) else None
         if why_unfit:
             reasons.append(why_unfit)
         return reasons
+
+    def reasons_against_layout(self, segments: Segments, request: Request) -> list[str]:
+        return []  # `why_not_worth` has them: nobody asks for FP8 in every layout
 
     def why_not_worth(self, segments: Segments, request: Request) -> str | None:
         """Return why a layout must or should run in another backend; None if FP8 is the fastest."""
         lengths_S = segments.lengths_S.astype(np.int64)
         mean = float((lengths_S**2).sum() / lengths_S.sum())
         min_seqlen = MIN_SEQLEN
-        if request.fp8 is not None and request.fp8.min_seqlen is not None:
-            min_seqlen = request.fp8.min_seqlen
+        if isinstance(request.kept, KeptScales) and request.kept.min_seqlen is not None:
+            min_seqlen = request.kept.min_seqlen
         if mean < min_seqlen:
             return f"rows attend to {mean:.0f} others on average, it is used from {min_seqlen} on"
         if not lengths_S.all():
@@ -97,8 +150,8 @@ class CudnnFp8(FlashinferCudnn):
         _cudnn_plan(plan, (row_THP, row_THP, row_THP))
 
     def attend_layers(self, plan: Plan, layers: int, rotate: Rotate) -> list[Attend]:
-        scales = plan.request.fp8
-        assert scales is not None and scales.layers == layers
+        scales = plan.request.kept
+        assert isinstance(scales, KeptScales) and scales.layers == layers
         return [_attend_of_layer(plan, scales, layer) for layer in range(layers)]
 
     def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Plan) -> Tensor:
@@ -107,6 +160,11 @@ class CudnnFp8(FlashinferCudnn):
         zeros_TD = q_THD.new_zeros(1, q_THD.shape[2]).expand(q_THD.shape[0], -1)
         qkv_T3HD = torch.stack((q_THD, k_THD, v_THD), dim=1)
         return _attend_packed(plan, scales, 0, qkv_T3HD, zeros_TD + 1, zeros_TD.contiguous())
+
+
+def silent_layers(amax: Amax, parts: Parts) -> list[int]:
+    """List the layers that run FP8 but whose maxima are all zero, as if they had never run it."""
+    return [index for index, amax_3H in enumerate(amax.amax_L3H) if parts.full(index) and not amax_3H.any()]
 
 
 def round_max_seqlen(length: int) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_vit_accel.backends import FP8, Attend, Choice, LayerKind, Plan, Replay, Request, plan_alone, resolve
+from hf_vit_accel.backends import Attend, Choice, LayerKind, Plan, Replay, Request, plan_alone, resolve
 from hf_vit_accel.config import Settings
 from hf_vit_accel.layout import Array, Geometry, Grid, Segments, VisionMetadata, build, pack, send, unpack
 from hf_vit_accel.machine import KERNELS, LRU, guarded, outside_modes
@@ -248,24 +248,15 @@ def choose(spec: Spec, request: Request, segments: Segments | None = None) -> Ch
     """Choose the backend for a request, whose layout may be unknown; None for windows that our kernel attends."""
     if request.kind == "window" and spec.ops is not None and spec.ops.attend_window is not None:
         return None
-    faults = dict(spec.faults)
-    if KERNELS in faults:  # FP8 attention needs a kernel of ours, too
-        faults[FP8.name] = faults[KERNELS]
-    return resolve(spec.settings.attention, request, segments, faults)
+    return resolve(spec.settings.attention, request, segments, dict(spec.faults))
 
 
 def _unmet(spec: Spec, choices: Mapping[LayerKind, Choice]) -> list[str]:
     """List requested backends that a route cannot use, and what failed when it ran, with reasons."""
-    settings = spec.settings
-    ops = spec.ops
-    faults = dict(spec.faults)
-    unmet: list[str] = []
-    for choice in choices.values():
-        for name, reasons in choice.rejected.items():
-            if name in (settings.attention, FP8.name) or faults.get(name) in reasons:
-                unmet += [f"{name} cannot serve the call: {reason}" for reason in reasons]
-    if ops is not None and faults.get(KERNELS) in ops.unfused.values():
-        unmet.append(f"no fused kernel can serve the call: one {faults[KERNELS]}")
+    unmet = [reason for choice in choices.values() for reason in choice.unmet]
+    why_no_kernels = dict(spec.faults).get(KERNELS)
+    if spec.ops is not None and why_no_kernels in spec.ops.unfused.values():
+        unmet.append(f"no fused kernel can serve the call: one {why_no_kernels}")
     return list(dict.fromkeys(unmet))
 
 

@@ -24,7 +24,7 @@ question decides whether they may be captured now. A capture that fails is noted
 - `max_graphs`: the least recently used graph goes.
 - `max_bytes` and `max_training_bytes`: all graphs go, since they share one memory pool (`GraphStore._make_room`).
 - An allocation on the device fails while automatic graphs are held (`GraphStore.give_up`).
-- FP8 attention gets new scales (`TowerState.scales`).
+- The backend of an option keeps something else for the tower (`TowerState.kept`).
 
 The other files: `store` holds what both runners share. `budgets` packs images into budgets, and says whether a replay
 pays. `buffers` pads layouts. `step` captures a training step. `memory` gives all up when memory runs out. `recorder`

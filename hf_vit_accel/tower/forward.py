@@ -313,8 +313,8 @@ def spec_of(
         hooked_parts: See `checks.Reasons`.
     """
     autocast = autocast_dtype(device, weights.dtype)
-    scales = None if state.settings.fp8 is None else state.scales(snapshot, device)
-    key = SpecKey(device, autocast, fast, grad, weights.dtype, weights.key, scales, hidden_states, hooked_parts)
+    kept = None if state.asked_for is None else state.kept(snapshot, device)
+    key = SpecKey(device, autocast, fast, grad, weights.dtype, weights.key, kept, hidden_states, hooked_parts)
     spec = snapshot.specs.get(key)
     return state.make_spec(snapshot, weights, key) if spec is None else spec
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.hooks import RemovableHandle
 
-from hf_vit_accel.backends import Request
+from hf_vit_accel.backends import Kept, Request, asked_for
 from hf_vit_accel.config import GraphConfig, Settings
 from hf_vit_accel.engine.call import HIDDEN_STATES_OF_STEP, Attempt, Encode, FastPlan
 from hf_vit_accel.engine.inputs import HostGrid
@@ -24,7 +24,6 @@ from hf_vit_accel.graphs.training import TrainingRunner
 from hf_vit_accel.layout import Geometry
 from hf_vit_accel.machine import KERNELS, raise_if_any
 from hf_vit_accel.ops import PARTS, Context, Ops, build, why_not_triton
-from hf_vit_accel.ops.fp8.scales import Scales
 from hf_vit_accel.ops.window_attention import LONGEST
 from hf_vit_accel.options.data_parallel import Sharing
 from hf_vit_accel.options.passes import InPasses
@@ -53,7 +52,7 @@ class SpecKey(NamedTuple):
     grad: bool
     weights_dtype: torch.dtype
     weights_key: Hashable
-    scales: Scales | None
+    kept: Kept | None
     hidden_states: bool = False
     hooked_parts: frozenset[int] = frozenset()
 
@@ -78,6 +77,7 @@ class TowerState:
         earlier: Other readings of the same modules, the last one first. The tower may be as they were again.
         rebuilds: How often the tower was read, and built, again because it changed.
         rebuild_reason: Why it was last.
+        asked_for: The backend that an option asks for, beside `attention`; None for none.
         keeps_attention: Whether an attention function that the user registers is kept.
         processors: Those that leave rescaling and normalising to the tower.
         has_checked_bytes: Whether the pixels of a call were looked at.
@@ -116,7 +116,8 @@ class TowerState:
         self.attributes: dict[str, object] = {}
         self.last_snapshot: Snapshot | None = None
         self.earlier: tuple[Snapshot, ...] = ()
-        self._scales: Scales | None = None
+        self.asked_for = asked_for(settings)
+        self._kept: Kept | None = None
         self._attention_spec: Spec | None = None
 
     def _compose(self) -> Encode:
@@ -261,22 +262,19 @@ class TowerState:
         self.routes.allow(weights.nbytes)
         return ops
 
-    def scales(self, snapshot: Snapshot, device: torch.device) -> Scales:
-        """Return the scales of FP8 attention on a device."""
-        fp8 = self.settings.fp8
-        assert fp8 is not None
+    def kept(self, snapshot: Snapshot, device: torch.device) -> Kept:
+        """Return what the backend that an option asks for keeps for the tower on a device."""
+        assert self.asked_for is not None
         layers = len(snapshot.parts.blocks)
-        scales = self._scales
-        if scales is not None and (scales.device, scales.layers, scales.heads) == (device, layers, snapshot.heads):
-            return scales
-        if scales is not None:
+        kept = self._kept
+        if kept is not None and (kept.device, kept.layers, kept.heads) == (device, layers, snapshot.heads):
+            return kept
+        if kept is not None:
             if self.inference_runner is not None:
                 self.inference_runner.drop_graphs()  # its graphs write to the memory that goes
-            scales.wait_for_writes()
-        self._scales = Scales(
-            device=device, layers=layers, heads=snapshot.heads, fixed=self.settings.amax, min_seqlen=fp8.min_seqlen
-        )
-        return self._scales
+            kept.wait_for_writes()
+        self._kept = self.asked_for.keep(self.settings, device, layers, snapshot.heads)
+        return self._kept
 
     def make_spec(self, snapshot: Snapshot, weights: WeightMemory, key: SpecKey) -> Spec:
         """Make the spec of a kind of calls, with the operations for it, and keep it with the snapshot."""
@@ -288,7 +286,7 @@ class TowerState:
             key.device,
             dtype,
             packed=key.fast,
-            fp8=key.scales,
+            kept=key.kept,
             grad=grad,
             score_mod=settings.score_mod,
         )
@@ -322,10 +320,6 @@ class TowerState:
             self._attention_spec = spec
         return spec
 
-    def saturated(self) -> list[int]:
-        """Return the layers in which FP8 attention cut values off."""
-        return [] if self._scales is None else self._scales.saturated()
-
     @property
     def why_raised(self) -> str | None:
         """Why a call that would go the stock way raises instead; None where it may."""
@@ -354,12 +348,12 @@ class TowerState:
         self.drop_graphs()
         if self.reuse is not None:
             self.reuse.drop_features()
-        if self._scales is not None:
-            self._scales.wait_for_writes()
+        if self._kept is not None:
+            self._kept.wait_for_writes()
         self.routes.cache.clear()
         self.last_snapshot = None
         self.earlier = ()
-        self._scales = None
+        self._kept = None
         self._attention_spec = None
         self.last_route = None
 

@@ -29,7 +29,7 @@ import hf_vit_accel
 from hf_vit_accel import BackendUnavailableError, FallbackError, FlexConfig, Fp8Config, GraphConfig
 from hf_vit_accel.backends import FP8, Needs, Request, cudnn_fp8, plan_alone, resolve
 from hf_vit_accel.backends.cudnn_fp8 import CudnnFp8, round_max_seqlen
-from hf_vit_accel.config import Amax
+from hf_vit_accel.config import Amax, Settings
 from hf_vit_accel.graphs.buffers import pad_segments
 from hf_vit_accel.ops.fp8.e4m3 import E4M3, fit
 from hf_vit_accel.ops.fp8.scales import Scales
@@ -57,7 +57,7 @@ def fp8_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def scales_of(model: Any) -> Scales:
     tower = tower_of(model)
     state: Any = state_of(tower)
-    return state.scales(state.snapshot(tower), tower.patch_embed.proj.weight.device)
+    return state.kept(state.snapshot(tower), tower.patch_embed.proj.weight.device)
 
 
 def backends_of(model: Any) -> Any:
@@ -295,7 +295,7 @@ def test_graphs_go_with_the_memory_that_they_write_to(fp8_on_cpu: None, on_cpu: 
     grid = [(1, 10, 10)]
     run_tower(tower, grid)
     state: Any = state_of(tower)
-    state.scales(state.snapshot(tower), torch.device("meta"))
+    state.kept(state.snapshot(tower), torch.device("meta"))
     assert not status_of(model).graphs
     captured = status_of(model).captures
     run_tower(tower, grid)
@@ -601,8 +601,9 @@ def test_it_is_never_used_unasked(fp8_on_cpu: None) -> None:
 
 
 def hopper_request(min_seqlen: int | None = None, **changes: Any) -> Request:
-    scales = Scales(device=torch.device("cpu"), layers=1, heads=HEADS, min_seqlen=min_seqlen)
-    return request("cpu", torch.float32, 80, packed=True, fp8=scales, **changes)
+    settings = Settings(fp8=Fp8Config(min_seqlen=min_seqlen))
+    kept = FP8.keep(settings, torch.device("cpu"), layers=1, heads=HEADS)
+    return request("cpu", torch.float32, 80, packed=True, kept=kept, **changes)
 
 
 def test_where_it_pays(fp8_on_cpu: None) -> None:
