@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -15,6 +15,10 @@ from captioner.pictures import upright_size
 from captioner.processors import vision_tokens
 
 _VIDEO_TOKENS = 8192  # assumed for a video before it is decoded, which is a batch of its own
+_FIRST_ITEMS = 64
+"""Items of the first batch, for which the model has to wait; a quarter of a batch if that is more."""
+_SPARE_SLOTS = 1.25
+"""The slots of a cache are rounded up by at most a quarter."""
 _READERS = 16  # threads, which mostly wait for the file system
 
 
@@ -57,21 +61,50 @@ def share(tasks: Sequence[Task], process: int, processes: int) -> list[Task]:
     return largest_first[process::processes]
 
 
-def pack(tasks: Sequence[Task], most_tokens: Callable[[], int], most_items: int) -> Iterator[list[Task]]:
-    """Pack tasks into batches, the longest first, of at most so many items and vision tokens at that time.
+@dataclass(kw_only=True)
+class Bounds:
+    """The most that one batch may hold: items, vision tokens, and memory of the GPU."""
 
-    One item alone may exceed the tokens. All items of a batch have the same prompts. A video stands alone.
+    items: int
+    tokens: int
+    nbytes: float = float("inf")
+    slot_bytes: int = 0  # keys and values of a token
+    token_bytes: int = 0  # pixels and features of a vision token
+    other_tokens: int = 0  # of a row: its prompt and its caption
+
+    def hold(self, batch: Sequence[Task]) -> bool:
+        """Tell whether a batch, its largest item first, is within the bounds."""
+        return (
+            len(batch) <= self.items
+            and sum(task.tokens for task in batch) <= self.tokens
+            and self._nbytes(batch) <= self.nbytes
+        )
+
+    def _nbytes(self, batch: Sequence[Task]) -> float:
+        """Estimate the memory of a batch. All rows have as many slots as the longest."""
+        slots = len(batch) * (batch[0].tokens + self.other_tokens) * _SPARE_SLOTS
+        return slots * self.slot_bytes + sum(task.tokens for task in batch) * self.token_bytes
+
+    def halve(self, batch: Sequence[Task]) -> None:
+        """Hold half of a batch that exceeded the memory."""
+        self.tokens = min(self.tokens, max(1, sum(task.tokens for task in batch) // 2))
+        self.nbytes = min(self.nbytes, self._nbytes(batch) / 2)
+
+
+def pack(tasks: Sequence[Task], bounds: Bounds) -> Iterator[list[Task]]:
+    """Pack tasks into batches, the longest first, within the bounds at that time.
+
+    One item alone may exceed them. All items of a batch have the same prompts. A video stands alone.
     """
     batch: list[Task] = []
-    tokens = 0
+    most_items = max(_FIRST_ITEMS, bounds.items // 4)  # of the first batch
     for task in sorted(tasks, key=lambda task: (task.prompts, -task.tokens, task.item.key)):
         has_video = task.item.kind == "video" or (batch and batch[0].item.kind == "video")
-        is_full = tokens + task.tokens > most_tokens() or len(batch) == most_items
+        is_full = len(batch) == most_items or not bounds.hold([*batch, task])
         if batch and (has_video or is_full or task.prompts != batch[0].prompts):
             yield batch
             batch = []
-            tokens = 0
+            most_items = bounds.items
         batch.append(task)
-        tokens += task.tokens
     if batch:
         yield batch

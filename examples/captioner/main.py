@@ -126,8 +126,7 @@ class _Run:
                 progress=progress,
                 process=self.state.process_index,
                 run=ready.run,
-                batch_tokens=options.batch_tokens,
-                batch_size=options.batch_size,
+                bounds=captioner.bounds(options.batch_size, options.batch_tokens),
             )
             worker.work(tasks)
             if self.is_first and not options.no_patch:

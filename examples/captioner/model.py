@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -26,8 +27,12 @@ from transformers.utils.logging import disable_progress_bar
 from transformers.video_utils import VideoMetadata
 
 import hf_vit_accel
+from captioner.batches import Bounds
 
 _PIXELS = frozenset({"pixel_values", "pixel_values_videos"})
+_SHARE_OF_MEMORY = 0.7
+"""The part of the free memory for caches, pixels and features of batches. The rest is for forwards and graphs."""
+_PROMPT_TOKENS = 256  # assumed for the text of a prompt
 _SMALLEST = 1e-300  # a uniform sample of 0 has no logarithm
 Inputs = dict[str, Any]
 """Inputs of the model: tensors by name, and under "arrived" the event that ends their way to the GPU."""
@@ -97,6 +102,43 @@ class Captioner:
         """Tell whether pictures are resized and cut into patches on the GPU, which takes torchvision's processors."""
         has_torchvision = getattr(self.processor.image_processor, "backend", "torchvision") == "torchvision"
         return self.model.device.type == "cuda" and is_torchvision_available() and has_torchvision
+
+    def bounds(self, items: int | None = None, tokens: int | None = None) -> Bounds:
+        """Return the bounds of batches: the user's, else as many items as the GPU's free memory holds.
+
+        Stock prefills all rows at once, padded to the longest, and decodes each batch from copies of its cache.
+        """
+        if self.patching is None or self.model.device.type != "cuda":
+            return Bounds(items=items or 64, tokens=tokens or 16384)
+        free, _ = torch.cuda.mem_get_info(self.model.device)
+        free += torch.cuda.memory_reserved(self.model.device) - torch.cuda.memory_allocated(self.model.device)
+        return Bounds(
+            items=items or 256,
+            tokens=tokens or sys.maxsize,
+            nbytes=_SHARE_OF_MEMORY * free,
+            slot_bytes=self._slot_bytes(),
+            token_bytes=self._vision_token_bytes(),
+            other_tokens=_PROMPT_TOKENS + self.max_new_tokens,
+        )
+
+    def _slot_bytes(self) -> int:
+        """Return the bytes of the keys and values of one token."""
+        text = self.model.config.get_text_config()
+        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        return 2 * text.num_hidden_layers * text.num_key_value_heads * width * self.model.dtype.itemsize
+
+    def _vision_token_bytes(self) -> int:
+        """Return the bytes of pixels and features of one vision token.
+
+        One batch has its pixels in the model's dtype, and so has the next, which is prepared in fp32 from a copy.
+        Features are kept, and cut by rows.
+        """
+        images = self.processor.image_processor
+        itemsize = self.model.dtype.itemsize
+        values = 3 * images.temporal_patch_size * (images.patch_size * images.merge_size) ** 2
+        features = 1 + len(getattr(self.model.config.vision_config, "deepstack_visual_indexes", None) or ())
+        hidden = self.model.config.get_text_config().hidden_size
+        return values * (2 * itemsize + 2 * 4) + 2 * features * hidden * itemsize
 
     def encode(self, media: Sequence[Image.Image | Clip], prompts: Sequence[str]) -> Inputs:
         """Make the model's inputs: pictures (or one clip) with a prompt each, and pixels in the model's dtype.

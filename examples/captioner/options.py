@@ -37,8 +37,17 @@ class Options:
     seed: Annotated[int, typer.Option(help="Seed of sampling; the seed of every record is derived from it.")] = 0
     min_pixels: Annotated[int | None, typer.Option(min=1, help="Smaller pictures are enlarged to it.")] = None
     max_pixels: Annotated[int | None, typer.Option(min=1, help="Larger pictures are reduced to it.")] = None
-    batch_tokens: Annotated[int, typer.Option(min=1, help="Most vision tokens (merged patches) in a batch.")] = 16384
-    batch_size: Annotated[int, typer.Option(min=1, help="Most items in a batch.")] = 64
+    batch_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Most vision tokens (merged patches) in a batch; by default what the GPU's memory holds, or 16384 "
+            "without a GPU or patch.",
+        ),
+    ] = None
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Most items in a batch; by default 256, or 64 without a GPU or patch.")
+    ] = None
     dtype: Annotated[
         Literal["bfloat16", "float16", "float32"] | None,
         typer.Option(help="By default bfloat16 on CUDA, else float32."),

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from transformers import ProcessorMixin
 
-from captioner.batches import Task, pack
+from captioner.batches import Bounds, Task, pack
 from captioner.items import checksum, holds_bytes, open_item, size, stamp
 from captioner.journal import Journal, Record
 from captioner.model import Caption, Captioner, Clip, Inputs
@@ -26,6 +26,7 @@ from captioner.progress import Progress
 
 _DECODERS = min(16, os.cpu_count() or 1)  # threads
 _AHEAD = 2  # batches that are prepared or wait while the model works
+_AHEAD_ON_GPU = 1  # where they take its memory
 _SLACK_ON_GPU = 4.0  # the GPU resizes fast, so only much larger pictures are reduced on the CPU
 Batch = TypeVar("Batch")
 Result = TypeVar("Result")
@@ -102,8 +103,7 @@ class Worker:
     progress: Progress
     process: int
     run: str
-    batch_tokens: int  # it shrinks when memory runs out
-    batch_size: int
+    bounds: Bounds  # of batches; they shrink when memory runs out
 
     def work(self, tasks: Sequence[Task]) -> None:
         """Caption all tasks. A batch that exceeds the memory is halved, and later batches are smaller."""
@@ -115,10 +115,11 @@ class Worker:
         def prepare(batch: list[Task]) -> Ready:
             return self.prepare(list(pool.map(lambda task: decode(task, processor, resize), batch)))
 
-        batches = pack(tasks, lambda: self.batch_tokens, self.batch_size)
+        batches = pack(tasks, self.bounds)
+        ahead = _AHEAD_ON_GPU if self.captioner.prepares_on_gpu else _AHEAD
         begin = perf_counter()
         try:
-            for ready in prepared_ahead(batches, prepare):
+            for ready in prepared_ahead(batches, prepare, ahead):
                 self.progress.waited += perf_counter() - begin
                 self.caption(ready)
                 begin = perf_counter()
@@ -189,8 +190,7 @@ class Worker:
             return self._captions(rows, [])
         if len(rows) == 1:
             return [failure]
-        tokens = sum(row.task.tokens for row in rows)
-        self.batch_tokens = min(self.batch_tokens, max(1, tokens // 2))
+        self.bounds.halve([row.task for row in rows])
         self.progress.counts["halved"] += 1
         middle = len(rows) // 2
         return [*self._captions(rows[:middle], []), *self._captions(rows[middle:], [])]
@@ -228,13 +228,15 @@ class Worker:
         return records
 
 
-def prepared_ahead(batches: Iterable[Batch], prepare: Callable[[Batch], Result]) -> Iterator[Result]:
+def prepared_ahead(
+    batches: Iterable[Batch], prepare: Callable[[Batch], Result], ahead: int = _AHEAD
+) -> Iterator[Result]:
     """Yield the prepared batches in order, and prepare the next ones meanwhile."""
     pending: deque[Future[Result]] = deque()
-    pool = ThreadPoolExecutor(_AHEAD)
+    pool = ThreadPoolExecutor(ahead)
     try:
         for batch in batches:
-            if len(pending) > _AHEAD:
+            if len(pending) > ahead:
                 yield pending.popleft().result()
             pending.append(pool.submit(prepare, batch))
         while pending:

@@ -21,7 +21,16 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_vit_accel.decoding.prefill import GroupedPrompt
-from hf_vit_accel.decoding.step import CACHE, Arguments, DecodeStep, is_linear, key_of_inputs
+from hf_vit_accel.decoding.step import (
+    CACHE,
+    Arguments,
+    DecodeStep,
+    bytes_of_room,
+    inputs_of_rows,
+    is_linear,
+    key_of_inputs,
+    make_room,
+)
 from hf_vit_accel.decoding.steps import DecodeSteps, steps_of
 from hf_vit_accel.decoding.text_models import UnservedError, declared_class_of, has_hooks_around, read_model, refuse
 from hf_vit_accel.graphs.memory import capture_of_ours
@@ -29,6 +38,8 @@ from hf_vit_accel.machine import one_line
 
 FEWEST = 8
 """The fewest tokens to come for which a new step is captured. A capture takes some 0.1 s."""
+_PROVEN_ROWS = 8
+"""Rows of a new step that stock computes, too: its step copies keys and values of all its rows several times."""
 _RESERVE = 128
 """Slots for tokens to come that a new cache has at least. Where it is full, a larger one takes over."""
 
@@ -37,6 +48,11 @@ def slots_for(tokens: int) -> int:
     """Return the slots of a cache: few, since attention reads all; few sizes, since each is captured for itself."""
     unit = 1 << max(7, (tokens - 1).bit_length() - 3)
     return -(-tokens // unit) * unit
+
+
+def slots_after(length: int, due: int) -> int:
+    """Return the slots of a cache of some tokens, of which `due` more come. A capture writes two of them."""
+    return slots_for(length + max(2, min(due, max(_RESERVE, length // 4))))
 
 
 def graphed_decoding(
@@ -110,7 +126,7 @@ def graphed_decoding(
         declared_class_of(model)
         _check(input_ids, generation_config, model_kwargs, of_generate, synced_gpus)
         with steps.locked_for_call(max_graphs, max_bytes), torch.no_grad():
-            loop = _ModelInLoop(model, steps, generation_config.max_length)
+            loop = _ModelInLoop(model, steps, generation_config.max_length, input_ids.shape[1])
             return loop.finish(method(loop, input_ids, **arguments, streamer=streamer))
     except UnservedError as error:
         steps.stock_reasons[str(error)] += 1
@@ -140,7 +156,6 @@ def _check(
     reasons = {
         f"the loop of transformers {transformers.__version__}": Version(transformers.__version__) < Version("5.4"),
         "beams": config.num_beams > 1,
-        "no token after the first": config.max_length - input_ids.shape[1] <= 1,
         mode.replace("_", " "): mode not in ("greedy_search", "sample"),
         "synced_gpus": synced_gpus,
         "output_attentions": config.output_attentions,
@@ -161,10 +176,12 @@ class _ModelInLoop:
     For every token after the prompt `_sample` calls `prepare_inputs_for_generation`, then this object with the result.
     """
 
-    def __init__(self, model: Any, steps: DecodeSteps, max_length: int) -> None:
+    def __init__(self, model: Any, steps: DecodeSteps, max_length: int, columns: int) -> None:
         self._model = model
         self._steps = steps
         self._max_length = max_length
+        self._due = max_length - columns - 1  # after the first token
+        self._room: tuple[list[Any], int] | None = None  # layers that hold the prompt, and their slots
         self._key: Hashable = None
         self._step: DecodeStep | None = None
         self._reason: str | None = None
@@ -197,10 +214,10 @@ class _ModelInLoop:
             prompt = GroupedPrompt(self._model, inputs)
             if len(prompt.groups) > 1:
                 with self._giving_up():
-                    read_model(self._model)
+                    self._key = read_model(self._model).key
                 if self._reason is None and not has_hooks_around(self._model):
                     self._steps.groups += len(prompt.groups)
-                    return prompt.run()
+                    return prompt.run(self._make_room)
             return self._model(**inputs, return_dict=True)
         return self._model._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=is_first_iteration)
 
@@ -217,15 +234,47 @@ class _ModelInLoop:
             if self._reason is None:
                 with self._giving_up():
                     self._load(inputs, cache, self._max_length - input_ids.shape[1])
-            if self._step is None or self._step.key not in self._steps.kept:
-                output = self._model(**inputs, return_dict=True)
-                if self._step is not None:
-                    with self._giving_up():  # code of others runs in a capture, such as kernels of quantised modules
-                        self._step.prove(ids_B1, output.logits[:, -1:])
-                        self._step.store(cache)
-                        self._steps.kept[self._step.key] = self._step
-                return output
+            if self._step is not None and self._step.key not in self._steps.kept:
+                with self._giving_up():  # code of others runs in a capture, such as kernels of quantised modules
+                    return CausalLMOutputWithPast(logits=self._prove(self._step, inputs), **{CACHE: cache})
+            if self._step is None:
+                return self._model(**inputs, return_dict=True)
         return CausalLMOutputWithPast(logits=self._step(ids_B1), **{CACHE: cache})
+
+    def _prove(self, step: DecodeStep, inputs: Arguments) -> Tensor:
+        """Return the logits of a new step, and keep it if stock computes those of some rows alike."""
+        ids_B1 = inputs["input_ids"]
+        rows = sorted({len(ids_B1) * number // _PROVEN_ROWS for number in range(_PROVEN_ROWS - 1)} | {len(ids_B1) - 1})
+        expected = self._model(**inputs_of_rows(inputs, rows), return_dict=True).logits[:, -1:]
+        logits_B1V = step.prove(ids_B1, expected, rows)
+        self._steps.kept[step.key] = step
+        return logits_B1V
+
+    def _make_room(self, inputs: Arguments, cache: Any) -> list[Any]:
+        """Return layers with slots for the prompt: of the step that this call will take, or new ones.
+
+        Args:
+            inputs: Stock's inputs of the prompt.
+            cache: The cache of some rows.
+        """
+        rows, columns = inputs["input_ids"].shape
+        positions = inputs["position_ids"]
+        slots = slots_after(columns, self._due)
+        key = self._key, (rows, (*positions.shape[:-1], 1), positions.dtype), slots
+        step = self._steps.kept.get(key)
+        if step is not None:
+            for layer in step.layers:
+                layer.keys.zero_(), layer.values.zero_()
+            return step.layers
+        has_step = self._due >= FEWEST and self._key not in self._steps.refusals
+        self._room = self._new_room(cache, rows, slots if has_step else columns)
+        return self._room[0]
+
+    def _new_room(self, cache: Any, rows: int, slots: int) -> tuple[list[Any], int]:
+        """Return new layers and their slots. Earlier steps leave where memory is short."""
+        with torch.inference_mode(False):
+            self._steps.make_space(bytes_of_room(cache, rows, slots), self._model.device)
+            return make_room(cache, rows, slots), slots
 
     def _load(self, inputs: Arguments, cache: Any, due: int) -> None:
         """Load a step with room for some of the `due` tokens; `UnservedError` if this call alone gets none."""
@@ -234,7 +283,7 @@ class _ModelInLoop:
         if self._key in self._steps.refusals:
             raise UnservedError(self._steps.refusals[self._key])
         length = int(cache.get_seq_length())
-        slots = slots_for(length + max(1, min(due, max(_RESERVE, length // 4))))
+        slots = slots_after(length, due)
         key = self._key, key_of_inputs(inputs, length), slots
         step = self._steps.kept.get(key)
         if step is None and due < FEWEST:
@@ -242,13 +291,17 @@ class _ModelInLoop:
         # Buffers of inference mode could not be written later. Stock goes on if memory runs out: no graph is dropped.
         with torch.inference_mode(False), torch.no_grad(), capture_of_ours():
             if step is None:
-                step = DecodeStep(key, reading, inputs, cache, slots)
+                room = self._room
+                if room is None or room[1] != slots:
+                    room = self._new_room(cache, len(inputs["input_ids"]), slots)
+                step = DecodeStep(key, reading, inputs, room[0], slots, length)
                 self._steps.capture(step)
             else:
                 self._steps.kept.move_to_end(key)
             step.reading = reading
             step.load(inputs, cache, length)
         self._step = step
+        self._room = None
 
     @contextmanager
     def _giving_up(self) -> Iterator[None]:
@@ -267,6 +320,8 @@ class _ModelInLoop:
 
     def finish(self, output: Any) -> Any:
         """Count a call that ended, and return its output, whose cache is as stock would have left it."""
+        if self._due < 1 and self._reason is None:
+            self._reason = "no token after the first"
         if self._reason is None:
             self._steps.decoded += 1
         else:

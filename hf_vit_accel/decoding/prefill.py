@@ -8,7 +8,7 @@ and values go to their rows of the call's cache.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -166,10 +166,13 @@ class GroupedPrompt:
             return [self._columns] * len(ids_BT)
         return [self._columns - first for first in (mask_BT != 0).int().argmax(1).tolist()]
 
-    def run(self) -> CausalLMOutputWithPast:
+    def run(self, make_room: Callable[[Arguments, Any], list[Any]]) -> CausalLMOutputWithPast:
         """Run every group, one after the other; return what a forward of all rows would: the last column's logits.
 
         A group for which memory runs out is halved.
+
+        Args:
+            make_room: Returns layers with slots for the keys of all rows, from the inputs and the cache of a group.
         """
         cache = self._inputs[CACHE]
         empty = copy.deepcopy(cache)
@@ -190,6 +193,11 @@ class GroupedPrompt:
             if logits_B1V is None:
                 logits_B1V = output.logits.new_zeros(len(self._lengths_B), 1, output.logits.shape[-1])
             logits_B1V.index_copy_(0, rows_G, output.logits[:, -1:])
+            if not cache.layers[0].is_initialized:
+                room = make_room(self._inputs, output[CACHE])
+                for layer, slots in zip(cache.layers, room, strict=True):
+                    layer.lazy_initialization(slots.keys, slots.values)
+                    layer.keys, layer.values = (x[:, :, : self._columns] for x in (slots.keys, slots.values))
             self._collect(cache, output[CACHE], rows_G)
         return CausalLMOutputWithPast(logits=logits_B1V, **{CACHE: cache})
 
@@ -229,10 +237,6 @@ class GroupedPrompt:
     def _collect(self, cache: Any, group_cache: Any, rows_G: Tensor) -> None:
         """Move keys and values of a group to its rows of the call's cache, at the right end of their columns."""
         for layer, of_group in zip(cache.layers, group_cache.layers, strict=True):
-            if not layer.is_initialized:
-                _, heads, _, width = of_group.keys.shape
-                zeros = of_group.keys.new_zeros(len(self._lengths_B), heads, self._columns, width)
-                layer.update(zeros, zeros)
             columns = of_group.keys.shape[2]
             for name in ("keys", "values"):
                 states = getattr(of_group, name)

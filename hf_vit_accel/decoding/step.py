@@ -59,6 +59,43 @@ def _states_of(layer: Any, length: int | None = None) -> list[Tensor]:
     return [state for state in states if state is not None]
 
 
+def make_room(cache: Any, rows: int, slots: int) -> list[Any]:
+    """Return layers as those of a cache, with so many rows and slots: keys and values are zero."""
+    layers: list[Any] = []
+    for layer in cache.layers:
+        room: Any = copy.deepcopy(layer) if is_linear(layer) else DynamicLayer()
+        if not is_linear(layer):
+            _, heads, _, width = layer.keys.shape
+            room.keys, room.values = (x.new_zeros(rows, heads, slots, width) for x in _states_of(layer))
+        layers.append(room)
+    return layers
+
+
+def bytes_of_room(cache: Any, rows: int, slots: int) -> int:
+    """Return the bytes of the keys and values that `make_room` allocates."""
+    tensors = [x for layer in cache.layers if not is_linear(layer) for x in _states_of(layer)]
+    return sum(rows * slots * x.shape[1] * x.shape[3] * x.itemsize for x in tensors)
+
+
+def inputs_of_rows(inputs: Arguments, rows: list[int]) -> Arguments:
+    """Return stock's inputs of one token for some rows, with a cache that holds copies."""
+    batch = len(inputs["input_ids"])
+    part = dict(inputs)
+    for name, value in inputs.items():
+        if name.endswith(("attention_mask", "_ids")) and value is not None and value.shape[-2] == batch:
+            part[name] = value[..., rows, :]
+    cache = part[CACHE] = copy.copy(inputs[CACHE])
+    cache.layers = [copy.copy(layer) for layer in cache.layers]
+    for layer in cache.layers:
+        if is_linear(layer):
+            for name in ("conv_states", "recurrent_states"):
+                states = getattr(layer, name)
+                setattr(layer, name, {key: None if x is None else x[rows] for key, x in states.items()})
+        else:
+            layer.keys, layer.values = (x[rows] for x in _states_of(layer))
+    return part
+
+
 def key_of_inputs(inputs: Arguments, length: int) -> Hashable:
     """Return what steps share for stock's inputs of one token; `UnservedError` if one means what a step would lose."""
     rows = len(inputs["input_ids"])
@@ -81,26 +118,23 @@ def key_of_inputs(inputs: Arguments, length: int) -> Hashable:
 class DecodeStep:
     """The decode step of a batch on a cache of some slots. Everything that advances does so inside the step."""
 
-    def __init__(self, key: Hashable, reading: Reading, inputs: Arguments, cache: Any, slots: int) -> None:
+    def __init__(
+        self, key: Hashable, reading: Reading, inputs: Arguments, layers: list[Any], slots: int, length: int
+    ) -> None:
         self.key = key
         self.slots = slots
         self.reading = reading
+        self.layers = layers
         self._ids_B1 = torch.zeros_like(inputs["input_ids"]).contiguous()
         self._positions = torch.zeros_like(inputs["position_ids"]).contiguous()
         self.device = self._ids_B1.device
-        self._slot_1 = torch.zeros(1, dtype=torch.long, device=self.device)
-        self._layers: list[Any] = []
-        for layer in cache.layers:
-            static: Any = copy.deepcopy(layer) if is_linear(layer) else DynamicLayer()
-            if not is_linear(layer):
-                batch, heads, _, width = layer.keys.shape
-                static.keys, static.values = (x.new_zeros(batch, heads, slots, width) for x in _states_of(layer))
-            self._layers.append(static)
-        keys = next(layer.keys for layer in self._layers if not is_linear(layer))
+        # Behind the prompt, whose keys may be there before the step is captured.
+        self._slot_1 = torch.full((1,), length, device=self.device)
+        keys = next(layer.keys for layer in self.layers if not is_linear(layer))
         self._mask_B11S = torch.zeros(len(keys), 1, 1, slots, dtype=keys.dtype, device=keys.device)
         self._logits: Tensor | None = None
         self.length = 0  # tokens in the cache, counted on the host
-        self.nbytes = sum(state.nbytes for layer in self._layers for state in _states_of(layer))
+        self.nbytes = sum(state.nbytes for layer in self.layers for state in _states_of(layer))
         self.replay: Callable[[], None] | None = None
 
     def load(self, inputs: Arguments, cache: Any, length: int) -> None:
@@ -113,10 +147,11 @@ class DecodeStep:
         mask = inputs.get("attention_mask")
         if mask is not None:
             visible_BS.masked_fill_(mask[:, :length] == 0, float("-inf"))
-        for layer, source in zip(self._layers, cache.layers, strict=True):
+        for layer, source in zip(self.layers, cache.layers, strict=True):
             states = _states_of(layer, length)
             for state, value in zip(states, _states_of(source), strict=True):
-                state.copy_(value)
+                if state.data_ptr() != value.data_ptr():  # else the prompt wrote here
+                    state.copy_(value)
             if not is_linear(layer):
                 source.keys, source.values = states
                 for state in _states_of(layer):
@@ -124,7 +159,7 @@ class DecodeStep:
 
     def store(self, cache: Any, *, is_kept: bool = False) -> None:
         """Leave in a cache what stock would have left there: views of this step's keys, copies in one that is kept."""
-        for layer, target in zip(self._layers, cache.layers, strict=True):
+        for layer, target in zip(self.layers, cache.layers, strict=True):
             states = _states_of(layer, self.length)
             if not is_linear(layer):
                 target.keys, target.values = [state.clone() for state in states] if is_kept else states
@@ -134,14 +169,14 @@ class DecodeStep:
 
     def run(self) -> None:
         """Compute one step, and advance the buffers. This is what a graph captures."""
-        states = [state.data_ptr() for layer in self._layers for state in _states_of(layer)]
+        states = [state.data_ptr() for layer in self.layers for state in _states_of(layer)]
         self._mask_B11S.index_fill_(3, self._slot_1, 0.0)
         # A cache of cast weights gains nothing, since a step uses each weight once.
         with torch.autocast(*self.reading.autocast, cache_enabled=False), torch.no_grad():
             self._logits = self.reading.head(self._hidden_B1E())
         self._slot_1.add_(1)
         self._positions.add_(1)
-        now = [state.data_ptr() for layer in self._layers for state in _states_of(layer)]
+        now = [state.data_ptr() for layer in self.layers for state in _states_of(layer)]
         assert now == states, "not in place"
 
     def _hidden_B1E(self) -> Tensor:
@@ -153,7 +188,7 @@ class DecodeStep:
         hidden_B1E = text.embed_tokens(self._ids_B1)
         rotation = text.rotary_emb(hidden_B1E, positions)
         norms_outputs = self.reading.declared.norms_outputs
-        for layer, states in zip(text.layers, self._layers, strict=True):
+        for layer, states in zip(text.layers, self.layers, strict=True):
             out_B1E = self._attention_B1E(layer, _norm(layer.input_layernorm, hidden_B1E), rotation, states)
             hidden_B1E = hidden_B1E + (_norm(layer.post_self_attn_layernorm, out_B1E) if norms_outputs else out_B1E)
             out_B1E = layer.mlp(_norm(layer.post_attention_layernorm, hidden_B1E))
@@ -164,7 +199,7 @@ class DecodeStep:
         if is_linear(states):
             names = inspect.signature(inspect.unwrap(type(layer.linear_attn).forward)).parameters
             cache_name = CACHE if CACHE in names else "cache_params"
-            return cast(Tensor, layer.linear_attn(hidden_B1E, **{cache_name: Cache(layers=self._layers)}))
+            return cast(Tensor, layer.linear_attn(hidden_B1E, **{cache_name: Cache(layers=self.layers)}))
         attention = layer.self_attn
         shape = (len(hidden_B1E), 1, -1, attention.head_dim)
         query = attention.q_proj(hidden_B1E)
@@ -194,14 +229,16 @@ class DecodeStep:
         assert self._logits is not None
         return self._logits
 
-    def prove(self, ids_B1: Tensor, expected: Tensor) -> None:
-        """Compute a step that stock has computed, too; ArithmeticError if logits differ. Its token is written."""
-        logits = self(ids_B1)
+    def prove(self, ids_B1: Tensor, expected: Tensor, rows: list[int]) -> Tensor:
+        """Return the logits of a step that stock computed for some rows; ArithmeticError if those differ."""
+        logits_B1V = self(ids_B1)
+        logits = logits_B1V[rows]
         is_exact = logits.dtype.itemsize > 2 and torch.get_float32_matmul_precision() == "highest"
         difference = (logits.double() - expected.double()).norm(dim=-1) / expected.double().norm(dim=-1)
         error = float(difference.max())
         if not error <= (1e-4 if is_exact else 0.05):  # nor for NaN
             raise ArithmeticError(f"logits differ from stock's by {error:.2g}")
+        return logits_B1V
 
 
 def _norm(norm: Model, hidden: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, suppress
@@ -13,12 +14,17 @@ from torch import nn
 
 from hf_vit_accel.decoding.step import DecodeStep
 from hf_vit_accel.decoding.text_models import Reading, UnservedError
-from hf_vit_accel.graphs.recorder import CudaRecorder
+from hf_vit_accel.graphs.recorder import CudaRecorder, free_bytes
 
 
 def can_capture(device: torch.device) -> bool:
     """Return whether a device replays graphs. A CPU runs every step."""
     return device.type == "cuda"
+
+
+def spare_bytes(device: torch.device) -> int:
+    """Return the bytes of a device that torch can still allocate; some may lie in pieces."""
+    return free_bytes(device) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 class DecodeSteps:
@@ -54,6 +60,13 @@ class DecodeSteps:
                 self._trim(max_graphs, max_bytes)
             finally:
                 self._lock.release()
+
+    def make_space(self, nbytes: int, device: torch.device) -> None:
+        """Drop the steps used least recently as long as memory is short of so many bytes."""
+        if device.type != "cuda":
+            return
+        while self.kept and spare_bytes(device) < nbytes:
+            self._trim(len(self.kept) - 1, sys.maxsize)
 
     def _trim(self, max_graphs: int, max_bytes: int) -> None:
         while len(self.kept) > max_graphs or self._nbytes > max_bytes:

@@ -253,7 +253,7 @@ def test_a_model_that_goes_takes_its_steps_along() -> None:
 def test_leftovers_of_another_call_change_nothing(model: Any) -> None:
     check(model)
     for step in steps_of(model).kept.values():
-        states = [tensor for layer in step._layers for tensor in (layer.keys, layer.values)]
+        states = [tensor for layer in step.layers for tensor in (layer.keys, layer.values)]
         for tensor in (*states, step._mask_B11S, step._ids_B1, step._positions, step._slot_1):
             tensor.fill_(float("nan") if tensor.is_floating_point() else 9)
     check(model)

@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from captioner.batches import Task, pack, share
+from captioner.batches import Bounds, Task, pack, share
 from captioner.processors import load_processor, vision_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -38,7 +38,7 @@ TASKS = st.lists(
 
 @given(TASKS, st.integers(1, 80), st.integers(1, 6))
 def test_pack_keeps_budgets(tasks: list[Task], most_tokens: int, most_items: int) -> None:
-    batches = list(pack(tasks, lambda: most_tokens, most_items))
+    batches = list(pack(tasks, Bounds(items=most_items, tokens=most_tokens)))
     assert Counter(itertools.chain(*batches)) == Counter(tasks)
     for batch in batches:
         assert len({task.prompts for task in batch}) == 1
@@ -52,6 +52,26 @@ def test_pack_keeps_budgets(tasks: list[Task], most_tokens: int, most_items: int
             if not any(task.item.kind == "video" for task in (*before, after[0])):  # and no batch smaller than need be
                 tokens = sum(task.tokens for task in before) + after[0].tokens
                 assert tokens > most_tokens or len(before) == most_items
+
+
+@given(st.lists(st.integers(0, 500), max_size=40), st.integers(1, 20_000))
+def test_pack_keeps_the_memory_of_padded_rows(tokens: list[int], nbytes: int) -> None:
+    """Every row of a batch has the slots of the longest one, a quarter more at most, and pixels of its own."""
+    tasks = [named_task(str(index), number) for index, number in enumerate(tokens)]
+    bounds = Bounds(items=99, tokens=1 << 40, nbytes=nbytes, slot_bytes=8, token_bytes=3, other_tokens=5)
+    batches = list(pack(tasks, bounds))
+    assert Counter(itertools.chain(*batches)) == Counter(tasks)
+    for batch in batches:
+        longest = batch[0].tokens
+        memory = 10 * len(batch) * (longest + 5) + 3 * sum(task.tokens for task in batch)
+        assert len(batch) == 1 or memory <= nbytes
+
+
+def test_the_first_batch_is_smaller() -> None:
+    """The model waits for it; the others are prepared meanwhile."""
+    tasks = [named_task(str(index), 1) for index in range(1000)]
+    sizes = [len(batch) for batch in pack(tasks, Bounds(items=400, tokens=1 << 40))]
+    assert sizes == [100, 400, 400, 100]
 
 
 @pytest.fixture(scope="module", params=list(FAMILIES))

@@ -6,6 +6,7 @@ import io
 import os
 import random
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ import pytest
 import torch
 from captioner import model as captioner_module
 from captioner import pictures, worker
+from captioner.batches import Bounds
 from captioner.model import Captioner
 from captioner.pictures import read_image
 from captioner.processors import limit_pixels, load_processor, reduced
@@ -28,9 +30,11 @@ from PIL import Image
 from programs import CAPTIONERS, draw, encode
 from read_once import load_once, read_once
 from support.towers import alike
-from support_captioning import MODEL, caption, captions_in
+from support_captioning import FAMILIES, MODEL, caption, captions_in
 from torch.multiprocessing import start_processes
 from transformers import ProcessorMixin
+
+import hf_vit_accel
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +163,8 @@ def test_pixels_are_limited_as_qwens_are() -> None:
         limit_pixels(processor, 50_000, None)
 
 
-def test_batches_ahead_are_bounded_and_in_order() -> None:
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_batches_ahead_are_bounded_and_in_order(ahead: int) -> None:
     making = [0]
     largest = [0]
     lock = threading.Lock()
@@ -172,10 +177,35 @@ def test_batches_ahead_are_bounded_and_in_order() -> None:
         return batch
 
     yielded = []
-    for batch in prepared_ahead(range(30), prepare):
+    for batch in prepared_ahead(range(30), prepare, ahead):
         making[0] -= 1
         yielded.append(batch)
-    assert yielded == list(range(30)) and largest[0] <= 3
+    assert yielded == list(range(30)) and largest[0] <= ahead + 1
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_memory_is_planned_from_what_is_free(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row's keys, values, pixels and features, as the model itself makes them."""
+    folder = str(CAPTIONERS / family)
+    model = load_once(folder, torch.float32, torch.device("cpu"))
+    captioner = Captioner(model, load_processor(folder), patching={})
+    assert captioner.bounds() == Bounds(items=64, tokens=16384)
+    inputs = captioner.encode([draw(1, FAMILIES[family])[0]], ["describe this picture ."])
+    cache = model(**inputs).past_key_values
+    hf_vit_accel.unpatch(model)
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 2000))
+    for name in ("memory_reserved", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 0)
+    bounds = captioner.bounds()
+    keys_and_values = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert bounds.slot_bytes == keys_and_values / inputs["input_ids"].numel()
+    vision_tokens = captioner.vision_tokens(inputs)
+    assert bounds.token_bytes > 4 * inputs["pixel_values"].nbytes / vision_tokens
+    assert (bounds.items, bounds.nbytes, bounds.tokens) == (256, 700, sys.maxsize)
+    assert captioner.bounds(9, 99).items == 9 and captioner.bounds(9, 99).tokens == 99
+    captioner.patching = None
+    assert captioner.bounds() == Bounds(items=64, tokens=16384), "stock"
 
 
 # --- the processor ---------------------------------------------------------------------------------------------------

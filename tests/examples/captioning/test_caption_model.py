@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from captioner import model as captioner_module
-from captioner.batches import Task
+from captioner.batches import Bounds, Task
 from captioner.items import Item
 from captioner.journal import Journal
 from captioner.model import Captioner
@@ -155,7 +155,7 @@ def test_memory_that_graphs_held_is_used_before_batches_are_halved(
         item = Item(key=f"{number}.png", file=str(tmp_path / f"{number}.png"))
         tasks.append(Task(item=item, prompts=(PICTURE_PROMPT,), tokens=30))
     progress = Progress(4, 120, is_shown=False)
-    Worker(captioner, Journal(tmp_path), progress, 0, "r", batch_tokens=1000, batch_size=8).work(tasks)
+    Worker(captioner, Journal(tmp_path), progress, 0, "r", Bounds(items=8, tokens=1000)).work(tasks)
     assert tries[:4] == [4, 4, 2, *tries[3:4]] and progress.counts["halved"] == 1
     assert [record.status for record in Journal(tmp_path).records()] == ["ok"] * 4
 
@@ -229,7 +229,7 @@ def test_prompts_that_hold_image_tokens_are_errors(tmp_path: Path) -> None:
         tasks.append(Task(item=item, prompts=(PICTURE_PROMPT + " {name}",), tokens=30))
     progress = Progress(4, 120, is_shown=False)
     journal = Journal(tmp_path)
-    Worker(captioner, journal, progress, 0, "r", batch_tokens=1000, batch_size=8).work(tasks)
+    Worker(captioner, journal, progress, 0, "r", Bounds(items=8, tokens=1000)).work(tasks)
     assert {record.key: record.status for record in journal.records()} == {
         name: "error" if "image" in name else "ok" for name in drawn
     }

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from captioner.batches import pack, share
+from captioner.batches import Bounds, pack, share
 from captioner.items import Item
 from captioner.journal import Journal, Record
 from captioner.plan import make_plan
@@ -85,7 +85,7 @@ def test_runs_killed_anywhere_add_up_to_one(data: st.DataObject) -> None:
             plan = make_plan(items, run_prompts, journal.records())
             assert not plan.updates
             for process in range(processes):
-                for batch in pack(share(plan.tasks, process, processes), lambda: 1000, batch_size):
+                for batch in pack(share(plan.tasks, process, processes), Bounds(items=batch_size, tokens=1000)):
                     journal.append(process, [record_of(task.item.key, p) for task in batch for p in task.prompts])
                 shard = Path(folder) / f"captions-{journal.start:05d}-{process:05d}.jsonl"
                 if not last and shard.exists():

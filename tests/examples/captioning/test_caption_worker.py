@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from captioner.batches import Task
+from captioner.batches import Bounds, Task
 from captioner.items import Item
 from captioner.journal import Journal, Record
 from captioner.model import Caption, Inputs
@@ -59,7 +59,7 @@ class FakeCaptioner:
 
 
 def work(
-    tmp_path: Path, captioner: FakeCaptioner, count: int, prompts: Sequence[str] = ("p",), **options: int
+    tmp_path: Path, captioner: FakeCaptioner, count: int, prompts: Sequence[str] = ("p",), **options: float
 ) -> list[Record]:
     """Return the records that a worker writes for pictures of 10 tokens. Numbers 1, 11, 21 and so on are unreadable."""
     tasks = []
@@ -69,8 +69,10 @@ def work(
         item = Item(key=name, file=str(tmp_path / name))
         tasks.append(Task(item=item, prompts=tuple(prompts), tokens=10))
     progress = Progress(count, 10 * count, is_shown=False)
-    options = {"batch_tokens": 100, "batch_size": 8} | options
-    worker = Worker(captioner=captioner, journal=Journal(tmp_path), progress=progress, process=0, run="r", **options)
+    bounds = Bounds(**({"items": 8, "tokens": 100} | options))
+    worker = Worker(
+        captioner=captioner, journal=Journal(tmp_path), progress=progress, process=0, run="r", bounds=bounds
+    )
     try:
         worker.work(tasks)
     finally:
@@ -118,6 +120,15 @@ def test_out_of_memory_halves_batches(tmp_path: Path, max_rows: int) -> None:
     # The first batch finds the size that fits. Only the batches that were ready before are larger.
     assert failed[0] and max(captioner.batches[-8:]) <= max_rows
     assert PROGRESS[tmp_path].counts["halved"] == sum(failed) and "halved" in PROGRESS[tmp_path].summary()
+
+
+def test_out_of_memory_halves_the_planned_memory(tmp_path: Path) -> None:
+    """Batches that memory alone bounds: 32 rows of 10 tokens fit by the plan, and 6 on the GPU."""
+    captioner = FakeCaptioner(6)
+    plan = {"items": 256, "tokens": 1 << 40, "nbytes": 32 * 1000, "slot_bytes": 64, "token_bytes": 20}
+    records = work(tmp_path, captioner, 200, **plan)
+    assert sum(record.status == "ok" for record in records) == 180
+    assert captioner.batches[0] > 20 and max(captioner.batches[-8:]) <= 6
 
 
 def test_one_row_too_large_is_an_error(tmp_path: Path) -> None:
