@@ -264,7 +264,8 @@ class _ModelInLoop:
         step = self._steps.kept.get(key)
         if step is not None:
             for layer in step.layers:
-                layer.keys.zero_(), layer.values.zero_()
+                layer.keys.zero_()
+                layer.values.zero_()
             return step.layers
         has_step = self._due >= FEWEST and self._key not in self._steps.refusals
         self._room = self._new_room(cache, rows, slots if has_step else columns)

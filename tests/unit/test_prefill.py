@@ -22,7 +22,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from hf_vit_accel import patch, status
-from hf_vit_accel.decoding import prefill
+from hf_vit_accel.decoding import loop, prefill, step
 from hf_vit_accel.decoding.prefill import plan_groups
 from hf_vit_accel.decoding.steps import steps_of
 
@@ -147,6 +147,48 @@ def test_a_group_for_which_memory_runs_out_is_halved(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(prefill, "TOKENS_OF_A_FORWARD", 100)
     compare(model, batch(model, random.Random(2), 8), max_new_tokens=9)
     assert max(sizes) > 2 and sizes.count(1) == 8
+
+
+@pytest.mark.usefixtures("way")
+def test_groups_write_into_the_one_cache_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its room is made once, and a kept step has it already. Keys of another call are gone."""
+    model = TINY["qwen3_vl"].build()
+    rooms = []
+
+    def make_room(cache: DynamicCache, rows: int, slots: int) -> list[Any]:
+        rooms.append((rows, slots))
+        return step.make_room(cache, rows, slots)
+
+    monkeypatch.setattr(loop, "make_room", make_room)
+    inputs = batch(model, random.Random(7), 9)
+    compare(model, inputs, max_new_tokens=12)
+    assert rooms == [(9, 128)]
+    for kept in steps_of(model).kept.values():
+        for layer in kept.layers:
+            layer.keys.fill_(float("nan"))
+            layer.values.fill_(float("nan"))
+    compare(model, inputs, max_new_tokens=12)
+    assert rooms == [(9, 128)] and counts_of(model).static_calls == 2
+
+
+@pytest.mark.usefixtures("way")
+def test_one_token_is_computed_in_groups() -> None:
+    model = TINY["qwen2_5_vl"].build()
+    compare(model, batch(model, random.Random(8), 9), max_new_tokens=1)
+    assert steps_of(model).groups > 1 and counts_of(model).reasons == {"no token after the first": 1}
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("error", [ArithmeticError("differs"), torch.OutOfMemoryError()])
+def test_stock_goes_on_after_groups_where_a_step_is_refused(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prove(self: step.DecodeStep, *args: Any) -> torch.Tensor:
+        self(args[0])  # its keys are written
+        raise error
+
+    model = TINY["qwen3_vl"].build()
+    monkeypatch.setattr(step.DecodeStep, "prove", prove)
+    compare(model, batch(model, random.Random(9), 9), max_new_tokens=12)
+    assert steps_of(model).groups > 1 and counts_of(model).static_calls == 0
 
 
 def add_hook(model: Any) -> None:
