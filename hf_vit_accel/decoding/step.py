@@ -30,7 +30,9 @@ _WITHOUT_EFFECT = (
 """Arguments that change nothing for one token on a cache with given positions."""
 
 
-def attend(query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask_B11S: Tensor, scale: float) -> Tensor:
+def attend(
+    query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask_B11S: Tensor, ends_B2: Tensor, scale: float
+) -> Tensor:
     """Attend with the query heads of a group as rows of one query, so that no key head is copied; (B, 1, H * D).
 
     Half precision on a GPU takes our kernel, all else torch's.
@@ -40,7 +42,7 @@ def attend(query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask_B11S: 
     mask = mask_B11S.to(query_BHTD.dtype)  # autocast
     query = query_BHTD.reshape(batch, key_heads, heads // key_heads, width)
     if why_not_in_chunks(query, key_BKSD, value_BKSD, mask) is None:
-        out = attend_in_chunks(query, key_BKSD, value_BKSD, mask, scale)
+        out = attend_in_chunks(query, key_BKSD, value_BKSD, mask, ends_B2, scale)
     else:
         out = nn.functional.scaled_dot_product_attention(query, key_BKSD, value_BKSD, attn_mask=mask, scale=scale)
     return out.reshape(batch, 1, -1)
@@ -132,6 +134,7 @@ class DecodeStep:
         self._slot_1 = torch.full((1,), length, device=self.device)
         keys = next(layer.keys for layer in self.layers if not is_linear(layer))
         self._mask_B11S = torch.zeros(len(keys), 1, 1, slots, dtype=keys.dtype, device=keys.device)
+        self._ends_B2 = torch.zeros(len(keys), 2, dtype=torch.int32, device=keys.device)
         self._logits: Tensor | None = None
         self.length = 0  # tokens in the cache, counted on the host
         self.nbytes = sum(state.nbytes for layer in self.layers for state in _states_of(layer))
@@ -147,6 +150,8 @@ class DecodeStep:
         mask = inputs.get("attention_mask")
         if mask is not None:
             visible_BS.masked_fill_(mask[:, :length] == 0, float("-inf"))
+        self._ends_B2[:, 0] = (visible_BS == 0).int().argmax(1)
+        self._ends_B2[:, 1] = length
         for layer, source in zip(self.layers, cache.layers, strict=True):
             states = _states_of(layer, length)
             for state, value in zip(states, _states_of(source), strict=True):
@@ -171,6 +176,7 @@ class DecodeStep:
         """Compute one step, and advance the buffers. This is what a graph captures."""
         states = [state.data_ptr() for layer in self.layers for state in _states_of(layer)]
         self._mask_B11S.index_fill_(3, self._slot_1, 0.0)
+        self._ends_B2[:, 1].add_(1)
         # A cache of cast weights gains nothing, since a step uses each weight once.
         with torch.autocast(*self.reading.autocast, cache_enabled=False), torch.no_grad():
             self._logits = self.reading.head(self._hidden_B1E())
@@ -216,7 +222,7 @@ class DecodeStep:
         # Under autocast values may have a narrower dtype than keys. A dynamic cache has that of its first keys.
         states.keys.index_copy_(2, self._slot_1, key.to(states.keys.dtype))
         states.values.index_copy_(2, self._slot_1, value.to(states.values.dtype))
-        out_B1E = attend(query, states.keys, states.values, self._mask_B11S, attention.scaling)
+        out_B1E = attend(query, states.keys, states.values, self._mask_B11S, self._ends_B2, attention.scaling)
         if gate is not None:
             out_B1E = out_B1E * torch.sigmoid(gate.reshape(out_B1E.shape))
         return cast(Tensor, attention.o_proj(out_B1E))

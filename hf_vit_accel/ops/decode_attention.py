@@ -18,6 +18,8 @@ _BLOCK = 64
 """Keys that a program loads at a time. Chunks are multiples of it."""
 _SHORTEST = 128
 """Keys of the shortest chunk: with fewer, adding up the chunks costs more than it saves."""
+_LONGEST = 1024
+"""Keys of a chunk from which on it is halved though the GPU is full: rows may differ much in length."""
 _MOST_CHUNKS = 64
 """Chunks that one program adds up."""
 
@@ -34,9 +36,12 @@ def why_not_in_chunks(query_BKGD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, 
 
 
 def attend_reference(
-    query_BKGD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask_B11S: Tensor, scale: float
+    query_BKGD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask_B11S: Tensor, ends_B2: Tensor, scale: float
 ) -> Tensor:
-    """Compute softmax(scale * q k^T + mask) v in fp32, (B, K, G, D)."""
+    """Compute softmax(scale * q k^T + mask) v in fp32, (B, K, G, D).
+
+    `ends_B2`, int32, are each sample's first slot that the mask does not hide, and the one after its last.
+    """
     scores_BKGS = scale * (query_BKGD.float() @ key_BKSD.float().mT) + mask_B11S.float()
     return (scores_BKGS.softmax(-1) @ value_BKSD.float()).to(query_BKGD.dtype)
 
@@ -47,6 +52,7 @@ def _attend_to_chunk_kernel(
     key,
     value,
     mask,
+    ends,
     sums,
     maxima,
     totals,
@@ -69,10 +75,14 @@ def _attend_to_chunk_kernel(
     maximum = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
     result = tl.zeros([BLOCK_G, DIM], tl.float32)
-    first = tl.program_id(1) * chunk
-    for start in tl.range(first, tl.minimum(first + chunk, slots), BLOCK_S):
+    # Blocks outside the ends would add nothing, so they are not read.
+    sample = row // KEY_HEADS
+    begin = tl.program_id(1) * chunk
+    end = tl.minimum(tl.minimum(begin + chunk, slots), tl.load(ends + 2 * sample + 1))
+    begin = tl.maximum(begin, tl.load(ends + 2 * sample) // BLOCK_S * BLOCK_S)
+    for start in tl.range(begin, end, BLOCK_S):
         cell = (row * slots + start + s)[:, None] * DIM + d[None, :]
-        bias = tl.load(mask + (row // KEY_HEADS) * slots + start + s).to(tl.float32) * 1.4426950408889634
+        bias = tl.load(mask + sample * slots + start + s).to(tl.float32) * 1.4426950408889634
         scores = tl.dot(q, tl.trans(tl.load(key + cell))) * scale_log2 + bias[None, :]
         former = maximum
         maximum = tl.maximum(maximum, tl.max(scores, axis=1))
@@ -108,13 +118,13 @@ def _add_chunks_kernel(
 
 
 def chunk_of(rows: int, slots: int, programs: int) -> int:
-    """Return how many keys one of the programs that run at once reads: as few as fill the GPU, in blocks of 64."""
-    chunks = min(max(programs // rows, 1), _MOST_CHUNKS)
+    """Return how many keys one of the programs reads at most: as few as fill the GPU, in blocks of 64."""
+    chunks = min(max(programs // rows, -(-slots // _LONGEST)), _MOST_CHUNKS)
     return max(-(-slots // (chunks * _BLOCK)) * _BLOCK, _SHORTEST)
 
 
 def attend_in_chunks(
-    query_BKGD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask_B11S: Tensor, scale: float
+    query_BKGD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask_B11S: Tensor, ends_B2: Tensor, scale: float
 ) -> Tensor:
     """Run `attend_reference` as two kernels, where `why_not_in_chunks` returns None. A sample must see one key."""
     batch, key_heads, group, dim = query_BKGD.shape
@@ -127,7 +137,7 @@ def attend_in_chunks(
     maxima_RCG = query_BKGD.new_empty(rows, chunks, group, dtype=torch.float32)
     totals_RCG = torch.empty_like(maxima_RCG)
     out_BKGD = torch.empty_like(query_BKGD)
-    tensors = query_BKGD, key_BKSD, value_BKSD, mask_B11S
+    tensors = query_BKGD, key_BKSD, value_BKSD, mask_B11S, ends_B2
     parts = sums_RCGD, maxima_RCG, totals_RCG
     shared = {"GROUP": group, "DIM": dim, "num_warps": 4}
     block = max(next_power_of_2(group), 16)

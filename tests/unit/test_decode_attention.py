@@ -12,9 +12,10 @@ from hf_vit_accel.decoding import step
 from hf_vit_accel.ops import decode_attention
 from hf_vit_accel.ops.decode_attention import attend_in_chunks, attend_reference, chunk_of, why_not_in_chunks
 
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-SHAPES = [(1, 2, 7, 384, 64), (3, 2, 4, 256, 128), (2, 1, 17, 128, 32)]
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+SHAPES = [(1, 2, 7, 384, 64), (3, 2, 4, 256, 128), (2, 1, 17, 128, 32), (6, 1, 2, 640, 32)]
 """Samples, key heads, queries of a key head, slots, head dim."""
+LARGE = [(1, 4, 7, 1280, 128), (32, 8, 4, 1280, 128), (1, 4, 7, 10240, 128), (64, 4, 7, 5120, 128)]
 
 
 def inputs_of(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> Inputs:
@@ -25,26 +26,33 @@ def inputs_of(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -
     key = torch.randn(batch, key_heads, slots, dim)
     value = torch.randn(batch, key_heads, slots, dim)
     mask = torch.zeros(batch, 1, 1, slots)
+    ends = torch.zeros(batch, 2, dtype=torch.int32)
     for sample in range(batch):
         length = slots - 1 - 67 * sample % (slots // 2)
-        mask[sample, ..., : 3 * sample % 100] = float("-inf")
+        first = 61 * sample % length
+        mask[sample, ..., :first] = float("-inf")
+        mask[sample, ..., first + 9 : first + 12] = float("-inf")  # as of padding on the right of a prompt
         mask[sample, ..., length:] = float("-inf")
         key[sample, :, length:] = 100.0
         value[sample, :, length:] = 100.0
+        key[sample, :, : max(0, first - 64)] = float("nan")
+        value[sample, :, length + 64 :] = float("nan")
+        ends[sample] = torch.tensor([first, length])
     query, key, value, mask = (tensor.to(device, dtype) for tensor in (query, key, value, mask))
-    return query, key, value, mask
+    return query, key, value, mask, ends.to(device)
 
 
 def assert_exact(inputs: Inputs, scale: float) -> None:
     """Check that the error is that of rounding the weights and the output."""
-    assert why_not_in_chunks(*inputs) is None
-    query, key, value, mask = (tensor.double() for tensor in inputs)
+    assert why_not_in_chunks(*inputs[:4]) is None
+    query, key, value, mask = (tensor.double().nan_to_num(0.0, neginf=-torch.inf) for tensor in inputs[:4])
     expected = ((scale * (query @ key.mT) + mask).softmax(-1) @ value).float()
     result = attend_in_chunks(*inputs, scale)
     assert result.shape == expected.shape and result.dtype == inputs[0].dtype
     bound = 3 * torch.finfo(result.dtype).eps
     assert float((result.float() - expected).norm() / expected.norm()) < bound
-    assert float((attend_reference(*inputs, scale).float() - expected).norm() / expected.norm()) < bound
+    plain = attend_reference(*(tensor.nan_to_num(0.0, neginf=-torch.inf) for tensor in inputs), scale)
+    assert float((plain.float() - expected).norm() / expected.norm()) < bound
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="test_interpreted.py runs it")
@@ -62,12 +70,12 @@ def test_chunks_fill_the_gpu(rows: int, slots: int) -> None:
     chunk = chunk_of(rows, slots, 264)
     chunks = -(-slots // chunk)
     assert chunk % 64 == 0 and chunk >= 128 and chunks <= 64
-    assert chunks == 1 or rows * chunks <= 264
+    assert chunk <= 1024 and (chunks == -(-slots // 1024) or rows * chunks <= 264)
     assert chunk == 128 or rows * -(-slots // (chunk - 64)) > 264 or -(-slots // (chunk - 64)) > 64
 
 
 def test_other_shapes_and_dtypes_are_refused() -> None:
-    query, key, value, mask = inputs_of(SHAPES[0], torch.float16)
+    query, key, value, mask, _ = inputs_of(SHAPES[0], torch.float16)
     shape = "the kernel has no such shape"
     assert why_not_in_chunks(query[..., :48], key[..., :48], value[..., :48], mask) == shape
     assert why_not_in_chunks(query, key[:, :, :100], value[:, :, :100], mask[..., :100]) == shape
@@ -77,7 +85,9 @@ def test_other_shapes_and_dtypes_are_refused() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", [*SHAPES, (1, 4, 7, 1280, 128), (32, 8, 4, 1280, 128), (1, 4, 7, 10240, 128)])
+@pytest.mark.parametrize(
+    "shape", [*SHAPES, (1, 4, 7, 1280, 128), (32, 8, 4, 1280, 128), (1, 4, 7, 10240, 128), (64, 4, 7, 5120, 128)]
+)
 def test_gpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     assert_exact(inputs_of(shape, dtype, "cuda"), 0.3)
 
@@ -85,7 +95,8 @@ def test_gpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 @pytest.mark.skipif(not INTERPRETED, reason="test_interpreted.py runs it")
 def test_interpreted_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The attention of the step takes the kernel, with the heads in transformers' order."""
-    query, key, value, mask = inputs_of(SHAPES[1], torch.float16)
+    query, key, value, mask, ends = inputs_of(SHAPES[1], torch.float16)
+    key, value = key.nan_to_num(0.0), value.nan_to_num(0.0)
     calls = []
     attend: Callable[..., torch.Tensor] = attend_in_chunks
 
@@ -94,7 +105,7 @@ def test_interpreted_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
         return attend(*tensors_and_scale)
 
     monkeypatch.setattr(step, "attend_in_chunks", counted)
-    out = step.attend(query.flatten(1, 2)[:, :, None], key, value, mask, query.shape[-1] ** -0.5)
+    out = step.attend(query.flatten(1, 2)[:, :, None], key, value, mask, ends, query.shape[-1] ** -0.5)
     assert len(calls) == 1
-    expected = attend_reference(query, key, value, mask, query.shape[-1] ** -0.5)
+    expected = attend_reference(query, key, value, mask, ends, query.shape[-1] ** -0.5)
     torch.testing.assert_close(out, expected.flatten(1)[:, None], rtol=1e-2, atol=1e-2)
