@@ -15,8 +15,8 @@ from captioner.pictures import upright_size
 from captioner.processors import vision_tokens
 
 _VIDEO_TOKENS = 8192  # assumed for a video before it is decoded, which is a batch of its own
-_FIRST_ITEMS = 64
-"""Items of the first batch, for which the model has to wait; a quarter of a batch if that is more."""
+_FIRST_ITEMS = 32
+"""Items of the first batch, for which the model has to wait; an eighth of a batch if that is more."""
 _SPARE_SLOTS = 1.25
 """The slots of a cache are rounded up by at most a quarter."""
 _READERS = 16  # threads, which mostly wait for the file system
@@ -97,7 +97,7 @@ def pack(tasks: Sequence[Task], bounds: Bounds) -> Iterator[list[Task]]:
     One item alone may exceed them. All items of a batch have the same prompts. A video stands alone.
     """
     batch: list[Task] = []
-    most_items = max(_FIRST_ITEMS, bounds.items // 4)  # of the first batch
+    most_items = max(_FIRST_ITEMS, bounds.items // 8)  # of the first batch
     for task in sorted(tasks, key=lambda task: (task.prompts, -task.tokens, task.item.key)):
         has_video = task.item.kind == "video" or (batch and batch[0].item.kind == "video")
         is_full = len(batch) == most_items or not bounds.hold([*batch, task])

@@ -53,6 +53,10 @@ class Clip:
     metadata: VideoMetadata
 
 
+Medium = Image.Image | torch.Tensor | Clip
+"""A picture, its bytes (3, H, W), or a clip."""
+
+
 @dataclass(frozen=True)
 class Caption:
     """The text that the model generated, and its number of tokens."""
@@ -140,7 +144,7 @@ class Captioner:
         hidden = self.model.config.get_text_config().hidden_size
         return values * (2 * itemsize + 2 * 4) + 2 * features * hidden * itemsize
 
-    def encode(self, media: Sequence[Image.Image | Clip], prompts: Sequence[str]) -> Inputs:
+    def encode(self, media: Sequence[Medium], prompts: Sequence[str]) -> Inputs:
         """Make the model's inputs: pictures (or one clip) with a prompt each, and pixels in the model's dtype.
 
         Pictures are prepared on the CPU where the GPU's memory is full.
@@ -190,7 +194,7 @@ class Captioner:
         with torch.cuda.stream(self._threads.stream):
             yield self._threads.stream
 
-    def _process(self, media: Sequence[Image.Image | Clip], prompts: Sequence[str], device: torch.device) -> Inputs:
+    def _process(self, media: Sequence[Medium], prompts: Sequence[str], device: torch.device) -> Inputs:
         clips = [medium for medium in media if isinstance(medium, Clip)]
         kind = "video" if clips else "image"
         texts = []

@@ -12,14 +12,13 @@ from time import perf_counter
 from typing import TypeVar
 
 import torch
-from PIL import Image
 from transformers import ProcessorMixin
 
 from captioner.batches import Bounds, Task, pack
 from captioner.items import checksum, holds_bytes, open_item, size, stamp
 from captioner.journal import Journal, Record
-from captioner.model import Caption, Captioner, Clip, Inputs
-from captioner.pictures import Resize, read_frames, read_image
+from captioner.model import Caption, Captioner, Clip, Inputs, Medium
+from captioner.pictures import Resize, channels_first, read_frames, read_image
 from captioner.plan import filled
 from captioner.processors import reduced
 from captioner.progress import Progress
@@ -38,7 +37,7 @@ class Row:
 
     task: Task
     errors: tuple[str | None, ...]  # for every prompt
-    medium: Image.Image | Clip | None = None
+    medium: Medium | None = None
     prompts: tuple[str, ...] = ()
     width: int | None = None
     height: int | None = None
@@ -61,7 +60,7 @@ class Ready:
     inputs: list[Inputs]  # for every prompt
 
 
-def decode(task: Task, processor: ProcessorMixin | None, resize: Resize | None = None) -> Row:
+def decode(task: Task, processor: ProcessorMixin | None, resize: Resize | None = None, *, for_gpu: bool = False) -> Row:
     """Read one item and fill its prompts. Errors become part of the row: damaged files raise nearly any class."""
     item = task.item
     texts = []
@@ -81,7 +80,7 @@ def decode(task: Task, processor: ProcessorMixin | None, resize: Resize | None =
                 frames, metadata = read_frames(file, Path(item.key).suffix, processor)
                 return replace(row, medium=Clip(frames, metadata), width=metadata.width, height=metadata.height)
             image, (width, height) = read_image(file, resize)
-            return replace(row, medium=image, width=width, height=height)
+            return replace(row, medium=channels_first(image) if for_gpu else image, width=width, height=height)
     except Exception as error:
         return _fail(row, error)
 
@@ -108,15 +107,17 @@ class Worker:
     def work(self, tasks: Sequence[Task]) -> None:
         """Caption all tasks. A batch that exceeds the memory is halved, and later batches are smaller."""
         processor = self.captioner.processor
-        slack = _SLACK_ON_GPU if self.captioner.prepares_on_gpu else 1.0
+        on_gpu = self.captioner.prepares_on_gpu
+        slack = _SLACK_ON_GPU if on_gpu else 1.0
         resize = reduced(processor, slack) if processor is not None else None
         pool = ThreadPoolExecutor(_DECODERS)
 
         def prepare(batch: list[Task]) -> Ready:
-            return self.prepare(list(pool.map(lambda task: decode(task, processor, resize), batch)))
+            decoded = pool.map(lambda task: decode(task, processor, resize, for_gpu=on_gpu), batch)
+            return self.prepare(list(decoded))
 
         batches = pack(tasks, self.bounds)
-        ahead = _AHEAD_ON_GPU if self.captioner.prepares_on_gpu else _AHEAD
+        ahead = _AHEAD_ON_GPU if on_gpu else _AHEAD
         begin = perf_counter()
         try:
             for ready in prepared_ahead(batches, prepare, ahead):

@@ -224,6 +224,14 @@ def test_pictures_are_prepared_on_a_gpu_by_torchvision(monkeypatch: pytest.Monke
                 assert on_gpu == (has_torchvision and device == "cuda" and name == "torchvision")
 
 
+@pytest.mark.parametrize("size", [(70, 40), (40, 70), (33, 33)])
+def test_bytes_for_the_gpu_give_the_pixels_of_the_picture(size: tuple[int, int], processor: ProcessorMixin) -> None:
+    image = draw(3)[0].resize(size)
+    expected = processor.image_processor([image], return_tensors="pt")
+    inputs = processor.image_processor([pictures.channels_first(image)], return_tensors="pt")
+    assert all(torch.equal(inputs[name], expected[name]) for name in expected)
+
+
 def test_pixels_are_in_the_models_dtype_and_shared_by_prompts(processor: ProcessorMixin) -> None:
     model = load_once(str(MODEL), torch.bfloat16, torch.device("cpu"))
     captioner = Captioner(model, processor, patching=None)
