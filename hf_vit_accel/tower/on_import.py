@@ -31,18 +31,23 @@ class _Finder:
     def __init__(self, name: str, act: Callable[[], None]) -> None:
         self.name = name
         self.act = act
+        self.is_searching = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of the module; None for all other modules."""
-        if fullname != self.name:
+        """Return the spec of the module; None for all other modules, and where another finder asks all finders."""
+        if fullname != self.name or self.is_searching:
             return None
-        for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(fullname, path, target)
-            if spec is not None and spec.loader is not None:
-                spec.loader = _Loader(self, spec.loader)
-                return spec
+        self.is_searching = True
+        try:
+            for finder in sys.meta_path:
+                spec = finder.find_spec(fullname, path, target)
+                if spec is not None and spec.loader is not None:
+                    spec.loader = _Loader(self, spec.loader)
+                    return spec
+        finally:
+            self.is_searching = False
         return None
 
 

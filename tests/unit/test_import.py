@@ -7,7 +7,9 @@ import math
 import os
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -104,6 +106,29 @@ def test_after_an_import_that_failed_the_next_one_counts(tmp_path: Path, monkeyp
     after_import("fails_first", lambda: calls.append("at once"))
     importlib.reload(module)
     assert calls == ["called", "at once"]
+
+
+class _AsksAll:
+    """A finder that asks all finders, as those of wrapt and of a second copy of this package do."""
+
+    def find_spec(self, name: str, path: object, target: ModuleType | None = None) -> ModuleSpec | None:
+        others = [finder for finder in sys.meta_path if finder is not self]
+        return next((spec for finder in others if (spec := finder.find_spec(name, None, target))), None)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_another_finder_that_asks_all_finders(is_first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / f"asked_by_all_{is_first}.py").write_text("")
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    calls: list[str] = []
+    if not is_first:
+        sys.meta_path.insert(0, _AsksAll())
+    after_import(f"asked_by_all_{is_first}", lambda: calls.append("called"))
+    if is_first:
+        sys.meta_path.insert(0, _AsksAll())
+    importlib.import_module(f"asked_by_all_{is_first}")
+    assert calls == ["called"]
 
 
 def test_a_function_that_is_imported_later_is_listed_and_suggested() -> None:
