@@ -26,7 +26,8 @@ from hf_vit_accel.decoding import loop, prefill, step
 from hf_vit_accel.decoding.prefill import plan_groups
 from hf_vit_accel.decoding.steps import steps_of
 
-GRIDS = [(1, 4, 4), (1, 4, 8), (1, 8, 8), (1, 4, 12)]
+GRIDS = [(1, 4, 4), (1, 4, 8), (1, 8, 8), (1, 4, 12), (2, 4, 4)]
+"""Pictures, and a video."""
 Inputs = dict[str, Any]
 
 
@@ -51,7 +52,7 @@ def joined(rows: list[Inputs], *, right: bool = False) -> Inputs:
 
 
 def batch(model: Any, rng: random.Random, rows: int, *, right: bool = False) -> Inputs:
-    """Draw rows of text with no, one or several pictures, padded to the longest."""
+    """Draw rows of text with no, one or several pictures or videos, padded to the longest."""
     drawn = []
     for _ in range(rows):
         row = tiny.chat_inputs(model, [rng.choice(GRIDS) for _ in range(rng.choice([0, 1, 1, 2]))], rng.randrange(999))
@@ -90,25 +91,44 @@ def compare(model: Any, inputs: Inputs, seed: int = 0, **options: Any) -> None:
         torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
+def draw_options(rng: random.Random) -> Inputs:
+    """Draw how tokens are chosen, and when rows end."""
+    choices: list[Inputs] = [
+        {},
+        dict(do_sample=True, temperature=1.3, top_k=9),
+        dict(do_sample=True, top_p=0.8, repetition_penalty=1.3, min_new_tokens=3),
+        dict(do_sample=True, num_return_sequences=2),
+        dict(no_repeat_ngram_size=2, bad_words_ids=[[5], [7, 8]]),
+        dict(eos_token_id=list(range(3, 50, rng.choice([2, 5, 9]))), pad_token_id=2),
+        dict(eos_token_id=list(range(3, 50, 3)), pad_token_id=2, do_sample=True, temperature=2.0),
+    ]
+    return rng.choice(choices) | dict(max_new_tokens=rng.choice([1, 2, 9, 12]))
+
+
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 @pytest.mark.parametrize("calls", [12, pytest.param(170, marks=pytest.mark.matrix)])
 def test_random_batches_give_stocks_tokens_whatever_the_groups(family: str, calls: int) -> None:
+    """Rows that end early, no, one and several pictures and videos, padding on both sides, sampling, and LoRA."""
+    peft = pytest.importorskip("peft")
     model = TINY[family].build()
+    for name in ("one", "two"):
+        lora = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False, r=2)
+        model.add_adapter(lora, name)
+    model.eval()
     patch(model)
     rng = random.Random(calls)
+    calls_of_one_token = 0
     for seed in range(calls):
-        inputs = batch(model, rng, rng.randint(2, 9), right=seed % 4 == 3)
-        options: Inputs = rng.choice(
-            [
-                {},
-                dict(do_sample=True, temperature=1.3, top_k=9),
-                dict(eos_token_id=list(range(3, 50, 5)), pad_token_id=2),
-                dict(do_sample=True, num_return_sequences=2),
-            ]
-        )
-        compare(model, inputs, seed, max_new_tokens=rng.choice([2, 9, 12]), **options)
-    assert steps_of(model).groups > 2 * calls and not counts_of(model).reasons
+        model.set_adapter(rng.choice(["one", "two"]))
+        (model.disable_adapters if rng.random() < 0.5 else model.enable_adapters)()
+        inputs = batch(model, rng, rng.randint(2, 11), right=seed % 4 == 3)
+        options = draw_options(rng)
+        calls_of_one_token += options["max_new_tokens"] == 1
+        with torch.inference_mode(rng.random() < 0.3):
+            compare(model, inputs, seed, **options)
+    assert steps_of(model).groups > 2 * calls
+    assert counts_of(model).reasons == {"no token after the first": calls_of_one_token}
     assert f"prompts in {steps_of(model).groups} groups" in str(status(model))
 
 
