@@ -20,6 +20,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from hf_vit_accel.decoding.halves import halves_of, has_independent_rows, joined
 from hf_vit_accel.decoding.prefill import GroupedPrompt
 from hf_vit_accel.decoding.step import (
     CACHE,
@@ -70,9 +71,9 @@ def graphed_decoding(
 ) -> Any:
     """Decode as `generate` does, with every step replayed from a CUDA graph.
 
-    Only the forwards of one token are ours; all else is transformers' own code. After the prompt, the call's dynamic
-    cache is copied to a static one. Calls for which this is impossible decode by stock's method, and `status(model)`
-    counts the reasons.
+    Only the forwards of one token are ours, on a static cache; all else is transformers' own code. Calls for which this
+    is impossible decode by stock's method, and `status(model)` counts the reasons. Where memory runs out, greedy calls
+    decode half the rows at a time.
 
     A `streamer` that `generate` gets works, too. `generate` drops `assistant_model`, and raises for `stop_strings`
     where `custom_generate` is a function: pass a `StopStringCriteria`.
@@ -122,6 +123,8 @@ def graphed_decoding(
         device = input_ids.device
         max_bytes = torch.cuda.get_device_properties(device).total_memory // 8 if input_ids.is_cuda else 1 << 30
     steps = steps_of(model)
+    loop: _ModelInLoop | None = None
+    failure: torch.OutOfMemoryError | None = None
     try:
         declared_class_of(model)
         _check(input_ids, generation_config, model_kwargs, of_generate, synced_gpus)
@@ -130,6 +133,21 @@ def graphed_decoding(
             return loop.finish(method(loop, input_ids, **arguments, streamer=streamer))
     except UnservedError as error:
         steps.stock_reasons[str(error)] += 1
+    except torch.OutOfMemoryError as error:
+        if streamer is not None or not has_independent_rows(generation_config, logits_processor, stopping_criteria):
+            raise
+        failure = error.with_traceback(None)  # which would keep what the call computed
+    if failure is not None:
+        loop = None
+        halves = halves_of(model, input_ids, model_kwargs)
+        if not halves:
+            raise failure
+        of_call = logits_processor, stopping_criteria, generation_config
+        outputs = [
+            graphed_decoding(model, half.pop("input_ids"), *of_call, max_graphs=max_graphs, max_bytes=max_bytes, **half)
+            for half in halves
+        ]
+        return joined(outputs, generation_config)
     arguments |= {"synced_gpus": synced_gpus} | ({} if streamer is None else {"streamer": streamer})
     if "assisted" in mode.value:
         arguments["inputs_tensor"] = inputs_tensor
@@ -273,7 +291,7 @@ class _ModelInLoop:
 
     def _new_room(self, cache: Any, rows: int, slots: int) -> tuple[list[Any], int]:
         """Return new layers and their slots. Earlier steps leave where memory is short."""
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), capture_of_ours():
             self._steps.make_space(bytes_of_room(cache, rows, slots), self._model.device)
             return make_room(cache, rows, slots), slots
 

@@ -90,7 +90,7 @@ class GroupedPrompt:
         groups: The rows of every group; none for a prompt that cannot be cut, or is short.
     """
 
-    def __init__(self, model: Model, inputs: Arguments) -> None:
+    def __init__(self, model: Model, inputs: Arguments, *, may_be_short: bool = False) -> None:
         self._model = model
         self._inputs = inputs
         self._pictures: dict[str, list[range]] = {}  # of every row, by modality
@@ -98,7 +98,8 @@ class GroupedPrompt:
         self._lengths_B: list[int] = []
         self.groups: list[list[int]] = []
         ids_BT = inputs.get("input_ids")
-        if isinstance(ids_BT, Tensor) and ids_BT.numel() > TOKENS_OF_A_FORWARD and self._can_be_cut(ids_BT):
+        least = 0 if may_be_short else TOKENS_OF_A_FORWARD
+        if isinstance(ids_BT, Tensor) and ids_BT.numel() > least and self._can_be_cut(ids_BT):
             self._columns = ids_BT.shape[1]
             self._lengths_B = self._lengths(ids_BT)
             self.groups = plan_groups(self._lengths_B, GROUP_TOKENS)
@@ -182,7 +183,8 @@ class GroupedPrompt:
             rows = groups.pop()
             output: Any = None
             try:
-                output = self._model(**self._inputs_of(rows, copy.deepcopy(empty)), return_dict=True)
+                columns = max(self._lengths_B[row] for row in rows)
+                output = self._model(**self.inputs_of(rows, copy.deepcopy(empty), columns), return_dict=True)
             except torch.OutOfMemoryError:
                 if len(rows) == 1:
                     raise
@@ -201,9 +203,8 @@ class GroupedPrompt:
             self._collect(cache, output[CACHE], rows_G)
         return CausalLMOutputWithPast(logits=logits_B1V, **{CACHE: cache})
 
-    def _inputs_of(self, rows: Sequence[int], cache: Any) -> Arguments:
-        """Return the inputs of some rows, from the first column on in which one of them has a token."""
-        columns = max(self._lengths_B[row] for row in rows)
+    def inputs_of(self, rows: Sequence[int], cache: Any, columns: int) -> Arguments:
+        """Return the inputs of some rows: their last columns."""
         inputs = self._inputs | {CACHE: cache}
         for name in ("position_ids", *_PER_COLUMN):
             if inputs.get(name) is not None:

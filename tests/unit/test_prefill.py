@@ -20,6 +20,7 @@ from support.decoding import both, counts_of
 from tiny import TINY
 from torch import nn
 from transformers import DynamicCache
+from transformers.generation.streamers import BaseStreamer
 
 from hf_vit_accel import patch, status
 from hf_vit_accel.decoding import loop, prefill, step
@@ -107,7 +108,7 @@ def draw_options(rng: random.Random) -> Inputs:
 
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
-@pytest.mark.parametrize("calls", [12, pytest.param(170, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("calls", [6, pytest.param(170, marks=pytest.mark.matrix)])
 def test_random_batches_give_stocks_tokens_whatever_the_groups(family: str, calls: int) -> None:
     """Rows that end early, no, one and several pictures and videos, padding on both sides, sampling, and LoRA."""
     peft = pytest.importorskip("peft")
@@ -154,15 +155,15 @@ def test_text_without_pictures_is_divided(kind: str) -> None:
 def test_a_group_for_which_memory_runs_out_is_halved(monkeypatch: pytest.MonkeyPatch) -> None:
     model = TINY["qwen2_5_vl"].build()
     sizes = []
-    inputs_of = prefill.GroupedPrompt._inputs_of
+    inputs_of = prefill.GroupedPrompt.inputs_of
 
-    def inputs_of_few_rows(self: prefill.GroupedPrompt, rows: list[int], cache: DynamicCache) -> Inputs:
+    def inputs_of_few_rows(self: prefill.GroupedPrompt, rows: list[int], *others: Any) -> Inputs:
         sizes.append(len(rows))
         if len(rows) > 1:
             raise torch.OutOfMemoryError
-        return inputs_of(self, rows, cache)
+        return inputs_of(self, rows, *others)
 
-    monkeypatch.setattr(prefill.GroupedPrompt, "_inputs_of", inputs_of_few_rows)
+    monkeypatch.setattr(prefill.GroupedPrompt, "inputs_of", inputs_of_few_rows)
     monkeypatch.setattr(prefill, "GROUP_TOKENS", 250)
     monkeypatch.setattr(prefill, "TOKENS_OF_A_FORWARD", 100)
     compare(model, batch(model, random.Random(2), 8), max_new_tokens=9)
@@ -209,6 +210,63 @@ def test_stock_goes_on_after_groups_where_a_step_is_refused(error: Exception, mo
     monkeypatch.setattr(step.DecodeStep, "prove", prove)
     compare(model, batch(model, random.Random(9), 9), max_new_tokens=12)
     assert steps_of(model).groups > 1 and counts_of(model).static_calls == 0
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize(
+    ("family", "most"), [("qwen2_5_vl", 3), ("qwen3_vl", 1), pytest.param("qwen2_vl", 2, marks=pytest.mark.matrix)]
+)
+def test_a_call_whose_cache_does_not_fit_is_halved(family: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows end at different lengths, so one half may be shorter. Each has its own pictures."""
+    model = TINY[family].build()
+    sizes = []
+
+    def make_room(cache: DynamicCache, rows: int, slots: int) -> list[Any]:
+        sizes.append(rows)
+        if rows > most:
+            raise torch.OutOfMemoryError
+        return step.make_room(cache, rows, slots)
+
+    monkeypatch.setattr(loop, "make_room", make_room)
+    for seed in range(2):
+        inputs = batch(model, random.Random(seed), 9, right=seed == 1)
+        options = dict(eos_token_id=list(range(3, 50, 4)), pad_token_id=2, no_repeat_ngram_size=3)
+        both(model, inputs, max_new_tokens=12, **options)
+    assert min(sizes) <= most and counts_of(model).static_calls > 4
+    assert set(counts_of(model).reasons) <= {"memory ran out"}, "of the step of a short prompt, which is no group"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(do_sample=True),
+        dict(repetition_penalty=1.2),
+        dict(make_logits_processor=lambda: [Scores()]),
+        dict(make_stopping_criteria=lambda: [transformers.MaxTimeCriteria(99)]),
+        dict(make_streamer=lambda: Tokens()),
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_calls_whose_rows_depend_on_each_other_are_not_halved(options: Inputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random numbers are drawn for all rows, and code of users sees all of them."""
+
+    def make_room(*_: Any) -> list[Any]:
+        raise torch.OutOfMemoryError
+
+    model = TINY["qwen3_vl"].build()
+    monkeypatch.setattr(loop, "make_room", make_room)
+    with pytest.raises(torch.OutOfMemoryError):
+        both(model, batch(model, random.Random(0), 9), max_new_tokens=12, **options)
+
+
+class Tokens(BaseStreamer):
+    """A streamer that takes the tokens of all rows."""
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take tokens."""
+
+    def end(self) -> None:
+        """Take no more."""
 
 
 def add_hook(model: Any) -> None:
