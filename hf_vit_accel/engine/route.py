@@ -63,6 +63,20 @@ class Spec:
         return request if segments is None else replace(request, max_seqlen=segments.max_seqlen, rows=segments.rows)
 
 
+class Signature:
+    """Rows, array shapes and dtypes, and the host decisions of all plans. A call looks it up several times."""
+
+    def __init__(self, value: Hashable) -> None:
+        self._value = value
+        self._hash = hash(value)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Signature) and self._value == other._value
+
+
 @dataclass(kw_only=True, eq=False)
 class Route:
     """The decisions about one layout.
@@ -78,7 +92,6 @@ class Route:
         tensors: The arrays on the device; empty before `bind`.
         attends: The attention of every layer; empty before `bind`.
         nodes: Every layer as one autograd node; None where it takes several, or no gradient flows. Empty before `bind`.
-        signature: The key of the layout's CUDA graph, made by the runner.
         bound: This route bound to its own arrays on the device; None before `ready`.
     """
 
@@ -92,10 +105,16 @@ class Route:
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     attends: list[Attend] = field(default_factory=list)
     nodes: list[LayerNode | None] = field(default_factory=list)
-    signature: Any = None
     bound: Route | None = None
     _segment_plans: dict[LayerKind | int, SegmentPlans] = field(default_factory=dict, init=False)
     _equal_offsets: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False)
+
+    @cached_property
+    def signature(self) -> Signature:
+        """The key of a CUDA graph: layouts of one signature share it."""
+        arrays = tuple((name, array.shape, array.dtype.str) for name, array in self.arrays.items())
+        plans = tuple((kind, plan.backend.name, tuple(sorted(plan.host.items()))) for kind, plan in self.plans.items())
+        return Signature((self.metadata.rows, arrays, plans))
 
     @cached_property
     def packed(self) -> Tensor:
@@ -117,7 +136,7 @@ class Route:
             for kind, plan in self.plans.items():
                 arrays_of_plan = {name: tensors[f"{kind}/{name}"] for name in plan.arrays}
                 plans[kind] = guarded(plan.backend.name, plan.bind)(arrays_of_plan)
-        bound = replace(self, tensors=tensors, plans=plans, signature=None, bound=None)
+        bound = replace(self, tensors=tensors, plans=plans, bound=None)
         ops = self.spec.ops
         if ops is None:
             bound._own_offsets()

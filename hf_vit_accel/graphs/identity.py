@@ -1,11 +1,11 @@
-"""Identifies graphs: by the state of the tower, which tells whether they are stale, and by the key of each."""
+"""The state of a tower that graphs were captured under, which tells whether they are stale."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from hf_vit_accel.engine.route import Route, Spec
+from hf_vit_accel.engine.route import Spec
 
 
 class Identity(NamedTuple):
@@ -41,29 +41,3 @@ STALE_REASONS: Mapping[str, str] = {
 def what_differs(captured: Identity, current: Identity) -> str:
     """Return what differs between two identities."""
     return next(why for name, why in STALE_REASONS.items() if getattr(captured, name) != getattr(current, name))
-
-
-class Signature:
-    """Key of a graph: rows, array shapes and dtypes, and the host decisions of all plans.
-
-    Layouts of one signature share a graph. The hash is computed once, since a call looks it up several times.
-    """
-
-    def __init__(self, value: Hashable) -> None:
-        self._value = value
-        self._hash = hash(value)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Signature) and self._value == other._value
-
-
-def signature_of(route: Route) -> Signature:
-    """Return the signature of a route. It is kept on the route, which every replay looks up."""
-    if route.signature is None:
-        arrays = tuple((name, array.shape, array.dtype.str) for name, array in route.arrays.items())
-        plans = tuple((kind, plan.backend.name, tuple(sorted(plan.host.items()))) for kind, plan in route.plans.items())
-        route.signature = Signature((route.metadata.rows, arrays, plans))
-    return route.signature

@@ -106,9 +106,10 @@ class Decision:
     Attributes:
         replay: By graphs of its own shape, by padded ones, or by none.
         reason: Why by none.
-        bins: The images of each graph.
+        bins: The images of each graph; empty for one graph of all.
         routes: The route of each graph's images.
-        keys: The key of each graph. Those that are missing are captured first.
+        signatures: What layouts of each graph share.
+        keys: The key of each graph: its signature under an identity. Those that are missing are captured first.
         makes_room: Whether all other graphs are dropped before.
         is_final: Whether the pass is replayed alike as long as no graph is captured or dropped.
     """
@@ -117,6 +118,7 @@ class Decision:
     reason: str = ""
     bins: tuple[Bin, ...] = ()
     routes: tuple[Route, ...] = ()
+    signatures: tuple[Hashable, ...] = ()
     keys: tuple[Key, ...] = ()
     makes_room: bool = False
     is_final: bool = False

@@ -9,27 +9,25 @@ All graphs of a runner share one memory pool and one set of buffers, so replays 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from hf_vit_accel import machine
 from hf_vit_accel.config import GraphConfig
+from hf_vit_accel.engine.call import Batch
 from hf_vit_accel.engine.encoder import encode
 from hf_vit_accel.engine.route import Route, Routes, Spec
 from hf_vit_accel.graphs import budgets
 from hf_vit_accel.graphs.budgets import Bin
 from hf_vit_accel.graphs.buffers import Shape, pad
-from hf_vit_accel.graphs.identity import Identity, signature_of
-from hf_vit_accel.graphs.policy import AUTOMATIC, CREDIT_OF_REPLAY, NEVER, Accepted, Decision, thresholds_of
+from hf_vit_accel.graphs.policy import AUTOMATIC, NEVER, Accepted, Decision, thresholds_of
 from hf_vit_accel.graphs.recorder import CudaRecorder
 from hf_vit_accel.graphs.status import GraphStatus
-from hf_vit_accel.graphs.store import Candidate, Eager, GraphStore, Replayed
+from hf_vit_accel.graphs.store import GraphStore, StoredGraph
 from hf_vit_accel.layout import Grid, pack, rows_of, send
-from hf_vit_accel.watch import Attributes
 
 _COMES_AGAIN = Accepted("a size is captured when it comes again")
 _EXACT_ONLY = Accepted("the backend replays exact shapes only, from the time that they came often")
@@ -40,36 +38,16 @@ _BYTES_PER_VALUE = 36
 
 
 @dataclass(kw_only=True, eq=False)
-class _Graph:
-    """A captured graph, with the static tensors that it reads and writes.
+class _Graph(StoredGraph):
+    """A graph of inference. Its pixels are longer than a call's, whose tail is zeros.
 
     Attributes:
-        label: What the graph replays, as `status` prints it.
-        way: How a call that it serves is reported.
-        grid: The one grid that it replays; None for the graph of a budget.
-        route: The route that was captured, bound to `packed`.
         packed: The route's arrays in one buffer of bytes.
-        pixels_TP: Static pixels; longer than a call's, whose tail is zeros.
-        outputs: Static outputs.
         rows_per_token: The rows of every output for one merged token: 1 for merged outputs.
-        replay: Launches the graph.
-        nbytes: Device memory that the graph took.
-        replays: How often it was launched.
-        used_at: The last call that launched it.
     """
 
-    label: str
-    way: str = ""
-    grid: Grid | None
-    route: Route
     packed: Tensor
-    pixels_TP: Tensor
-    outputs: list[Tensor]
     rows_per_token: list[int]
-    replay: Callable[[], None]
-    nbytes: int
-    replays: int = 0
-    used_at: int = 0
 
 
 class Runner(GraphStore[_Graph]):
@@ -112,27 +90,6 @@ class Runner(GraphStore[_Graph]):
             width += width * len(spec.full_layers) // 9
         return rows_of(grid) * width * _BYTES_PER_VALUE
 
-    def run(
-        self,
-        grid: Grid,
-        spec: Spec,
-        pixels_TP: Tensor,
-        memory: list[object],
-        parameters: Sequence[Tensor] = (),
-        parameter_dicts: Sequence[Attributes] = (),
-    ) -> Replayed | Eager:
-        """Replay a pass, or return why it runs eagerly (counted).
-
-        Args:
-            memory: Equal while weights and buffers stay at their addresses (see `Identity`).
-        """
-        identity = Identity(spec, memory, pixels_TP.shape[1], machine.numerics())
-        device = spec.request.device
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        with self._lock:
-            ready = self._resolve(grid, identity, stream, self._capture)
-            return ready if isinstance(ready, Eager) else self._replay(*ready, pixels_TP)
-
     def _budgets(self, grid: Grid, spec: Spec) -> list[Hashable]:
         bins = self._bins(grid, spec)
         return [] if isinstance(bins, str) else [bin_.budget for bin_ in bins]
@@ -145,7 +102,7 @@ class Runner(GraphStore[_Graph]):
             return Accepted(bins)
         return bins if budgets.pays(bins, merge) else Accepted("padding would cost more than the replay saves")
 
-    def _candidates(self, grid: Grid, spec: Spec) -> Iterator[Candidate | str]:
+    def _candidates(self, grid: Grid, spec: Spec) -> Iterator[Decision | str]:
         limits = self.policy.thresholds
         if self._warming == "exactly":
             yield self._exact(grid, spec)
@@ -157,7 +114,7 @@ class Runner(GraphStore[_Graph]):
         if rows_of(grid) > limits.most_rows and not is_held:
             yield f"calls of more than {limits.most_rows} patches keep the GPU busy without a graph"
             return
-        padded: Candidate | str = _COMES_AGAIN
+        padded: Decision | str = _COMES_AGAIN
         if all(self.policy.counts.get(budget, 0) >= limits.padded_calls for budget in self._budgets(grid, spec)):
             padded = self._padded(grid, spec)
         if is_held or self.policy.came_often(grid, is_padded=not isinstance(padded, str)):
@@ -166,14 +123,14 @@ class Runner(GraphStore[_Graph]):
             yield _COMES_AGAIN
         yield padded
 
-    def _exact(self, grid: Grid, spec: Spec) -> Candidate:
+    def _exact(self, grid: Grid, spec: Spec) -> Decision:
         """Return the replay of a pass in its own shape. The launches of any backend fit the layout of their capture."""
         route = self._routes.get(grid, spec, "exactly")
         frames = sum(t for t, _, _ in grid)
         whole = Bin(first=0, last=len(grid), tokens=route.metadata.merged, frames=frames, budget=None)
-        return Candidate("exactly", (whole,), (route,), (signature_of(route),))
+        return Decision(replay="exactly", bins=(whole,), routes=(route,), signatures=(route.signature,))
 
-    def _padded(self, grid: Grid, spec: Spec) -> Candidate | str:
+    def _padded(self, grid: Grid, spec: Spec) -> Decision | str:
         """Return the padded replay of a pass, or why there is none."""
         bins = self._bins(grid, spec)
         if isinstance(bins, str):
@@ -192,14 +149,15 @@ class Runner(GraphStore[_Graph]):
                     return f"{choice.backend.name} cannot be captured for other layouts"
             layout = partial(pad, plain.metadata, _shape(bin_, plain))
             routes.append(self._routes.get(images, spec, "padded", bin_.budget, layout))
-        return Candidate("padded", bins, tuple(routes), tuple(map(signature_of, routes)))
+        signatures = tuple(route.signature for route in routes)
+        return Decision(replay="padded", bins=bins, routes=tuple(routes), signatures=signatures)
 
     def _is_served_by(self, named: str, grid: Grid, spec: Spec) -> bool:
         """Return whether an eager call has the backend that the user named, though no other layout can be replayed."""
         choices = self._routes.get(grid, spec).choices.values()
         return any(choice.backend.name == named and not choice.backend.replays_other_layouts for choice in choices)
 
-    def _why_worse(self, grid: Grid, candidate: Candidate) -> str | None:
+    def _why_worse(self, grid: Grid, candidate: Decision) -> str | None:
         if candidate.replay == "exactly" or rows_of(grid) <= self.policy.thresholds.padded_rows:
             return None
         choices = self._routes.get(grid, candidate.routes[0].spec).choices.values()
@@ -207,8 +165,7 @@ class Runner(GraphStore[_Graph]):
             return None
         return "no backend replays many layouts as fast as an eager call of this size runs"
 
-    def _capture(self, route: Route, bin_: Bin | None, recorder: CudaRecorder) -> _Graph:
-        """Capture the encoder over one route."""
+    def _capture(self, batch: Batch, route: Route, bin_: Bin | None, recorder: CudaRecorder) -> _Graph:
         assert bin_ is not None
         metadata = route.metadata
         spec = route.spec
@@ -240,8 +197,7 @@ class Runner(GraphStore[_Graph]):
         with torch.no_grad():
             packed = send(pack(route.arrays), spec.request.device)
             bound = route.bind(packed)
-            width = self._identities[-1].pixel_width
-            empty_TP = torch.empty(0, width, dtype=spec.request.dtype, device=spec.request.device)
+            empty_TP = torch.empty(0, batch.pixels_TP.shape[1], dtype=spec.request.dtype, device=spec.request.device)
             pixels_TP = buffer("pixels", empty_TP, metadata.rows).zero_()
             (launch,), nbytes = recorder.record(run)
         if metadata.rows > largest:  # these buffers are the graph's own
@@ -259,8 +215,9 @@ class Runner(GraphStore[_Graph]):
             nbytes=nbytes + packed.nbytes,
         )
 
-    def _replay(self, decision: Decision, graphs: list[_Graph], pixels_TP: Tensor) -> Replayed:
+    def _replay(self, decision: Decision, graphs: list[_Graph], batch: Batch) -> list[Tensor]:
         """Replay the bins one after the other, and join their outputs."""
+        pixels_TP = batch.pixels_TP
         recorder = self._recorder  # if memory runs out, the store drops it
         tokens = sum(bin_.tokens for bin_ in decision.bins)
         results: list[Tensor] = []
@@ -284,15 +241,11 @@ class Runner(GraphStore[_Graph]):
                         results.append(static.new_empty(tokens * per_token, *static.shape[1:]))
                     results[index][start * per_token :][: len(fresh)].copy_(fresh)
                 start += bin_.tokens
-                graph.replays += 1
-                graph.used_at = self.policy.calls
-                self.replays += 1
-                self.policy.credit += CREDIT_OF_REPLAY
                 self._rows_called += rows
                 self._rows_replayed += len(graph.pixels_TP)
         finally:
             recorder.done()
-        return Replayed(results, decision.routes[0], graph.way)
+        return results
 
 
 def _shape(bin_: Bin, plain: Route) -> Shape:

@@ -19,7 +19,7 @@ from hf_vit_accel.engine.encoder import Residual, encode
 from hf_vit_accel.engine.recorded import Slot, slots_of
 from hf_vit_accel.engine.route import Route
 from hf_vit_accel.graphs.recorder import CudaRecorder
-from hf_vit_accel.layout import Grid
+from hf_vit_accel.graphs.store import StoredGraph
 from hf_vit_accel.ops.base import Slots, replaced
 
 Tensors = list[Tensor]
@@ -57,16 +57,10 @@ class Stage:
 
 
 @dataclass(kw_only=True, eq=False)
-class CapturedStep:
-    """The graphs of a layout, with the static tensors that they read and write.
+class CapturedStep(StoredGraph):
+    """The graphs of a layout: `replay` launches the forward, `stages` launch the backward.
 
     Attributes:
-        label: What the graphs replay, as `status` prints it.
-        way: How a call that they serve is reported.
-        grid: The one grid that they replay.
-        route: The route that was captured; it keeps the tensors alive that the graphs read.
-        pixels_TP: Static pixels, read by the forward.
-        outputs: Static outputs, written by the forward.
         differentiable: Whether each output can have a gradient.
         used: Whether the loss uses each output, so that a gradient arrives for it.
         incoming: Static gradients of the used outputs, read by the backward.
@@ -76,19 +70,9 @@ class CapturedStep:
         other_slots: Where they store other tensors: buffers and plain attributes.
         requires_grad: Whether each parameter requires a gradient.
         pointers: The memory address of each parameter.
-        forward: Launches the forward graph.
-        nbytes: Device memory that the graphs took.
-        replays: How often the forward was launched.
-        used_at: The last call that launched it.
         last_call: Returns the call whose pixels lie in `pixels_TP`; None once it is freed.
     """
 
-    label: str
-    way: str = ""
-    grid: Grid | None
-    route: Route
-    pixels_TP: Tensor
-    outputs: Tensors
     differentiable: list[bool]
     used: tuple[bool, ...]
     incoming: Tensors
@@ -98,10 +82,6 @@ class CapturedStep:
     other_slots: list[Slot]
     requires_grad: tuple[bool, ...]
     pointers: list[int]
-    forward: Callable[[], None]
-    nbytes: int
-    replays: int = 0
-    used_at: int = 0
     last_call: Callable[[], object] | None = None
 
     def has_pixels_of(self, call: object) -> bool:
@@ -252,7 +232,7 @@ class StepCapture:
             other_slots=self._other_slots(),
             requires_grad=self.requires_grad,
             pointers=[parameter.data_ptr() for parameter in self.parameters],
-            forward=forward,
+            replay=forward,
             nbytes=nbytes + sum(tensor.nbytes for tensor in (self.pixels_TP, *self.incoming)),
         )
 

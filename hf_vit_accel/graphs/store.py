@@ -6,20 +6,32 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import RLock
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from hf_vit_accel import machine
 from hf_vit_accel.backends import Replay
+from hf_vit_accel.engine.call import Batch
 from hf_vit_accel.engine.route import Route, Routes, Spec
 from hf_vit_accel.graphs.budgets import Bin
 from hf_vit_accel.graphs.called import reason_against_capture
 from hf_vit_accel.graphs.identity import Identity, what_differs
 from hf_vit_accel.graphs.memory import capture_of_ours, drop_when_memory_runs_out
-from hf_vit_accel.graphs.policy import CHANGED, NEVER, NO_ROOM, Accepted, Decision, Key, Policy, Thresholds
+from hf_vit_accel.graphs.policy import (
+    CHANGED,
+    CREDIT_OF_REPLAY,
+    NEVER,
+    NO_ROOM,
+    Accepted,
+    Decision,
+    Key,
+    Policy,
+    Thresholds,
+)
 from hf_vit_accel.graphs.recorder import CudaRecorder, free_bytes
 from hf_vit_accel.graphs.status import GraphStatus
 from hf_vit_accel.layout import Grid
@@ -58,37 +70,36 @@ class Replayed(NamedTuple):
     way: str
 
 
-class Candidate(NamedTuple):
-    """A way to replay a pass, with the route, the images and the signature of each graph."""
-
-    replay: Replay
-    bins: tuple[Bin, ...]
-    routes: tuple[Route, ...]
-    signatures: tuple[Hashable, ...]
-
-
-class StoredGraph(Protocol):
-    """A captured graph, as `status` reports it.
+@dataclass(kw_only=True, eq=False)
+class StoredGraph:
+    """A captured graph of one layout, or of a budget.
 
     Attributes:
-        label: What the graph replays.
+        label: What the graph replays, as `status` prints it.
         way: How a call that it serves is reported: at which call it was captured.
         grid: The one grid that it replays; None for the graph of a budget.
+        route: The route that was captured. It keeps the tensors alive that the graph reads.
+        pixels_TP: Static pixels.
+        outputs: Static outputs.
+        replay: Launches the graph.
         nbytes: Device memory that it took.
         replays: How often it was launched.
         used_at: The last call that launched it.
     """
 
     label: str
-    way: str
+    way: str = ""
     grid: Grid | None
+    route: Route
+    pixels_TP: Tensor
+    outputs: list[Tensor]
+    replay: Callable[[], None]
     nbytes: int
-    replays: int
-    used_at: int
+    replays: int = 0
+    used_at: int = 0
 
 
 G = TypeVar("G", bound=StoredGraph)
-Capture = Callable[[Route, Bin | None, CudaRecorder], G]
 
 
 def _ordinal(number: int) -> str:
@@ -147,16 +158,37 @@ class GraphStore(ABC, Generic[G]):
         """List the tensors that the next call writes before a graph reads them."""
 
     @abstractmethod
-    def _candidates(self, grid: Grid, spec: Spec) -> Iterator[Candidate | str]:
+    def _candidates(self, grid: Grid, spec: Spec) -> Iterator[Decision | str]:
         """Yield the ways to replay a pass that the calls so far allow, the best first, and why there is no other."""
-
-    @abstractmethod
-    def _why_worse(self, grid: Grid, candidate: Candidate) -> str | None:
-        """Return why a replay would be slower than an eager call, or None."""
 
     @abstractmethod
     def needed_bytes(self, grid: Grid, spec: Spec) -> int:
         """Estimate the device memory of a graph. All graphs share it, since one runs at a time."""
+
+    @abstractmethod
+    def _capture(self, batch: Batch, route: Route, bin_: Bin | None, recorder: CudaRecorder) -> G:
+        """Capture the graph of a route."""
+
+    @abstractmethod
+    def _replay(self, decision: Decision, graphs: list[G], batch: Batch) -> list[Tensor]:
+        """Replay a pass; return fresh outputs."""
+
+    def _why_worse(self, grid: Grid, candidate: Decision) -> str | None:
+        """Return why a replay would be slower than an eager call, or None."""
+        return None
+
+    def _why_eager(self, batch: Batch) -> str | None:
+        """Return why a pass runs eagerly, whatever its layout."""
+        plan = batch.plan
+        if plan.spec.against_graphs is not None:
+            return plan.spec.against_graphs
+        if not plan.weights.contiguous:  # `data_ptr` stays: a change of strides would go unseen
+            return "a parameter is not contiguous"
+        if any(plan.checkpoints):
+            return "gradient checkpointing runs layers again"
+        if batch.is_part and not self.policy.thresholds.asked_for:
+            return "long calls of several passes"
+        return None
 
     @property
     def device(self) -> torch.device | None:
@@ -225,28 +257,48 @@ class GraphStore(ABC, Generic[G]):
             finally:
                 self._warming = None
 
-    def _resolve(
-        self, grid: Grid, identity: Identity, stream: int, capture: Capture[G]
-    ) -> tuple[Decision, list[G]] | Eager:
-        """Count a pass and decide about it; return its graphs, captured where they are missing.
+    def run(self, batch: Batch) -> Replayed | Eager:
+        """Replay a pass, from graphs that are captured where they are missing; or return why it runs eagerly."""
+        plan = batch.plan
+        spec = plan.spec
+        device = spec.request.device
+        # Each stream has routes of its own: a copy to the device on one may be incomplete for another.
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        with self._lock:
+            why = self._why_eager(batch)
+            if why is not None:
+                return self.count_eager(why)
+            memory: list[object] = [plan.weights, *[buffer.data_ptr() for buffer in plan.reading.buffers()]]
+            if plan.reading.called_linears:
+                memory.append(plan.reading.called_memory())
+            requires_grad: tuple[bool, ...] = ()
+            if spec.request.grad:
+                requires_grad = batch.pixels_TP.requires_grad, *[weight.requires_grad for weight in plan.parameters]
+            identity = Identity(spec, memory, batch.pixels_TP.shape[1], machine.numerics(), requires_grad)
+            policy = self.policy
+            ready = self._steady.get((batch.grid, stream))
+            is_steady = self._warming is None and self._given_up is None
+            if ready is None or not is_steady or self._identities[-1] != identity:
+                decided = self._decide_and_capture(batch, identity, stream)
+                if isinstance(decided, Eager):
+                    return decided
+                decision, graphs = decided
+            else:
+                decision, graphs = ready
+                policy.calls += 1  # as `Policy.count` and `_follow`, without entering them
+                policy.credit += 1
+                policy.changes = max(policy.changes - 1, 0)
+                policy.counts[batch.grid] = policy.counts.pop(batch.grid, 0) + 1
+            for graph in graphs:
+                graph.replays += 1
+                graph.used_at = policy.calls
+            self.replays += len(graphs)
+            policy.credit += CREDIT_OF_REPLAY * len(graphs)
+            return Replayed(self._replay(decision, graphs, batch), decision.routes[0], graphs[0].way)
 
-        Args:
-            stream: Of the call. Each has routes of its own: a copy to the device on one may be incomplete for another.
-        """
-        ready = self._steady.get((grid, stream))
-        is_steady = self._warming is None and self._given_up is None
-        if ready is None or not is_steady or self._identities[-1] != identity:
-            return self._decide_and_capture(grid, identity, stream, capture)
-        policy = self.policy  # as `Policy.count` and `_follow`, without entering them
-        policy.calls += 1
-        policy.credit += 1
-        policy.changes = max(policy.changes - 1, 0)
-        policy.counts[grid] = policy.counts.pop(grid, 0) + 1
-        return ready
-
-    def _decide_and_capture(
-        self, grid: Grid, identity: Identity, stream: int, capture: Capture[G]
-    ) -> tuple[Decision, list[G]] | Eager:
+    def _decide_and_capture(self, batch: Batch, identity: Identity, stream: int) -> tuple[Decision, list[G]] | Eager:
+        """Count a pass and decide about it; return its graphs, captured where they are missing."""
+        grid = batch.grid
         spec = identity.spec
         self.policy.count((grid, *self._budgets(grid, spec)))
         if self._given_up is not None:
@@ -264,7 +316,7 @@ class GraphStore(ABC, Generic[G]):
             if spec.settings.strict:
                 raise_if_any([why for route in decision.routes for why in route.unmet])
             try:
-                self._capture_missing(decision, capture)
+                self._capture_missing(decision, batch)
                 break
             except _CaptureError as error:
                 why_failed = str(error)
@@ -295,10 +347,8 @@ class GraphStore(ABC, Generic[G]):
             why = self._why_not_captured(grid, candidate, missing) if missing else None
             makes_room = why == NO_ROOM and self.policy.will_make_room
             if why is None or makes_room:
-                return Decision(
-                    replay=candidate.replay,
-                    bins=candidate.bins,
-                    routes=candidate.routes,
+                return replace(
+                    candidate,
                     keys=keys,
                     makes_room=makes_room,
                     is_final=not refused and (candidate.replay == "exactly" or limits.exact_calls == NEVER),
@@ -306,7 +356,7 @@ class GraphStore(ABC, Generic[G]):
             refused.append(why)
         return Decision(reason=[*refused, *reasons][0])
 
-    def _why_not_captured(self, grid: Grid, candidate: Candidate, missing: set[Key]) -> str | None:
+    def _why_not_captured(self, grid: Grid, candidate: Decision, missing: set[Key]) -> str | None:
         """Return why the missing graphs of a pass are not captured now, or None."""
         spec = candidate.routes[0].spec
         is_asked_for = self.policy.thresholds.asked_for or self._warming is not None
@@ -329,7 +379,7 @@ class GraphStore(ABC, Generic[G]):
             return limits.most_bytes
         return min(free_bytes(spec.request.device) // _SHARE, limits.most_bytes)
 
-    def _capture_missing(self, decision: Decision, capture: Capture[G]) -> None:
+    def _capture_missing(self, decision: Decision, batch: Batch) -> None:
         """Capture the missing graphs of a pass. Raises `_CaptureError` for the first that fails."""
         if decision.makes_room:
             self._make_room()
@@ -337,7 +387,7 @@ class GraphStore(ABC, Generic[G]):
         for key, route, bin_ in zip(decision.keys, decision.routes, bins, strict=True):
             if key in self._graphs:
                 continue
-            graph = self._capture_one(key, route, bin_, capture)
+            graph = self._capture_one(key, route, bin_, batch)
             self.captures += 1
             graph.way = f"replayed (captured at the {_ordinal(self.policy.calls)} call)"
             self.policy.note_capture(key, is_free=self._warming is not None)
@@ -351,7 +401,7 @@ class GraphStore(ABC, Generic[G]):
             del self._graphs[min(others, key=lambda key: self._graphs[key].used_at)]
             self._steady = {}
 
-    def _capture_one(self, key: Key, route: Route, bin_: Bin | None, capture: Capture[G]) -> G:
+    def _capture_one(self, key: Key, route: Route, bin_: Bin | None, batch: Batch) -> G:
         """Capture a graph; note a failure."""
         recorder = self._recorder
         if not self.policy.thresholds.asked_for:
@@ -362,7 +412,7 @@ class GraphStore(ABC, Generic[G]):
                 capture_of_ours(),
                 torch.inference_mode(False),
             ):  # buffers of inference mode cannot be written outside of it
-                return capture(route, bin_, recorder)
+                return self._capture(batch, route, bin_, recorder)
         except Exception as error:
             why = f"capture failed: {type(error).__name__}: {error}".split("\n")[0]
             if isinstance(error, torch.OutOfMemoryError):  # other programs may give memory back

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from hf_vit_accel import machine
 from hf_vit_accel.config import GraphConfig
+from hf_vit_accel.engine.call import Batch
 from hf_vit_accel.engine.recorded import RecordedTensors
 from hf_vit_accel.engine.route import Route, Routes, Spec
 from hf_vit_accel.graphs.budgets import Bin
 from hf_vit_accel.graphs.identity import Identity
-from hf_vit_accel.graphs.policy import AUTOMATIC_STEPS, CREDIT_OF_REPLAY, Accepted, thresholds_of_steps
+from hf_vit_accel.graphs.policy import AUTOMATIC_STEPS, Accepted, Decision, thresholds_of_steps
 from hf_vit_accel.graphs.recorder import CudaRecorder
 from hf_vit_accel.graphs.step import (
     CapturedStep,
@@ -33,10 +34,9 @@ from hf_vit_accel.graphs.step import (
     present,
     run_eagerly,
 )
-from hf_vit_accel.graphs.store import Candidate, Eager, GraphStore, Replayed
+from hf_vit_accel.graphs.store import Eager, GraphStore
 from hf_vit_accel.layout import Grid, rows_of
 from hf_vit_accel.ops.training.context import FunctionContext
-from hf_vit_accel.watch import Attributes
 
 _BYTES_PER_VALUE = 33
 """Bytes of the activations of a training step for each row, layer and column of the residual stream (H100)."""
@@ -90,11 +90,20 @@ class TrainingRunner(GraphStore[CapturedStep]):
         super().__init__(AUTOMATIC_STEPS if config is None else thresholds_of_steps(config), routes)
         self._outputs_of_last_loss: tuple[bool, ...] = ()  # whether it used each output
         self._last: weakref.ref[_Call] | None = None
-        self._gradient_bytes: tuple[Identity | None, int] = None, 0  # of all gradients, for this identity
+
+        self._gradient_bytes = 0  # of all gradients, for the current identity
 
     def _drop(self) -> None:
         super()._drop()
         self._last = None
+
+    def _decide_and_capture(
+        self, batch: Batch, identity: Identity, stream: int
+    ) -> tuple[Decision, list[CapturedStep]] | Eager:
+        if not self._identities or self._identities[-1] != identity:
+            trained = [parameter.nbytes for parameter in batch.plan.parameters if parameter.requires_grad]
+            self._gradient_bytes = sum(trained)
+        return super()._decide_and_capture(batch, identity, stream)
 
     def static_buffers(self) -> Tensors:
         """List the tensors that the next call writes before a graph reads them."""
@@ -108,63 +117,29 @@ class TrainingRunner(GraphStore[CapturedStep]):
     def needed_bytes(self, grid: Grid, spec: Spec) -> int:
         """Estimate the device memory of a step: activations, and the gradients of two stages."""
         values_per_row = len(spec.full_layers) * spec.request.heads * spec.request.head_dim
-        return rows_of(grid) * values_per_row * _BYTES_PER_VALUE + self._gradient_bytes[1] // 4
+        return rows_of(grid) * values_per_row * _BYTES_PER_VALUE + self._gradient_bytes // 4
 
-    def run(
-        self,
-        grid: Grid,
-        spec: Spec,
-        pixels_TP: Tensor,
-        memory: list[object],
-        parameters: Sequence[Tensor],
-        parameter_dicts: Sequence[Attributes],
-    ) -> Replayed | Eager:
-        """Replay the forward of a call, so that autograd replays its backward; or return why it runs eagerly (counted).
+    def _capture(self, batch: Batch, route: Route, bin_: Bin | None, recorder: CudaRecorder) -> CapturedStep:
+        parameters = batch.plan.parameters
+        slots = [
+            (parameter_dict, name)
+            for parameter_dict in batch.plan.reading.parameter_dicts
+            for name, value in parameter_dict.items()
+            if value is not None
+        ]
+        step = StepCapture(route, batch.pixels_TP, parameters, slots, self._outputs_of_last_loss).step(recorder)
+        torch.cuda.empty_cache()  # the warm-up's memory is of the recorder's stream: no other work can use it
+        return step
 
-        Args:
-            memory: Equal while weights and buffers stay at their addresses (see `Identity`).
-            parameters: Of the tower, as they are now.
-            parameter_dicts: The dictionaries in which modules store them, in this order.
-        """
-        if pixels_TP.is_inference():  # autograd cannot save inference tensors
-            pixels_TP = pixels_TP.clone()
-        requires_grad = (pixels_TP.requires_grad, *[parameter.requires_grad for parameter in parameters])
-        identity = Identity(spec, memory, pixels_TP.shape[1], machine.numerics(), requires_grad)
-
-        def capture(route: Route, bin_: Bin | None, recorder: CudaRecorder) -> CapturedStep:
-            slots = [
-                (parameter_dict, name)
-                for parameter_dict in parameter_dicts
-                for name, value in parameter_dict.items()
-                if value is not None
-            ]
-            step = StepCapture(route, pixels_TP, parameters, slots, self._outputs_of_last_loss).step(recorder)
-            torch.cuda.empty_cache()  # the warm-up's memory is of the recorder's stream: no other work can use it
-            return step
-
-        device = spec.request.device
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        with self._lock:
-            reason = self._why_eager(parameters)
-            if reason is not None:
-                return self.count_eager(reason)
-            if self._gradient_bytes[0] != identity:
-                trained = [parameter.nbytes for parameter in parameters if parameter.requires_grad]
-                self._gradient_bytes = identity, sum(trained)
-            ready = self._resolve(grid, identity, stream, capture)
-            if isinstance(ready, Eager):
-                return ready
-            decision, (step,) = ready
-            (route,) = decision.routes
-            call = self._forward(step, pixels_TP, parameters)
-        leaves = [parameters[index] for index in step.trained]  # collected while the GPU works
-        return Replayed(list(_Replay.apply(self, call, route, pixels_TP, *leaves)), route, step.way)
-
-    def _why_eager(self, parameters: Sequence[Tensor]) -> str | None:
-        """Return why a call runs eagerly, whatever its layout."""
+    def _why_eager(self, batch: Batch) -> str | None:
+        why = super()._why_eager(batch)
+        if why is not None:
+            return why
+        if batch.is_part:  # such passes run again in the backward pass
+            return Accepted("steps of several passes")
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             return "what gradients need is saved by hooks of somebody else (checkpointing, offloading)"
-        for parameter in parameters:
+        for parameter in batch.plan.parameters:
             if parameter._backward_hooks:
                 return "a parameter has a hook on its gradient"
         last = None if self._last is None else self._last()
@@ -172,7 +147,7 @@ class TrainingRunner(GraphStore[CapturedStep]):
             return Accepted("the gradients of an earlier call are still to come")
         return None
 
-    def _candidates(self, grid: Grid, spec: Spec) -> Iterator[Candidate | str]:
+    def _candidates(self, grid: Grid, spec: Spec) -> Iterator[Decision | str]:
         most_rows = self.policy.thresholds.most_rows
         if rows_of(grid) > most_rows:
             yield Accepted(f"steps of more than {most_rows} patches keep the GPU busy without a graph")
@@ -180,10 +155,19 @@ class TrainingRunner(GraphStore[CapturedStep]):
             yield Accepted("with gradients, a layout is captured when it comes often")
         else:
             route = self._routes.get(grid, spec, "exactly")
-            yield Candidate("exactly", (), (route,), ((grid, self._outputs_of_last_loss),))
+            yield Decision(replay="exactly", routes=(route,), signatures=((grid, self._outputs_of_last_loss),))
 
-    def _why_worse(self, grid: Grid, candidate: Candidate) -> str | None:
-        return None
+    def _replay(self, decision: Decision, graphs: list[CapturedStep], batch: Batch) -> list[Tensor]:
+        """Replay the forward of a call, so that autograd replays its backward."""
+        (step,) = graphs
+        (route,) = decision.routes
+        parameters = batch.plan.parameters
+        pixels_TP = batch.pixels_TP
+        if pixels_TP.is_inference():  # autograd cannot save inference tensors
+            pixels_TP = pixels_TP.clone()
+        call = self._forward(step, pixels_TP, parameters)
+        leaves = [parameters[index] for index in step.trained]  # collected while the GPU works
+        return list(_Replay.apply(self, call, route, pixels_TP, *leaves))
 
     @torch.no_grad()
     def _forward(self, step: CapturedStep, pixels_TP: Tensor, parameters: Sequence[Tensor]) -> _Call:
@@ -193,16 +177,12 @@ class TrainingRunner(GraphStore[CapturedStep]):
         recorder.wait()
         try:
             step.pixels_TP.copy_(pixels_TP)
-            step.forward()
+            step.replay()
             call.outputs = [output.clone() for output in step.outputs]
         finally:
             recorder.done()
         self._last = weakref.ref(call)
         step.last_call = self._last
-        step.replays += 1
-        step.used_at = self.policy.calls
-        self.replays += 1
-        self.policy.credit += CREDIT_OF_REPLAY
         return call
 
     def backward(

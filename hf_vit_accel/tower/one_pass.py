@@ -11,7 +11,6 @@ from torch import Tensor
 from hf_vit_accel.engine.call import Batch, PassDone
 from hf_vit_accel.engine.encoder import encode
 from hf_vit_accel.engine.route import Route, Routes
-from hf_vit_accel.graphs.policy import Accepted
 from hf_vit_accel.graphs.runner import Runner
 from hf_vit_accel.graphs.store import Replayed
 from hf_vit_accel.graphs.training import TrainingRunner
@@ -39,34 +38,15 @@ class OnePass:
         """Return the outputs of a batch, and note in its attempt how they were made."""
         plan = batch.plan
         spec = plan.spec
-        grad = spec.request.grad
         is_strict = spec.settings.strict
+        runner = self._training if spec.request.grad else self._inference
         is_automatic = spec.settings.graphs == "auto"
-        runner = self._training if grad else self._inference
         if batch.is_embedded or (is_automatic and spec.request.device.type not in AUTOMATIC_ON):
             runner = None
         why_eager = "such calls are never replayed"
         route = None
         if runner is not None:
-            why_not = spec.against_graphs
-            if why_not is None:
-                if not plan.weights.contiguous:  # `data_ptr` stays: a change of strides would go unseen
-                    why_not = "a parameter is not contiguous"
-                elif any(plan.checkpoints):
-                    why_not = "gradient checkpointing runs layers again"
-                elif batch.is_part and grad:  # such passes run again in the backward pass
-                    why_not = Accepted("steps of several passes")
-                elif batch.is_part and is_automatic:
-                    why_not = "long calls of several passes"
-            if why_not is None:
-                reading = plan.reading
-                memory: list[object] = [plan.weights, *[buffer.data_ptr() for buffer in reading.buffers()]]
-                if reading.called_linears:
-                    memory.append(reading.called_memory())
-                dicts = reading.parameter_dicts
-                ran = runner.run(batch.grid, spec, batch.pixels_TP, memory, plan.parameters, dicts)
-            else:
-                ran = runner.count_eager(why_not)
+            ran = runner.run(batch)
             if isinstance(ran, Replayed):
                 batch.attempt.passes.append(PassDone(ran.route, ran.way))
                 return ran.outputs

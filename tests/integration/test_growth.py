@@ -7,8 +7,10 @@ import importlib
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ import hf_vit_accel
 from hf_vit_accel import GraphConfig, machine
 from hf_vit_accel.backends import BACKENDS, Backend, Request
 from hf_vit_accel.backends import flashinfer_cudnn as cudnn_backend
+from hf_vit_accel.engine.call import Batch
 from hf_vit_accel.engine.route import Routes, Spec
 from hf_vit_accel.graphs import policy, store
 from hf_vit_accel.graphs import runner as runner_module
@@ -115,7 +118,13 @@ def test_routes_do_not_grow(family: str, attention: str) -> None:
 def test_graphs_do_not_grow(on_cpu: type[Recorder], monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     """Run the runner alone, with an encoder that computes nothing; let captures succeed or fail."""
     tower = hf_vit_accel.patch(tower_of(TINY["qwen3_vl"].build()))
-    spec = spec_of(tower, fast=True)
+    plan = SimpleNamespace(
+        spec=replace(spec_of(tower, fast=True), against_graphs=None),
+        weights=SimpleNamespace(contiguous=True),
+        checkpoints=[],
+        parameters=[],
+        reading=SimpleNamespace(buffers=list, called_linears=[]),
+    )
     routes = Routes()
     routes.cache.entries = ENTRIES
     runner = runner_module.Runner(GraphConfig(max_tokens=128, exact_after=1, max_graphs=8), routes)
@@ -125,7 +134,7 @@ def test_graphs_do_not_grow(on_cpu: type[Recorder], monkeypatch: pytest.MonkeyPa
 
     def call(grid: Grid) -> None:
         rows = sum(t * h * w for t, h, w in grid)
-        result = runner.run(grid, spec, torch.zeros(rows, 1), [1])
+        result = runner.run(Batch(plan=plan, attempt=None, grid=grid, pixels_TP=torch.zeros(rows, 1)))
         assert isinstance(result, store.Eager) == fails
 
     growth = growth_of(call)

@@ -172,9 +172,9 @@ FAULTS = (
     ),
     Fault(
         "a graph is found by the number of its rows",
-        "graphs/identity.py",
-        "route.signature = Signature((route.metadata.rows, arrays, plans))",
-        "route.signature = Signature(route.metadata.rows)",
+        "engine/route.py",
+        "return Signature((self.metadata.rows, arrays, plans))",
+        "return Signature(self.metadata.rows)",
         GRAPHS,
     ),
     Fault(

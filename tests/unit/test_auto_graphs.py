@@ -259,10 +259,10 @@ def fail_exact_captures(monkeypatch: pytest.MonkeyPatch, rows: int | None = None
     """Let captures of exact shapes fail: all, or those of so many rows."""
     capture = Runner._capture
 
-    def failing(self: Runner, route: Route, bin_: Bin, recorder: Any) -> Any:
+    def failing(self: Runner, batch: Any, route: Route, bin_: Bin, recorder: Any) -> Any:
         if bin_.budget is None and rows in (None, route.metadata.rows):
             raise RuntimeError("no exact graph today")
-        return capture(self, route, bin_, recorder)
+        return capture(self, batch, route, bin_, recorder)
 
     monkeypatch.setattr(Runner, "_capture", failing)
 
@@ -899,12 +899,12 @@ def test_a_call_of_another_thread_waits_for_warmup(
     threads: list[threading.Thread] = []
     capture = Runner._capture
 
-    def with_a_call_of_another_thread(self: Runner, route: Route, bin_: Bin, recorder: Any) -> Any:
+    def with_a_call_of_another_thread(self: Runner, batch: Any, route: Route, bin_: Bin, recorder: Any) -> Any:
         if not threads:
             threads.append(threading.Thread(target=run_tower, args=(tower_of(model), [(1, 6, 10)])))
             threads[0].start()
             threads[0].join(0.5)
-        return capture(self, route, bin_, recorder)
+        return capture(self, batch, route, bin_, recorder)
 
     monkeypatch.setattr(Runner, "_capture", with_a_call_of_another_thread)
     hf_vit_accel.warmup(model, sizes=[IMAGE], progress=False)
@@ -954,10 +954,10 @@ def run_out_from(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let memory run out in captures of so many rows or more."""
     capture = Runner._capture
 
-    def failing(self: Runner, route: Route, bin_: Bin, recorder: Any) -> Any:
+    def failing(self: Runner, batch: Any, route: Route, bin_: Bin, recorder: Any) -> Any:
         if route.metadata.rows >= rows:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return capture(self, route, bin_, recorder)
+        return capture(self, batch, route, bin_, recorder)
 
     monkeypatch.setattr(Runner, "_capture", failing)
 
@@ -988,10 +988,10 @@ def test_exact_captures_that_never_fit_are_padded(
 ) -> None:
     capture = Runner._capture
 
-    def run_out_exactly(self: Runner, route: Route, bin_: Bin, recorder: Any) -> Any:
+    def run_out_exactly(self: Runner, batch: Any, route: Route, bin_: Bin, recorder: Any) -> Any:
         if bin_.budget is None:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return capture(self, route, bin_, recorder)
+        return capture(self, batch, route, bin_, recorder)
 
     patch(model, config)
     with monkeypatch.context() as patches:
