@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from hf_vit_accel.families.base import Parts
-from hf_vit_accel.watch import Watch, version_of
+from hf_vit_accel.ops.base import ABSENT, replaced
+from hf_vit_accel.watch import Attributes, Watch, version_of
 
 _COPIED = 1 << 20
 """Bytes of the largest tensor that is copied. A table of frequencies has some hundred."""
 
-Attributes = dict[str, object]
-"""The dictionary of a module, or its `_parameters` or `_buffers`."""
-
-_ABSENT = object()
-"""Stands for the value of a name that a dictionary does not have."""
 _ADAPTER_STATE = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 """The attributes by which PEFT chooses and scales the adapters of a Linear."""
 
@@ -30,7 +26,7 @@ class Change(NamedTuple):
     Attributes:
         dictionary: The dictionary.
         name: The name in it.
-        value: The value during the forward; `_ABSENT` for none.
+        value: The value during the forward; `ABSENT` for none.
     """
 
     dictionary: Attributes
@@ -156,7 +152,7 @@ class RecordedTensors:
             if tensor.is_copied or not tensor.is_still_held:
                 yield Change(slot.dictionary, slot.name, tensor.value)
             if tensor.is_shadowed:
-                yield Change(slot.attributes, slot.name, _ABSENT)
+                yield Change(slot.attributes, slot.name, ABSENT)
 
 
 class RecordedModules(RecordedTensors):
@@ -199,36 +195,25 @@ class RecordedModules(RecordedTensors):
 
 
 class _Restored(AbstractContextManager[None]):
-    """Put back what modules held during the forward; at the end, what they hold now.
+    """Put back what modules held during the forward; at the end, what they hold now. It can be entered again.
 
     Programs may have assigned, frozen or removed weights meanwhile, or called `model.eval()`.
     """
 
     def __init__(self, recorded: RecordedTensors) -> None:
         self._recorded = recorded
-        self._current: list[Change] = []
+        self._stack = ExitStack()
 
     def __enter__(self) -> None:
         reason = self._recorded.reason_lost()
         if reason is not None:
             raise RuntimeError(f"{reason} since its forward, which runs again for its gradients; call backward first")
-        for change in list(self._recorded.changes()):
-            value = change.dictionary.get(change.name, _ABSENT)
-            self._current.append(Change(change.dictionary, change.name, value))
-            _put(change)
+        changes = list(self._recorded.changes())
+        slots = [(change.dictionary, change.name) for change in changes]
+        self._stack.enter_context(replaced(slots, [change.value for change in changes]))
 
     def __exit__(self, *_: object) -> None:
-        for change in self._current:
-            _put(change)
-        self._current.clear()
-
-
-def _put(change: Change) -> None:
-    """Write an entry of a dictionary, or remove it."""
-    if change.value is _ABSENT:
-        change.dictionary.pop(change.name, None)
-    else:
-        change.dictionary[change.name] = change.value
+        self._stack.close()
 
 
 def _alias(tensor: Tensor) -> Tensor:

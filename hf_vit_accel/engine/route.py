@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -342,11 +342,26 @@ def _version(offsets: Tensor) -> int:
     return -1 if offsets.is_inference() else offsets._version
 
 
+class RouteKey(NamedTuple):
+    """The key of a route in its tower's cache.
+
+    Attributes:
+        stream: Every stream has its own routes: a copy to the device on one stream may be incomplete for another.
+        budget: The budget of a CUDA graph; None for the layout's own shape.
+    """
+
+    grid: Grid
+    spec: Spec
+    stream: int
+    replay: Replay = "never"
+    budget: int | None = None
+
+
 class Routes:
     """The routes of one tower; the least recently used ones are dropped."""
 
     def __init__(self) -> None:
-        self.cache: LRU[Any] = LRU(entries=1024, cost=1 << 20)  # cost: bytes; `allow` raises it
+        self.cache: LRU[Route] = LRU(entries=1024, cost=1 << 20)  # cost: bytes; `allow` raises it
 
     def allow(self, weights_bytes: int) -> None:
         """Let routes take 2% of the bytes of the weights, and 1 MiB where that is more."""
@@ -360,14 +375,7 @@ class Routes:
         budget: int | None = None,
         layout: Callable[[], VisionMetadata] | None = None,
     ) -> Route:
-        """Return the route of a grid, decided if it is not cached.
-
-        Every stream has its own routes: a copy to the device on one stream may be incomplete for another.
-
-        Args:
-            spec: The decisions that do not depend on the grid.
-            budget: The budget of a CUDA graph; None for the layout's own shape.
-        """
+        """Return the route of a grid, decided if it is not cached."""
         device = spec.request.device
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
@@ -375,4 +383,4 @@ class Routes:
             route = make_route(grid if layout is None else layout(), spec, replay)
             return route, sum(array.nbytes for array in route.arrays.values())
 
-        return self.cache.get((grid, spec, replay, budget, stream), make)
+        return self.cache.get(RouteKey(grid, spec, stream, replay, budget), make)

@@ -186,6 +186,8 @@ class GraphStore(ABC, Generic[G]):
             return "a parameter is not contiguous"
         if any(plan.checkpoints):
             return "gradient checkpointing runs layers again"
+        if batch.is_part and plan.spec.request.grad:  # such passes run again in the backward pass
+            return Accepted("steps of several passes")
         if batch.is_part and not self.policy.thresholds.asked_for:
             return "long calls of several passes"
         return None

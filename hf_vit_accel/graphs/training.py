@@ -135,8 +135,6 @@ class TrainingRunner(GraphStore[CapturedStep]):
         why = super()._why_eager(batch)
         if why is not None:
             return why
-        if batch.is_part:  # such passes run again in the backward pass
-            return Accepted("steps of several passes")
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             return "what gradients need is saved by hooks of somebody else (checkpointing, offloading)"
         for parameter in batch.plan.parameters:

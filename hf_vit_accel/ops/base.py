@@ -103,21 +103,25 @@ Slots = Sequence[tuple[Attributes, str]]
 
 @contextmanager
 def replaced(slots: Slots, by: Sequence[object]) -> Iterator[None]:
-    """Replace parameters of modules by other tensors within the with block; remove entries that were absent."""
-    former = [parameters.get(name, _ABSENT) for parameters, name in slots]
+    """Replace entries of modules' dictionaries within the with block. `ABSENT` stands for no entry, here and there."""
+    former = [entries.get(name, ABSENT) for entries, name in slots]
     try:
-        for (parameters, name), tensor in zip(slots, by, strict=True):
-            parameters[name] = tensor
+        _put(slots, by)
         yield
     finally:
-        for (parameters, name), tensor in zip(slots, former, strict=True):
-            if tensor is _ABSENT:
-                del parameters[name]
-            else:
-                parameters[name] = tensor
+        _put(slots, former)
 
 
-_ABSENT = object()
+def _put(slots: Slots, values: Sequence[object]) -> None:
+    for (entries, name), value in zip(slots, values, strict=True):
+        if value is ABSENT:
+            entries.pop(name, None)
+        else:
+            entries[name] = value
+
+
+ABSENT = object()
+"""The value of a name that a dictionary does not have."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -12,7 +12,7 @@ import copy
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from functools import lru_cache, partial
 from typing import Any
@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from hf_vit_accel.engine import inputs
 from hf_vit_accel.engine.call import Batch, FastPlan
 from hf_vit_accel.engine.encoder import CalledBlock, checkpoints_of
-from hf_vit_accel.engine.inputs import Inputs
 from hf_vit_accel.engine.route import Spec
 from hf_vit_accel.families import Tower
 from hf_vit_accel.graphs import memory
@@ -247,7 +246,12 @@ def decide(tower: Tower, state: TowerState, call: Call) -> CallPlan:
     device = inputs.pixels.device
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(_OUTER_GRAPH)
-    grad = torch.is_grad_enabled() and (bool(hooked_parts) or _may_train(inputs, snapshot, parameters))
+    grad = torch.is_grad_enabled() and (
+        bool(hooked_parts)
+        or snapshot.unpredictable_others is not None  # an adapter may train parameters outside of the tower
+        or inputs.pixels.requires_grad
+        or snapshot.is_trained(parameters)
+    )
     reasons_slow = list(slow)
     if not state.family.videos and any(frames > 1 for frames, _, _ in inputs.grid):
         reasons_slow.append("this family takes the frames of a video one by one")
@@ -287,13 +291,6 @@ def decide(tower: Tower, state: TowerState, call: Call) -> CallPlan:
     if reasons and state.settings.strict:
         raise_if_any(reasons)
     return plan
-
-
-def _may_train(inputs: Inputs, snapshot: Snapshot, parameters: Sequence[nn.Parameter]) -> bool:
-    """Return whether a backward of this call may reach parameters or pixels."""
-    # An unpredictable module (an adapter) may train parameters outside of the tower.
-    has_unknown_parameters = bool(snapshot.unpredictable_others)
-    return has_unknown_parameters or inputs.pixels.requires_grad or snapshot.is_trained(parameters)
 
 
 def spec_of(

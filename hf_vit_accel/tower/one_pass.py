@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_vit_accel.engine.call import Batch, PassDone
 from hf_vit_accel.engine.encoder import encode
-from hf_vit_accel.engine.route import Route, Routes
+from hf_vit_accel.engine.route import RouteKey, Routes
 from hf_vit_accel.graphs.runner import Runner
 from hf_vit_accel.graphs.store import Replayed
 from hf_vit_accel.graphs.training import TrainingRunner
@@ -57,8 +57,7 @@ class OnePass:
         if route is None:
             device = spec.request.device
             stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-            cached: Route | None = self._routes.cache.find((batch.grid, spec, "never", None, stream))
-            route = cached or self._routes.get(batch.grid, spec)
+            route = self._routes.cache.find(RouteKey(batch.grid, spec, stream)) or self._routes.get(batch.grid, spec)
         if is_strict:
             raise_if_any(route.unmet)
         outputs = encode(

@@ -122,8 +122,8 @@ FAULTS = (
     Fault(
         "a layout is found by the number of its rows",
         "engine/route.py",
-        "return self.cache.get((grid, spec, replay, budget, stream), make)",
-        "return self.cache.get((sum(t * h * w for t, h, w in grid), spec, replay, budget, stream), make)",
+        "return self.cache.get(RouteKey(grid, spec, stream, replay, budget), make)",
+        "return self.cache.get((sum(t * h * w for t, h, w in grid), spec, stream, replay, budget), make)",
         TOWER,
     ),
     Fault(

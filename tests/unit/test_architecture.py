@@ -25,7 +25,7 @@ IMPORTS = {
     "ops": "config families layout machine versions watch",
     "backends": "config families layout machine ops",
     "engine": "backends config families layout machine ops versions watch",
-    "graphs": "backends config engine layout machine ops watch",
+    "graphs": "backends config engine layout machine ops",
     "options": "config engine layout machine ops",
     "decoding": "graphs machine ops versions watch",
     "tower": "backends config engine families graphs layout machine ops options versions watch",
