@@ -26,7 +26,7 @@ from hf_vit_accel.graphs.buffers import Shape, pad
 from hf_vit_accel.graphs.policy import AUTOMATIC, NEVER, Accepted, Decision, thresholds_of
 from hf_vit_accel.graphs.recorder import CudaRecorder
 from hf_vit_accel.graphs.status import GraphStatus
-from hf_vit_accel.graphs.store import GraphStore, StoredGraph
+from hf_vit_accel.graphs.store import Bins, GraphStore, StoredGraph
 from hf_vit_accel.layout import Grid, pack, rows_of, send
 
 _COMES_AGAIN = Accepted("a size is captured when it comes again")
@@ -90,33 +90,29 @@ class Runner(GraphStore[_Graph]):
             width += width * len(spec.full_layers) // 9
         return rows_of(grid) * width * _BYTES_PER_VALUE
 
-    def _budgets(self, grid: Grid, spec: Spec) -> list[Hashable]:
-        bins = self._bins(grid, spec)
-        return [] if isinstance(bins, str) else [bin_.budget for bin_ in bins]
-
-    def _bins(self, grid: Grid, spec: Spec) -> tuple[Bin, ...] | str:
-        """Return the images of each padded replay, or why a pass is not padded."""
+    def _bins(self, grid: Grid, spec: Spec) -> Bins:
         merge = spec.geometry.merge
         bins = budgets.pack(grid, merge, self.budgets_of(merge))
         if isinstance(bins, str):
             return Accepted(bins)
         return bins if budgets.pays(bins, merge) else Accepted("padding would cost more than the replay saves")
 
-    def _candidates(self, grid: Grid, spec: Spec) -> Iterator[Decision | str]:
+    def _candidates(self, grid: Grid, spec: Spec, bins: Bins) -> Iterator[Decision | str]:
         limits = self.policy.thresholds
         if self._warming == "exactly":
             yield self._exact(grid, spec)
             return
         if self._warming == "padded":
-            yield self._padded(grid, spec)
+            yield self._padded(grid, spec, bins)
             return
         is_held = any(graph.grid == grid for graph in self._graphs.values())
         if rows_of(grid) > limits.most_rows and not is_held:
             yield f"calls of more than {limits.most_rows} patches keep the GPU busy without a graph"
             return
         padded: Decision | str = _COMES_AGAIN
-        if all(self.policy.counts.get(budget, 0) >= limits.padded_calls for budget in self._budgets(grid, spec)):
-            padded = self._padded(grid, spec)
+        counts = [] if isinstance(bins, str) else [self.policy.counts.get(bin_.budget, 0) for bin_ in bins]
+        if all(count >= limits.padded_calls for count in counts):
+            padded = self._padded(grid, spec, bins)
         if is_held or self.policy.came_often(grid, is_padded=not isinstance(padded, str)):
             yield self._exact(grid, spec)
         elif not limits.asked_for:
@@ -130,9 +126,8 @@ class Runner(GraphStore[_Graph]):
         whole = Bin(first=0, last=len(grid), tokens=route.metadata.merged, frames=frames, budget=None)
         return Decision(replay="exactly", bins=(whole,), routes=(route,), signatures=(route.signature,))
 
-    def _padded(self, grid: Grid, spec: Spec) -> Decision | str:
+    def _padded(self, grid: Grid, spec: Spec, bins: Bins) -> Decision | str:
         """Return the padded replay of a pass, or why there is none."""
-        bins = self._bins(grid, spec)
         if isinstance(bins, str):
             return bins
         named = spec.settings.attention

@@ -100,6 +100,8 @@ class StoredGraph:
 
 
 G = TypeVar("G", bound=StoredGraph)
+Bins = tuple[Bin, ...] | str
+"""The images of each padded replay of a pass, or why it is not padded."""
 
 
 def _ordinal(number: int) -> str:
@@ -157,8 +159,12 @@ class GraphStore(ABC, Generic[G]):
     def static_buffers(self) -> list[Tensor]:
         """List the tensors that the next call writes before a graph reads them."""
 
+    def _bins(self, grid: Grid, spec: Spec) -> Bins:
+        """Return the images of each padded replay, or why a pass is not padded."""
+        return "nothing is padded"
+
     @abstractmethod
-    def _candidates(self, grid: Grid, spec: Spec) -> Iterator[Decision | str]:
+    def _candidates(self, grid: Grid, spec: Spec, bins: Bins) -> Iterator[Decision | str]:
         """Yield the ways to replay a pass that the calls so far allow, the best first, and why there is no other."""
 
     @abstractmethod
@@ -302,7 +308,9 @@ class GraphStore(ABC, Generic[G]):
         """Count a pass and decide about it; return its graphs, captured where they are missing."""
         grid = batch.grid
         spec = identity.spec
-        self.policy.count((grid, *self._budgets(grid, spec)))
+        bins = self._bins(grid, spec)
+        budgets = () if isinstance(bins, str) else [bin_.budget for bin_ in bins]
+        self.policy.count((grid, *budgets))
         if self._given_up is not None:
             if self._recorder is not None:  # another thread could not drop them
                 self.drop_graphs()
@@ -312,7 +320,7 @@ class GraphStore(ABC, Generic[G]):
             return self._run_eagerly(CHANGED)
         why_failed: str | None = None
         while True:
-            decision = self.decide(grid, spec)
+            decision = self.decide(grid, spec, bins)
             if decision.replay == "never":
                 return self._run_eagerly(why_failed or decision.reason)
             if spec.settings.strict:
@@ -331,16 +339,12 @@ class GraphStore(ABC, Generic[G]):
             self._steady[grid, stream] = ready
         return ready
 
-    def _budgets(self, grid: Grid, spec: Spec) -> list[Hashable]:
-        """List the budgets of a pass, to be counted."""
-        return []
-
-    def decide(self, grid: Grid, spec: Spec) -> Decision:
+    def decide(self, grid: Grid, spec: Spec, bins: Bins) -> Decision:
         """Return how a pass of the current identity is replayed; it changes nothing."""
         limits = self.policy.thresholds
         refused: list[str] = []
         reasons: list[str] = []
-        for candidate in self._candidates(grid, spec):
+        for candidate in self._candidates(grid, spec, bins):
             if isinstance(candidate, str):
                 reasons.append(candidate)
                 continue

@@ -34,7 +34,7 @@ from hf_vit_accel.graphs.step import (
     present,
     run_eagerly,
 )
-from hf_vit_accel.graphs.store import Eager, GraphStore
+from hf_vit_accel.graphs.store import Bins, Eager, GraphStore
 from hf_vit_accel.layout import Grid, rows_of
 from hf_vit_accel.ops.training.context import FunctionContext
 
@@ -145,7 +145,7 @@ class TrainingRunner(GraphStore[CapturedStep]):
             return Accepted("the gradients of an earlier call are still to come")
         return None
 
-    def _candidates(self, grid: Grid, spec: Spec) -> Iterator[Decision | str]:
+    def _candidates(self, grid: Grid, spec: Spec, bins: Bins) -> Iterator[Decision | str]:
         most_rows = self.policy.thresholds.most_rows
         if rows_of(grid) > most_rows:
             yield Accepted(f"steps of more than {most_rows} patches keep the GPU busy without a graph")

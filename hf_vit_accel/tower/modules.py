@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_vit_accel.families import Parts
 from hf_vit_accel.ops.base import class_of_own_weight
 from hf_vit_accel.tower import fsdp
 
@@ -93,16 +92,6 @@ class WeightMemory:
     __hash__ = None  # type: ignore[assignment]
 
 
-def modules_of(tower: nn.Module, parts: Parts | None) -> dict[str, nn.Module]:
-    """Return the tower and the modules inside by name, also those that torch does not find, as in a plain list.
-
-    Args:
-        parts: What its family finds; None where that is not known.
-    """
-    modules = dict(tower.named_modules())
-    return modules if parts is None else modules | _unregistered_modules(parts, modules)
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ParameterDicts:
     """The `_parameters` of modules: the dictionaries that hold a tower's parameters.
@@ -148,33 +137,6 @@ def _is_called(module: nn.Module, known: Collection[type]) -> bool:
     kind = fsdp.class_of(module)
     is_known = kind in known or kind.__module__.startswith("torch.nn.")
     return not is_known or class_of_own_weight(module) is not None
-
-
-def _unregistered_modules(parts: Parts, modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the modules among the parts, and inside them, that torch does not list: those in a plain list."""
-    seen = {id(module) for module in modules.values()}
-    unregistered: dict[str, nn.Module] = {}
-    for name, part in _named_parts(parts):
-        for path, module in part.named_modules(prefix=name):
-            if id(module) not in seen:
-                seen.add(id(module))
-                unregistered[path] = module
-    return unregistered
-
-
-def _named_parts(parts: Parts) -> Iterator[tuple[str, nn.Module]]:
-    """Yield every module that a family names, with a name of its own."""
-    named: list[tuple[str, object]] = []
-    for index, block in enumerate(parts.blocks):
-        named.append((f"blocks.{index}", block.module))
-        named += [(f"blocks.{index}.{name}", value) for name, value in vars(block).items()]
-    named += list(vars(parts).items())
-    named += [(f"deepstack.{layer}", merger) for layer, merger in parts.deepstack.items()]
-    for name, value in named:
-        values = value if isinstance(value, tuple) else (value,)
-        for index, module in enumerate(values):
-            if isinstance(module, nn.Module):
-                yield name if module is value else f"{name}.{index}", module
 
 
 def _adapters_of(module: nn.Module) -> Iterator[nn.Module]:

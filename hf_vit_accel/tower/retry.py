@@ -55,7 +55,7 @@ class Attempt(call.Attempt):
         needs_backend = state.settings.score_mod is not None and fault.name != KERNELS  # only its backend applies it
         is_last_resort = fault.name == BACKENDS[-1].name  # sdpa
         if needs_backend or is_last_resort or fault.name in self.faults:  # disabling it gains nothing
-            if state.faults is not self.faults_at_call:  # earlier attempts disabled others in vain: enable them again
+            if state.faults != self.faults_at_call:  # earlier attempts disabled others in vain: enable them again
                 failures = "; ".join(f"{name} {why}" for name, why in state.faults.items())
                 error.add_note(f"Earlier attempts of this call failed, too: {failures}.")
                 state.set_faults(dict(self.faults_at_call))

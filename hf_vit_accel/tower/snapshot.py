@@ -31,7 +31,7 @@ from hf_vit_accel.ops.base import accelerate_device, reasons_replaced
 from hf_vit_accel.ops.rows import reasons_mixing
 from hf_vit_accel.tower import copies, fsdp, proof, substitutes
 from hf_vit_accel.tower.code import watch_methods
-from hf_vit_accel.tower.modules import WeightMemory, is_output_marker, modules_of, parameter_dicts_of
+from hf_vit_accel.tower.modules import WeightMemory, is_output_marker, parameter_dicts_of
 from hf_vit_accel.tower.wrappers import CHECKPOINTED, looked_through, module_inside
 from hf_vit_accel.watch import Watch, attributes_of, chained
 
@@ -107,8 +107,7 @@ class Snapshot:
         self._watches = [self.proof.code.watch, self._watch(tower, attention), self.module_attributes]
 
     def _read_modules(self, tower: Tower) -> None:
-        """List the modules inside, also those that the family finds but torch does not, as in a plain list."""
-        modules = modules_of(tower, None if self.reasons_stock else self.parts)
+        modules = dict(tower.named_modules())
         complete = list(modules.values())
         self.names_inside = list(modules)[1:]  # the first is the tower itself
         self._modules = complete[1:]
@@ -272,6 +271,8 @@ class Snapshot:
         blocks = self.parts.blocks
         if not blocks:
             return [*reasons, "the tower has no blocks"]
+        if not set(self.parts.modules()) <= set(tower.modules()):  # hooks and weights of others would go unseen
+            return [*reasons, "parts of the tower are in a plain list: torch does not know these modules"]
         self.full_layers = tuple(self.parts.full(index) for index in range(len(blocks)))
         heads_of_layers = []
         for block in blocks:

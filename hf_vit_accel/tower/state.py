@@ -133,6 +133,7 @@ class TowerState:
             self.inference_runner = Runner(graphs, self.routes)
             self.training_runner = TrainingRunner(graphs, self.routes) if graphs.max_training_bytes else None
         one_pass = OnePass(self.routes, self.inference_runner, self.training_runner)
+        self.drop_graphs = one_pass.drop_graphs
         encode: Encode = one_pass
         if self.family.attention_only:
             return encode
@@ -336,12 +337,6 @@ class TowerState:
         """Set which backends and kernels are disabled, and drop all that was built. The next call builds anew."""
         self.faults = faults
         self.drop_caches()
-
-    def drop_graphs(self) -> None:
-        """Drop all CUDA graphs, and give their memory back."""
-        for runner in (self.inference_runner, self.training_runner):
-            if runner is not None:
-                runner.drop_graphs()
 
     def drop_caches(self) -> None:
         """Drop the snapshot and everything that was built or kept, device memory included."""

@@ -235,18 +235,22 @@ def put_blocks_in_a_list(tower: nn.Module) -> None:
     tower.blocks = blocks
 
 
-def test_hooks_on_blocks_in_a_plain_list(tower: nn.Module) -> None:
-    """`named_modules` does not list them; the family does."""
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_blocks_in_a_plain_list_stay_stock(tower: nn.Module, when: str) -> None:
+    """`named_modules` does not list them, so their hooks and weights would go unseen. No program is known to do so."""
     stock = copy.deepcopy(tower)
+    if when == "after":
+        hf_vit_accel.patch(tower)
+        run_tower(tower, GRID)
     for changed in (stock, tower):
         put_blocks_in_a_list(changed)
-    hf_vit_accel.patch(tower)
-    assert_close(run_tower(tower, GRID), run_tower(stock, GRID))
-    assert state_of(tower).fast_calls == 1
+    if when == "before":
+        hf_vit_accel.patch(tower)
     for changed in (stock, tower):
         changed.blocks[1].register_forward_hook(lambda module, args, output: output * 2)
-    assert_close(run_tower(tower, GRID), run_tower(stock, GRID))
-    assert state_of(tower).fast_calls == 2
+    assert_close(run_tower(tower, GRID), run_tower(stock, GRID), 0.0)
+    [reason] = hf_vit_accel.status(tower).towers[0].fallbacks
+    assert state_of(tower).stock_calls == 1 and "in a plain list" in reason
 
 
 def test_blocks_in_a_plain_list_are_trained(tower: nn.Module) -> None:
@@ -257,8 +261,8 @@ def test_blocks_in_a_plain_list_are_trained(tower: nn.Module) -> None:
         changed.requires_grad_(False)
     hf_vit_accel.patch(tower)
     expected = gradients_of_blocks(stock)
-    assert_close(gradients_of_blocks(tower), expected, 1e-4)
-    assert state_of(tower).fast_calls == 1
+    assert_close(gradients_of_blocks(tower), expected, 0.0)
+    assert state_of(tower).stock_calls == 1
 
 
 def gradients_of_blocks(tower: nn.Module) -> list[torch.Tensor]:
