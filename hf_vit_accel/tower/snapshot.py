@@ -271,7 +271,8 @@ class Snapshot:
         blocks = self.parts.blocks
         if not blocks:
             return [*reasons, "the tower has no blocks"]
-        if not set(self.parts.modules()) <= set(tower.modules()):  # hooks and weights of others would go unseen
+        known = {*tower.modules(), *self.parts.rotary.modules()}  # the rotation of a copy is its family's
+        if not known.issuperset(self.parts.modules()):  # hooks and weights of the others would go unseen
             return [*reasons, "parts of the tower are in a plain list: torch does not know these modules"]
         self.full_layers = tuple(self.parts.full(index) for index in range(len(blocks)))
         heads_of_layers = []
