@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -229,7 +230,7 @@ class Captioner:
             if self.top_p < 1:
                 samplers.append(TopPLogitsWarper(self.top_p))
             samplers.append(_Sampler(seeds, self.model.device))
-        decoding = {} if self.patching is None else {"custom_generate": hf_vit_accel.graphed_decoding}
+        decoding = {} if self.patching is None else {"custom_generate": self._decode()}
         tokens = self.model.generate(
             **inputs,
             **decoding,
@@ -245,6 +246,18 @@ class Captioner:
         for text, row in zip(texts, new_tokens.cpu(), strict=True):
             captions.append(Caption(text.strip(), int((row != tokenizer.pad_token_id).sum())))
         return captions
+
+    @staticmethod
+    def _decode() -> Callable[..., Any]:
+        """Return how to generate. The worker halves batches itself; later ones are smaller, too.
+
+        On a GPU the step of a batch is kept, since the next batch often has its size.
+        """
+        decode = partial(hf_vit_accel.graphed_decoding, halve=False)
+        if not torch.cuda.is_available():
+            return decode
+        _, total = torch.cuda.mem_get_info()
+        return partial(decode, max_graphs=2, max_bytes=int(_SHARE_OF_MEMORY * total))
 
     def _on_device(self, inputs: Inputs) -> Inputs:
         """Return the inputs on the model's device, once their copy has arrived."""

@@ -67,13 +67,13 @@ def graphed_decoding(
     inputs_tensor: Tensor | None = None,
     max_graphs: int = 8,
     max_bytes: int | None = None,
+    halve: bool = True,
     **model_kwargs: Any,
 ) -> Any:
     """Decode as `generate` does, with every step replayed from a CUDA graph.
 
     Only the forwards of one token are ours, on a static cache; all else is transformers' own code. Calls for which this
-    is impossible decode by stock's method, and `status(model)` counts the reasons. Where memory runs out, greedy calls
-    decode half the rows at a time.
+    is impossible decode by stock's method, and `status(model)` counts the reasons.
 
     A `streamer` that `generate` gets works, too. `generate` drops `assistant_model`, and raises for `stop_strings`
     where `custom_generate` is a function: pass a `StopStringCriteria`.
@@ -84,6 +84,8 @@ def graphed_decoding(
         synced_gpus: Decode by stock's method, as ranks do that must all run equally many steps.
         max_graphs: Captured steps to keep: one for each batch size and number of slots.
         max_bytes: Bytes of steps to keep; None for an eighth of the device's memory.
+        halve: Decode half the rows of a greedy call at a time where memory runs out. False raises, for programs that
+            make their own batches smaller.
 
     Raises:
         ValueError: If transformers decodes such a call by code from the Hub, or a streamer meets beams. Also if
@@ -102,7 +104,7 @@ def graphed_decoding(
     mode = generation_config.get_generation_mode(None)
     unknown = sorted(model_kwargs.keys() - of_generate.get("model_kwargs", model_kwargs).keys())
     if unknown:  # transformers' loop takes any keyword, and reads none of these
-        options = "streamer, synced_gpus, max_graphs, max_bytes"
+        options = "streamer, synced_gpus, max_graphs, max_bytes, halve"
         raise ValueError(f"unknown option {unknown[0]!r}: pass it to generate. graphed_decoding has {options}.")
     streamer = of_generate.get("streamer") if streamer is None else streamer
     if streamer is not None:
@@ -134,11 +136,14 @@ def graphed_decoding(
     except UnservedError as error:
         steps.stock_reasons[str(error)] += 1
     except torch.OutOfMemoryError as error:
-        if streamer is not None or not has_independent_rows(generation_config, logits_processor, stopping_criteria):
+        has_others = streamer is not None or not halve
+        if has_others or not has_independent_rows(generation_config, logits_processor, stopping_criteria):
             raise
         failure = error.with_traceback(None)  # which would keep what the call computed
     if failure is not None:
         loop = None
+        with steps.locked_for_call(max_graphs=0, max_bytes=0):
+            pass  # frees the memory of all steps
         halves = halves_of(model, input_ids, model_kwargs)
         if not halves:
             raise failure

@@ -62,9 +62,10 @@ class DecodeSteps:
                 self._lock.release()
 
     def make_space(self, nbytes: int, device: torch.device) -> None:
-        """Drop the steps used least recently as long as memory is short of so many bytes."""
+        """Drop the steps used least recently as long as memory is short of so many bytes, and of some for forwards."""
         if device.type != "cuda":
             return
+        nbytes += torch.cuda.get_device_properties(device).total_memory // 16
         while self.kept and spare_bytes(device) < nbytes:
             self._trim(len(self.kept) - 1, sys.maxsize)
 

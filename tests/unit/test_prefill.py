@@ -22,7 +22,7 @@ from torch import nn
 from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
-from hf_vit_accel import patch, status
+from hf_vit_accel import graphed_decoding, patch, status
 from hf_vit_accel.decoding import loop, prefill, step
 from hf_vit_accel.decoding.prefill import plan_groups
 from hf_vit_accel.decoding.steps import steps_of
@@ -244,11 +244,12 @@ def test_a_call_whose_cache_does_not_fit_is_halved(family: str, most: int, monke
         dict(make_logits_processor=lambda: [Scores()]),
         dict(make_stopping_criteria=lambda: [transformers.MaxTimeCriteria(99)]),
         dict(make_streamer=lambda: Tokens()),
+        dict(custom_generate=functools.partial(graphed_decoding, halve=False)),
     ],
     ids=lambda options: next(iter(options)),
 )
 def test_calls_whose_rows_depend_on_each_other_are_not_halved(options: Inputs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random numbers are drawn for all rows, and code of users sees all of them."""
+    """Random numbers are drawn for all rows, and code of users sees all of them; or the caller halves its batches."""
 
     def make_room(*_: Any) -> list[Any]:
         raise torch.OutOfMemoryError
