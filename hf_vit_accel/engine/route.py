@@ -22,6 +22,7 @@ from hf_vit_accel.machine import KERNELS, LRU, guarded, outside_modes
 from hf_vit_accel.ops import Ops
 from hf_vit_accel.ops.training.nodes import LayerNode, layer_node_of
 from hf_vit_accel.versions import METADATA, keyword_arguments
+from hf_vit_accel.watch import version_of
 
 ROUTE = "vision_route"
 """The keyword argument that takes a route to the registered attention function, through stock's `**kwargs`."""
@@ -178,12 +179,12 @@ class Route:
         if self.spec.geometry.quarters:
             return self._plans_of_quarters(rows)
         version, kind = self._equal_offsets.get(cu_seqlens, (None, None))
-        if kind is not None and version == _version(cu_seqlens):
+        if kind is not None and version == version_of(cu_seqlens):
             return self._plans_of(kind)
         for kind, name in _OFFSETS_BY_KIND.items():
             own_S1 = self.tensors.get(name)
             if own_S1 is not None and own_S1.device == cu_seqlens.device and torch.equal(own_S1, cu_seqlens):
-                self._equal_offsets[cu_seqlens] = _version(cu_seqlens), kind
+                self._equal_offsets[cu_seqlens] = version_of(cu_seqlens), kind
                 return self._plans_of(kind)
         return None
 
@@ -335,11 +336,6 @@ def _serves(planned: Request, request: Request) -> bool:
 
 PLANS_OF_OFFSETS = WeakIdKeyDictionary()
 """The `SegmentPlans` of offsets on the device that we made, for the attention function."""
-
-
-def _version(offsets: Tensor) -> int:
-    """Return how often offsets were written to; inference tensors count none, so a change of them goes unseen."""
-    return -1 if offsets.is_inference() else offsets._version
 
 
 class RouteKey(NamedTuple):

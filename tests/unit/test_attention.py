@@ -82,6 +82,7 @@ def test_plans_are_made_once_per_forward_and_shared(saved: Saved, monkeypatch: p
     """Also on the stock way: with hooks on the rotation, every layer gets the forward's plans as an argument."""
     tower = tower_of(saved.load(attn_implementation=AUTO))
     tower.rotary_pos_emb.register_forward_hook(lambda *_: None)
+    run_tower(tower, GRIDS["image"])  # runs the proof, which plans, too
     sdpa = type(backends.backend_named("sdpa"))
     original = sdpa.plan
     plans: list[Plan] = []

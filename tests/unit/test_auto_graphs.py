@@ -356,6 +356,29 @@ def test_little_free_memory_prevents_captures(on_cpu: type[Recorder], model: nn.
     assert status.captures == 1 and NO_ROOM in status.eager
 
 
+@pytest.mark.parametrize("config", ["auto", GraphConfig(max_tokens=128, exact_after=2)], ids=["auto", "config"])
+def test_a_pass_is_decided_alike_twice_and_nothing_changes(
+    on_cpu: type[Recorder], model: nn.Module, config: GraphConfig | str
+) -> None:
+    """A decision may be asked for by anybody, at any time: asking counts nothing and captures nothing."""
+    runner = patch(model, config)
+    decide = runner.decide
+    decisions = []
+
+    def decide_twice(*arguments: Any) -> Any:
+        before = copy.deepcopy(vars(runner.policy)), runner.nbytes, list(runner._graphs)
+        first = decide(*arguments)
+        assert decide(*arguments) == first
+        assert before == (vars(runner.policy), runner.nbytes, list(runner._graphs))
+        decisions.append(first)
+        return first
+
+    runner.decide = decide_twice
+    for grid in [*[IMAGE] * 4, *[[(1, 4, 4)]] * 4, IMAGE, [(1, 20, 20)]]:
+        run_tower(tower_of(model), grid)
+    assert {decision.replay for decision in decisions} & {"exactly", "padded"}
+
+
 def test_memory_runs_out_after_a_call_was_planned(
     on_cpu: type[Recorder], model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,6 +31,7 @@ from transformers.utils import ModelOutput
 
 import hf_vit_accel
 from hf_vit_accel.engine import inputs
+from hf_vit_accel.tower import forward
 from hf_vit_accel.tower.state import state_of
 
 GRID = GRIDS["mixed"]
@@ -225,6 +226,32 @@ MODULES: dict[str, tuple[Change, str | None]] = {
     "a class": (change_class_of_a_block, "layer 1 has a Mine"),
 }
 """Changes, and the reason why later calls go the stock way, if they do."""
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_a_call_is_decided_alike_twice_and_nothing_changes(
+    tower: nn.Module, is_fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decision is no step of the call: a retry decides again, and counts nothing twice."""
+    hf_vit_accel.patch(tower)
+    run_tower(tower, GRID)
+    if not is_fast:
+        tower.rotary_pos_emb.register_forward_hook(lambda *_: None)
+    decide = forward.decide
+    ways = []
+
+    def decide_twice(*arguments: Any) -> Any:
+        state = arguments[1]
+        before = counts(tower), dict(state.fallbacks), dict(state.faults), state.last_route
+        first, second = decide(*arguments), decide(*arguments)
+        assert type(first) is type(second) and vars(first) == vars(second)
+        assert before == (counts(tower), dict(state.fallbacks), dict(state.faults), state.last_route)
+        ways.append(type(first).__name__)
+        return first
+
+    monkeypatch.setattr(forward, "decide", decide_twice)
+    run_tower(tower, GRID)
+    assert ways == ["FastPlan" if is_fast else "StockPlan"]
 
 
 @pytest.mark.parametrize("name", MODULES)
