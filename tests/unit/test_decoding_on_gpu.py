@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+import transformers
 from support.decoding import both, counts_of
 from tiny import TINY
 
@@ -127,3 +128,20 @@ def test_adapters_switched_back_and_forth_are_captured_once_each() -> None:
         model.set_adapter(name)
         both(model, inputs, max_new_tokens=40)
     assert counts_of(model).static_calls == 4 and steps_of(model).captures.total() == 2
+
+
+def test_keys_of_a_large_batch_are_in_memory_once() -> None:
+    """Groups of the prompt write into the step's cache, and stock proves a new step with eight rows."""
+    sizes = dict(num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=8, head_dim=128, hidden_size=256)
+    config = transformers.Qwen3Config(vocab_size=60, intermediate_size=256, **sizes)
+    model = tiny.randomise(transformers.Qwen3ForCausalLM(config)).eval().to("cuda", torch.bfloat16)
+    lengths = torch.linspace(100, 2000, 64).long().cuda()
+    mask = (torch.arange(2000, device="cuda") >= 2000 - lengths[:, None]).long()
+    inputs = {"input_ids": torch.randint(3, 60, (64, 2000), device="cuda") * mask, "attention_mask": mask}
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    model.generate(**inputs, max_new_tokens=16, pad_token_id=0, custom_generate=graphed_decoding)
+    peak = torch.cuda.max_memory_allocated() - before
+    assert counts_of(model).static_calls == 1 and steps_of(model).groups > 4
+    cache = 64 * 2048 * 2 * 8 * 8 * 128 * 2  # rows, slots, keys and values, layers, heads, width, bytes
+    assert peak < 1.3 * cache + 1.5e9
