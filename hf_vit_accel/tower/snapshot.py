@@ -136,6 +136,9 @@ class Snapshot:
             self.row_wise = substitutes.row_wise_modules(found, self.parts)
             proven = substitutes.prove(found, self.proof.classes, self.trusted, next(tower.parameters()))
             self.trusted, self.without_gradients = proven
+            layers = {part for block in self.parts.blocks for part in (block.module, block.attention)}
+            ran = [module for module in layers & set(found) if substitutes.twin_ran(module, self.proof.classes)]
+            self.trusted |= frozenset(ran)
         self._known_classes = self.proof.classes | {type(module) for module in found if module in self.trusted}
         self._is_proven_for_a_device = bool(found) or self.proof.key.device_type != "cpu"
 

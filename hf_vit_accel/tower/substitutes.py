@@ -25,7 +25,7 @@ from hf_vit_accel import machine
 from hf_vit_accel.families.base import Parts
 from hf_vit_accel.ops import Context, mlp, norm
 from hf_vit_accel.ops.activation import ACTIVATIONS
-from hf_vit_accel.ops.base import own_forward
+from hf_vit_accel.ops.base import class_of_own_weight, own_forward
 from hf_vit_accel.ops.lora import modules as lora
 from hf_vit_accel.tower.exact import exact_products
 from hf_vit_accel.tower.twin import Isolated, random_weight, skip_global_hooks
@@ -60,6 +60,15 @@ def prove(
             trusted |= {module}
             without_gradients += [] if _VERDICTS[key] else [type(module).__name__]
     return trusted, without_gradients
+
+
+def twin_ran(module: nn.Module, classes: frozenset[type]) -> bool:
+    """Return whether the proof of the tower ran the code of a layer or its attention, as exchanged in its class.
+
+    Unsloth exchanges classes in the file of the tower, or their forwards, for those of a file that it writes.
+    """
+    is_as_in_class = own_forward(module) is None and class_of_own_weight(module) is None
+    return is_as_in_class and type(module) in classes and _importable_forward(module) is not None
 
 
 def row_wise_modules(modules: Sequence[nn.Module], parts: Parts) -> set[int]:

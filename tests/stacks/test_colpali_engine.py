@@ -22,10 +22,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText, TrainingArguments
 
 Checkpoint = Callable[[str], str]
-# BiQwen2 and BiQwen2_5 of 0.3.18 do not load with transformers 5.24: they read an attribute that it dropped.
 MODELS = {
     "ColQwen2": "qwen2_vl",
+    "BiQwen2": "qwen2_vl",
     "ColQwen2_5": "qwen2_5_vl",
+    "BiQwen2_5": "qwen2_5_vl",
     "ColQwen3": "qwen3_vl",
     "BiQwen3": "qwen3_vl",
     "ColQwen3_5": "qwen3_5",
@@ -69,7 +70,10 @@ def load(name: str, path: str, *, patched: bool) -> nn.Module:
     """Load a model by the recipe of the page."""
     torch.manual_seed(0)  # the projection is new
     names: Names = {name: getattr(colpali_engine.models, name), "torch": torch, "name": path}
-    model = recipe("colpali").run(patched=patched, names=names, ColQwen2_5=name, **ON_CPU)["model"]
+    replaced = dict(ON_CPU)
+    if name in ("BiQwen2", "BiQwen2_5"):  # 0.3.18 reads a default that transformers 5.24 dropped, and fails in stock
+        replaced["(name,"] = "(name, key_mapping={},"
+    model = recipe("colpali").run(patched=patched, names=names, ColQwen2_5=name, **replaced)["model"]
     if hasattr(model, "custom_text_proj"):  # with a bias of zero, stock divides zero by zero at padding
         nn.init.normal_(model.custom_text_proj.bias, std=0.1, generator=torch.Generator().manual_seed(0))
     return model

@@ -16,6 +16,7 @@ import torch
 from tiny import tower_of
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLVisionAttention
 
 
 class RmsNormFunction(torch.autograd.Function):
@@ -116,6 +117,23 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Attention(Qwen2_5_VLVisionAttention):
+    """An attention of another file, as Unsloth writes one."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return _ATTEND(self, *args, **kwargs)
+
+
+class HalvedAttention(Attention):
+    """An attention that computes something else."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return _ATTEND(self, *args, **kwargs) * 0.5
+
+
+_ATTEND = Qwen2_5_VLVisionAttention.forward
 
 
 def bind(module: nn.Module, kind: type[nn.Module]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from types import MethodType, SimpleNamespace
 
@@ -195,6 +196,34 @@ def test_a_tower_of_former_classes_after_liger_exchanged_them() -> None:
         hf_vit_accel.patch(model)
         assert why_not_plain(tower) == []
         assert_same(tower, model)
+
+
+@pytest.mark.usefixtures("no_proofs")
+@pytest.mark.parametrize("exchange", ["the class", "its forward"])
+@pytest.mark.parametrize("kind", [substitutes.Attention, substitutes.HalvedAttention])
+@pytest.mark.filterwarnings("ignore:transformers .* stays stock")
+def test_an_attention_exchanged_in_the_file_of_the_tower(
+    exchange: str, kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unsloth writes a file with classes or their forwards, and puts these in transformers' before loading."""
+    stock = build()
+    name = type(tower_of(stock).blocks[0].attn).__name__
+    if exchange == "its forward":
+        monkeypatch.setattr(type(tower_of(stock).blocks[0].attn), "forward", kind.forward)
+    with exchanged(stock, name, kind) if exchange == "the class" else nullcontext():
+        model = randomise(TINY["qwen2_5_vl"].build(fresh=True), 0)
+        tower = tower_of(hf_vit_accel.patch(model))
+        if kind is substitutes.Attention:
+            assert why_not_plain(tower) == []
+            assert_same(tower, model)
+            hf_vit_accel.patch(model)
+            owner = type(tower.blocks[0].attn)
+            monkeypatch.setattr(owner, "forward", substitutes.HalvedAttention.forward)  # noticed at the next call
+        actual = run_tower(tower, GRID)
+        [status] = hf_vit_accel.status(tower).towers
+        assert (status.calls, status.stock_calls) == (0, 1)
+        hf_vit_accel.unpatch(model)
+        assert_close(actual, run_tower(tower, GRID))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
