@@ -21,10 +21,10 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_vit_accel.decoding.halves import halves_of, has_independent_rows, joined
+from hf_vit_accel.decoding.packed import Arguments, PackedPrompt
 from hf_vit_accel.decoding.prefill import GroupedPrompt
 from hf_vit_accel.decoding.step import (
     CACHE,
-    Arguments,
     DecodeStep,
     bytes_of_room,
     inputs_of_rows,
@@ -33,7 +33,14 @@ from hf_vit_accel.decoding.step import (
     make_room,
 )
 from hf_vit_accel.decoding.steps import DecodeSteps, steps_of
-from hf_vit_accel.decoding.text_models import UnservedError, declared_class_of, has_hooks_around, read_model, refuse
+from hf_vit_accel.decoding.text_models import (
+    Reading,
+    UnservedError,
+    declared_class_of,
+    has_hooks_around,
+    read_model,
+    refuse,
+)
 from hf_vit_accel.graphs.memory import capture_of_ours
 from hf_vit_accel.machine import one_line
 
@@ -235,14 +242,35 @@ class _ModelInLoop:
                 input_ids, next_sequence_length=columns, is_first_iteration=True, **model_kwargs
             )
             prompt = GroupedPrompt(self._model, inputs)
-            if len(prompt.groups) > 1:
+            if prompt.groups and not has_hooks_around(self._model):
+                packed: PackedPrompt | None = None
                 with self._giving_up():
-                    self._key = read_model(self._model).key
-                if self._reason is None and not has_hooks_around(self._model):
+                    reading = read_model(self._model)
+                    self._key = reading.key
+                    packed = self._packed(prompt, reading, columns)
+                if self._reason is None and (packed is not None or len(prompt.groups) > 1):
                     self._steps.groups += len(prompt.groups)
-                    return prompt.run(self._make_room)
+                    return prompt.run(self._make_room, packed)
             return self._model(**inputs, return_dict=True)
         return self._model._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=is_first_iteration)
+
+    def _packed(self, prompt: GroupedPrompt, reading: Reading, columns: int) -> PackedPrompt | None:
+        """Return what runs the groups without padding; None where stock's text model runs them, with the reason."""
+        reasons = self._steps.padded_reasons
+        if reasons.get(reading.key) or not prompt.ends_in_tokens():
+            return None
+        try:
+            packed = PackedPrompt(self._model, reading, columns)
+            if reading.key not in reasons:
+                prompt.prove(packed, make_room)
+                reasons[reading.key] = ""
+        except UnservedError as error:
+            reasons[reading.key] = str(error)
+        except torch.OutOfMemoryError:
+            return None
+        except Exception as error:  # whatever a kernel or a quantised module raises, stock goes on
+            reasons[reading.key] = one_line(error)
+        return None if reasons[reading.key] else packed
 
     def __call__(self, input_ids: Tensor, arguments: Arguments, return_dict: bool) -> Any:
         """Return the output of a forward of one token: of the step, or of stock where there is none."""

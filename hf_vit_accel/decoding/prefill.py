@@ -10,17 +10,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from hf_vit_accel.decoding.packed import Arguments, PackedPrompt
 from hf_vit_accel.decoding.text_models import Model
 from hf_vit_accel.versions import cache_name
 
-Arguments: TypeAlias = dict[str, Any]
 CACHE = cache_name()
 GROUP_TOKENS = 16384
 """Tokens of a group with its padding. Products are at their full rate with a quarter of it."""
@@ -167,41 +167,83 @@ class GroupedPrompt:
             return [self._columns] * len(ids_BT)
         return [self._columns - first for first in (mask_BT != 0).int().argmax(1).tolist()]
 
-    def run(self, make_room: Callable[[Arguments, Any], list[Any]]) -> CausalLMOutputWithPast:
+    def ends_in_tokens(self) -> bool:
+        """Return whether the last column is of tokens in every row, and none of padding."""
+        mask_BT = self._inputs.get("attention_mask")
+        return mask_BT is None or bool((mask_BT[:, -1] != 0).all())
+
+    def run(
+        self, make_room: Callable[[Arguments, Any], list[Any]], packed: PackedPrompt | None = None
+    ) -> CausalLMOutputWithPast:
         """Run every group, one after the other; return what a forward of all rows would: the last column's logits.
 
         A group for which memory runs out is halved.
 
         Args:
             make_room: Returns layers with slots for the keys of all rows, from the inputs and the cache of a group.
+            packed: Runs the groups instead of transformers' text model.
         """
         cache = self._inputs[CACHE]
         empty = copy.deepcopy(cache)
+        room: list[Any] = [] if packed is None else self._take_room(cache, make_room, packed.cache)
         logits_B1V: Tensor | None = None
         groups = list(self.groups)
         while groups:
             rows = groups.pop()
-            output: Any = None
+            columns = max(self._lengths_B[row] for row in rows)
+            of_group = copy.deepcopy(empty)
+            logits_G1V: Tensor | None = None
             try:
-                columns = max(self._lengths_B[row] for row in rows)
-                output = self._model(**self.inputs_of(rows, copy.deepcopy(empty), columns), return_dict=True)
+                if packed is None:
+                    logits_G1V = self._model(**self.inputs_of(rows, of_group, columns), return_dict=True).logits[:, -1:]
+                else:
+                    logits_G1V = packed.logits(self.inputs_of(rows, None, columns), rows, room)
             except torch.OutOfMemoryError:
                 if len(rows) == 1:
                     raise
-            if output is None:  # by now nothing holds the tensors of the forward
+            if logits_G1V is None:  # by now nothing holds the tensors of the forward
                 groups += [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
                 continue
-            rows_G = torch.tensor(rows, device=output.logits.device)
+            rows_G = torch.tensor(rows, device=logits_G1V.device)
             if logits_B1V is None:
-                logits_B1V = output.logits.new_zeros(len(self._lengths_B), 1, output.logits.shape[-1])
-            logits_B1V.index_copy_(0, rows_G, output.logits[:, -1:])
-            if not cache.layers[0].is_initialized:
-                room = make_room(self._inputs, output[CACHE])
-                for layer, slots in zip(cache.layers, room, strict=True):
-                    layer.lazy_initialization(slots.keys, slots.values)
-                    layer.keys, layer.values = (x[:, :, : self._columns] for x in (slots.keys, slots.values))
-            self._collect(cache, output[CACHE], rows_G)
+                logits_B1V = logits_G1V.new_zeros(len(self._lengths_B), 1, logits_G1V.shape[-1])
+            logits_B1V.index_copy_(0, rows_G, logits_G1V)
+            if packed is None:
+                room = room or self._take_room(cache, make_room, of_group)
+                self._collect(cache, of_group, rows_G)
         return CausalLMOutputWithPast(logits=logits_B1V, **{CACHE: cache})
+
+    def _take_room(self, cache: Any, make_room: Callable[[Arguments, Any], list[Any]], of_group: Any) -> list[Any]:
+        """Return new layers for the keys of all rows, whose slots of the prompt a cache holds from now on."""
+        room = make_room(self._inputs, of_group)
+        for layer, slots in zip(cache.layers, room, strict=True):
+            layer.lazy_initialization(slots.keys, slots.values)
+            layer.keys, layer.values = (x[:, :, : self._columns] for x in (slots.keys, slots.values))
+        return room
+
+    def prove(self, packed: PackedPrompt, make_room: Callable[[Any, int, int], list[Any]]) -> None:
+        """Run the longest two rows both ways; ArithmeticError where results differ by more than rounding.
+
+        Args:
+            make_room: Returns layers like those of a cache, with so many rows and slots.
+        """
+        rows = self.groups[-1][-2:]
+        columns = max(self._lengths_B[row] for row in rows)
+        cache = copy.deepcopy(self._inputs[CACHE])
+        expected = [self._model(**self.inputs_of(rows, cache, columns), return_dict=True).logits[:, -1:]]
+        room = make_room(packed.cache, len(rows), self._columns)
+        results = [packed.logits(self.inputs_of(rows, None, columns), range(len(rows)), room)]
+        for layer, of_stock in zip(room, cache.layers, strict=True):
+            for ours, theirs in ((layer.keys, of_stock.keys), (layer.values, of_stock.values)):
+                for index, row in enumerate(rows):
+                    length = self._lengths_B[row]
+                    results.append(ours[index, :, self._columns - length :])
+                    expected.append(theirs[index, :, columns - length :])
+        is_exact = results[0].dtype.itemsize > 2 and torch.get_float32_matmul_precision() == "highest"
+        for ours, theirs in zip(results, expected, strict=True):
+            error = float((ours.float() - theirs.float()).norm() / theirs.float().norm())
+            if not error <= (1e-4 if is_exact else 0.1):  # nor for NaN
+                raise ArithmeticError(f"a packed prompt differs from stock's by {error:.2g}")
 
     def inputs_of(self, rows: Sequence[int], cache: Any, columns: int) -> Arguments:
         """Return the inputs of some rows: their last columns."""

@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 from collections.abc import Callable, Hashable
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
+from hf_vit_accel.decoding.layers import norm, run_layers
+from hf_vit_accel.decoding.packed import Arguments
 from hf_vit_accel.decoding.text_models import Model, Reading, UnservedError, refuse
 from hf_vit_accel.ops.decode_attention import attend_in_chunks, why_not_in_chunks
 from hf_vit_accel.versions import cache_name
 
-Arguments: TypeAlias = dict[str, Any]
-"""The arguments of a model's method by name: tensors, caches and flags."""
 CACHE = cache_name()
 """The name of the cache among the arguments of a model."""
 _WITHOUT_EFFECT = (
@@ -187,45 +186,21 @@ class DecodeStep:
 
     def _hidden_B1E(self) -> Tensor:
         text = self.reading.text
-        positions = self._positions
-        if self.reading.declared.has_mrope:
-            # As text models do: four axes begin with that of the text, and one axis stands for all three.
-            positions = positions.reshape(-1, *positions.shape[-2:])[-3:].expand(3, -1, -1)
         hidden_B1E = text.embed_tokens(self._ids_B1)
-        rotation = text.rotary_emb(hidden_B1E, positions)
-        norms_outputs = self.reading.declared.norms_outputs
-        for layer, states in zip(text.layers, self.layers, strict=True):
-            out_B1E = self._attention_B1E(layer, _norm(layer.input_layernorm, hidden_B1E), rotation, states)
-            hidden_B1E = hidden_B1E + (_norm(layer.post_self_attn_layernorm, out_B1E) if norms_outputs else out_B1E)
-            out_B1E = layer.mlp(_norm(layer.post_attention_layernorm, hidden_B1E))
-            hidden_B1E = hidden_B1E + (_norm(layer.post_mlp_layernorm, out_B1E) if norms_outputs else out_B1E)
-        return _norm(text.norm, hidden_B1E)
+        of_linear = self._attend_linearly
+        return norm(text.norm, run_layers(self.reading, hidden_B1E, self._positions, self._attend, of_linear))
 
-    def _attention_B1E(self, layer: Model, hidden_B1E: Tensor, rotation: tuple[Tensor, Tensor], states: Any) -> Tensor:
-        if is_linear(states):
-            names = inspect.signature(inspect.unwrap(type(layer.linear_attn).forward)).parameters
-            cache_name = CACHE if CACHE in names else "cache_params"
-            return cast(Tensor, layer.linear_attn(hidden_B1E, **{cache_name: Cache(layers=self.layers)}))
-        attention = layer.self_attn
-        shape = (len(hidden_B1E), 1, -1, attention.head_dim)
-        query = attention.q_proj(hidden_B1E)
-        gate: Tensor | None = None
-        if self.reading.declared.is_gated:
-            query, gate = query.view(*shape[:-1], 2 * attention.head_dim).chunk(2, dim=-1)
-        query = query.reshape(shape)
-        key = attention.k_proj(hidden_B1E).view(shape)
-        value = attention.v_proj(hidden_B1E).view(shape).transpose(1, 2)
-        if hasattr(attention, "q_norm"):
-            query = _norm(attention.q_norm, query)
-            key = _norm(attention.k_norm, key)
-        query, key = _rotate(attention, query.transpose(1, 2), key.transpose(1, 2), *rotation)
+    def _attend_linearly(self, attention: Model, hidden_B1E: Tensor) -> Tensor:
+        names = inspect.signature(inspect.unwrap(type(attention).forward)).parameters
+        cache_name = CACHE if CACHE in names else "cache_params"
+        return cast(Tensor, attention(hidden_B1E, **{cache_name: Cache(layers=self.layers)}))
+
+    def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         # Under autocast values may have a narrower dtype than keys. A dynamic cache has that of its first keys.
+        states = self.layers[layer]
         states.keys.index_copy_(2, self._slot_1, key.to(states.keys.dtype))
         states.values.index_copy_(2, self._slot_1, value.to(states.values.dtype))
-        out_B1E = attend(query, states.keys, states.values, self._mask_B11S, self._ends_B2, attention.scaling)
-        if gate is not None:
-            out_B1E = out_B1E * torch.sigmoid(gate.reshape(out_B1E.shape))
-        return cast(Tensor, attention.o_proj(out_B1E))
+        return attend(query, states.keys, states.values, self._mask_B11S, self._ends_B2, scale)
 
     def __call__(self, ids_B1: Tensor) -> Tensor:
         """Return the logits (B, 1, vocabulary) after one more token a row. The next step overwrites them."""
@@ -245,20 +220,3 @@ class DecodeStep:
         if not error <= (1e-4 if is_exact else 0.05):  # nor for NaN
             raise ArithmeticError(f"logits differ from stock's by {error:.2g}")
         return logits_B1V
-
-
-def _norm(norm: Model, hidden: Tensor) -> Tensor:
-    """Run an RMSNorm as one kernel of torch. transformers rounds before the weight, torch only at the end."""
-    epsilon: float | None = getattr(norm, "variance_epsilon", None)
-    if epsilon is None or hidden.dtype != norm.weight.dtype:
-        return cast(Tensor, norm(hidden))
-    return nn.functional.rms_norm(hidden, norm.weight.shape, norm.weight, epsilon)
-
-
-def _rotate(attention: Model, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys by the function in the file of the attention."""
-    file: Any = sys.modules[type(attention).__module__]
-    if hasattr(file, "apply_multimodal_rotary_pos_emb"):  # older, which picks the axes itself
-        axes = attention.config.rope_parameters["mrope_section"]
-        return cast(tuple[Tensor, Tensor], file.apply_multimodal_rotary_pos_emb(query, key, cos, sin, axes))
-    return cast(tuple[Tensor, Tensor], file.apply_rotary_pos_emb(query, key, cos, sin))

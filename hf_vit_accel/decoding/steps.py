@@ -37,6 +37,7 @@ class DecodeSteps:
         self._lock = Lock()
         self.decoded = 0
         self.groups = 0  # forwards of prompts that were divided
+        self.padded_reasons: dict[Hashable, str] = {}  # why stock's text model runs a prompt; empty where ours does
         self.stock_reasons: Counter[str] = Counter()
         self.captures: Counter[str] = Counter()
         self._last_captured: Reading | None = None
@@ -106,6 +107,8 @@ class DecodeSteps:
         text = f"{calls} on a static cache ({len(self.kept)} held, {self._nbytes / 2**20:.0f} MiB)"
         if self.groups:
             text += f", prompts in {self.groups} groups"
+            padded = dict.fromkeys(reason for reason in self.padded_reasons.values() if reason)
+            text += f" (padded: {'; '.join(padded)})" if padded else ""
         for label, reasons in (("captured", self.captures), ("by stock", self.stock_reasons)):
             counts = "; ".join(f"{count} x {why}" for why, count in reasons.items())
             text += f", {reasons.total()} {label} ({counts})" if reasons else ""

@@ -1,0 +1,129 @@
+"""The forward of a prompt without its padding: all tokens of a group of rows one after the other.
+
+transformers' own code embeds pictures and computes logits. In between our layers run instead of its text model, and
+write keys and values to the slots of a decode step.
+`G` rows of a group, `C` their columns, `T` their tokens, `E` width, `H` and `K` heads, `D` head dim, `F` heads' widths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.cache_utils import DynamicLayer
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from hf_vit_accel.decoding.layers import norm, run_layers
+from hf_vit_accel.decoding.text_models import Model, Reading, refuse
+
+Arguments: TypeAlias = dict[str, Any]
+"""The arguments of a model's method by name: tensors, caches and flags."""
+
+
+class _Standin:
+    """A module with one part exchanged, which runs the module's own forward. The module itself stays as it is."""
+
+    def __init__(self, module: Model, **part: Any) -> None:
+        vars(self).update(part, _module=module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._module, name, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return declared_or_own(self._module).forward(self, *args, **kwargs)
+
+
+def declared_or_own(module: Model) -> Any:
+    """Return the class whose forward is a module's."""
+    return next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
+
+
+class PackedPrompt:
+    """Forwards of groups of rows of one prompt.
+
+    Args:
+        reading: The model as it is now.
+        columns: Of the whole prompt.
+    """
+
+    def __init__(self, model: Model, reading: Reading, columns: int) -> None:
+        weight = reading.text.embed_tokens.weight
+        refuse(
+            {
+                "the language model alone": reading.text is model.model,
+                "autocast": reading.autocast[2],
+                "layers of linear attention": not all(hasattr(layer, "self_attn") for layer in reading.text.layers),
+                "weights on several devices": any(x.device != weight.device for x in reading.text.parameters()),
+            }
+        )
+        self._reading = reading
+        self._columns = columns
+        self._model = _Standin(model, model=_Standin(model.model, language_model=self._text))
+        config = reading.text.config
+        shape = 0, config.num_key_value_heads, 0, reading.text.layers[0].self_attn.head_dim
+        self.cache = SimpleNamespace(layers=[DynamicLayer() for _ in reading.text.layers])
+        """Layers without tokens, for `make_room`."""
+        for layer in self.cache.layers:
+            layer.keys = layer.values = torch.empty(shape, dtype=weight.dtype, device=weight.device)
+
+    def logits(self, inputs: Arguments, rows: Sequence[int], layers: Sequence[Any]) -> Tensor:
+        """Return the logits (G, 1, vocabulary) of the last column, and write keys and values to these layers.
+
+        Args:
+            inputs: Stock's inputs of a group; the last column is no padding.
+            rows: The group's rows in the layers.
+        """
+        self._layers = layers
+        self._rows = rows
+        logits_G1V: Tensor = self._model(**inputs, return_dict=True).logits
+        return logits_G1V[:, -1:]
+
+    def _text(
+        self,
+        *,
+        inputs_embeds: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        visual_pos_masks: Tensor | None = None,
+        deepstack_visual_embeds: Sequence[Tensor] | None = None,
+        **others: Any,
+    ) -> MoeModelOutputWithPast:
+        """Return the last column's hidden state (G, 1, E) of every row, as if the text model had returned no more."""
+        refuse({f"the argument {name} of the text model": not isinstance(x, bool | None) for name, x in others.items()})
+        rows, columns, _ = inputs_embeds.shape
+        device = inputs_embeds.device
+        mask_GC = torch.ones(rows, columns, device=device) if attention_mask is None else attention_mask
+        kept_T = (mask_GC.flatten() != 0).nonzero()[:, 0]
+        self._lengths = (mask_GC != 0).sum(1).tolist()
+        rows_G = torch.tensor(self._rows, device=device)
+        self._places = rows_G[kept_T // columns], kept_T % columns + self._columns - columns
+        positions = position_ids.reshape(-1, rows * columns)[:, kept_T].unsqueeze(1)
+        deepstack = None
+        if deepstack_visual_embeds is not None and visual_pos_masks is not None:
+            deepstack = visual_pos_masks.flatten()[kept_T].nonzero()[:, 0], deepstack_visual_embeds
+        hidden_1TE = inputs_embeds.flatten(0, 1)[kept_T][None]
+        positions = positions if self._reading.declared.has_mrope else positions[0]
+        hidden_1TE = run_layers(self._reading, hidden_1TE, positions, self._attend, deepstack=deepstack)
+        last_G = torch.tensor(self._lengths, device=device).cumsum(0) - 1
+        last_G1E = norm(self._reading.text.norm, hidden_1TE[0, last_G]).unsqueeze(1)
+        return MoeModelOutputWithPast(last_hidden_state=last_G1E)
+
+    def _attend(self, layer: int, query_1HTD: Tensor, key_1KTD: Tensor, value_1KTD: Tensor, scale: float) -> Tensor:
+        states = self._layers[layer]
+        rows_T, slots_T = self._places
+        states.keys[rows_T, :, slots_T] = key_1KTD[0].transpose(0, 1)
+        states.values[rows_T, :, slots_T] = value_1KTD[0].transpose(0, 1)
+        outs = []
+        for query, key, value in zip(
+            *(x.split(self._lengths, dim=2) for x in (query_1HTD, key_1KTD, value_1KTD)), strict=True
+        ):
+            out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+            outs.append(out[0].transpose(0, 1).flatten(1))
+        return torch.cat(outs).unsqueeze(0)
