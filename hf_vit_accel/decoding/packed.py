@@ -107,7 +107,9 @@ class PackedPrompt:
         positions = position_ids.reshape(-1, rows * columns)[:, kept_T].unsqueeze(1)
         deepstack = None
         if deepstack_visual_embeds is not None and visual_pos_masks is not None:
-            deepstack = visual_pos_masks.flatten()[kept_T].nonzero()[:, 0], deepstack_visual_embeds
+            is_kept = mask_GC[visual_pos_masks] != 0
+            of_layers = [of_layer[is_kept] for of_layer in deepstack_visual_embeds]
+            deepstack = visual_pos_masks.flatten()[kept_T].nonzero()[:, 0], of_layers
         hidden_1TE = inputs_embeds.flatten(0, 1)[kept_T][None]
         positions = positions if self._reading.declared.has_mrope else positions[0]
         hidden_1TE = run_layers(self._reading, hidden_1TE, positions, self._attend, deepstack=deepstack)

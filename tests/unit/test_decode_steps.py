@@ -33,6 +33,7 @@ from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 
 import hf_vit_accel
 from hf_vit_accel import graphed_decoding
+from hf_vit_accel.decoding import layers
 from hf_vit_accel.decoding import loop as decoding
 from hf_vit_accel.decoding import step as step_module
 from hf_vit_accel.decoding.steps import steps_of
@@ -548,7 +549,7 @@ def test_every_norm_of_a_declared_text_model_is_known() -> None:
             if name.endswith("RMSNorm"):
                 norm = kind(8)
                 nn.init.normal_(norm.weight)
-                torch.testing.assert_close(step_module._norm(norm, hidden), norm(hidden))
+                torch.testing.assert_close(layers.norm(norm, hidden), norm(hidden))
 
 
 def test_states_that_a_step_replaces_have_no_static_step(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -719,6 +720,6 @@ def test_nothing_of_a_step_is_seen_from_outside() -> None:
         return forward(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_module.nn.functional, "rms_norm", look)
+        patch.setattr(layers.nn.functional, "rms_norm", look)
         model.generate(**TEXT, max_new_tokens=10, custom_generate=graphed_decoding)
     assert seen and counts_of(model).static_calls == 1
