@@ -16,6 +16,7 @@ from hf_vit_accel.backends.sdpa import Sdpa
 from hf_vit_accel.graphs import called, recorder, store
 from hf_vit_accel.layout import Segments
 from hf_vit_accel.tower import one_pass as one_pass_module
+from support.recorded_ops import OperationRecorder
 
 SMALL = GraphConfig(max_tokens=128, exact_after=0)
 """Graphs of few tokens, captured at the first call."""
@@ -122,6 +123,19 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
     monkeypatch.setattr(one_pass_module, "AUTOMATIC_ON", ("cpu",))
     all_backends = tuple(masked if backend.name == "sdpa" else backend for backend in BACKENDS)
     monkeypatch.setattr(backends, "BACKENDS", all_backends)
+    return RecorderOfTest
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch, on_cpu: type[Recorder]) -> type[OperationRecorder]:
+    """Let graphs on the CPU replay recorded operations, which read the tensors of the capture, in exact shapes."""
+
+    class RecorderOfTest(OperationRecorder):
+        pass
+
+    monkeypatch.setattr(store, "CudaRecorder", RecorderOfTest)
+    monkeypatch.setattr(called, "CudaRecorder", RecorderOfTest)
+    monkeypatch.setattr(backends, "BACKENDS", BACKENDS)  # the stand-in of `on_cpu` reads its offsets
     return RecorderOfTest
 
 

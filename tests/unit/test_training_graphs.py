@@ -10,19 +10,21 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from support.cpu_graphs import Recorder
 from support.graphs import Grid, patch_training
-from support.towers import NARROW, TOWERS
+from support.recorded_ops import OperationRecorder
+from support.towers import SHALLOW, TOWERS
 from tiny import TINY, checkpoint_layers, outputs_of, pixels_for, relative_error, tower_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hf_vit_accel
-from hf_vit_accel import FallbackError, GraphConfig, machine
+from hf_vit_accel import GraphConfig, machine
 from hf_vit_accel.engine import recorded
 from hf_vit_accel.graphs import step as step_module
 from hf_vit_accel.graphs.recorder import CudaRecorder
@@ -55,11 +57,11 @@ def pair(request: pytest.FixtureRequest, on_cpu: type[Recorder]) -> Pair:
 @pytest.fixture
 def one_pair(on_cpu: type[Recorder]) -> Pair:
     """A pair of one family, for behaviour that families share."""
-    return pair_of("narrow")
+    return pair_of("shallow")
 
 
 def pair_of(family: str) -> Pair:
-    model = (NARROW if family == "narrow" else TINY[family]).build()
+    model = (SHALLOW if family == "shallow" else TINY[family]).build()
     return Pair(tower_of(model), tower_of(copy.deepcopy(model)))
 
 
@@ -130,7 +132,7 @@ def assert_equal(tensors: Tensors, expected: Tensors) -> None:
 
 def test_steps_of_several_layouts(pair: Pair) -> None:
     """Every step has new pixels, weights that an optimiser changed in place, and poisoned buffers."""
-    runner = patch(pair.tower, strict=True)
+    patch(pair.tower, strict=True)
     optimisers = [torch.optim.SGD(tower.parameters(), lr=1e-3) for tower in pair]
     for seed, grid in enumerate(itertools.islice(itertools.cycle(LAYOUTS), 6)):
         losses = [loss_of(forward(tower, grid, seed), seed) for tower in pair]
@@ -145,9 +147,7 @@ def test_steps_of_several_layouts(pair: Pair) -> None:
             optimiser.step()
             optimiser.zero_grad()
     status = hf_vit_accel.status(pair.tower).towers[0].training
-    # The loss uses all outputs but the first, as the graphs expect before any loss.
     assert status.replays == 6 and not status.eager and status.captures == len(LAYOUTS)
-    assert not runner._outputs_of_last_loss
     assert "training" in str(hf_vit_accel.status(pair.tower))
 
 
@@ -186,7 +186,6 @@ def test_gradients_of_pixels(one_pair: Pair) -> None:
             tower.requires_grad_(not is_frozen)
         compare(one_pair, run)
     assert runner.status().replays == 3
-    assert not any(step.pixels_TP.requires_grad for step in runner._graphs.values()), "a buffer holds a graph"
 
 
 def test_gradients_are_added_up_and_never_overwritten(one_pair: Pair) -> None:
@@ -207,23 +206,6 @@ def test_gradients_are_added_up_and_never_overwritten(one_pair: Pair) -> None:
     assert_equal(outputs, copies)
 
 
-def test_two_forwards_before_their_backwards(one_pair: Pair) -> None:
-    """The halves of a contrastive batch: the second forward runs eagerly, and all gradients are right."""
-    runner = patch(one_pair.tower, strict=True)
-    for _ in range(2):
-        train(one_pair.tower, SMALL)
-    for order in (1, -1):
-
-        def run(tower: nn.Module, order: int = order) -> None:
-            losses = [loss_of(forward(tower, grid, seed), seed) for seed, grid in enumerate([SMALL, SMALL, LARGE])]
-            for loss in losses[::order]:
-                loss.backward()
-
-        compare(one_pair, run)
-    assert runner.status().eager == {"the gradients of an earlier call are still to come": 4}
-    assert runner.status().replays == 4
-
-
 def test_a_forward_without_a_backward_does_not_block_the_next(one_pair: Pair) -> None:
     stock, tower = one_pair
     runner = patch(tower, strict=True)
@@ -231,61 +213,11 @@ def test_a_forward_without_a_backward_does_not_block_the_next(one_pair: Pair) ->
     gc.disable()
     try:
         for seed in range(3):
-            outputs = forward(tower, SMALL, seed)
-            call = weakref.ref(runner._last())
-            del outputs
-            assert call() is None, "kept by a cycle"
+            forward(tower, SMALL, seed)
     finally:
         gc.enable()
     assert_same(train(tower, SMALL, 5), train(stock, SMALL, 5))
     assert not runner.status().eager
-
-
-@pytest.mark.parametrize("is_overwritten", [False, True])
-def test_a_retained_graph(one_pair: Pair, is_overwritten: bool) -> None:
-    """The second backward is computed again: the first one, or another step, wrote to the memory of its forward."""
-    patch(one_pair.tower)
-    train(one_pair.tower, SMALL)
-
-    def run(tower: nn.Module) -> None:
-        loss = loss_of(forward(tower, SMALL, 3), 3)
-        loss.backward(retain_graph=True)
-        if is_overwritten:
-            train(tower, SMALL, 4)
-        loss.backward()
-
-    compare(one_pair, run)
-
-
-@pytest.mark.parametrize(
-    "event", ["closed", "repatched", "unpatched", "another layout", "no gradients", "weights move"]
-)
-def test_events_between_forward_and_backward(one_pair: Pair, event: str) -> None:
-    patch(one_pair.tower)
-    train(one_pair.tower, SMALL)
-    train(one_pair.tower, LARGE)
-
-    def run(tower: nn.Module) -> None:
-        losses = [loss_of(forward(tower, SMALL, 3), 3)]
-        if event == "closed" and tower is one_pair.tower:
-            state_of(tower).drop_caches()
-        elif event == "repatched" and tower is one_pair.tower:
-            hf_vit_accel.patch(tower, cuda_graphs=True)
-        elif event == "unpatched" and tower is one_pair.tower:
-            hf_vit_accel.unpatch(tower)
-        elif event == "another layout":
-            losses.append(loss_of(forward(tower, LARGE, 1), 1))
-        elif event == "no gradients":
-            with torch.no_grad():
-                forward(tower, SMALL, 9)
-                forward(tower, LARGE, 9)
-        elif event == "weights move":  # with the same values, and a call that notices
-            for parameter in tower.parameters():
-                parameter.data = parameter.data.clone()
-            losses.append(loss_of(forward(tower, LARGE, 1), 1))
-        torch.stack(losses).sum().backward()
-
-    compare(one_pair, run)
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])
@@ -324,62 +256,6 @@ def test_pixels_of_inference_mode(one_pair: Pair) -> None:
 
     for _ in range(3):
         compare(one_pair, run)
-
-
-@pytest.mark.parametrize("change", ["moved", "replaced", "removed"])
-def test_weights_that_move_before_the_backward(one_pair: Pair, change: str) -> None:
-    """A backward graph would read the former memory (of frozen weights, too), though no call could notice."""
-    for tower in one_pair:
-        tower.blocks[0].requires_grad_(False)
-    runner = patch(one_pair.tower)
-    for _ in range(2):
-        train(one_pair.tower, SMALL)
-    if change == "moved":
-        forbid_replays(runner)
-    gradients = []
-    for tower in one_pair:
-        loss = loss_of(forward(tower, SMALL), 0)
-        parameters = dict(tower.named_parameters())
-        for linear in (tower.blocks[0].attn.qkv, tower.blocks[1].attn.qkv):
-            if change == "moved":
-                linear.weight.data = linear.weight.data.clone()
-            elif change == "removed":
-                del linear.weight
-            else:  # the gradient belongs to the former parameter
-                linear.weight = nn.Parameter(torch.zeros_like(linear.weight))
-        names = [name for name, _ in tower.named_parameters()]
-        loss.backward(retain_graph=True)
-        loss.backward()
-        assert names == [name for name, _ in tower.named_parameters()]
-        gradients.append({name: parameter.grad for name, parameter in parameters.items()})
-    assert_same(gradients[1], gradients[0])
-
-
-@pytest.mark.parametrize("is_second", [False, True], ids=["replayed", "computed again"])
-@pytest.mark.parametrize("change", ["frozen", "hooked"])
-def test_parameters_that_are_frozen_or_hooked_before_the_backward(one_pair: Pair, change: str, is_second: bool) -> None:
-    """A frozen parameter gets no gradient; a hook is called as often as in stock."""
-    patch(one_pair.tower)
-    for _ in range(2):
-        train(one_pair.tower, SMALL)
-    hooked: list[nn.Module] = []
-
-    def run(tower: nn.Module) -> None:
-        def double(gradient: torch.Tensor) -> torch.Tensor:
-            hooked.append(tower)
-            return gradient * 2
-
-        loss = loss_of(forward(tower, SMALL), 0)
-        if is_second:
-            loss.backward(retain_graph=True)
-        if change == "frozen":
-            tower.blocks[1].requires_grad_(False)
-        else:
-            tower.blocks[1].attn.qkv.weight.register_hook(double)
-        loss.backward()
-
-    compare(one_pair, run)
-    assert hooked == (list(one_pair) if change == "hooked" else [])
 
 
 def test_a_parameter_of_two_layers_has_one_gradient(one_pair: Pair) -> None:
@@ -488,7 +364,7 @@ def test_parts_of_a_call(one_pair: Pair, options: dict[str, object]) -> None:
         compare(one_pair, run)
 
 
-# --- buffers and pixels that change before the backward ---------------------------------------------------------------
+# --- what happens between a forward and its backward ------------------------------------------------------------------
 
 
 def frequencies_of(tower: nn.Module) -> torch.Tensor:
@@ -523,68 +399,143 @@ def shadow_frequencies(tower: nn.Module) -> None:
     tower.rotary_pos_emb.inv_freq = frequencies
 
 
-FREQUENCY_CHANGES = [
-    write_frequencies,
-    write_frequencies_uncounted,
-    assign_frequencies,
-    move_frequencies,
-    remove_frequencies,
-    shadow_frequencies,
-]
+def linear_of(tower: nn.Module) -> nn.Linear:
+    return tower.blocks[1].attn.qkv
+
+
+def make_buffer(tower: nn.Module) -> None:
+    weight = linear_of(tower).weight.detach()
+    del linear_of(tower).weight
+    linear_of(tower).register_buffer("weight", weight)
+
+
+def make_attribute(tower: nn.Module) -> None:
+    vars(tower.rotary_pos_emb)["inv_freq"] = tower.rotary_pos_emb._buffers.pop("inv_freq")
+
+
+def freeze_embedding(tower: nn.Module) -> None:
+    tower.patch_embed.requires_grad_(False)
+
+
+def add_dropout(tower: nn.Module) -> None:
+    tower.blocks[1].mlp = nn.Sequential(tower.blocks[1].mlp, nn.Dropout(0.5)).train()
+    tower.train()
+
+
+def move_weights(tower: nn.Module) -> None:
+    """Give weights other memory of the same values, and spoil the former memory, as whoever gets it next does."""
+    for parameter in tower.parameters():
+        former = parameter.data
+        parameter.data = former.clone()
+        former.fill_(float("nan"))
+
+
+def replace_weight(tower: nn.Module) -> None:
+    linear_of(tower).weight = nn.Parameter(torch.zeros_like(linear_of(tower).weight))
+
+
+def remove_weight(tower: nn.Module) -> None:
+    del linear_of(tower).weight
+
+
+def call_without_gradients(tower: nn.Module) -> None:
+    with torch.no_grad():
+        forward(tower, SMALL, 9)
+        forward(tower, LARGE, 9)
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something between a forward and its backward.
+
+    Attributes:
+        act: Lets it happen to the tower.
+        before: Prepares both towers before they are patched.
+        is_ours_alone: Whether stock's tower is left alone, since its backward would raise or not notice.
+        family: The family of the towers.
+    """
+
+    act: Callable[[nn.Module], object]
+    before: Callable[[nn.Module], object] = bool
+    is_ours_alone: bool = False
+    family: str = "shallow"
+
+
+EVENTS = {
+    "nothing": Event(bool),
+    "another step": Event(lambda tower: train(tower, SMALL, 4)),
+    "a step of another layout": Event(lambda tower: train(tower, LARGE, 4)),
+    "calls without gradients": Event(call_without_gradients),
+    "another forward": Event(lambda tower: vars(tower).update(outputs=forward(tower, SMALL, 5))),
+    "patched again": Event(lambda tower: hf_vit_accel.patch(tower, cuda_graphs=True), is_ours_alone=True),
+    "unpatched": Event(hf_vit_accel.unpatch, is_ours_alone=True),
+    "weights move": Event(move_weights, is_ours_alone=True),
+    "a weight is replaced": Event(replace_weight),
+    "a weight is removed": Event(remove_weight),
+    "a layer is frozen": Event(lambda tower: tower.blocks[1].requires_grad_(False)),
+    "a weight is hooked": Event(lambda tower: linear_of(tower).weight.register_hook(lambda gradient: gradient * 2)),
+    "frequencies are written": Event(write_frequencies, family="qwen2_5_vl"),
+    "frequencies are written uncounted": Event(write_frequencies_uncounted),
+    "frequencies are assigned": Event(assign_frequencies),
+    "frequencies move": Event(move_frequencies),
+    "frequencies are removed": Event(remove_frequencies),
+    "frequencies are shadowed": Event(shadow_frequencies),
+    "an attribute of frequencies is written": Event(write_frequencies, before=make_attribute),
+    "an attribute of frequencies is assigned": Event(assign_frequencies, before=make_attribute),
+    "pixels are overwritten": Event(lambda tower: tower.pixels.zero_(), before=freeze_embedding),
+    "a buffer for a weight is written": Event(lambda tower: linear_of(tower).weight.mul_(2), make_buffer, True),
+    "a buffer for a weight is assigned": Event(
+        lambda tower: setattr(linear_of(tower), "weight", linear_of(tower).weight * 2), make_buffer, True
+    ),
+    "dropout is off": Event(lambda tower: tower.eval(), before=add_dropout),
+}
+"""Stock keeps the tables made of frequencies, and no pixels while the embedding is frozen."""
+
+
+ELSEWHERE = {
+    "before any step": ("frequencies are written", "pixels are overwritten", "a weight is hooked"),
+    "between two backwards": (
+        "another step", "unpatched", "weights move", "a layer is frozen", "a weight is hooked",
+        "frequencies are written", "pixels are overwritten", "a buffer for a weight is written",
+    ),
+}  # fmt: skip
+PLACES = [("after steps", name) for name in EVENTS]
+PLACES += [(place, name) for place, names in ELSEWHERE.items() for name in names]
+
+
+@pytest.mark.parametrize(("place", "name"), PLACES)
+def test_gradients_are_those_of_the_forward(recorded: type[OperationRecorder], place: str, name: str) -> None:
+    """The first gradients are replayed, the second computed again; a graph reads the memory of its capture."""
+    event = EVENTS[name]
+    pair = pair_of(event.family)
+    for tower in pair:
+        event.before(tower)
+    patch(pair.tower)
+    for _ in range(0 if place == "before any step" else 2):
+        train(pair.tower, SMALL)
+    results = []
+    for tower in pair:
+        parameters = dict(tower.named_parameters())
+        torch.manual_seed(0)
+        tower.pixels = pixels_for(tower, SMALL)
+        loss = loss_of(outputs_of(tower(tower.pixels, grid_thw=torch.tensor(SMALL))), 0)
+        if place == "between two backwards":
+            loss.backward(retain_graph=True)
+        if tower is pair.tower or not event.is_ours_alone:
+            event.act(tower)
+        loss.backward(retain_graph=place != "between two backwards")
+        if place != "between two backwards":
+            loss.backward()
+        results.append({name: parameter.grad for name, parameter in parameters.items()})
+    assert_same(results[1], results[0])
 
 
 def run_with_changed_frequencies(tower: nn.Module, change: Callable[[nn.Module], None]) -> None:
     """Take the gradients of one forward twice: with graphs the first are replayed, the second computed again."""
     loss = loss_of(forward(tower, SMALL), 0)
     change(tower)
-    changed = getattr(tower.rotary_pos_emb, "inv_freq", None)
     loss.backward(retain_graph=True)
     loss.backward()
-    assert getattr(tower.rotary_pos_emb, "inv_freq", None) is changed
-
-
-FREQUENCY_CELLS = [
-    *(("qwen2_5_vl", change, True) for change in FREQUENCY_CHANGES),
-    ("qwen3_vl", write_frequencies_uncounted, True),
-    ("qwen3_vl", assign_frequencies, False),
-    ("qwen2_5_vl", write_frequencies, False),
-    ("qwen2_5_vl", move_frequencies, False),
-]
-"""Every change, every family, and each place of the frequencies: a buffer or a plain attribute."""
-
-
-@pytest.mark.parametrize(
-    ("family", "change", "is_buffer"),
-    [
-        pytest.param(*cell, marks=[pytest.mark.matrix] * (cell not in FREQUENCY_CELLS))
-        for cell in itertools.product(("qwen2_5_vl", "qwen3_vl"), FREQUENCY_CHANGES, (True, False))
-    ],
-)
-def test_frequencies_that_change_before_the_backward(
-    on_cpu: type[Recorder], family: str, change: Callable[[nn.Module], None], is_buffer: bool
-) -> None:
-    """Gradients belong to the frequencies of the forward. Stock does not keep these, but the tables made of them."""
-    pair = pair_of(family)
-    if not is_buffer:
-        for tower in pair:
-            vars(tower.rotary_pos_emb)["inv_freq"] = tower.rotary_pos_emb._buffers.pop("inv_freq")
-    runner = patch(pair.tower)
-    for _ in range(2):
-        train(pair.tower, SMALL)
-    compare(pair, lambda tower: run_with_changed_frequencies(tower, change))
-    assert runner.status().replays == 3
-
-
-def test_frequencies_that_change_before_the_first_backward_after_a_capture(one_pair: Pair) -> None:
-    """The loss uses other outputs than the capture assumed, so its gradients are computed again."""
-    patch(one_pair.tower)
-
-    def run(tower: nn.Module) -> None:
-        loss = loss_of(forward(tower, SMALL), 0)
-        write_frequencies(tower)
-        loss.backward()
-
-    compare(one_pair, run)
 
 
 def test_frequencies_of_a_functional_call(one_pair: Pair) -> None:
@@ -639,37 +590,6 @@ def test_a_large_buffer_that_changes_raises_where_it_is_needed_again(
         loss.backward()
 
 
-@pytest.mark.parametrize("change", ["written", "moved", "replaced"])
-def test_a_weight_that_is_a_buffer_and_changes_before_the_backward(one_pair: Pair, change: str) -> None:
-    """A backward graph would read the new values, or freed memory. Gradients belong to the weight of the forward."""
-    for tower in one_pair:
-        linear = tower.blocks[1].attn.qkv
-        weight = linear.weight.detach()
-        del linear.weight
-        linear.register_buffer("weight", weight)
-    runner = patch(one_pair.tower)
-    for _ in range(2):
-        train(one_pair.tower, SMALL)
-    replays = runner.status().replays
-    results = []
-    for tower in (one_pair.stock, one_pair.tower):
-        if tower is one_pair.tower:
-            forbid_replays(runner)
-        loss = loss_of(forward(tower, SMALL), 0)
-        if tower is one_pair.tower:
-            linear = tower.blocks[1].attn.qkv
-            if change == "written":
-                linear.weight.mul_(2)
-            elif change == "moved":
-                linear.weight.data = linear.weight.data * 2
-            else:
-                linear.weight = linear.weight * 2
-        loss.backward()
-        results.append(take_gradients(tower))
-    assert_same(results[1], results[0])
-    assert runner.status().replays == replays + 1
-
-
 def run_with_overwritten_pixels(tower: nn.Module) -> None:
     """Take the gradients of one forward twice, after its pixels were overwritten."""
     weight = tower.patch_embed.proj.weight
@@ -678,23 +598,6 @@ def run_with_overwritten_pixels(tower: nn.Module) -> None:
     pixels.zero_()
     loss.backward(retain_graph=True)
     loss.backward()
-
-
-@pytest.mark.parametrize("steps_before", [0, 1, 2])
-def test_pixels_overwritten_before_the_backward_while_the_embedding_is_frozen(
-    one_pair: Pair, steps_before: int
-) -> None:
-    """Stock keeps no pixels then, as a loader may fill the same memory again.
-
-    Args:
-        steps_before: After none, the first gradients are computed again as well.
-    """
-    for tower in one_pair:
-        tower.patch_embed.requires_grad_(False)
-    patch(one_pair.tower)
-    for seed in range(steps_before):
-        train(one_pair.tower, SMALL, seed)
-    compare(one_pair, run_with_overwritten_pixels)
 
 
 def test_pixels_overwritten_before_the_backward_while_the_embedding_is_trained(one_pair: Pair) -> None:
@@ -738,25 +641,6 @@ def test_pixels_are_freed_by_the_backward(one_pair: Pair) -> None:
         assert memory() is None
 
 
-def test_dropout_of_adapters_and_a_change_of_mode_before_the_backward(one_pair: Pair) -> None:
-    """Towers with dropout run eagerly, and autograd keeps the masks."""
-    for tower in one_pair:
-        tower.blocks[1].mlp = nn.Sequential(tower.blocks[1].mlp, nn.Dropout(0.5)).train()
-    runner = patch(one_pair.tower)
-
-    def run(tower: nn.Module) -> None:
-        torch.manual_seed(0)
-        tower.train()
-        loss = loss_of(forward(tower, SMALL), 0)
-        tower.eval()
-        loss.backward(retain_graph=True)
-        loss.backward()
-
-    for _ in range(3):
-        compare(one_pair, run)
-    assert not runner.status().replays
-
-
 # --- what is captured, what is stored ---------------------------------------------------------------------------------
 
 
@@ -772,23 +656,6 @@ def test_small_layouts_that_come_often_are_captured(one_pair: Pair) -> None:
         assert_same(train(tower, SMALL), train(stock, SMALL))
         training = state_of(tower).training_runner
         assert training is None or not training.status().captures
-
-
-def test_memory_is_bounded(one_pair: Pair, on_cpu: type[Recorder]) -> None:
-    """All graphs go once they take too much, after some steps that ran eagerly."""
-    stock, tower = one_pair
-    for either in one_pair:
-        del either.blocks[1:]
-    on_cpu.nbytes = 1 << 20
-    runner = patch(tower, GraphConfig(max_tokens=128, exact_after=1, max_training_bytes=3 << 19), strict=True)
-    times_dropped = 0
-    for seed in range(24):
-        for grid in LAYOUTS:
-            before = runner.status().graphs
-            assert_same(train(tower, grid, seed), train(stock, grid, seed))
-            assert len(runner.status().graphs) <= 2 and runner.status().nbytes < 3 << 20
-            times_dropped += len(runner.status().graphs) < len(before)
-    assert times_dropped and 4 <= runner.status().captures <= 8
 
 
 def test_a_graph_keeps_the_tensors_that_it_reads(
@@ -822,80 +689,6 @@ def test_a_graph_keeps_the_tensors_that_it_reads(
     assert tensors and all(tensor() is not None for tensor in tensors)
 
 
-def test_stages_share_memory(pair: Pair) -> None:
-    """A stage may write where earlier stages left gradients and activations."""
-    stock, tower = pair
-    runner = patch(tower, strict=True)
-    train(tower, SMALL)
-    (step,) = runner._graphs.values()
-    assert len(step.stages) == len(tower.blocks), "tiny towers have a stage for every layer"
-
-    def spoil_others(stage: step_module.Stage) -> Callable[[], None]:
-        replay = stage.replay
-
-        def run() -> None:
-            for other in step.stages:
-                for gradient in [] if other is stage else other.gradients:
-                    gradient.fill_(float("nan"))
-            replay()
-
-        return run
-
-    for stage in step.stages:
-        stage.replay = spoil_others(stage)
-    for seed in (1, 2):
-        assert_same(train(tower, SMALL, seed), train(stock, SMALL, seed))
-    assert runner.status().replays == 3
-
-
-def test_no_capture_ends_at_a_parameter(one_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DDP or an earlier loss may keep a parameter's node, which belongs to a stream that cannot be captured."""
-    tower = one_pair.tower
-    captured_ends: list[set[int]] = []
-    patch(tower)
-    nodes = [parameter.expand_as(parameter).grad_fn.next_functions[0][0] for parameter in tower.parameters()]
-    gradients_of = step_module._gradients_of
-
-    def spied(outputs: Tensors, *args: Any) -> list[torch.Tensor | None]:
-        captured_ends.append({id(node) for node in leaf_nodes(outputs)})
-        return gradients_of(outputs, *args)
-
-    monkeypatch.setattr(step_module, "_gradients_of", spied)
-    loss_of(forward(tower, SMALL), 0).backward()
-    assert len(captured_ends) >= 2, "warmed up, and captured or computed again"
-    for ends in captured_ends:
-        assert len(ends) > 10 and ends.isdisjoint(id(node) for node in nodes)
-
-
-def leaf_nodes(outputs: Tensors) -> list[Any]:
-    """Return the autograd nodes at which gradients of leaves arrive."""
-    seen = set()
-    todo = [output.grad_fn for output in outputs if output.requires_grad]
-    while todo:
-        node = todo.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            todo += [following for following, _ in node.next_functions]
-    return [node for node in seen if hasattr(node, "variable")]
-
-
-def test_parameters_are_back_after_a_capture_that_breaks_off(one_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    stock, tower = one_pair
-    runner = patch(tower)
-    before = dict(tower.named_parameters())
-    encode = step_module.encode
-
-    def broken(*args: object, **kwargs: object) -> None:
-        encode(*args, **kwargs)
-        raise torch.OutOfMemoryError("none left")
-
-    monkeypatch.setattr(step_module, "encode", broken)
-    assert_same(train(tower, SMALL), train(stock, SMALL))
-    assert "none left" in str(runner.status())
-    after = dict(tower.named_parameters())
-    assert before.keys() == after.keys() and all(after[name] is before[name] for name in before)
-
-
 def test_another_precision_has_graphs_of_its_own(one_pair: Pair) -> None:
     """The host decides in which precision products are computed, and a graph contains that decision."""
     tower = one_pair.tower
@@ -918,33 +711,6 @@ def test_another_precision_has_graphs_of_its_own(one_pair: Pair) -> None:
         finally:
             setattr(matmul, name, before)
     assert len(numerics) > 2 and not runner.status().stale, "set back, the former graphs are replayed"
-
-
-def test_other_trained_parameters_have_graphs_of_their_own(one_pair: Pair) -> None:
-    """Set back, the graphs are found again: each returns the gradients of what was trained at its capture."""
-    stock, tower = one_pair
-    runner = patch(tower)
-    for is_trained in (True, False, True, False):
-        for changed in one_pair:
-            changed.merger.requires_grad_(is_trained)
-        assert_same(train(tower, SMALL), train(stock, SMALL))
-    assert (runner.status().captures, runner.status().replays) == (2, 4) and not runner.status().stale
-
-
-def test_a_capture_that_fails(one_pair: Pair, on_cpu: type[Recorder]) -> None:
-    stock, tower = one_pair
-    runner = patch(tower)
-    on_cpu.fail = RuntimeError("refused")
-    assert_same(train(tower, SMALL), train(stock, SMALL))
-    on_cpu.fail = None
-    assert_same(train(tower, SMALL), train(stock, SMALL))
-    assert runner.status().eager == {"capture failed: RuntimeError: refused": 2}
-    assert_same(train(tower, LARGE), train(stock, LARGE))
-    assert runner.status().captures == 1
-    patch(tower, strict=True)
-    on_cpu.fail = RuntimeError("again")
-    with pytest.raises(FallbackError, match="capture failed"):
-        train(tower, SMALL)
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------

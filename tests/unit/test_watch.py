@@ -16,7 +16,6 @@ from unittest import mock
 import pytest
 import torch
 from support import copies
-from support.cpu_graphs import Recorder
 from support.decoding import both, counts_of
 from support.recorded_ops import OperationRecorder
 from support.towers import SHALLOW
@@ -25,9 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import hf_vit_accel
-from hf_vit_accel import GraphConfig, ReuseConfig, backends
-from hf_vit_accel.backends import BACKENDS
-from hf_vit_accel.graphs import called, store
+from hf_vit_accel import GraphConfig, ReuseConfig
 
 GRID = [(1, 4, 8), (1, 8, 4)]
 ROUNDS = 3
@@ -196,19 +193,6 @@ def other_config(config: Any) -> Any:
 
 
 # --- consumers --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch, on_cpu: type[Recorder]) -> type[OperationRecorder]:
-    """Let graphs on the CPU replay recorded operations, which read the tensors of the capture, in exact shapes."""
-
-    class RecorderOfTest(OperationRecorder):
-        pass
-
-    monkeypatch.setattr(store, "CudaRecorder", RecorderOfTest)
-    monkeypatch.setattr(called, "CudaRecorder", RecorderOfTest)
-    monkeypatch.setattr(backends, "BACKENDS", BACKENDS)  # the stand-in of `on_cpu` reads its offsets
-    return RecorderOfTest
 
 
 def run(tower: Any, *, trains: bool) -> list[Tensor]:
