@@ -14,6 +14,8 @@ import contextlib
 import copy
 import threading
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,6 +30,7 @@ from tiny import assert_close, outputs_of, pixels_for, tower_of
 
 import hf_vit_accel
 from hf_vit_accel import GraphConfig
+from hf_vit_accel.graphs import memory
 
 GRIDS: dict[str, Grid] = {
     "small": [(1, 4, 4)],
@@ -47,6 +50,10 @@ OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
 FAULTS = st.sampled_from([OUT_OF_MEMORY, RuntimeError("operation not permitted when stream is capturing")])
 
 
+def run_out() -> None:
+    raise OUT_OF_MEMORY
+
+
 class GraphMachine(RuleBasedStateMachine):
     """A patched tower beside a stock one that sees the same changes."""
 
@@ -59,7 +66,7 @@ class GraphMachine(RuleBasedStateMachine):
         self.recorder.reason = None
         self.recorder.free_bytes = 64 << 30
         self.recorder.nbytes = 1000
-        self.attend_faults: list[Exception] = []
+        self.attend_faults: list[Callable[[], None]] = []
         self.calls = 0
         self.seed = 0
         self.warmed_up = 0
@@ -225,7 +232,27 @@ class GraphMachine(RuleBasedStateMachine):
     @rule(grad=st.booleans(), name=st.sampled_from(sorted(GRIDS)))
     def memory_runs_out_in_attention(self, grad: bool, name: str) -> None:
         """The call itself may raise; the tower must answer the next one."""
-        self.attend_faults.append(OUT_OF_MEMORY)
+        self.attend_faults.append(run_out)
+        with contextlib.suppress(torch.OutOfMemoryError):
+            self.run(GRIDS[name], grad=grad)
+        self.attend_faults.clear()
+
+    @rule(grad=st.booleans(), name=st.sampled_from(sorted(GRIDS)), is_our_own=st.booleans(), in_thread=st.booleans())
+    def the_device_is_full(self, grad: bool, name: str, is_our_own: bool, in_thread: bool) -> None:
+        """torch tells of a failed allocation, of this call or of another program: while it is captured or replayed."""
+
+        def fill() -> None:
+            notify = partial(memory._give_up_graphs, 0, 1 << 40, 0, 0)
+            if in_thread:
+                other = threading.Thread(target=notify)
+                other.start()
+                other.join()
+            else:
+                notify()
+            if is_our_own:
+                run_out()
+
+        self.attend_faults.append(fill)
         with contextlib.suppress(torch.OutOfMemoryError):
             self.run(GRIDS[name], grad=grad)
         self.attend_faults.clear()
@@ -317,7 +344,7 @@ def test_whatever_happens(on_cpu: type[Recorder], monkeypatch: pytest.MonkeyPatc
 
     def attend_or_fail(self: Masked, *args: Any) -> torch.Tensor:
         if current and current[-1].attend_faults:
-            raise current[-1].attend_faults.pop()
+            current[-1].attend_faults.pop()()
         return attend(self, *args)
 
     def make() -> GraphMachine:

@@ -19,7 +19,7 @@ import pytest
 import torch
 from support.cpu_graphs import SMALL, Recorder, status_of
 from support.graphs import Grid, draw_grid, patch
-from support.towers import NARROW, both_towers
+from support.towers import both_towers
 from tiny import GRIDS, TINY, assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
 from torch import nn
 
@@ -112,7 +112,7 @@ def test_images_beyond_the_largest_budget_run_eagerly(on_cpu: type[Recorder], mo
 
 
 def test_frequent_shapes_are_captured_exactly(on_cpu: type[Recorder], model: nn.Module) -> None:
-    graphs = patch(model, GraphConfig(max_tokens=128, exact_after=3))
+    patch(model, GraphConfig(max_tokens=128, exact_after=3))
     for grid in ([(1, 10, 12)], [(1, 26, 22)]):  # within the budgets, and beyond them
         expected = run_tower(tower_of(model), grid)
         for _ in range(4):
@@ -122,7 +122,6 @@ def test_frequent_shapes_are_captured_exactly(on_cpu: type[Recorder], model: nn.
     assert len(exact) >= 2 and status_of(model).captures <= 5
     hf_vit_accel.unpatch(model)
     assert_close(beyond, run_tower(tower_of(model), [(1, 22, 26)], seed=5))
-    assert not graphs._graphs and not graphs._arena
 
 
 # --- what makes graphs stale ------------------------------------------------------------------------------------------
@@ -190,7 +189,7 @@ def test_graphs_of_a_value_that_is_set_back_are_replayed_again(on_cpu: type[Reco
     assert not status_of(model).stale
 
 
-@pytest.mark.parametrize("name", ["blocks.1.attn.qkv", "blocks.1.attn.proj", "blocks.1.norm2", "blocks.1.mlp"])
+@pytest.mark.parametrize("name", ["blocks.1.attn.qkv", "blocks.1.norm2"])
 def test_switches_of_upstream_modules_make_graphs_stale(on_cpu: type[Recorder], model: nn.Module, name: str) -> None:
     """Dropout and the like act by attributes; the modules are torch's own, so they are not refused."""
     tower = tower_of(model)
@@ -241,44 +240,6 @@ def test_strict_holds_for_replays(on_cpu: type[Recorder], model: nn.Module, monk
     status = hf_vit_accel.status(model).towers[0]
     assert status.graphs.replays == 1 and any("torch_varlen cannot serve" in why for why in status.fallbacks)
     assert status.backends["full"] == "sdpa"
-
-
-def test_graphs_that_work_outlive_captures_that_fail(on_cpu: type[Recorder], model: nn.Module) -> None:
-    patch(model)
-    run_tower(tower_of(model), IMAGE)
-    on_cpu.fail = RuntimeError("out of memory")
-    for width in (2, 10, 18, 26):
-        run_tower(tower_of(model), [(1, 8, width)])
-    assert status_of(model).off and status_of(model).replays == 1
-    run_tower(tower_of(model), IMAGE)
-    assert status_of(model).replays == 2
-    on_cpu.fail = None
-    _move_data(model)
-    run_tower(tower_of(model), [(1, 8, 10)])
-    assert status_of(model).replays == 3 and status_of(model).off is None
-
-
-@pytest.mark.parametrize("why", ["hook", "attentions"])
-def test_hooks_and_hidden_states_go_the_stock_way(on_cpu: type[Recorder], model: nn.Module, why: str) -> None:
-    tower = tower_of(model)
-    expected = run_tower(tower, IMAGE)
-    patch(model)
-    assert_close(run_tower(tower, IMAGE), expected)
-    pixels = pixels_for(tower, IMAGE)
-    grid = torch.tensor(IMAGE)
-    if why == "hook":
-        seen: list[int] = []
-        handle = tower.rotary_pos_emb.register_forward_hook(lambda *_: seen.append(1))
-        assert_close(run_tower(tower, IMAGE), expected)
-        handle.remove()
-        assert seen
-    else:
-        with torch.no_grad():
-            tower(pixels, grid_thw=grid, output_attentions=True)
-    status = hf_vit_accel.status(model).towers[0]
-    assert status.stock_calls == 1 and len(status.fallbacks) == 1 and status.graphs.replays == 1
-    assert_close(run_tower(tower, IMAGE), expected)
-    assert status_of(model).replays == 2
 
 
 def test_third_party_modules_run_eagerly(on_cpu: type[Recorder], model: nn.Module) -> None:
@@ -362,54 +323,6 @@ def test_the_least_recently_used_graph_goes(on_cpu: type[Recorder], model: nn.Mo
     assert status.nbytes > 2 * taken, "status counts the memory that dropped graphs leave for later ones"
 
 
-def test_all_graphs_go_if_they_take_too_much_memory(on_cpu: type[Recorder]) -> None:
-    """They share a pool, which is given back as a whole, ever more rarely."""
-    model = NARROW.build()
-    on_cpu.nbytes = 1 << 20
-    del tower_of(model).blocks[1:]
-    patch(model, GraphConfig(max_tokens=128, exact_after=0, max_bytes=5 << 19), strict=True)
-    grids: list[Grid] = [[(1, 2, 2 * tokens)] for tokens in (4, 8, 12, 16, 20)]
-    expected = [run_tower(tower_of(copy.deepcopy(model)), grid) for grid in grids]
-    tower = tower_of(model)
-    status = status_of(tower)
-    emptied = 0
-    for _ in range(80):
-        for grid, exact in zip(grids, expected, strict=True):
-            before = len(status.graphs)
-            assert_close(run_tower(tower, grid), exact)
-            status = status_of(tower)
-            assert status.nbytes < 4 << 20
-            emptied += len(status.graphs) < before
-    assert emptied == 3 and status.captures == 3 * 4, "after 16, 32 and 64 calls that could not be captured"
-    assert [*status.eager] == ["graphs hold as much memory as they may"] and status.replays + sum(
-        status.eager.values()
-    ) == 400
-    assert status.replays > 200
-
-
-def test_a_call_of_two_graphs_gets_room_for_both(on_cpu: type[Recorder], model: nn.Module) -> None:
-    """A call of two bins finds the graph of the first. If the second needs room, no dropped graph may be replayed."""
-    on_cpu.nbytes = 1 << 20
-    del tower_of(model).blocks[2:]
-    patch(model, GraphConfig(max_tokens=64, exact_after=0, max_bytes=1), strict=True)
-    first: Grid = [(1, 2, 2 * 64)]
-    both: Grid = [*first, (1, 2, 2 * 8)]
-    expected = run_tower(tower_of(copy.deepcopy(model)), both)
-    run_tower(tower_of(model), first)
-    for _ in range(60):
-        assert_close(run_tower(tower_of(model), both), expected)
-    status = status_of(model)
-    assert status.captures == 1 + 2 and len(status.graphs) == 2, "after 16 calls that could not be captured"
-    assert status.replays == 1 + 2 * 44
-
-
-def test_a_frequent_shape_without_room_uses_its_budget(on_cpu: type[Recorder], model: nn.Module) -> None:
-    patch(model, GraphConfig(max_tokens=128, exact_after=2, max_bytes=1), strict=True)
-    for _ in range(4):
-        run_tower(tower_of(model), IMAGE)
-    assert status_of(model).replays == 4 and status_of(model).captures == 1 and not status_of(model).eager
-
-
 def test_a_deleted_model_is_freed(on_cpu: type[Recorder]) -> None:
     model = TINY["qwen2_vl"].build()
     on_cpu.record = lambda self, run: (run(), (lambda: None, 0))[1]
@@ -449,13 +362,6 @@ def _linear(tower: nn.Module) -> nn.Module:
     return old
 
 
-def _norm(tower: nn.Module) -> nn.Module:
-    block = tower.blocks[1]
-    old = block.norm1
-    block.norm1 = copy.deepcopy(old)
-    return old
-
-
 def _adapter(tower: nn.Module) -> nn.Module:
     """Unload an adapter: only its base stays."""
     attention = tower.blocks[2].attn
@@ -474,7 +380,7 @@ def _parameters(tower: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize(
     ("replace", "trains"),
-    [(_block, False), (_linear, True), (_norm, False), (_adapter, False), (_adapter, True), (_parameters, True)],
+    [(_block, False), (_linear, True), (_adapter, False), (_parameters, True)],
 )
 def test_the_next_call_frees_replaced_modules(
     on_cpu: type[Recorder],
