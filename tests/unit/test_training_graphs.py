@@ -206,6 +206,23 @@ def test_gradients_are_added_up_and_never_overwritten(one_pair: Pair) -> None:
     assert_equal(outputs, copies)
 
 
+def test_two_forwards_before_their_backwards(one_pair: Pair) -> None:
+    """The halves of a contrastive batch: the second forward runs eagerly, and all gradients are right."""
+    runner = patch(one_pair.tower, strict=True)
+    for _ in range(2):
+        train(one_pair.tower, SMALL)
+    for order in (1, -1):
+
+        def run(tower: nn.Module, order: int = order) -> None:
+            losses = [loss_of(forward(tower, grid, seed), seed) for seed, grid in enumerate([SMALL, SMALL, LARGE])]
+            for loss in losses[::order]:
+                loss.backward()
+
+        compare(one_pair, run)
+    assert runner.status().eager == {"the gradients of an earlier call are still to come": 4}
+    assert runner.status().replays == 4
+
+
 def test_a_forward_without_a_backward_does_not_block_the_next(one_pair: Pair) -> None:
     stock, tower = one_pair
     runner = patch(tower, strict=True)
@@ -711,6 +728,17 @@ def test_another_precision_has_graphs_of_its_own(one_pair: Pair) -> None:
         finally:
             setattr(matmul, name, before)
     assert len(numerics) > 2 and not runner.status().stale, "set back, the former graphs are replayed"
+
+
+def test_other_trained_parameters_have_graphs_of_their_own(one_pair: Pair) -> None:
+    """Set back, the graphs are found again: each returns the gradients of what was trained at its capture."""
+    stock, tower = one_pair
+    runner = patch(tower)
+    for is_trained in (True, False, True, False):
+        for changed in one_pair:
+            changed.merger.requires_grad_(is_trained)
+        assert_same(train(tower, SMALL), train(stock, SMALL))
+    assert (runner.status().captures, runner.status().replays) == (2, 4) and not runner.status().stale
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
