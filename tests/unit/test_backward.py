@@ -409,11 +409,14 @@ ALIKE = {f"mlp {kind}" for kind in GELUS if kind != "gelu_tanh"} | {"swiglu, odd
 ALIKE |= {"norm 80 layer", "norm 80 rms delta", "norm 144 layer delta"}
 ALIKE |= {"rope 80", "window 80", "linear 1152", "heads 64 1 normed", "heads 80 2"}
 ALIKE |= {"mlp gelu_tanh, closed", "project 3", "project 1 grouped, no bias", "layer gelu", "norm + swiglu"}
+ALIKE |= {"norm 80 rms", "norm 144 layer of fp32", "swiglu aligned", "project 1 normed"}
 """Those that differ from another case in sizes, in what is left out, or in a part that has a case of its own.
 
 They are interpreted in fp16, each trained whole, by plain gradients; in fp32 and with parts frozen in the matrix.
 On a GPU all are.
 """
+IN_FP32 = {"norm 80 layer delta", "window 72", "linear 144", "swiglu unaligned", "positions 4"}
+"""Those that are interpreted in fp32, too. Masks and tiles are those of fp16; the matrix has all."""
 LONG = {"layer gelu, twice", "layer swiglu, the first", "positions 16"}
 LONG |= {"norm 1152 layer delta", "norm 1280 rms delta"}
 """Alike, too, and long to interpret: in the matrix alone."""
@@ -436,11 +439,11 @@ DTYPES = [
 ]
 
 
-def cells(dtypes: list[Any], alike: Callable[[Target], bool]) -> list[Any]:
+def cells(dtypes: list[Any], alike: Callable[[str, Target], bool]) -> list[Any]:
     """Return every case in all dtypes; the matrix alone interprets those that differ little."""
 
     def left_out(name: str, target: Target) -> bool:
-        return (name in ALIKE and alike(target)) or (name in LONG and target["device"] == "cpu")
+        return alike(name, target) or (name in LONG and target["device"] == "cpu")
 
     return [
         pytest.param(
@@ -543,7 +546,9 @@ def compare(case: Case, kind: str) -> None:
     check(runs["operation"], runs["stock"], runs["exact"], case.roundings)
 
 
-@pytest.mark.parametrize(("name", "target"), cells(DTYPES, lambda target: target["dtype"] == torch.float32))
+@pytest.mark.parametrize(
+    ("name", "target"), cells(DTYPES, lambda name, target: target["dtype"] == torch.float32 and name not in IN_FP32)
+)
 def test_outputs_and_gradients(name: str, target: Target) -> None:
     case = CASES[name](target)
     is_alike = target["dtype"] == torch.float32 or (name in ALIKE and target["device"] == "cpu")
@@ -562,7 +567,10 @@ def run(case: Case, mine: Tensors, way: str = "") -> Tensors:
     return gradients(outputs, mine, incoming_for(outputs, "plain"))
 
 
-@pytest.mark.parametrize(("name", "target"), cells([DTYPES[0], *DTYPES[2:]], lambda target: target["device"] == "cpu"))
+@pytest.mark.parametrize(
+    ("name", "target"),
+    cells([DTYPES[0], *DTYPES[2:]], lambda name, target: name in ALIKE and target["device"] == "cpu"),
+)
 def test_frozen_and_checkpointed(name: str, target: Target) -> None:
     """Train one of any two tensors and freeze the other; checkpoint; cast weights from fp32."""
     atomic = "positions" in name and target["device"] == "cuda"  # they add in any order
@@ -608,8 +616,8 @@ def same(actual: torch.Tensor, expected: torch.Tensor, atomic: bool) -> bool:
     return torch.equal(actual, expected) or (atomic and relative_error(actual, expected) <= 1e-3)
 
 
-@pytest.mark.parametrize("target", DTYPES)
-@pytest.mark.parametrize(("rows", "width"), [(1, 3), (37, 212), (270, 300)])
+@pytest.mark.parametrize("target", [DTYPES[0], *DTYPES[2:]])
+@pytest.mark.parametrize(("rows", "width"), [(1, 3), (270, 300)])
 def test_column_sum(target: Target, rows: int, width: int) -> None:
     if target["device"] == "cuda":
         rows = 31 * rows
@@ -642,8 +650,8 @@ def check_remembered(dy: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     check_sum()
 
 
-@pytest.mark.parametrize("target", DTYPES)
-@pytest.mark.parametrize("dim", [64, 72, 80])
+@pytest.mark.parametrize("target", [DTYPES[0], *DTYPES[2:]])
+@pytest.mark.parametrize("dim", [64, 72])
 def test_rope_back_in_place_and_its_sum(target: Target, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal the reference's gradient bit for bit; few rows have no sum."""
     cos, sin = tables(target["rows"], dim, target)
@@ -698,17 +706,6 @@ def test_where_only_a_norm_is_trained_the_stream_needs_no_gradient(target: Targe
 def test_gradient_of_the_table_in_order(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     test_outputs_and_gradients("positions 4", target)
-
-
-@pytest.mark.parametrize("target", DTYPES[:1])
-def test_biases_take_the_sums_that_norms_and_attention_make(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read the sums of two layers, except of the last MLP's output."""
-    summed = []
-    runs = column_sum_module.runs
-    monkeypatch.setattr(column_sum_module, "runs", lambda *args, **kwargs: summed.append(args) or runs(*args, **kwargs))
-    case = CASES["layer gelu, twice"](target)
-    run(case, fresh(case.leaves))
-    assert len(summed) == 1
 
 
 @pytest.mark.parametrize("target", DTYPES)

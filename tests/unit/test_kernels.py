@@ -89,10 +89,16 @@ def test_rope(target: Target, dim: int) -> None:
 
 
 @where
-@pytest.mark.parametrize("with_delta", [True, False])
-@pytest.mark.parametrize("rms", [True, False])
 @pytest.mark.parametrize(
-    ("width", "wide"), [(1280, False), (1152, False), (1024, False), (144, False), (100, False), (144, True)]
+    ("width", "wide", "rms", "with_delta"),
+    [
+        (1280, False, True, True),
+        (1152, False, False, True),
+        (1024, False, True, False),
+        (100, False, False, False),
+        (144, True, True, True),
+        (144, True, False, False),
+    ],
 )
 def test_add_norm(target: Target, width: int, wide: bool, rms: bool, with_delta: bool) -> None:
     """Add and normalise; `wide` keeps the residual stream and the weights in fp32, as under autocast."""
@@ -118,9 +124,9 @@ def test_add_norm(target: Target, width: int, wide: bool, rms: bool, with_delta:
 
 
 @where
-@pytest.mark.parametrize("limit", [None, 2.0])
-@pytest.mark.parametrize("halves", [True, False])
-@pytest.mark.parametrize("width", [3424, 200, 1024])
+@pytest.mark.parametrize(
+    ("width", "halves", "limit"), [(3424, True, None), (200, False, 2.0), (1024, True, 2.0), (200, True, None)]
+)
 def test_swiglu(target: Target, width: int, halves: bool, limit: float | None) -> None:
     gate, up = (3 * draw(target["rows"], 2 * width, target=target)).chunk(2, dim=-1)
     if not halves:
@@ -133,9 +139,9 @@ def test_swiglu(target: Target, width: int, halves: bool, limit: float | None) -
 
 
 @where
-@pytest.mark.parametrize("normed", [True, False])
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("dim", [64, 72, 80, 128])
+@pytest.mark.parametrize(
+    ("dim", "groups", "normed"), [(64, 1, True), (72, 2, True), (80, 1, False), (80, 2, False), (128, 2, True)]
+)
 def test_shape_heads(target: Target, dim: int, groups: int, normed: bool) -> None:
     """Poison the rows beyond the input: in place, no kernel writes to them."""
     heads = target["heads"]
@@ -277,8 +283,9 @@ def test_add_positions(target: Target, width: int, taps: int) -> None:
 
 
 @where
-@pytest.mark.parametrize("dim", [64, 72, 80])
-@pytest.mark.parametrize("lengths", [[64, 64], [64, 16, 1, 37, 48], [3]], ids=str)
+@pytest.mark.parametrize(
+    ("lengths", "dim"), [([64, 64], 64), ([64, 16, 1, 37, 48], 72), ([64, 16, 1, 37, 48], 80), ([3], 80)], ids=str
+)
 def test_window_attention(target: Target, lengths: list[int], dim: int) -> None:
     lengths = lengths * (20 if target["device"] == "cuda" else 1)
     rows = sum(lengths)
