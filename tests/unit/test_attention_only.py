@@ -13,8 +13,6 @@ import torch
 from support.attention_only import CLASSES, TINY, build, grid_name, inputs, takes_segments
 from tiny import assert_close, checkpoint_layers, relative_error
 from torch import nn
-from transformers import modeling_utils
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_vit_accel
 from hf_vit_accel import FallbackError, FlexConfig
@@ -34,17 +32,19 @@ def tower(request: pytest.FixtureRequest) -> nn.Module:
     return build(module, name)
 
 
-TYPICAL = "VideoLlama3", "Lfm3Vl"
-"""Towers that pass segments to all layers, and to fewer key heads."""
-typical_towers = pytest.mark.parametrize(
-    "tower",
-    [
-        pytest.param(entry, id=entry[2], marks=[pytest.mark.matrix] * (not entry[2].startswith(TYPICAL)))
-        for entry in CLASSES
-    ],
-    indirect=True,
-)
-"""For what the library stores and reports, whatever the tower; and for compiling, which is slow."""
+def towers_of(*names: str) -> pytest.MarkDecorator:
+    """Run a test with towers whose class begins with one of the names; in the matrix with all."""
+    towers = []
+    for entry in CLASSES:
+        is_left_out = not entry[2].startswith(names)
+        towers.append(pytest.param(entry, id=entry[2], marks=[pytest.mark.matrix] * is_left_out))
+    return pytest.mark.parametrize("tower", towers, indirect=True)
+
+
+typical_towers = towers_of("Lfm3Vl")
+"""For what the library stores and reports, whatever the tower: this one has fewer key heads."""
+different_towers = towers_of("VideoLlama3", "MuseGlimmer", "MiniCPMV4_6", "Inkling2")
+"""Segments alone, windows, a merger inside, and a class token in each frame."""
 
 
 def geometry_of(tower: nn.Module) -> Geometry:
@@ -103,6 +103,7 @@ def test_it_equals_stock_with_one_plan_per_kind_of_layer(
     assert "attention only" in str(status) and "fallback" not in str(status)
 
 
+@different_towers
 def test_a_family_with_wrong_segments_differs_from_stock(tower: nn.Module) -> None:
     """Check that the test above would notice clips instead of frames, or frames instead of clips."""
     if not TINY[type(tower).__name__].clips:
@@ -118,6 +119,7 @@ def test_a_family_with_wrong_segments_differs_from_stock(tower: nn.Module) -> No
     assert largest_error(run(tower), expected) > 1e-3
 
 
+@different_towers
 def test_another_layout_of_the_same_size_has_its_own_plan(tower: nn.Module) -> None:
     stock = copy.deepcopy(tower)
     hf_vit_accel.patch(tower, strict=True)
@@ -132,6 +134,7 @@ def test_another_layout_of_the_same_size_has_its_own_plan(tower: nn.Module) -> N
         assert_close(output, run(stock, **{name: layout}))
 
 
+@different_towers
 def test_every_layer_attends_by_known_segments(tower: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """Count the layers, with gradient checkpointing, too: it runs them again, with the segments of their call."""
     attended = []
@@ -202,6 +205,7 @@ def test_a_score_mod_is_refused_on_several_devices(tower: nn.Module) -> None:
         tower(**inputs(tower))
 
 
+@different_towers
 def test_autocast_equals_stock(tower: nn.Module) -> None:
     stock = copy.deepcopy(tower)
     hf_vit_accel.patch(tower, strict=True)
@@ -248,6 +252,7 @@ def test_unpatched_it_is_stock_again(tower: nn.Module) -> None:
     assert state_of(tower) is None and tower.config._attn_implementation == "sdpa"
 
 
+@typical_towers
 def test_a_named_backend_runs_all_layers(tower: nn.Module) -> None:
     expected = run(tower)
     hf_vit_accel.patch(tower, attention="flex", strict=True)
@@ -256,6 +261,7 @@ def test_a_named_backend_runs_all_layers(tower: nn.Module) -> None:
     assert set(status.backends.values()) == {"flex"}
 
 
+@different_towers
 def test_a_score_mod_is_applied(tower: nn.Module) -> None:
     expected = run(tower)
     hf_vit_accel.patch(tower, attention=FlexConfig(score_mod=lambda score, *_: score * 0.5))
@@ -302,6 +308,7 @@ def test_options_beyond_attention_are_reported(tower: nn.Module) -> None:
         hf_vit_accel.patch(tower, cuda_graphs=True, strict=True)
 
 
+@different_towers
 def test_segments_of_the_caller_are_used(tower: nn.Module) -> None:
     """Stock takes them, too; `status` reports the call."""
     geometry = geometry_of(tower)
@@ -374,21 +381,3 @@ def test_cached_layouts_are_bounded_by_their_bytes() -> None:
     assert sum(nbytes) == routes.cache.total_cost <= routes.cache.cost
     routes.allow(500 << 20)
     assert routes.cache.cost == 10 << 20
-
-
-@typical_towers
-def test_an_attention_registered_after_patch_is_kept(tower: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tower stays stock, as if the function had been registered before."""
-    functions = modeling_utils.ALL_ATTENTION_FUNCTIONS._global_mapping
-
-    def half(module: nn.Module, *args: object, **kwargs: object) -> tuple[torch.Tensor, None]:
-        return sdpa_attention_forward(module, *args, **kwargs)[0] * 0.5, None
-
-    stock = copy.deepcopy(tower)
-    hf_vit_accel.patch(tower)
-    before = run(tower)
-    monkeypatch.setitem(functions, "sdpa", half)
-    expected = run(stock)
-    assert largest_error(expected, before) > 1e-3, "the change matters"
-    assert largest_error(run(tower), expected) == 0.0
-    assert hf_vit_accel.status(tower).towers[0].stock_calls == 1

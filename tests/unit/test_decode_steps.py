@@ -524,7 +524,18 @@ EARLIER = ("qwen2_5_omni", "qwen3_omni_moe") if Version(transformers.__version__
 """Models that compute positions in every step in this version."""
 
 
-@pytest.mark.parametrize("name", [name for name in COMPOSITES if name != "glm_image"])  # stock cannot continue a text
+DIFFERENT = {"qwen3_5", "qwen3_omni_moe", "glm4v", "glm4v_moe", "ernie4_5_vl_moe", "kimi_k25", "exaone4_5", "inkling2"}
+"""Texts that differ in kind; the matrix has the others."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.matrix] * (name not in DIFFERENT))
+        for name in COMPOSITES
+        if name != "glm_image"  # stock cannot continue a text
+    ],
+)
 @pytest.mark.usefixtures("way")
 def test_text_models_of_every_family(name: str) -> None:
     model = COMPOSITES[name].make()
