@@ -141,6 +141,7 @@ def test_videos_are_captioned(tmp_path: Path, family: str) -> None:
     assert right >= 6, {key: (records[key]["caption"], caption) for key, caption in expected.items()}
 
 
+@pytest.mark.matrix  # a benchmark, which users do not run
 def test_the_captioning_benchmark(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -86,47 +86,6 @@ def test_without_hides_packages_from_imports_and_find_spec(tmp_path: Path) -> No
     assert output == "typer None numpy ['--rounds', '2']\n"
 
 
-def is_running(process: int) -> bool:
-    """Return False for a process that ended, also if nobody has waited for it."""
-    try:
-        stat = Path(f"/proc/{process}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in "ZX"
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes cannot be bound to a core")
-@pytest.mark.parametrize("is_killed", [False, True], ids=["ended", "killed"])
-def test_slowed_runs_beside_a_busy_process_on_one_core(tmp_path: Path, is_killed: bool) -> None:
-    """Both have the same core, and the busy process ends with the other one."""
-    (tmp_path / "seen.py").write_text(
-        "import multiprocessing, os, sys, time\n"
-        "(child,) = multiprocessing.active_children()\n"
-        "while True:\n"
-        "    user_time = open(f'/proc/{child.pid}/stat').read().rpartition(')')[2].split()[11]\n"
-        "    if int(user_time):\n"
-        "        break\n"
-        "    time.sleep(0.01)\n"
-        "print(child.pid, os.sched_getaffinity(0) == os.sched_getaffinity(child.pid), len(os.sched_getaffinity(0)))\n"
-        "print(sys.argv[1:], flush=True)\n"
-        "sys.stdin.read()\n"
-    )
-    command = [sys.executable, str(BENCHMARK / "slowed.py"), "seen", "--rounds", "2"]
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as slowed:
-        assert slowed.stdin is not None and slowed.stdout is not None
-        child, *cores = slowed.stdout.readline().split()
-        assert cores == ["True", "1"] and slowed.stdout.readline() == "['--rounds', '2']\n"
-        assert is_running(int(child))
-        if is_killed:
-            slowed.kill()
-        slowed.stdin.close()
-    deadline = time.monotonic() + 10
-    while is_running(int(child)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not is_running(int(child))
-
-
 def test_parts_run_beside_each_other_and_make_one_file(
     everything: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,22 +149,3 @@ def test_a_run_that_is_stopped_keeps_the_finished_files(
     script.write_text("")  # ends without an error and without a file
     with pytest.raises(everything.typer.Exit):
         everything.main(only="two", output=tmp_path, gpus=2, limit=9, commit="abc", commands=False)
-
-
-@pytest.mark.parametrize(("is_shared", "processes"), [(True, 1), (False, 2)])
-def test_a_shared_process_times_all_models(
-    everything: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_shared: bool, processes: int
-) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import json, sys\n"
-        "rows = [dict(model=model) for model in sys.argv[2].split(',')]\n"
-        "json.dump(dict(device='d', rows=rows), open(sys.argv[-1], 'w'))\n"
-    )
-    job = everything.Job(
-        file="two.json", command=f"python {script}", models=("a", "b"), option="--models", is_shared=is_shared
-    )
-    monkeypatch.setattr(everything, "JOBS", {"two": job})
-    everything.main(only="two", output=tmp_path, gpus=2, limit=9, commit="abc", commands=False)
-    assert len(list((tmp_path / "parts").glob("*.json"))) == processes
-    assert [row["model"] for row in json.loads((tmp_path / "two.json").read_text())["rows"]] == ["a", "b"]

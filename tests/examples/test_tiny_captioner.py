@@ -19,7 +19,7 @@ import torch
 import transformers
 import typer
 from accelerate.state import AcceleratorState
-from support.towers import TOWERS, alike
+from support.towers import alike
 from tiny import assert_close
 from torch import nn
 from transformers import PreTrainedModel
@@ -93,7 +93,7 @@ def test_things_move_in_videos() -> None:
         assert tuple(direction) == scenes.MOTIONS[scene.caption.split()[-1]]
 
 
-@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+@pytest.mark.parametrize("family", alike("qwen2_5_vl", "qwen2_vl", "qwen3_vl"))
 def test_training_inputs_are_the_processors(family: str, tmp_path: Path) -> None:
     """The saved processor makes the same inputs from the same pictures."""
     tokenizer = tiny_models.build_tokenizer()
@@ -178,7 +178,7 @@ def grid_of(batch: parity.Batch) -> tuple[int, int, int]:
     return tuple(grid[0].tolist())
 
 
-@pytest.mark.parametrize("captioner", TOWERS, indirect=True)
+@pytest.mark.parametrize("captioner", alike("qwen2_5_vl", "qwen3_vl", "qwen2_vl"), indirect=True)
 def test_patched_captions_are_those_of_stock(captioner: Captioner) -> None:
     """Tokens are equal, and so are logits up to rounding: they show errors that change no caption."""
     grids = [grid_of(batch) for batch in captioner.batches]
@@ -199,13 +199,15 @@ def test_patched_captions_are_those_of_stock(captioner: Captioner) -> None:
     assert not hf_vit_accel.status(captioner.model).towers[0].patched
 
 
-@pytest.mark.parametrize("captioner", alike("qwen3_vl", "qwen2_5_vl", "qwen2_vl"), indirect=True)
+@pytest.mark.matrix  # tests the checkpoint, which seldom changes
+@pytest.mark.parametrize("captioner", ["qwen3_vl", "qwen2_5_vl", "qwen2_vl"], indirect=True)
 def test_captions_need_the_pictures(captioner: Captioner) -> None:
     shuffled = parity.held_out(captioner.family, 30, size=5, shuffled=True)
     assert captioner.accuracy(captioner.patched(), shuffled) < 0.1
 
 
-@pytest.mark.parametrize("captioner", alike("qwen3_vl", "qwen2_5_vl", "qwen2_vl"), indirect=True)
+@pytest.mark.matrix  # tests the checkpoint, which seldom changes
+@pytest.mark.parametrize("captioner", ["qwen3_vl", "qwen2_5_vl", "qwen2_vl"], indirect=True)
 def test_captions_need_the_towers_attention(captioner: Captioner) -> None:
     """The language model still gets a tenth right from patches alone, and nearly all with attention."""
     patched = captioner.patched(silence())
@@ -255,6 +257,7 @@ def test_checkpoints_are_small_and_load_without_warnings(family: str, caplog: py
     assert tokenizer.get_vocab() == tiny_models.build_tokenizer().get_vocab()
 
 
+@pytest.mark.matrix  # `test_patched_captions_are_those_of_stock` compares the default
 def test_parity_on_a_cpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(parity, "FAMILIES", ["qwen2_5_vl"])  # the others are compared above
@@ -267,6 +270,7 @@ def test_parity_on_a_cpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     assert all(row["calls"] == (row["way"] != "stock") for row in rows)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("captioner", ["qwen3_vl"], indirect=True)
 def test_parity_needs_proof_that_the_way_ran(captioner: Captioner) -> None:
     """Right captions do not count if the fast path, the backend, the graphs or the fusion did not run."""
@@ -310,9 +314,8 @@ def test_parity_fails_beyond_half_a_point(capsys: pytest.CaptureFixture[str], mo
     assert stopped.value.exit_code == 1 and "-0.60 points" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[pytest.mark.matrix] * (name != "qwen2_5_vl")) for name in tiny_models.FAMILIES]
-)
+@pytest.mark.matrix  # gradients and `Trainer` are compared with stock elsewhere
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_patched_models_learn_as_stock(
     family: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -77,27 +77,6 @@ def test_a_wrong_gradient_is_not_timed(tower: nn.Module, monkeypatch: pytest.Mon
     assert rows["spoiled"]["ms"] is None and "is allowed, of " in rows["spoiled"]["problem"]
 
 
-@pytest.mark.parametrize(("settles", "batches"), [(3, 3), (99, 8)])
-def test_an_error_near_its_bound_is_compared_in_more_batches(
-    tower: nn.Module, monkeypatch: pytest.MonkeyPatch, settles: int, batches: int
-) -> None:
-    """Chance makes no gradient of few values wrong, and none right."""
-    monkeypatch.setattr(training, "BATCHES", 2)
-    judge = training.judge
-    judged: list[str] = []
-
-    def judge_near(way: ways.Way, *arguments: Any) -> dict[str, Any]:
-        judged.append(way.name)
-        row = judge(way, *arguments)
-        is_near = way.name == "auto" and judged.count("auto") < settles
-        return row | {"error": 1.05 * row["bound"]} if is_near else row
-
-    monkeypatch.setattr(training, "judge", judge_near)
-    monkeypatch.setattr(training, "time_in_turns", lambda steps, *_, **__: {name: [1.0] for name in steps})
-    status = measured(tower, ["auto"], ["sdpa"])["auto"]["status"]
-    assert (judged.count("auto"), status) == (batches, "timed" if settles < 8 else "wrong")
-
-
 def test_slower_rows_are_listed() -> None:
     def rows(**median_of: float) -> dict[str, Any]:
         timed = [

@@ -11,7 +11,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from programs import start_forked
 from tiny import TINY, tower_of
 from torch import nn
 
@@ -70,6 +69,7 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     sys.modules.pop("ways")
 
 
+@pytest.mark.matrix  # a benchmark, which users do not run
 def test_each_way_trains_what_its_name_says(
     training_step: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -124,6 +124,7 @@ def max_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     sys.modules.pop("max_rows")
 
 
+@pytest.mark.matrix  # a benchmark, which users do not run
 def test_every_size_of_pass_is_timed(max_rows: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def tiny_tower(model: str, device: torch.device, dtype: torch.dtype) -> nn.Module:
         return tower_of(TINY["qwen2_5_vl"].build()).to(dtype).requires_grad_(False)
@@ -140,67 +141,6 @@ def test_every_size_of_pass_is_timed(max_rows: ModuleType, monkeypatch: pytest.M
     assert [row["frames"] for row in document["rows"]] == [[6], [2, 2, 2], [3, 3], [6]]
     assert all(row["ms"] > 0 and row["alone_ms"] > 0 and row["error"] < 1e-5 for row in document["rows"])
     assert document["million"]["rows"] == 12 * 4 * 4
-
-
-def test_whole_calls_and_the_tower_alone_are_timed(
-    whole_call: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    towers: list[str] = []
-    generated: list[tuple[int, bool]] = []
-    build = whole_call.build
-
-    def build_and_record(name: str) -> nn.Module:
-        model = build(name, IMAGE, VIDEO, START, END, device="cpu")
-        generate = model.generate
-
-        def generate_and_record(**options: object) -> torch.Tensor:
-            generated.append((options["max_new_tokens"], "custom_generate" in options))
-            return generate(**options)
-
-        model.generate = generate_and_record
-        model.model.visual.register_forward_hook(lambda tower, *_: towers.append("tower"))
-        return model
-
-    monkeypatch.setattr(whole_call, "build", build_and_record)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(whole_call, "BATCHES", {"one": (1, (1, 4, 4)), "two": (2, (1, 4, 4))})
-    attentions: list[str] = []
-    monkeypatch.setattr(whole_call, "reasons_against_attention", lambda name, tower: [])
-    monkeypatch.setattr(whole_call, "set_attention", lambda tower, name: attentions.append(name))
-    path = tmp_path / "calls.json"
-    whole_call.main(models="tiny", tokens="0,17", rounds=1, json_path=path)
-    rows = json.loads(path.read_text())["rows"]
-    assert [(row["size"], row["tokens"]) for row in rows] == [("one", 0), ("one", 17), ("two", 0), ("two", 17)]
-    assert [sorted(row.keys() & set(whole_call.WAYS)) for row in rows[:2]] == [
-        ["flash_attention_3", "patched", "stock"],
-        sorted(whole_call.WAYS),
-    ]
-    for row in rows:
-        assert all(low == row[way] <= high for way, (low, high) in row["ranges"].items())
-    expected = []
-    for timed in (whole_call.LONG_CALLS, 1):  # one picture, a batch
-        for way in whole_call.WAYS:
-            warm_ups = 3 if way in whole_call.PATCHED else 1
-            lengths = [1] * warm_ups + [17] * (1 + timed)  # the last call that warms up has all tokens
-            expected += [(length, way == "decoding") for length in lengths]
-    assert generated == expected
-    alone = sum(2 * (2 + timed) + 4 + timed for timed in (whole_call.SHORT_CALLS, 1))
-    assert len(towers) == len(generated) + alone, "the tower alone: three ways, warmed up, repeated for one picture"
-    of_a_row = ["sdpa", "flash_attention_3", "sdpa"]
-    assert attentions == [*of_a_row, *of_a_row, "sdpa"] * 2
-    monkeypatch.setattr(whole_call, "reasons_against_attention", lambda name, tower: ["it is missing"])
-    assert whole_call.ways_of(build_and_record("tiny"), 1) == ["stock", "patched", "decoding"]
-
-
-@pytest.mark.parametrize("program", ["fp8_attention.py", "slowed.py", "without.py"])
-def test_programs_without_options_print_their_purpose(program: str, tmp_path: Path) -> None:
-    assert f"python benchmarks/{program}" in start_forked(FOLDER / program, tmp_path, "--help")
-
-
-@pytest.mark.parametrize("program", ["long_video.py", "training_step.py"])
-def test_programs_that_import_whole_call_start_from_another_folder(program: str, tmp_path: Path) -> None:
-    assert "--help" in start_forked(FOLDER / program, tmp_path, "--help")
 
 
 def test_a_layer_is_timed_without_the_rest_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,7 @@ def test_inputs_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(inputs[name] is before[name] for name in before)
 
 
-@pytest.mark.parametrize("patching", [None, {}], ids=["stock", "patched"])
+@pytest.mark.parametrize("patching", alike({}, None), ids=["patched", "stock"])
 def test_samples_do_not_depend_on_their_batch(patching: dict[str, object] | None) -> None:
     captioner = load("qwen3_vl", max_new_tokens=10, temperature=3.0, patching=patching)
     images = [draw(seed)[0] for seed in range(4)]
@@ -87,7 +87,7 @@ def test_samples_do_not_depend_on_their_batch(patching: dict[str, object] | None
 
 
 @pytest.mark.parametrize("family", alike("qwen3_vl", "qwen2_5_vl", "qwen2_vl"))
-@pytest.mark.parametrize("temperature", [0.0, 1.5])
+@pytest.mark.parametrize("temperature", alike(1.5, 0.0))
 def test_decoding_from_graphs_generates_the_tokens_of_stock(
     family: str, temperature: float, recorder: type[OperationRecorder]
 ) -> None:
