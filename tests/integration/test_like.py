@@ -79,7 +79,19 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+ALIKE = {
+    "ActsAboveARowCount",
+    "ActsOnLongClips",
+    "ActsOnEqualSizes",
+    "ActsOnPairs",
+    "ActsOnSquares",
+    "ActsOnThumbnails",
+}
+ALIKE |= {"ActsOnOneImage", "ActsOnThreeFrames", "ActsOnOneToken", "ActsOnThumbnails"}
+"""Those that act on some inputs, as `ActsAboveASize` does. Each input of the proof has one."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.matrix] * (name in ALIKE)) for name in REFUSED])
 def test_a_sabotaged_copy_is_refused_with_the_number(name: str) -> None:
     family, where = REFUSED[name]
     tower = build(getattr(copies, name), **({"depth": 6} if name == "ActsFromLayer4" else {}))

@@ -18,6 +18,7 @@ from support.cpu_graphs import SMALL, Recorder
 from support.cpu_graphs import status_of as graphs_of
 from support.patching import check_calls, check_stock, run
 from support.tensors import flat
+from support.towers import alike
 from support.uses import prompt_with_labels
 from tiny import FAMILIES, GRIDS, TINY, assert_close, checkpoint_layers, pixels_for, relative_error, tower_of
 from torch import nn
@@ -62,7 +63,7 @@ def model(request: pytest.FixtureRequest) -> nn.Module:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("prepared", [False, True], ids=["", "upcast"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", alike(torch.bfloat16, torch.float16))
 def test_outputs_have_the_values_and_dtypes_of_stock(
     model: nn.Module, way: str, dtype: torch.dtype, prepared: bool, autocast: bool
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 import tiny
 import torch
 from support.decoding import both, counts_of
+from support.towers import alike
 from tiny import TINY
 
 Arguments = dict[str, Any]
@@ -64,8 +65,8 @@ def change(model: Any, rng: random.Random) -> None:
 
 
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("calls", [60, pytest.param(600, marks=pytest.mark.matrix)])
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("calls", alike(60, 600))
+@pytest.mark.parametrize("family", alike("qwen3_vl", "qwen2_5_vl"))
 def test_random_calls_give_the_outputs_of_stock(family: str, calls: int) -> None:
     peft = pytest.importorskip("peft")
     model = TINY[family].build()

@@ -121,14 +121,6 @@ def test_block_masks_of_random_segments(lengths: list[int], empty: int, slack: i
         check_block_mask([*lengths, *[0] * empty], max(lengths) + slack)
 
 
-@given(st.integers(1, 60))
-def test_the_bound_on_columns_is_reached(longest: int) -> None:
-    with small_blocks():
-        # The first row of block 10 is the last of a longest segment, its last row the first of another.
-        arrays = check_block_mask([*[1] * (81 - longest), longest, *[1] * 6, longest, *[1] * 64])
-        assert arrays["partial_counts_11B"].max() == arrays["partial_blocks_11BC"].shape[-1] - 1
-
-
 @given(lists, lists, st.sampled_from([None, 40]))
 def test_shapes_depend_on_rows_and_longest_only(first: list[int], second: list[int], window: int | None) -> None:
     """Test two layouts in the shape of one graph: a graph of one can replay the other."""
@@ -223,24 +215,6 @@ def test_plans_made_under_inference_mode_compile_nothing_more(compilations: Comp
     assert compilations.frame_count == 1
 
 
-def test_every_device_compiles_a_function_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch bounds the compilations of one function, and several GPUs in one process would exceed that together."""
-    functions: list[Callable[..., Tensor]] = []
-
-    def compile_(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        functions.append(function)
-        return lambda qkv_T3HD, *_: qkv_T3HD[:, 0]
-
-    monkeypatch.setattr(flex_backend, "compiles", lambda device: True)
-    monkeypatch.setattr(flex_backend, "_compile", compile_)
-    flex_backend.compiled.cache_clear()
-    for device in ("cpu", "meta", "cpu"):
-        plan = plan_alone(Flex(), segments_of([300, 212]), request(device, packed=True))
-        plan.attend(*draw(512, 80, torch.float32, device, 0, True))
-    flex_backend.compiled.cache_clear()
-    assert len(functions) == 2 and functions[0].__code__ is not functions[1].__code__
-
-
 def test_scales_and_score_mods_are_compiled_separately(compilations: CompileCounterWithBackend) -> None:
     """They are constants of a kernel. The strides of q, k and v are not: they are always the same."""
     lengths = [300, 212]
@@ -253,40 +227,6 @@ def test_scales_and_score_mods_are_compiled_separately(compilations: CompileCoun
             call = request(score_mod=sloped(index))
             plan_alone(Flex(), segments_of(lengths), call).attend(*draw(512, 80, torch.float32, "cpu", 0, True))
             assert compilations.frame_count == 2 + index
-
-
-def test_only_rows_and_blocks_are_unknown_to_the_compiler(compilations: CompileCounterWithBackend) -> None:
-    """To load vectors, the compiler must know the alignment of rows: their stride, and the offset of the first one."""
-    plan = plan_alone(Flex(), segments_of([300, 212]), request())
-    plan.attend(*draw(512, 80, torch.float32, "cpu", 0, True))
-    (graph,) = compilations.graphs
-    inputs = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
-    (qkv_T3HD,) = [x for x in inputs if isinstance(x, Tensor) and x.is_floating_point()]
-    assert isinstance(qkv_T3HD.shape[0], torch.SymInt)
-    constants = *qkv_T3HD.shape[1:], *qkv_T3HD.stride(), qkv_T3HD.storage_offset()
-    assert constants == (3, HEADS, 80, 3 * HEADS * 80, HEADS * 80, 80, 1, 0)
-    assert all(isinstance(x, int) or x.node.maybe_as_int() is not None for x in constants)
-
-
-def test_a_packed_projection_is_not_copied() -> None:
-    qkv_T3HD = torch.randn(256, 3, HEADS, 80)
-    q, k, v = qkv_T3HD.unbind(1)
-    assert flex_backend._packed(q, k, v, False).data_ptr() == qkv_T3HD.data_ptr()
-    other = torch.randn(257, 3, HEADS, 80)
-    cases = {
-        "another order": (k, q, v),
-        "another tensor": (q, k, other[1:, 2]),
-        "dense": (q.clone(), k, v),
-        "short": (q[:9], k[:9], v[:9]),
-        "an offset": other[1:].unbind(1),
-    }
-    for name, (q, k, v) in cases.items():
-        copied = flex_backend._packed(q, k, v, False)
-        assert copied.is_contiguous() and len(copied) == 256 and copied.data_ptr() != q.data_ptr(), name
-        assert torch.equal(copied[: len(q)], torch.stack((q, k, v), 1)) and not copied[len(q) :].any(), name
-        assert copied.storage_offset() == 0
-    with_gradients = flex_backend._packed(*qkv_T3HD.unbind(1), True)
-    assert with_gradients.data_ptr() != qkv_T3HD.data_ptr(), "gradients reach q, k and v"
 
 
 # --- score_mod ------------------------------------------------------------------------------------------------------

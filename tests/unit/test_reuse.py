@@ -286,48 +286,6 @@ def test_items_of_equal_checksums_are_distinguished_by_their_bits(
     assert counts(tower)[1] > 6, "collisions are encoded"
 
 
-def test_a_thousand_thumbnails_are_compared_once_each(tower: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    compared: list[int] = []
-    *sums, equal_pairs = reuse_module._IN_TORCH
-    monkeypatch.setattr(
-        reuse_module, "_IN_TORCH", (*sums, lambda pairs: compared.append(len(pairs)) or equal_pairs(pairs))
-    )
-    items = [item(tower, (1, 2, 2), seed % 10) for seed in range(1000)]
-    expected = alone(tower, items)
-    hf_vit_accel.patch(tower, reuse=True, strict=True)
-    with torch.no_grad():
-        assert_close(call(tower, items), expected)
-    assert counts(tower) == (1000, 10, 0) and compared == [990]
-
-
-def test_calls_without_copies_are_encoded_as_they_are(tower: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A grid on the host, or a single item, shows that there is no copy: then no checksum is made."""
-    encoded: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
-    summed: list[torch.Tensor] = []
-    encode = tower_module.encode
-    sum_images, *others = reuse_module._IN_TORCH
-
-    def encode_and_keep(*args: object, **options: object) -> list[torch.Tensor]:
-        outputs = encode(*args, **options)
-        encoded.append((args[1], outputs))
-        return outputs
-
-    def sum_and_keep(words_TW: torch.Tensor, *args: torch.Tensor) -> None:
-        summed.append(words_TW)
-        sum_images(words_TW, *args)
-
-    monkeypatch.setattr(tower_module, "encode", encode_and_keep)
-    monkeypatch.setattr(reuse_module, "_IN_TORCH", (sum_and_keep, *others))
-    hf_vit_accel.patch(tower, reuse=True, strict=True)
-    for grid, sums in (([(1, 4, 6)], 0), ([(1, 4, 6), (1, 6, 4)], 0), ([(1, 4, 6), (1, 4, 6)], 1)):
-        pixels = pixels_for(tower, grid)
-        with torch.no_grad():
-            output = tower(pixels, grid_thw=torch.tensor(grid))
-        encoded_pixels, outputs = encoded[-1]
-        assert encoded_pixels.data_ptr() == pixels.data_ptr() and len(summed) == sums
-        assert all(x is y for x, y in zip(outputs_of(output), outputs, strict=True))
-
-
 def test_the_host_waits_once_and_with_candidates_twice(tower: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[int] = []
     tolist = torch.Tensor.tolist

@@ -23,7 +23,6 @@ from hf_vit_accel.families import FAMILIES
 from hf_vit_accel.tower import proof as proofs
 from hf_vit_accel.tower.code import Code
 from hf_vit_accel.tower.state import state_of
-from hf_vit_accel.watch import copied
 
 GRID = GRIDS["mixed"]
 
@@ -83,15 +82,6 @@ def test_an_attention_registered_after_patch_is_kept(tower: nn.Module, register:
     assert_close(run_tower(tower, GRID), halved, 0.0)
 
 
-def test_a_copy_keeps_an_attention_registered_later(tower: nn.Module, register: Register) -> None:
-    stock = copy.deepcopy(tower)
-    hf_vit_accel.patch(tower)
-    copies = [copy.deepcopy(tower), copy.copy(tower)]
-    register("sdpa", half)
-    for twin in copies:
-        assert_close(run_tower(twin, GRID), run_tower(stock, GRID), 0.0)
-
-
 @pytest.mark.parametrize("way", ["backend", "set_attn_implementation"])
 def test_a_named_attention_replaces_one_registered_later(tower: nn.Module, register: Register, way: str) -> None:
     expected = run_tower(tower, GRID)
@@ -139,15 +129,6 @@ def test_a_container_that_changes_in_place(kind: str) -> None:
     assert relative_error(expected[0], before[0][0]) > 1e-3, "the change matters"
     assert_close(ours, expected)
     assert "'fullatt_block_indexes' changed" in str(hf_vit_accel.status(towers[1]))
-
-
-def test_copies_of_containers_are_deep() -> None:
-    value = ({"a": [1, {2}]}, bytearray(b"x"), "text", frozenset({3}))
-    former = copied(value)
-    assert former == value
-    value[0]["a"][1].add(4)
-    assert former != value
-    assert former[2] is value[2] and former[3] is value[3]
 
 
 def test_a_method_of_the_class_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

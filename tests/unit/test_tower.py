@@ -17,7 +17,7 @@ import torch
 import transformers
 from support.backends import hide_gpu
 from support.exactness import check_error_bound
-from support.towers import ONE_TOWER
+from support.towers import ONE_TOWER, alike
 from tiny import (
     FAMILIES,
     GRIDS,
@@ -59,8 +59,7 @@ both_fusions = pytest.mark.parametrize("fuse", [True, False], ids=["fused", "unf
 # --- equal to stock -------------------------------------------------------------------------------------------------
 
 
-@both_fusions
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize(("grid", "fuse"), [*((grid, True) for grid in GRIDS), ("images", False), ("mixed", False)])
 def test_patched_equals_stock(shared: PreTrainedModel, grid: str, fuse: bool) -> None:
     tower = tower_of(shared)
     expected = run_tower(tower, GRIDS[grid])
@@ -82,7 +81,7 @@ def test_layouts_of_equal_size_are_distinguished(shared: PreTrainedModel) -> Non
         assert state_of(tower).routes.cache.misses == len(layouts)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", alike(torch.bfloat16, torch.float16))
 def test_low_precision_is_as_exact_as_stock(shared: PreTrainedModel, dtype: torch.dtype) -> None:
     check_error_bound(shared, dtype, "cpu", ["sdpa"], [[(1, 4, 10), (2, 2, 4)]])
 
@@ -549,6 +548,7 @@ def test_bad_input_is_a_value_error_and_the_next_call_is_right(shared: PreTraine
 
 
 @both_fusions
+@pytest.mark.parametrize("shared", ONE_TOWER, indirect=True)
 @pytest.mark.parametrize("case", ["padding rows", "integers", "a batch"])
 def test_odd_input_that_stock_takes_is_taken(shared: PreTrainedModel, case: str, fuse: bool) -> None:
     """Pixels in another shape than the processor's go the stock way."""

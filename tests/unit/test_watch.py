@@ -245,12 +245,13 @@ def differs(outputs: list[Tensor], former: list[Tensor]) -> bool:
 
 
 def cases() -> Iterator[Any]:
-    """Yield every consumer with every change; most of those of copies, which are proven anew, in the matrix alone."""
+    """Yield every consumer with every change; most of copies and of steps, which watch as calls do, in the matrix."""
     for consumer in CONSUMERS:
         for name in (*CHANGES, *OF_TOWERS, *OF_THE_PROCESS):
             if "copy" in consumer and "config" in name:
                 continue  # no copy reads that field: see `test_like.py`
-            is_of_all = consumer not in ("training", "a replayed copy") and (consumer != "a copy" or name in OF_COPIES)
+            is_of_all = consumer in ("eager", "replayed", "reuse") or name in OF_COPIES
+            is_of_all &= consumer not in ("training", "a replayed copy")
             yield pytest.param(consumer, name, marks=[] if is_of_all else [pytest.mark.matrix])
 
 
