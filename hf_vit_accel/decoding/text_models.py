@@ -9,7 +9,7 @@ import inspect
 import sys
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import _lru_cache_wrapper, cached_property, lru_cache
 from operator import attrgetter
 from types import BuiltinFunctionType, CodeType, NoneType
 from typing import Any, TypeAlias
@@ -82,6 +82,8 @@ _ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_
 """The attention implementations of a text model that the step's own replaces."""
 _DECORATORS = ("transformers.", "torch.utils._contextlib.")
 """Where transformers' decorators are written, and `torch.no_grad`."""
+_UNRELATED = ("transformers.utils.", "copy.", "warnings.", "contextlib.")
+"""Where functions are written that compute no tensors."""
 _UPSTREAM = ("transformers.", "torch.")
 """Where the functions and classes are written that a step calls, or replaces."""
 _BASES = {*transformers.PreTrainedModel.__mro__, *transformers.GenerationMixin.__mro__}
@@ -143,7 +145,7 @@ def read_model(model: Model) -> Reading:
     if type(text).__name__ != declared.name:
         raise UnservedError(f"a text model of class {type(text).__name__}")
     reading = Reading(declared, text, model.lm_head, _autocast_of(model, kind))
-    _check_functions(kind)
+    _check_functions(kind.__module__, _names_in(kind))
     _read_modules(reading, model, holder)
     _check_structure(model, text)
     return reading
@@ -187,7 +189,11 @@ def is_own(function: Any, owner: type | None = None) -> bool:
 
 def _is_replaced(value: Any) -> bool:
     """Return whether a value among the functions of a file is a function of the user's."""
-    return callable(value) and not isinstance(value, type | BuiltinFunctionType) and not is_own(value)
+    return _may_be_replaced(value) and not is_own(value)
+
+
+def _may_be_replaced(value: Any) -> bool:
+    return callable(value) and not isinstance(value, type | BuiltinFunctionType | _lru_cache_wrapper)
 
 
 def _home_of(function: Any) -> str:
@@ -203,12 +209,33 @@ def refuse(reasons: dict[str, Any], where: str = "") -> None:
             raise UnservedError(reason + where)
 
 
-def _check_functions(kind: type) -> None:
-    """Raise `UnservedError` if a function was replaced that stock calls in a class."""
-    places = vars(sys.modules[kind.__module__]), vars(torch), vars(nn.functional)
-    for name in {"scaled_dot_product_attention", *_names_in(kind)}:
-        if any(_is_replaced(functions.get(name)) for functions in places):
+def _check_functions(file: str, names: frozenset[str]) -> None:
+    """Raise `UnservedError` if a function was replaced that code of a file calls by name, or one beneath it."""
+    for functions, name in _functions_beneath(file, names):
+        if _is_replaced(functions.get(name)):
             raise UnservedError(f"{name} was replaced")
+
+
+@lru_cache(maxsize=256)
+def _functions_beneath(file: str, names: frozenset[str]) -> list[tuple[dict[str, Any], str]]:
+    """Return the functions that code of a file calls, and those that transformers' own call, as place and name."""
+    found: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
+    due = [(vars(sys.modules[file]), name) for name in names]
+    due.append((vars(nn.functional), "scaled_dot_product_attention"))
+    while due:
+        in_file, name = due.pop()
+        for functions in (in_file, vars(torch), vars(nn.functional)):
+            function = functions.get(name)
+            inner = inspect.unwrap(function) if callable(function) else None
+            home = _home_of(inner)
+            if not _may_be_replaced(function) or home.startswith(_UNRELATED) or (id(functions), name) in found:
+                continue
+            found[id(functions), name] = functions, name
+            if _is_replaced(function):
+                raise UnservedError(f"{name} was replaced")  # no list of other functions beneath it is cached
+            if home.startswith("transformers."):
+                due += [(inner.__globals__, called) for called in inner.__code__.co_names]
+    return list(found.values())
 
 
 def _check_structure(model: Model, text: Model) -> None:
@@ -238,6 +265,8 @@ def _check_structure(model: Model, text: Model) -> None:
         "dropout": any(attention.training and getattr(attention, "attention_dropout", 0) for attention in attentions),
     }
     refuse(reasons)
+    for function in filter(None, registered):
+        _check_functions(function.__module__, frozenset(inspect.unwrap(function).__code__.co_names))
 
 
 def _read_modules(reading: Reading, model: Model, holder: Model) -> None:
@@ -258,7 +287,7 @@ def _read_modules(reading: Reading, model: Model, holder: Model) -> None:
             # A list of modules is never called, and has no forward.
             known[kind] = (is_own_call or owner is nn.Module) and (module is model or _is_upstream(kind))
             if _is_upstream(kind):
-                _check_functions(kind)
+                _check_functions(kind.__module__, _names_in(kind))
         _check_module(name, module, known[kind], may_have_forward=module is model)
         if module in (model, holder, reading.text):
             continue
@@ -313,7 +342,9 @@ def has_hooks_around(model: Model) -> bool:
 
 
 def _is_quantised(module: nn.Module) -> bool:
-    """Return whether a module holds a matrix of whole numbers, of 8-bit floats, or of a tensor class of its own."""
+    """Return whether a linear holds a matrix of whole numbers, of 8-bit floats, or of a tensor class of its own."""
+    if not hasattr(module, "in_features"):
+        return False
     tensors = (*module._parameters.values(), *module._buffers.values())
     matrices = [tensor for tensor in tensors if tensor is not None and tensor.dim() > 1]
     plain = (nn.Parameter, Tensor, nn.Buffer)

@@ -26,7 +26,9 @@ from transformers import (
     LogitsProcessorList,
     StoppingCriteria,
     StoppingCriteriaList,
+    masking_utils,
 )
+from transformers.integrations import sdpa_attention
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
@@ -303,6 +305,7 @@ class Quantised(nn.Module):
 
     def __init__(self, linear: nn.Linear, waits: bool = False) -> None:
         super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
         scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
         self.register_buffer("weight_int8", (linear.weight.detach() / scale).round().to(torch.int8))
         self.register_buffer("scale", scale)
@@ -347,6 +350,22 @@ class Steered(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         return super().forward(x) + (self.calls > 6)
+
+
+class Scheduled(modeling_qwen2_5_vl.Qwen2MLP):
+    """An MLP that counts its calls in Python. A matrix of whole numbers makes no quantised linear of it."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x) * (1 if self.calls < 6 else -1)
+
+
+def _mlp_of_the_users(model: Any) -> Any:
+    mlp = model.model.language_model.layers[1].mlp
+    mlp.__class__ = Scheduled
+    mlp.register_buffer("table", torch.arange(16).view(4, 4))
 
 
 def _class_of_the_users(model: Any) -> Any:
@@ -420,6 +439,10 @@ FOREIGN: dict[str, tuple[Callable[[Any], Any], str]] = {
         _class_of_the_users,
         "a module of class Steered on model.language_model.layers.1.mlp.down_proj",
     ),
+    "an MLP's class with a table": (
+        _mlp_of_the_users,
+        "a module of class Scheduled on model.language_model.layers.1.mlp",
+    ),
     "a linear's call": (
         _call_of_the_users,
         "a module of class Counted on model.language_model.layers.1.mlp.down_proj",
@@ -440,6 +463,12 @@ FOREIGN: dict[str, tuple[Callable[[Any], Any], str]] = {
     "eager attention": (
         _replaced(modeling_qwen2_5_vl, "eager_attention_forward"),
         "eager_attention_forward was replaced",
+    ),
+    "a function beneath eager attention": (_replaced(modeling_qwen2_5_vl, "repeat_kv"), "repeat_kv was replaced"),
+    "a function beneath registered attention": (_replaced(sdpa_attention, "repeat_kv"), "repeat_kv was replaced"),
+    "a function beneath the mask": (
+        _replaced(masking_utils, "causal_mask_function"),
+        "causal_mask_function was replaced",
     ),
     "the mask": (_replaced(modeling_qwen2_5_vl, "create_causal_mask"), "create_causal_mask was replaced"),
     "registered attention": (_registered(ALL_ATTENTION_FUNCTIONS, "sdpa"), "sdpa was registered again"),
