@@ -189,11 +189,9 @@ def is_own(function: Any, owner: type | None = None) -> bool:
 
 def _is_replaced(value: Any) -> bool:
     """Return whether a value among the functions of a file is a function of the user's."""
-    return _may_be_replaced(value) and not is_own(value)
-
-
-def _may_be_replaced(value: Any) -> bool:
-    return callable(value) and not isinstance(value, type | BuiltinFunctionType | _lru_cache_wrapper)
+    return (
+        not isinstance(value, type | BuiltinFunctionType | _lru_cache_wrapper) and callable(value) and not is_own(value)
+    )
 
 
 def _home_of(function: Any) -> str:
@@ -226,9 +224,11 @@ def _functions_beneath(file: str, names: frozenset[str]) -> list[tuple[dict[str,
         in_file, name = due.pop()
         for functions in (in_file, vars(torch), vars(nn.functional)):
             function = functions.get(name)
-            inner = inspect.unwrap(function) if callable(function) else None
+            if not callable(function) or (id(functions), name) in found:
+                continue
+            inner = inspect.unwrap(function)
             home = _home_of(inner)
-            if not _may_be_replaced(function) or home.startswith(_UNRELATED) or (id(functions), name) in found:
+            if home.startswith(_UNRELATED):
                 continue
             found[id(functions), name] = functions, name
             if _is_replaced(function):
