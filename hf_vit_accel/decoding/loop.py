@@ -311,8 +311,7 @@ class _ModelInLoop:
         rows, columns = inputs["input_ids"].shape
         positions = inputs["position_ids"]
         slots = slots_after(columns, self._due)
-        key = self._key, (rows, (*positions.shape[:-1], 1), positions.dtype), slots
-        step = self._steps.kept.get(key)
+        step = self._steps.find(self._key, (rows, (*positions.shape[:-1], 1), positions.dtype), slots)
         if step is not None:
             for layer in step.layers:
                 layer.keys.zero_()
@@ -336,8 +335,8 @@ class _ModelInLoop:
             raise UnservedError(self._steps.refusals[self._key])
         length = int(cache.get_seq_length())
         slots = slots_after(length, due)
-        key = self._key, key_of_inputs(inputs, length), slots
-        step = self._steps.kept.get(key)
+        key_of_call = key_of_inputs(inputs, length)
+        step = self._steps.find(self._key, key_of_call, slots)
         if step is None and due < FEWEST:
             raise UnservedError(f"fewer than {FEWEST} tokens to come, and no step captured")
         # Buffers of inference mode could not be written later. Stock goes on if memory runs out: no graph is dropped.
@@ -346,10 +345,10 @@ class _ModelInLoop:
                 room = self._room
                 if room is None or room[1] != slots:
                     room = self._new_room(cache, len(inputs["input_ids"]), slots)
-                step = DecodeStep(key, reading, inputs, room[0], slots, length)
+                step = DecodeStep((self._key, key_of_call, slots), reading, inputs, room[0], slots, length)
                 self._steps.capture(step)
             else:
-                self._steps.kept.move_to_end(key)
+                self._steps.kept.move_to_end(step.key)
             step.reading = reading
             step.load(inputs, cache, length)
         self._step = step

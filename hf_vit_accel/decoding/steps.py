@@ -62,6 +62,12 @@ class DecodeSteps:
             finally:
                 self._lock.release()
 
+    def find(self, key_of_model: Hashable, key_of_inputs: Hashable, slots: int) -> DecodeStep | None:
+        """Return the proven step with the fewest slots of at least so many, and of at most twice as many."""
+        fitting = sorted(step.slots for step in self.kept.values() if slots <= step.slots <= 2 * slots)
+        steps = (self.kept.get((key_of_model, key_of_inputs, number)) for number in fitting)
+        return next(filter(None, steps), None)
+
     def make_space(self, nbytes: int, device: torch.device) -> None:
         """Drop the steps used least recently as long as memory is short of so many bytes, and of some for forwards."""
         if device.type != "cuda":

@@ -170,6 +170,16 @@ def test_a_group_for_which_memory_runs_out_is_halved(monkeypatch: pytest.MonkeyP
     assert max(sizes) > 2 and sizes.count(1) == 8
 
 
+@pytest.mark.usefixtures("way")
+def test_a_shorter_batch_takes_the_step_of_a_longer_one() -> None:
+    """Batches of a folder become shorter and shorter, and a capture for each would take longer than its steps."""
+    model = TINY["qwen2_5_vl"].build()
+    texts = [torch.randint(3, 50, (2, length)) for length in (250, 150, 40)]  # of 384, 256 and 128 slots
+    for ids_BT in texts:
+        compare(model, dict(input_ids=ids_BT, attention_mask=torch.ones_like(ids_BT)), max_new_tokens=10)
+    assert [kept.slots for kept in steps_of(model).kept.values()] == [384, 128]
+
+
 def attend_to_all(*tensors: torch.Tensor, is_causal: bool, **options: Any) -> torch.Tensor:
     return nn.functional.scaled_dot_product_attention(*tensors, **options)
 
