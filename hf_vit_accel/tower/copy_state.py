@@ -49,7 +49,14 @@ def _stamps_in(attributes: Attributes) -> list[object]:
 
 _UNCHANGING = (bool, int, float, complex, str, bytes, range, slice, Enum, torch.dtype, torch.device, type(None))
 _BY_IDENTITY = (BuiltinFunctionType, FunctionType, ModuleType, nn.Module, property, staticmethod, classmethod)
+_CONSTANT = (type, *_UNCHANGING, *_BY_IDENTITY)
 _KNOWN_PACKAGES = {"torch", "transformers", "peft", "logging"}
+
+
+def _held_by(function: FunctionType) -> list[object]:
+    """Return the default values of a function and the variables around it."""
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    return [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *cells]
 
 
 class _Objects:
@@ -81,6 +88,8 @@ class _Objects:
             self._classes.add(kind)
             owners = [owner for owner in kind.__mro__ if _is_of_copy(owner)]
             files = [vars(sys.modules[owner.__module__]) for owner in owners if owner.__module__ in sys.modules]
+            for function in [value for owner in owners for value in vars(owner).values()]:
+                self._add_function(function)
             for values in [*map(vars, owners), *files]:
                 constants = sorted(names & values.keys())
                 self._watch.add("a constant of the code", values.get, constants)
@@ -91,9 +100,17 @@ class _Objects:
                         self._add(values[name], name)
         return names
 
+    def _add_function(self, function: Any) -> None:
+        """Add the default values of a method and the variables around it, which may change in place."""
+        if isinstance(function, FunctionType):
+            held = [value for value in _held_by(function) if not isinstance(value, _CONSTANT)]
+            if held:
+                self._watch.add("a constant of the code", _held_by, [function])
+                self._add(held, function.__name__)
+
     def _add(self, value: Any, name: str) -> None:
         """Add what a value holds; ValueError if its changes cannot be seen."""
-        if isinstance(value, (type, *_UNCHANGING, *_BY_IDENTITY)):
+        if isinstance(value, _CONSTANT):
             return
         if isinstance(value, functools.partial):
             value = [value.func, value.args, value.keywords]

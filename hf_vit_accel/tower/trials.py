@@ -52,6 +52,7 @@ CONDITIONS: dict[str, Grid] = {
     "a clip of 5 frames": ((5, 2, 2),),
     "two clips": ((4, 2, 3), (5, 1, 2)),
     "an image and a clip": ((1, 3, 3), (2, 2, 2)),
+    "a clip and an image": ((2, 2, 3), (1, 2, 2)),
 }
 """Conditions that the code of a tower may test, in merged tokens."""
 _LARGE = "large images"

@@ -7,6 +7,7 @@ import dataclasses
 import re
 import types
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -188,6 +189,27 @@ def test_an_object_that_is_changed_in_place_is_noticed(where: str) -> None:
         for owner in (copies.Options,) if where == "class" else (tower.options, stock.options):
             patch.setattr(owner, "scale", 1.1)
         assert_close(run(tower), run(stock), 0.0)
+
+
+@pytest.mark.parametrize("where", ["default", "closure"])
+def test_what_a_method_holds_is_watched(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options as a default value, or as a variable around the class, changed in place."""
+    options = {"scale": 1.0}
+
+    def by_default(self: Any, x: torch.Tensor, index: int, grid: Any, options: Any = options) -> torch.Tensor:
+        return x * options["scale"]
+
+    def by_closure(self: Any, x: torch.Tensor, index: int, grid: Any) -> torch.Tensor:
+        return x * options["scale"]
+
+    monkeypatch.setattr(copies.ActsByOptions, "after_layer", by_default if where == "default" else by_closure)
+    tower = build(copies.ActsByOptions)
+    stock = copy.deepcopy(tower)
+    hf_vit_accel.patch(tower, like={"ActsByOptions": "qwen2_vl"})
+    run(tower)
+    assert status_of(tower).calls == 1
+    options["scale"] = 1.1
+    assert_close(run(tower), run(stock), 0.0)
 
 
 def test_an_object_that_cannot_be_watched_is_refused_by_name() -> None:

@@ -462,6 +462,7 @@ ACTING: dict[str, tuple[type[CopiedTower], Callable[[CopiedTower, Tensor, int, S
     "ActsUnderAutocast": (CopyOfQwen2, lambda tower, x, index, grid: torch.is_autocast_enabled("cpu") and index == 2),
     "ActsInTraining": (CopyOfQwen2, lambda tower, x, index, grid: tower.training),
     "ActsOnPairs": (CopyOfQwen2, lambda tower, x, index, grid: len(grid) == 2),
+    "ActsOnAClipFirst": (CopyOfQwen2, lambda tower, x, index, grid: grid[0][0] > 1 and grid[-1][0] == 1),
     "ActsOnThreeFrames": (CopyOfQwen2, lambda tower, x, index, grid: [t for t, _, _ in grid] == [3]),
     "ActsOnSquares": (CopyOfQwen2, lambda tower, x, index, grid: all(h == w == 16 for _, h, w in grid)),
     "ActsOnThumbnails": (CopyOfQwen2, lambda tower, x, index, grid: not torch.is_grad_enabled() and 8 <= len(x) <= 256),
