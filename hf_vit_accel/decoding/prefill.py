@@ -229,6 +229,7 @@ class GroupedPrompt:
         """
         rows = self.groups[-1][-2:]
         columns = max(self._lengths_B[row] for row in rows)
+        mask_BT = self._inputs.get("attention_mask")
         cache = copy.deepcopy(self._inputs[CACHE])
         expected = [self._model(**self.inputs_of(rows, cache, columns), return_dict=True).logits[:, -1:]]
         room = make_room(packed.cache, len(rows), self._columns)
@@ -236,9 +237,9 @@ class GroupedPrompt:
         for layer, of_stock in zip(room, cache.layers, strict=True):
             for ours, theirs in ((layer.keys, of_stock.keys), (layer.values, of_stock.values)):
                 for index, row in enumerate(rows):
-                    length = self._lengths_B[row]
-                    results.append(ours[index, :, self._columns - length :])
-                    expected.append(theirs[index, :, columns - length :])
+                    is_token_C = slice(None) if mask_BT is None else mask_BT[row, -columns:] != 0
+                    results.append(ours[index, :, -columns:][:, is_token_C])
+                    expected.append(theirs[index][:, is_token_C])
         is_exact = results[0].dtype.itemsize > 2 and torch.get_float32_matmul_precision() == "highest"
         for ours, theirs in zip(results, expected, strict=True):
             error = float((ours.float() - theirs.float()).norm() / theirs.float().norm())

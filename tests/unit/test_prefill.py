@@ -170,6 +170,15 @@ def test_a_group_for_which_memory_runs_out_is_halved(monkeypatch: pytest.MonkeyP
     assert max(sizes) > 2 and sizes.count(1) == 8
 
 
+def test_a_first_batch_with_holes_in_its_mask_runs_without_padding() -> None:
+    """Keys of masked tokens are zero in ours, and nobody reads them."""
+    model = TINY["qwen2_5_vl"].build()
+    inputs = batch(model, random.Random(3), 9)
+    inputs["attention_mask"][:, -4:-2] = 0
+    compare(model, inputs, max_new_tokens=10)
+    assert list(steps_of(model).padded_reasons.values()) == [""]
+
+
 @pytest.mark.usefixtures("way")
 def test_a_shorter_batch_takes_the_step_of_a_longer_one() -> None:
     """Batches of a folder become shorter and shorter, and a capture for each would take longer than its steps."""
