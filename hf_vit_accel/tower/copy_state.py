@@ -6,8 +6,10 @@ Parameters are left out. The proof draws them anew, so they may change.
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from enum import Enum
+from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -90,7 +92,13 @@ class _Objects:
             files = [vars(sys.modules[owner.__module__]) for owner in owners if owner.__module__ in sys.modules]
             for function in [value for owner in owners for value in vars(owner).values()]:
                 self._add_function(function)
-            for values in [*map(vars, owners), *files]:
+            imported = [
+                value
+                for values in files
+                for name, value in values.items()
+                if name in names and _is_beside(value, values)
+            ]
+            for values in [*map(vars, owners), *files, *map(vars, imported)]:
                 constants = sorted(names & values.keys())
                 self._watch.add("a constant of the code", values.get, constants)
                 for name in constants:
@@ -110,6 +118,8 @@ class _Objects:
 
     def _add(self, value: Any, name: str) -> None:
         """Add what a value holds; ValueError if its changes cannot be seen."""
+        if value is os.getenv or isinstance(value, type(os.environ)):
+            raise ValueError(f"its forward reads {name}, whose changes cannot be seen")
         if isinstance(value, _CONSTANT):
             return
         if isinstance(value, functools.partial):
@@ -133,6 +143,14 @@ class _Objects:
             for field, item in vars(value).items():
                 if not is_config or isinstance(item, transformers.PretrainedConfig | dict | list):
                     self._add(item, f"{name}.{field}")
+
+
+def _is_beside(value: object, names_of_file: dict[str, Any]) -> bool:
+    """Return whether a value is a module that may hold options: one in the folder of a file, or `os`."""
+    if not isinstance(value, ModuleType):
+        return False
+    folder = Path(names_of_file.get("__file__") or os.devnull).parent
+    return value is os or folder in Path(getattr(value, "__file__", None) or os.devnull).parents
 
 
 def _is_of_copy(kind: type) -> bool:
