@@ -214,8 +214,9 @@ class TowerState:
                 readings = ()
             self.follow_attention(tower)
             snapshot = Snapshot(tower, self.family, self.former_name)
-            if fsdp.VERSION_1 in snapshot.reasons_slow:
-                proof.warn_once(f"{fsdp.class_of(tower).__name__} stays stock: {fsdp.VERSION_1}.")
+            for reason in snapshot.reasons_slow:
+                if reason != snapshot.proof.why_not_fast:  # of which `warn_stock` tells more
+                    proof.warn_once(f"{fsdp.class_of(tower).__name__} stays stock: {reason}.")
             if snapshot.copy_proof is None:
                 proof.warn_stock(fsdp.class_of(tower), snapshot.proof, snapshot.reasons_stock)
             elif snapshot.reasons_stock and state_of(tower) is self:  # `patch` raises instead
