@@ -22,7 +22,6 @@ from tiny import GRIDS, TINY, assert_close, doubled, merged_of, pixels_for, rela
 from torch import nn
 
 import hf_vit_accel
-from hf_vit_accel.tower import proof
 
 GRID = GRIDS["mixed"]
 
@@ -269,22 +268,6 @@ def test_a_wrapper_without_the_forward_of_the_class_stays(model: nn.Module, when
     hf_vit_accel.unpatch(model)
     if when == "before":
         assert traces_of(tower) == before
-
-
-def test_a_forward_of_a_layer_is_said_once(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user who steers a layer, or skips it, sees why his tower is not fast without asking `status`."""
-    monkeypatch.setattr(proof, "_WARNED", set())
-    tower = tower_of(model)
-    block = tower.blocks[0]
-    forward = block.forward
-    block.forward = lambda hidden, *args, **kwargs: 2 * forward(hidden, *args, **kwargs)
-    expected = run(tower, GRID)
-    with pytest.warns(UserWarning, match=r"stays stock: layer 0: .*forward of its own") as caught:
-        hf_vit_accel.patch(model)
-        assert_close(run(tower, GRID), expected)
-        hf_vit_accel.patch(model)
-    assert len([warning for warning in caught if "stays stock" in str(warning.message)]) == 1
-    check_calls(model, 0, 0)
 
 
 def pickled(model: nn.Module) -> nn.Module:

@@ -316,6 +316,20 @@ def test_an_attribute_that_appears_later(tower: nn.Module, monkeypatch: pytest.M
 # --- towers that stay stock -----------------------------------------------------------------------------------------
 
 
+def test_a_forward_of_a_layer_is_said_once(tower: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user who steers a layer, or skips it, sees why his tower is not fast without asking `status`."""
+    monkeypatch.setattr(proofs, "_WARNED", set())
+    block = tower.blocks[0]
+    forward = block.forward
+    block.forward = lambda hidden, *args, **kwargs: 2 * forward(hidden, *args, **kwargs)
+    expected = run_tower(tower, GRID)
+    with pytest.warns(UserWarning, match=r"stays stock: layer 0: .*forward of its own") as caught:
+        hf_vit_accel.patch(tower)
+        assert_close(run_tower(tower, GRID), expected)
+        hf_vit_accel.patch(tower)
+    assert len([warning for warning in caught if "stays stock" in str(warning.message)]) == 1
+
+
 @pytest.mark.parametrize("name", ["forward", "__init__"])
 def test_a_subclass_that_overrides_a_method_warns_once(
     tower: nn.Module, name: str, monkeypatch: pytest.MonkeyPatch
