@@ -32,7 +32,7 @@ from hf_vit_accel.decoding.step import (
     key_of_inputs,
     make_room,
 )
-from hf_vit_accel.decoding.steps import DecodeSteps, steps_of
+from hf_vit_accel.decoding.steps import DecodeSteps, free_steps, steps_of
 from hf_vit_accel.decoding.text_models import (
     Reading,
     UnservedError,
@@ -48,6 +48,8 @@ FEWEST = 8
 """The fewest tokens to come for which a new step is captured. A capture takes some 0.1 s."""
 _PROVEN_ROWS = 8
 """Rows of a new step that stock computes, too: its step copies keys and values of all its rows several times."""
+_MOST_PROOFS = 32
+"""Proofs of packed prompts that are remembered: their keys name every weight."""
 _RESERVE = 128
 """Slots for tokens to come that a new cache has at least. Where it is full, a larger one takes over."""
 
@@ -149,8 +151,7 @@ def graphed_decoding(
         failure = error.with_traceback(None)  # which would keep what the call computed
     if failure is not None:
         loop = None
-        with steps.locked_for_call(max_graphs=0, max_bytes=0):
-            pass  # frees the memory of all steps
+        free_steps(model)
         halves = halves_of(model, input_ids, model_kwargs)
         if not halves:
             raise failure
@@ -257,20 +258,23 @@ class _ModelInLoop:
     def _packed(self, prompt: GroupedPrompt, reading: Reading, columns: int) -> PackedPrompt | None:
         """Return what runs the groups without padding; None where stock's text model runs them, with the reason."""
         reasons = self._steps.padded_reasons
-        if reasons.get(reading.key) or not prompt.ends_in_tokens():
+        key = reading.key, prompt.names()  # a prompt of text says nothing of one with pictures
+        if reasons.get(key) or not prompt.may_be_packed():
             return None
+        if len(reasons) > _MOST_PROOFS:
+            reasons.clear()
         try:
             packed = PackedPrompt(self._model, reading, columns)
-            if reading.key not in reasons:
+            if key not in reasons:
                 prompt.prove(packed, make_room)
-                reasons[reading.key] = ""
+                reasons[key] = ""
         except UnservedError as error:
-            reasons[reading.key] = str(error)
+            reasons[key] = str(error)
         except torch.OutOfMemoryError:
             return None
         except Exception as error:  # whatever a kernel or a quantised module raises, stock goes on
-            reasons[reading.key] = one_line(error)
-        return None if reasons[reading.key] else packed
+            reasons[key] = one_line(error)
+        return None if reasons[key] else packed
 
     def __call__(self, input_ids: Tensor, arguments: Arguments, return_dict: bool) -> Any:
         """Return the output of a forward of one token: of the step, or of stock where there is none."""

@@ -26,6 +26,8 @@ GROUP_TOKENS = 16384
 """Tokens of a group with its padding. Products are at their full rate with a quarter of it."""
 TOKENS_OF_A_FORWARD = 2500
 """The launches of one more forward take the host as long as so many tokens take the device (8B, H200: 60 ms)."""
+TOKENS_OF_A_PACKED_ROW = 256
+"""Packed rows attend one by one, so many short ones would take the host longer than their padding takes the device."""
 _FEATURES = "mm_encoder_outputs"
 """Features that `generate` of newer transformers computes before the prompt's forward, by modality."""
 _PER_COLUMN = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
@@ -167,10 +169,15 @@ class GroupedPrompt:
             return [self._columns] * len(ids_BT)
         return [self._columns - first for first in (mask_BT != 0).int().argmax(1).tolist()]
 
-    def ends_in_tokens(self) -> bool:
-        """Return whether the last column is of tokens in every row, and none of padding."""
+    def may_be_packed(self) -> bool:
+        """Return whether rows are long enough, and the last column is of tokens in all of them."""
         mask_BT = self._inputs.get("attention_mask")
-        return mask_BT is None or bool((mask_BT[:, -1] != 0).all())
+        is_long = sum(self._lengths_B) >= TOKENS_OF_A_PACKED_ROW * len(self._lengths_B)
+        return is_long and (mask_BT is None or bool((mask_BT[:, -1] != 0).all()))
+
+    def names(self) -> frozenset[str]:
+        """Return the names of the inputs that are given."""
+        return frozenset(name for name, value in self._inputs.items() if value is not None)
 
     def run(
         self, make_room: Callable[[Arguments, Any], list[Any]], packed: PackedPrompt | None = None
