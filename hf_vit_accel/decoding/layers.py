@@ -1,30 +1,104 @@
 """The layers of a declared text model on its own modules, for the decode step and for packed prompts.
 
-`B` batch, `T` tokens of a row, `E` width, `H` heads of queries, `K` heads of keys, `D` head dim, `F` all heads' widths.
+On a GPU in half precision, what stands between products is one kernel each: additions with norms, heads from projection
+to cache, SiLU times up. With one token the products are ours, too. Everywhere else torch computes the same.
+
+`B` batch, `T` tokens (of a row, or of all rows together), `E` width, `H` heads of queries, `K` heads of keys, `D` head
+dim, `F` all heads' widths.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any, TypeAlias, cast
 
+import torch
 from torch import Tensor, nn, sigmoid
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.activations import ACT2FN
 
 from hf_vit_accel.decoding.text_models import Model, Reading
+from hf_vit_accel.ops.activation import swiglu
+from hf_vit_accel.ops.add_norm import add_norm_rows
+from hf_vit_accel.ops.launch import why_not_triton
+from hf_vit_accel.ops.place_heads import Cache, Norms, place_heads, rotated
+from hf_vit_accel.ops.token_products import token_products, token_swiglu
 
 Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
-"""Layer, query (B, H, T, D), key (B, K, T, D), value (B, K, T, D), scale -> (B, T, F). It also writes the cache."""
+"""Layer, query (T, H, D), key (T, K, D), value (T, K, D), scale -> (T, H, D). Keys and values are in the cache, too."""
 AttendLinearly: TypeAlias = Callable[[Model, Tensor], Tensor]
 """A module of linear attention, hidden states (B, T, E) -> (B, T, E)."""
+Tables: TypeAlias = tuple[Tensor, Tensor]
+"""Cosines and sines."""
 
 
-def rotation_of(reading: Reading, hidden_BTE: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of positions of one or more axes, (axes, B, T) or (B, T)."""
-    if reading.declared.has_mrope:
-        # As text models do: four axes begin with that of the text, and one axis stands for all three.
-        positions = positions.reshape(-1, *positions.shape[-2:])[-3:].expand(3, -1, -1)
-    return cast(tuple[Tensor, Tensor], reading.text.rotary_emb(hidden_BTE, positions))
+@dataclass(frozen=True)
+class Slots:
+    """Where the keys and values of a call's tokens go.
+
+    Attributes:
+        layers: Of a static cache.
+        rows_T: The row of every token, int64.
+        slots_T: Its slot.
+    """
+
+    layers: Sequence[Any]
+    rows_T: Tensor
+    slots_T: Tensor
+
+    def of_layer(self, index: int) -> Cache:
+        """Return keys, values, rows and slots."""
+        layer = self.layers[index]
+        return layer.keys, layer.values, self.rows_T, self.slots_T
+
+
+class CausalAttention:
+    """Attention of packed tokens, each to those before it in its row.
+
+    Args:
+        lengths: Tokens of every row.
+    """
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        self._lengths = list(lengths)
+        self._longest = max(self._lengths)
+        ends_G = torch.tensor(self._lengths, device=device).cumsum(0)
+        self._cu_seqlens_G1 = nn.functional.pad(ends_G, (1, 0)).int()
+        self.last_G = ends_G - 1
+        """The last token of every row."""
+
+    def __call__(self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scale: float) -> Tensor:
+        """Return (T, H, D)."""
+        varlen = _varlen() if query_THD.is_cuda and query_THD.dtype.itemsize == 2 else None
+        if varlen is not None:
+            bounds = self._cu_seqlens_G1, self._cu_seqlens_G1, self._longest, self._longest
+            return cast(Tensor, varlen(query_THD, key_TKD, value_TKD, *bounds, scale=scale))
+        outs = []
+        for query, key, value in zip(*(x.split(self._lengths) for x in (query_THD, key_TKD, value_TKD)), strict=True):
+            query_1HTD, key_1KTD, value_1KTD = (x.transpose(0, 1)[None] for x in (query, key, value))
+            out_1HTD = scaled_dot_product_attention(
+                query_1HTD, key_1KTD, value_1KTD, is_causal=True, scale=scale, enable_gqa=True
+            )
+            outs.append(out_1HTD[0].transpose(0, 1))
+        return torch.cat(outs)
+
+
+@lru_cache(maxsize=1)
+def _varlen() -> Callable[..., Any] | None:
+    """Return torch's attention of packed rows, causal and with groups of queries; None in a torch without it."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    names = inspect.signature(varlen_attn).parameters
+    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in names else {"is_causal": True}
+    if "enable_gqa" in names:
+        options["enable_gqa"] = True
+    return partial(varlen_attn, **options)
 
 
 def run_layers(
@@ -32,70 +106,224 @@ def run_layers(
     hidden_BTE: Tensor,
     positions: Tensor,
     attend: Attend,
+    slots: Slots | None = None,
     attend_linearly: AttendLinearly | None = None,
     deepstack: tuple[Tensor, Sequence[Tensor]] | None = None,
+    keep: Callable[[Tensor], object] = lambda hidden_BTE: None,
 ) -> Tensor:
-    """Return the hidden states behind the last layer, before the last norm.
+    """Return the hidden states behind the last layer, before the last norm. The given ones are not written to.
 
     Args:
+        attend: Gets the tokens of all rows, one after the other.
+        slots: Of a cache that receives keys and values; None for no cache.
         deepstack: Tokens of the only row, and what the first layers add to them.
+        keep: Gets the hidden states (B, T, E) before every layer.
     """
-    rotation = rotation_of(reading, hidden_BTE, positions)
-    norms_outputs = reading.declared.norms_outputs
-    for index, layer in enumerate(reading.text.layers):
-        rows_BTE = norm(layer.input_layernorm, hidden_BTE)
+    with torch.cuda.device_of(hidden_BTE):
+        layers = _Layers(reading, hidden_BTE, positions, attend, slots, attend_linearly)
+        delta_BTE: Tensor | None = None
+        for index, layer in enumerate(reading.text.layers):
+            hidden_BTE, out_BTE = layers.add_norm(layer.input_layernorm, hidden_BTE, delta_BTE)
+            keep(hidden_BTE)
+            hidden_BTE, delta_BTE = layers.run(index, layer, hidden_BTE, out_BTE)
+            if deepstack is not None and index < len(deepstack[1]):
+                tokens, of_layers = deepstack
+                hidden_BTE, delta_BTE = hidden_BTE + delta_BTE, None
+                hidden_BTE[0].index_add_(0, tokens, of_layers[index].to(hidden_BTE.dtype))
+        return hidden_BTE if delta_BTE is None else hidden_BTE + delta_BTE
+
+
+class _Layers:
+    """What all layers of a call share."""
+
+    def __init__(
+        self,
+        reading: Reading,
+        hidden_BTE: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        slots: Slots | None,
+        attend_linearly: AttendLinearly | None,
+    ) -> None:
+        self._declared = reading.declared
+        self._attend = attend
+        self._slots = slots
+        self._attend_linearly = attend_linearly
+        self._is_fused = not reading.autocast[2] and why_not_triton(hidden_BTE.device, hidden_BTE.dtype) is None
+        if reading.declared.has_mrope:
+            # As text models do: four axes begin with that of the text, and one axis stands for all three.
+            positions = positions.reshape(-1, *positions.shape[-2:])[-3:].expand(3, -1, -1)
+        self._rotation: Tables = reading.text.rotary_emb(hidden_BTE, positions)
+        attentions = (layer.self_attn for layer in reading.text.layers if hasattr(layer, "self_attn"))
+        self._tables: Tables | None = None
+        if self._is_fused:
+            self._tables = _tables_of(next(attentions), self._rotation, hidden_BTE.shape[:2])
+
+    def run(self, index: int, layer: Model, hidden_BTE: Tensor, rows_BTE: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the hidden states after attention, and what the MLP adds to them."""
         if hasattr(layer, "self_attn"):
-            out_BTE = _attention(reading, index, layer.self_attn, rows_BTE, rotation, attend)
+            out_BTE = self._attention(index, layer.self_attn, rows_BTE)
         else:
-            assert attend_linearly is not None
-            out_BTE = attend_linearly(layer.linear_attn, rows_BTE)
-        hidden_BTE = hidden_BTE + (norm(layer.post_self_attn_layernorm, out_BTE) if norms_outputs else out_BTE)
-        out_BTE = layer.mlp(norm(layer.post_attention_layernorm, hidden_BTE))
-        hidden_BTE = hidden_BTE + (norm(layer.post_mlp_layernorm, out_BTE) if norms_outputs else out_BTE)
-        if deepstack is not None and index < len(deepstack[1]):
-            tokens, of_layers = deepstack
-            hidden_BTE[0].index_add_(0, tokens, of_layers[index].to(hidden_BTE.dtype))
-    return hidden_BTE
+            assert self._attend_linearly is not None
+            out_BTE = self._attend_linearly(layer.linear_attn, rows_BTE)
+        if self._declared.norms_outputs:
+            out_BTE = norm(layer.post_self_attn_layernorm, out_BTE)
+        hidden_BTE, rows_BTE = self.add_norm(layer.post_attention_layernorm, hidden_BTE, out_BTE)
+        out_BTE = self._mlp(layer.mlp, rows_BTE)
+        if self._declared.norms_outputs:
+            out_BTE = norm(layer.post_mlp_layernorm, out_BTE)
+        return hidden_BTE, out_BTE
+
+    def add_norm(self, module: Model, hidden_BTE: Tensor, delta_BTE: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the sum of both and its norm."""
+        tensors = hidden_BTE, module.weight, *(() if delta_BTE is None else (delta_BTE,))
+        if not self._is_fused or _epsilon(module) is None or not _have_one_dtype(*tensors):
+            hidden_BTE = hidden_BTE if delta_BTE is None else hidden_BTE + delta_BTE
+            return hidden_BTE, norm(module, hidden_BTE)
+        hidden_TE = hidden_BTE.flatten(0, 1).contiguous()
+        delta_TE = None if delta_BTE is None else delta_BTE.flatten(0, 1)
+        sum_TE = hidden_TE if delta_TE is None else torch.empty_like(hidden_TE)
+        out_TE = add_norm_rows(hidden_TE, sum_TE, delta_TE, module.weight, None, _epsilon(module) or 0.0, True)
+        return sum_TE.view(hidden_BTE.shape), out_TE.view(hidden_BTE.shape)
+
+    def _products(self, rows_BTE: Tensor, *linears: Model) -> list[Tensor]:
+        """Return what linears compute of the same rows."""
+        biases = [linear.bias for linear in linears]
+        is_one_token = rows_BTE.shape[:2] == (1, 1)
+        has_one_kind = all(bias is None for bias in biases) or not any(bias is None for bias in biases)
+        if not (self._is_fused and is_one_token and has_one_kind and all(map(_is_plain, linears))):
+            return [linear(rows_BTE) for linear in linears]
+        outs = token_products(rows_BTE[0, 0], [linear.weight for linear in linears], biases)
+        return [out[None, None] for out in outs]
+
+    def _attention(self, index: int, attention: Model, hidden_BTE: Tensor) -> Tensor:
+        query, key, value = self._products(hidden_BTE, attention.q_proj, attention.k_proj, attention.v_proj)
+        gate: Tensor | None = None
+        if self._declared.is_gated:
+            query, gate = query.unflatten(-1, (-1, 2 * attention.head_dim)).chunk(2, dim=-1)
+        shape = hidden_BTE.shape[:2].numel(), -1, attention.head_dim
+        query_THD, key_TKD, value_TKD = query.reshape(shape), key.reshape(shape), value.reshape(shape)
+        query_THD, key_TKD = self._place(index, attention, query_THD, key_TKD, value_TKD, hidden_BTE.shape[:2])
+        out_THD = self._attend(index, query_THD, key_TKD, value_TKD, attention.scaling)
+        out_BTF = out_THD.reshape(*hidden_BTE.shape[:2], -1)
+        if gate is not None:
+            out_BTF = out_BTF * sigmoid(gate.reshape(out_BTF.shape))
+        return self._products(out_BTF, attention.o_proj)[0]
+
+    def _place(
+        self, index: int, attention: Model, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, shape_BT: torch.Size
+    ) -> tuple[Tensor, Tensor]:
+        """Return queries and keys, normed and rotated, and write keys and values to their slots."""
+        cache = None if self._slots is None else self._slots.of_layer(index)
+        norms = [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
+        weights = [norm.weight for norm in norms]
+        epsilons = {_epsilon(norm) for norm in norms}
+        tensors = *weights, query_THD, key_TKD, value_TKD, *(() if cache is None else cache[:2])
+        if self._tables is not None and _have_one_dtype(*tensors) and None not in epsilons and len(epsilons) <= 1:
+            of_heads: Norms | None = (weights[0], weights[1], epsilons.pop() or 0.0) if norms else None
+            return place_heads(query_THD, key_TKD, value_TKD, *self._tables, of_heads, cache)
+        if norms:
+            query_THD = norm(attention.q_norm, query_THD)
+            key_TKD = norm(attention.k_norm, key_TKD)
+        query, key = (x.unflatten(0, shape_BT).transpose(1, 2) for x in (query_THD, key_TKD))
+        query, key = _rotate(attention, query, key, *self._rotation)
+        query_THD, key_TKD = (x.transpose(1, 2).flatten(0, 1) for x in (query, key))
+        if cache is not None:
+            # Under autocast values may have a narrower dtype than keys. A dynamic cache has that of its first keys.
+            keys, values, rows_T, slots_T = cache
+            keys[rows_T, :, slots_T] = key_TKD.to(keys.dtype)
+            values[rows_T, :, slots_T] = value_TKD.to(values.dtype)
+        return query_THD, key_TKD
+
+    def _mlp(self, mlp: Model, rows_BTE: Tensor) -> Tensor:
+        """Run an MLP; gate, up and down by themselves, if it is of these three."""
+        is_swiglu = mlp._modules.keys() <= _SWIGLU and type(getattr(mlp, "act_fn", None)) is type(ACT2FN["silu"])
+        if not self._is_fused or not is_swiglu:
+            return cast(Tensor, mlp(rows_BTE))
+        gate, up = mlp.gate_proj, mlp.up_proj
+        if rows_BTE.shape[:2] == (1, 1) and all(_is_plain(x) and x.bias is None for x in (gate, up)):
+            inner = token_swiglu(rows_BTE[0, 0], gate.weight, up.weight)[None, None]
+        else:
+            gate_BTF, up_BTF = gate(rows_BTE), up(rows_BTE)
+            if not _have_one_dtype(gate_BTF, up_BTF, rows_BTE):
+                return cast(Tensor, mlp.down_proj(mlp.act_fn(gate_BTF) * up_BTF))
+            inner = swiglu(gate_BTF.flatten(0, 1), up_BTF.flatten(0, 1)).view(gate_BTF.shape)
+        return self._products(inner, mlp.down_proj)[0]
 
 
-def _attention(
-    reading: Reading,
-    index: int,
-    attention: Model,
-    hidden_BTE: Tensor,
-    rotation: tuple[Tensor, Tensor],
-    attend: Attend,
-) -> Tensor:
-    shape = (*hidden_BTE.shape[:2], -1, attention.head_dim)
-    query = attention.q_proj(hidden_BTE)
-    gate: Tensor | None = None
-    if reading.declared.is_gated:
-        query, gate = query.view(*shape[:-1], 2 * attention.head_dim).chunk(2, dim=-1)
-    query = query.reshape(shape)
-    key = attention.k_proj(hidden_BTE).view(shape)
-    value = attention.v_proj(hidden_BTE).view(shape).transpose(1, 2)
-    if hasattr(attention, "q_norm"):
-        query = norm(attention.q_norm, query)
-        key = norm(attention.k_norm, key)
-    query, key = _rotate(attention, query.transpose(1, 2), key.transpose(1, 2), *rotation)
-    out_BTF = attend(index, query, key, value, attention.scaling)
-    if gate is not None:
-        out_BTF = out_BTF * sigmoid(gate.reshape(out_BTF.shape))
-    return cast(Tensor, attention.o_proj(out_BTF))
+_SWIGLU = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+"""The modules of an MLP that computes down(silu(gate) * up)."""
+
+
+def _have_one_dtype(*tensors: Tensor) -> bool:
+    return len({tensor.dtype for tensor in tensors}) == 1
+
+
+def _is_plain(linear: Model) -> bool:
+    """Return whether a module is a linear of torch on a plain weight, in half precision."""
+    weight = linear.weight
+    is_plain = type(linear) is nn.Linear and type(weight) is nn.Parameter
+    return is_plain and weight.is_contiguous() and weight.dtype.itemsize == 2
+
+
+def _epsilon(norm: Model) -> float | None:
+    """Return epsilon of an RMSNorm that multiplies by its weight; None for a norm of another kind."""
+    return getattr(norm, "variance_epsilon", None)
 
 
 def norm(norm: Model, hidden: Tensor) -> Tensor:
     """Run an RMSNorm as one kernel of torch. transformers rounds before the weight, torch only at the end."""
-    epsilon: float | None = getattr(norm, "variance_epsilon", None)
+    epsilon = _epsilon(norm)
     if epsilon is None or hidden.dtype != norm.weight.dtype:
         return cast(Tensor, norm(hidden))
     return nn.functional.rms_norm(hidden, norm.weight.shape, norm.weight, epsilon)
 
 
-def _rotate(attention: Model, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys by the function in the file of the attention."""
+def _rotation_of(attention: Model) -> tuple[Any, tuple[int, ...]]:
+    """Return the function in the file of an attention that rotates, and what it asks for beside cosines and sines."""
     file: Any = sys.modules[type(attention).__module__]
     if hasattr(file, "apply_multimodal_rotary_pos_emb"):  # older, which picks the axes itself
-        axes = attention.config.rope_parameters["mrope_section"]
-        return cast(tuple[Tensor, Tensor], file.apply_multimodal_rotary_pos_emb(query, key, cos, sin, axes))
-    return cast(tuple[Tensor, Tensor], file.apply_rotary_pos_emb(query, key, cos, sin))
+        return file.apply_multimodal_rotary_pos_emb, tuple(attention.config.rope_parameters["mrope_section"])
+    return file.apply_rotary_pos_emb, ()
+
+
+def _rotate(attention: Model, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate queries (B, H, T, D) and keys (B, K, T, D) by cosines and sines as the text model returns them."""
+    function, axes = _rotation_of(attention)
+    return cast(tuple[Tensor, Tensor], function(query, key, cos, sin, *filter(None, [list(axes)])))
+
+
+def _tables_of(attention: Model, rotation: Tables, shape_BT: torch.Size) -> Tables | None:
+    """Return cosines and sines (T, D) with which a file's rotation turns pairs (d, d + D / 2); None if it does not."""
+    cos, sin = rotation
+    function, axes = _rotation_of(attention)
+    width = attention.head_dim
+    if cos.shape[-1] != width or not _turns_halves(function, axes, width, cos.dim()):
+        return None
+    tables = _read_tables(function, axes, cos, sin)
+    cos_TD, sin_TD = (x.expand(*shape_BT, -1).flatten(0, 1).contiguous() for x in tables)
+    return cos_TD, sin_TD
+
+
+@lru_cache(maxsize=64)
+def _turns_halves(function: Any, axes: tuple[int, ...], width: int, dims: int) -> bool:
+    """Return whether a rotation of random heads is that by its tables, alone."""
+    generator = torch.Generator().manual_seed(0)
+    leading = [1] * (dims - 2) if dims < 4 else [3, 1]
+    cos, sin = torch.rand(2, *leading, 3, width, generator=generator, device="cpu")
+    heads = torch.rand(2, 1, 1, 3, width, generator=generator, device="cpu")
+    cos_TD, sin_TD = (x[0] for x in _read_tables(function, axes, cos, sin))
+    results = function(*heads, cos, sin, *filter(None, [list(axes)]))
+    turned = [rotated(x[0, 0][:, None], cos_TD, sin_TD)[:, 0] for x in heads]
+    return all(torch.allclose(x, result[0, 0], atol=1e-5) for x, result in zip(turned, results, strict=True))
+
+
+def _read_tables(function: Any, axes: tuple[int, ...], cos: Tensor, sin: Tensor) -> Tables:
+    """Rotate heads that are one in a half, and zero in the other: the results are cosines and sines, (B, T, D)."""
+    half = cos.shape[-1] // 2
+    halves = cos.new_zeros(2, cos.shape[-3], 1, *cos.shape[-2:])
+    halves[0, ..., :half] = 1
+    halves[1, ..., half:] = 1
+    of_first, of_second = (x[:, 0] for x in function(*halves, cos, sin, *filter(None, [list(axes)])))
+    cos_BTD = torch.cat([of_first[..., :half], of_second[..., half:]], dim=-1)
+    return cos_BTD, torch.cat([-of_second[..., :half], of_first[..., half:]], dim=-1)

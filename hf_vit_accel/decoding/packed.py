@@ -13,11 +13,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from hf_vit_accel.decoding.layers import norm, run_layers
+from hf_vit_accel.decoding.layers import CausalAttention, Slots, norm, run_layers
 from hf_vit_accel.decoding.text_models import Model, Reading, refuse
 
 Arguments: TypeAlias = dict[str, Any]
@@ -101,9 +100,9 @@ class PackedPrompt:
         device = inputs_embeds.device
         mask_GC = torch.ones(rows, columns, device=device) if attention_mask is None else attention_mask
         kept_T = (mask_GC.flatten() != 0).nonzero()[:, 0]
-        self._lengths = (mask_GC != 0).sum(1).tolist()
+        attend = CausalAttention((mask_GC != 0).sum(1).tolist(), device)
         rows_G = torch.tensor(self._rows, device=device)
-        self._places = rows_G[kept_T // columns], kept_T % columns + self._columns - columns
+        slots = Slots(self._layers, rows_G[kept_T // columns], kept_T % columns + self._columns - columns)
         positions = position_ids.reshape(-1, rows * columns)[:, kept_T].unsqueeze(1)
         deepstack = None
         if deepstack_visual_embeds is not None and visual_pos_masks is not None:
@@ -112,20 +111,6 @@ class PackedPrompt:
             deepstack = visual_pos_masks.flatten()[kept_T].nonzero()[:, 0], of_layers
         hidden_1TE = inputs_embeds.flatten(0, 1)[kept_T][None]
         positions = positions if self._reading.declared.has_mrope else positions[0]
-        hidden_1TE = run_layers(self._reading, hidden_1TE, positions, self._attend, deepstack=deepstack)
-        last_G = torch.tensor(self._lengths, device=device).cumsum(0) - 1
-        last_G1E = norm(self._reading.text.norm, hidden_1TE[0, last_G]).unsqueeze(1)
+        hidden_1TE = run_layers(self._reading, hidden_1TE, positions, attend, slots, deepstack=deepstack)
+        last_G1E = norm(self._reading.text.norm, hidden_1TE[0, attend.last_G]).unsqueeze(1)
         return MoeModelOutputWithPast(last_hidden_state=last_G1E)
-
-    def _attend(self, layer: int, query_1HTD: Tensor, key_1KTD: Tensor, value_1KTD: Tensor, scale: float) -> Tensor:
-        states = self._layers[layer]
-        rows_T, slots_T = self._places
-        states.keys[rows_T, :, slots_T] = key_1KTD[0].transpose(0, 1)
-        states.values[rows_T, :, slots_T] = value_1KTD[0].transpose(0, 1)
-        outs = []
-        for query, key, value in zip(
-            *(x.split(self._lengths, dim=2) for x in (query_1HTD, key_1KTD, value_1KTD)), strict=True
-        ):
-            out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
-            outs.append(out[0].transpose(0, 1).flatten(1))
-        return torch.cat(outs).unsqueeze(0)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
-from hf_vit_accel.decoding.layers import norm, run_layers
+from hf_vit_accel.decoding.layers import Slots, norm, run_layers
 from hf_vit_accel.decoding.packed import Arguments
 from hf_vit_accel.decoding.text_models import Model, Reading, UnservedError, refuse
 from hf_vit_accel.ops.decode_attention import attend_in_chunks, why_not_in_chunks
@@ -130,7 +130,9 @@ class DecodeStep:
         self._positions = torch.zeros_like(inputs["position_ids"]).contiguous()
         self.device = self._ids_B1.device
         # Behind the prompt, whose keys may be there before the step is captured.
-        self._slot_1 = torch.full((1,), length, device=self.device)
+        rows = len(self._ids_B1)
+        self._slots_B = torch.full((rows,), length, device=self.device)
+        self._slots = Slots(layers, torch.arange(rows, device=self.device), self._slots_B)
         keys = next(layer.keys for layer in self.layers if not is_linear(layer))
         self._mask_B11S = torch.zeros(len(keys), 1, 1, slots, dtype=keys.dtype, device=keys.device)
         self._ends_B2 = torch.zeros(len(keys), 2, dtype=torch.int32, device=keys.device)
@@ -142,7 +144,7 @@ class DecodeStep:
     def load(self, inputs: Arguments, cache: Any, length: int) -> None:
         """Copy the tokens and inputs of a call into this step's buffers, and free the memory of the call's cache."""
         self._positions.copy_(inputs["position_ids"])
-        self._slot_1.fill_(length)
+        self._slots_B.fill_(length)
         self.length = length
         self._mask_B11S.fill_(float("-inf"))
         visible_BS = self._mask_B11S[:, 0, 0, :length].zero_()
@@ -174,12 +176,12 @@ class DecodeStep:
     def run(self) -> None:
         """Compute one step, and advance the buffers. This is what a graph captures."""
         states = [state.data_ptr() for layer in self.layers for state in _states_of(layer)]
-        self._mask_B11S.index_fill_(3, self._slot_1, 0.0)
+        self._mask_B11S.index_fill_(3, self._slots_B[:1], 0.0)
         self._ends_B2[:, 1].add_(1)
         # A cache of cast weights gains nothing, since a step uses each weight once.
         with torch.autocast(*self.reading.autocast, cache_enabled=False), torch.no_grad():
             self._logits = self.reading.head(self._hidden_B1E())
-        self._slot_1.add_(1)
+        self._slots_B.add_(1)
         self._positions.add_(1)
         now = [state.data_ptr() for layer in self.layers for state in _states_of(layer)]
         assert now == states, "not in place"
@@ -187,20 +189,17 @@ class DecodeStep:
     def _hidden_B1E(self) -> Tensor:
         text = self.reading.text
         hidden_B1E = text.embed_tokens(self._ids_B1)
-        of_linear = self._attend_linearly
-        return norm(text.norm, run_layers(self.reading, hidden_B1E, self._positions, self._attend, of_linear))
+        arguments = self.reading, hidden_B1E, self._positions, self._attend, self._slots, self._attend_linearly
+        return norm(text.norm, run_layers(*arguments))
 
     def _attend_linearly(self, attention: Model, hidden_B1E: Tensor) -> Tensor:
         names = inspect.signature(inspect.unwrap(type(attention).forward)).parameters
         cache_name = CACHE if CACHE in names else "cache_params"
         return cast(Tensor, attention(hidden_B1E, **{cache_name: Cache(layers=self.layers)}))
 
-    def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        # Under autocast values may have a narrower dtype than keys. A dynamic cache has that of its first keys.
+    def _attend(self, layer: int, query_BHD: Tensor, key_BKD: Tensor, value_BKD: Tensor, scale: float) -> Tensor:
         states = self.layers[layer]
-        states.keys.index_copy_(2, self._slot_1, key.to(states.keys.dtype))
-        states.values.index_copy_(2, self._slot_1, value.to(states.values.dtype))
-        return attend(query, states.keys, states.values, self._mask_B11S, self._ends_B2, scale)
+        return attend(query_BHD.unsqueeze(2), states.keys, states.values, self._mask_B11S, self._ends_B2, scale)
 
     def __call__(self, ids_B1: Tensor) -> Tensor:
         """Return the logits (B, 1, vocabulary) after one more token a row. The next step overwrites them."""

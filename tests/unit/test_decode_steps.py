@@ -257,7 +257,7 @@ def test_leftovers_of_another_call_change_nothing(model: Any) -> None:
     check(model)
     for step in steps_of(model).kept.values():
         states = [tensor for layer in step.layers for tensor in (layer.keys, layer.values)]
-        for tensor in (*states, step._mask_B11S, step._ends_B2, step._ids_B1, step._positions, step._slot_1):
+        for tensor in (*states, step._mask_B11S, step._ends_B2, step._ids_B1, step._positions, step._slots_B):
             tensor.fill_(float("nan") if tensor.is_floating_point() else 9)
     check(model)
     both(model, {"input_ids": TEXT["input_ids"][:, :2]}, max_new_tokens=20)

@@ -23,7 +23,7 @@ from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 from hf_vit_accel import graphed_decoding, patch, status
-from hf_vit_accel.decoding import loop, packed, prefill, step
+from hf_vit_accel.decoding import layers, loop, prefill, step
 from hf_vit_accel.decoding.prefill import plan_groups
 from hf_vit_accel.decoding.steps import steps_of
 
@@ -215,7 +215,7 @@ def test_prompts_run_without_their_padding(family: str, monkeypatch: pytest.Monk
     """A fault is seen by the proof, and then stock's text model runs."""
     for is_wrong in (False, True):
         if is_wrong:
-            monkeypatch.setattr(packed, "scaled_dot_product_attention", attend_to_all)
+            monkeypatch.setattr(layers, "scaled_dot_product_attention", attend_to_all)
         model = TINY[family].build()
         compare(model, batch(model, random.Random(3), 9), max_new_tokens=10)
         reasons = list(steps_of(model).padded_reasons.values())

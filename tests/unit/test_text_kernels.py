@@ -1,0 +1,201 @@
+"""What runs between and inside the products of a text model: each kernel beside its reference, and whole calls."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import random
+from typing import Any
+
+import pytest
+import torch
+from support.interpreter import INTERPRETED
+from test_prefill import batch
+from tiny import TINY
+
+import hf_vit_accel
+from hf_vit_accel.decoding import layers
+from hf_vit_accel.decoding.steps import steps_of
+from hf_vit_accel.decoding.text_models import read_model
+from hf_vit_accel.ops.place_heads import Cache, Norms, place_heads, place_heads_reference
+from hf_vit_accel.ops.token_products import (
+    token_products,
+    token_products_reference,
+    token_swiglu,
+    token_swiglu_reference,
+)
+
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="test_interpreted.py runs it")
+DEVICES = [
+    pytest.param("cpu", id="interpreted", marks=interpreted),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+
+
+def dtype_on(device: str) -> torch.dtype:
+    return torch.float16 if device == "cpu" else torch.bfloat16
+
+
+def assert_rounded(result: torch.Tensor, expected: torch.Tensor) -> None:
+    """Check that a result is one of two roundings of what was computed in a wider dtype."""
+    assert result.shape == expected.shape
+    eps = torch.finfo(result.dtype).eps
+    torch.testing.assert_close(result.double(), expected.double(), rtol=4 * eps, atol=4 * eps)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize(("tokens", "heads", "key_heads", "dim"), [(1, 4, 2, 8), (5, 7, 1, 128), (3, 3, 3, 40)])
+def test_heads_are_placed(
+    device: str, has_norms: bool, cached: bool, tokens: int, heads: int, key_heads: int, dim: int
+) -> None:
+    """Queries and keys are stock's to rounding, and nothing but the tokens' slots is written."""
+    dtype = dtype_on(device)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(tokens, n, dim, device=device, dtype=dtype) for n in (heads, key_heads, key_heads))
+    cos, sin = (torch.randn(tokens, dim, device=device, dtype=dtype) for _ in range(2))
+    norms: Norms | None = None
+    if has_norms:
+        q_weight, k_weight = torch.randn(2, dim, device=device, dtype=dtype).unbind()
+        norms = q_weight, k_weight, 1e-6
+    results = []
+    for function in (place_heads, place_heads_reference):
+        is_kernel = function is place_heads
+        inputs = [x.clone() if is_kernel else x.double() for x in (query, key, value, cos, sin)]
+        cache: Cache | None = None
+        if cached:
+            rows = torch.tensor([2, 0, 2, 1, 0], device=device)[:tokens]
+            slots = torch.tensor([6, 3, 5, 0, 4], device=device)[:tokens]
+            keys, values = torch.full((2, 3, key_heads, 7, dim), 5.0, device=device, dtype=inputs[0].dtype).unbind()
+            cache = keys, values, rows, slots
+        wide = norms if is_kernel or norms is None else (norms[0].double(), norms[1].double(), norms[2])
+        results.append([*function(*inputs, wide, cache), *(() if cache is None else cache[:2])])
+        if is_kernel:
+            assert all(map(torch.equal, inputs[:3], (query, key, value)))
+    for result, expected in zip(*results, strict=True):
+        assert_rounded(result, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("width", [40, 2051, 8196])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("outputs", [(5,), (3, 8), (33, 1, 7)])
+def test_products_of_one_token(device: str, width: int, has_bias: bool, outputs: tuple[int, ...]) -> None:
+    dtype = dtype_on(device)
+    torch.manual_seed(0)
+    x = torch.randn(width, device=device, dtype=dtype)
+    weights = [torch.randn(size, width, device=device, dtype=dtype) / width**0.5 for size in outputs]
+    biases = [torch.randn(size, device=device, dtype=dtype) if has_bias else None for size in outputs]
+    wide = [None if bias is None else bias.double() for bias in biases]
+    expected = token_products_reference(x.double(), [weight.double() for weight in weights], wide)
+    for result, of_reference in zip(token_products(x, weights, biases), expected, strict=True):
+        assert_rounded(result, of_reference)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("width", "outputs"), [(40, 5), (2100, 9)])
+def test_swiglu_of_one_token(device: str, width: int, outputs: int) -> None:
+    dtype = dtype_on(device)
+    torch.manual_seed(0)
+    x = torch.randn(width, device=device, dtype=dtype)
+    gate, up = torch.randn(2, outputs, width, device=device, dtype=dtype) / width**0.5
+    result = token_swiglu(x, gate, up)
+    assert_rounded(result, token_swiglu_reference(*(tensor.double() for tensor in (x, gate, up))))
+
+
+TURNS_HALVES = {
+    "qwen2_vl.Qwen2VL": True,
+    "qwen2_5_vl.Qwen2_5_VL": True,
+    "qwen3_vl.Qwen3VL": True,
+    "qwen3.Qwen3": True,
+    "paddleocr_vl.PaddleOCR": True,
+    "glm4v.Glm4v": False,  # turns neighbours
+    "qwen3_5.Qwen3_5": False,  # turns a part of a head
+}
+"""Text models by file and prefix of the class."""
+
+
+@pytest.mark.parametrize("model", TURNS_HALVES)
+def test_tables_are_read_from_transformers_own_rotation(model: str) -> None:
+    """Where a rotation is of another kind, there are no tables, and the file's own function runs."""
+    name, prefix = model.split(".")
+    file = pytest.importorskip(f"transformers.models.{name}.modeling_{name}")
+    home = pytest.importorskip(f"transformers.models.{name}.configuration_{name}")
+    config = getattr(home, f"{prefix}TextConfig", None) or getattr(home, f"{prefix}Config")
+    sizes = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=32)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+    if model in ("glm4v.Glm4v", "qwen3_5.Qwen3_5"):
+        rope |= {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+    if "head_dim" not in inspect.signature(config).parameters:
+        del sizes["head_dim"]
+    config = config(**sizes, num_hidden_layers=4, vocab_size=32, rope_parameters=rope, pad_token_id=0)
+    is_whole_model = hasattr(file, f"{prefix}TextModel")
+    text = getattr(file, f"{prefix}TextModel" if is_whole_model else f"{prefix}Model")(config)
+    attention = next(layer.self_attn for layer in text.layers if hasattr(layer, "self_attn"))
+    positions = torch.randint(0, 90, (3, 2, 5) if is_whole_model else (2, 5))
+    hidden = torch.zeros(2, 5, 64)
+    rotation = text.rotary_emb(hidden, positions)
+    before = torch.get_rng_state()
+    tables = layers._tables_of(attention, rotation, hidden.shape[:2])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert (tables is not None) == TURNS_HALVES[model]
+    if tables is None:
+        return
+    query, key = (torch.randn(2, heads, 5, attention.head_dim) for heads in (4, 2))
+    expected = layers._rotate(attention, query, key, *rotation)
+    for x, of_stock in zip((query, key), expected, strict=True):
+        result = layers.rotated(x.transpose(1, 2).flatten(0, 1), *tables)
+        torch.testing.assert_close(result, of_stock.transpose(1, 2).flatten(0, 1))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("tokens", [1, 7])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_hidden_states_are_as_exact_as_stocks(family: str, tokens: int, device: str) -> None:
+    """Beside stock in fp32: the error is at most 1.1 times stock's in half precision, or a rounding."""
+    exact = TINY[family].build().to(device)
+    half = copy.deepcopy(exact).to(dtype_on(device))
+    text = half.model.language_model
+    reading = read_model(half)
+    errors = torch.zeros(2, dtype=torch.float64)
+    for seed in range(5 if tokens > 1 or device == "cuda" else 1):
+        torch.manual_seed(seed)
+        embeds = torch.randn(1, tokens, 32, device=device).to(half.dtype)
+        positions = torch.randint(0, 90, (3, 1, tokens), device=device)
+        given = dict(attention_mask=None, position_ids=positions, use_cache=False)
+        before = embeds.clone()
+        with torch.no_grad():
+            expected = exact.model.language_model(inputs_embeds=embeds.float(), **given).last_hidden_state
+            stock = text(inputs_embeds=embeds, **given).last_hidden_state
+            attend = layers.CausalAttention([tokens], embeds.device)
+            ours = layers.norm(text.norm, layers.run_layers(reading, embeds, positions, attend))
+        assert torch.equal(embeds, before) and ours.dtype == half.dtype
+        errors += torch.tensor([float((x.double() - expected).norm() / expected.norm()) for x in (ours, stock)])
+    assert errors[0] <= max(1.1 * errors[1], 5 * torch.finfo(half.dtype).eps), errors
+
+
+def logits_of(model: Any, inputs: dict[str, Any], **options: Any) -> torch.Tensor:
+    """Return the logits (B, steps, V) of a call that decodes some tokens."""
+    options |= dict(max_new_tokens=12, min_new_tokens=12, do_sample=False, output_logits=True)
+    output = model.generate(**inputs, **options, return_dict_in_generate=True)
+    return torch.stack(output.logits, dim=1).double()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_gpu_logits_are_as_exact_as_stocks(family: str, rows: int) -> None:
+    """The first two tokens' logits beside stock's in fp32, over five prompts."""
+    exact = TINY[family].build().cuda()
+    half = copy.deepcopy(exact).bfloat16()
+    errors = torch.zeros(2, dtype=torch.float64)
+    for seed in range(5):
+        inputs = {name: x.cuda() for name, x in batch(exact, random.Random(seed), rows).items()}
+        expected = logits_of(exact, inputs)[:, :2]
+        inputs = {name: x.bfloat16() if x.is_floating_point() else x for name, x in inputs.items()}
+        ours = logits_of(half, inputs, custom_generate=hf_vit_accel.graphed_decoding)[:, :2]
+        stock = logits_of(half, inputs)[:, :2]
+        errors += torch.tensor([float((x - expected).norm() / expected.norm()) for x in (ours, stock)])
+    assert steps_of(half).decoded == 5, str(steps_of(half))
+    assert errors[0] <= max(1.1 * errors[1], 0.02), errors
