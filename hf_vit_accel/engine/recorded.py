@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import Tensor, nn
 
 from hf_vit_accel.families.base import Parts
-from hf_vit_accel.ops.base import ABSENT, replaced
+from hf_vit_accel.ops.base import ABSENT, Slots, replaced
 from hf_vit_accel.watch import Attributes, Watch, version_of
 
 _COPIED = 1 << 20
@@ -20,142 +18,104 @@ _ADAPTER_STATE = ("_active_adapter", "_disable_adapters", "merged_adapters", "sc
 """The attributes by which PEFT chooses and scales the adapters of a Linear."""
 
 
-class Change(NamedTuple):
-    """An entry of a module's dictionary that differs from the forward.
-
-    Attributes:
-        dictionary: The dictionary.
-        name: The name in it.
-        value: The value during the forward; `ABSENT` for none.
-    """
-
-    dictionary: Attributes
-    name: str
-    value: object
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Slot:
-    """The dictionary and the name under which a module stores a tensor. (`ops.base.Slots` are for parameters alone.)
-
-    Attributes:
-        attributes: The dictionary of the module.
-        dictionary: The dictionary that holds the tensor: `_parameters`, `_buffers`, or `attributes` itself.
-        name: The name in it.
-        is_weight: Whether the tensor is a parameter.
-    """
-
-    attributes: Attributes
-    dictionary: Attributes
-    name: str
-    is_weight: bool
-
-
-def slots_of(module: nn.Module, *, with_weights: bool) -> list[Slot]:
-    """Return the slots of a module's buffers and plain attributes, and of its parameters if they are included."""
-    attributes = vars(module)
-    dictionaries = [attributes["_buffers"], attributes]
-    if with_weights:
-        dictionaries.append(attributes["_parameters"])
-    slots = []
-    for dictionary in dictionaries:
-        is_weight = dictionary is attributes["_parameters"]
-        for name, value in dictionary.items():
-            if isinstance(value, Tensor):
-                slots.append(Slot(attributes=attributes, dictionary=dictionary, name=name, is_weight=is_weight))
+def slots_of(modules: Iterable[nn.Module], *, with_weights: bool) -> Slots:
+    """Return where modules store buffers and plain tensors, and parameters if they are included."""
+    slots: list[tuple[Attributes, str]] = []
+    for module in modules:
+        attributes = vars(module)
+        for dictionary in (attributes["_buffers"], attributes["_parameters"], attributes):
+            if dictionary is attributes["_parameters"] and not with_weights:
+                continue
+            names = [name for name, value in dictionary.items() if isinstance(value, Tensor)]
+            slots += [(dictionary, name) for name in names]
+            if dictionary is not attributes:  # a plain attribute of that name would hide it
+                slots += [(attributes, name) for name in names]
     return slots
 
 
-class _RecordedTensor:
-    """A tensor of a module during a forward.
+class _Entry:
+    """An entry of a module's dictionary during a forward: a tensor, a plain value, or `ABSENT` for none.
 
     A parameter is not copied: stock keeps it for the gradient, and raises if it is written to. Stock does not keep
     small buffers, so they are copied.
 
-    Args:
-        slot: Where the module stores it.
-        tensor: The tensor.
-
     Attributes:
-        slot: Where the module stores it.
+        value: What to run the forward with again.
         is_copied: Whether `value` is a copy.
-        value: The tensor to run the forward with again.
     """
 
-    def __init__(self, slot: Slot, tensor: Tensor) -> None:
-        self.slot = slot
-        self.is_copied = not (slot.is_weight or tensor.requires_grad or tensor.nbytes > _COPIED)
-        # An alias keeps memory and version counter, even if a program assigns to `tensor.data`.
-        self.value = tensor.clone() if self.is_copied else _alias(tensor)
-        self._tensor = tensor
-        self._pointer = tensor.data_ptr()
-        self._version_source = tensor if self.is_copied else self.value
-        self._version = version_of(self._version_source)
+    def __init__(self, dictionary: Attributes, name: str) -> None:
+        self.dictionary = dictionary
+        self.name = name
+        self.is_copied = False
+        self._former = self.value = former = dictionary.get(name, ABSENT)
+        if isinstance(former, Tensor):
+            self.is_weight = isinstance(former, nn.Parameter)
+            self.is_copied = not (self.is_weight or former.requires_grad or former.nbytes > _COPIED)
+            # An alias keeps memory and version counter, even if a program assigns to `tensor.data`.
+            self.value = former.clone() if self.is_copied else _alias(former)
+            self._pointer = former.data_ptr()
+            self._counted = former if self.is_copied else self.value
+            self._version = version_of(self._counted)
 
     @property
     def is_written(self) -> bool:
-        """Whether the memory was written to since the forward."""
-        return version_of(self._version_source) != self._version
+        """Whether a tensor's memory was written to since the forward."""
+        return isinstance(self.value, Tensor) and version_of(self._counted) != self._version
 
     @property
     def is_still_held(self) -> bool:
-        """Whether the module still holds this tensor, over the same memory and trained alike."""
-        tensor = self._tensor
-        if self.slot.dictionary.get(self.slot.name) is not tensor:
+        """Whether the module still holds this value; a tensor over the same memory, and trained alike."""
+        former = self._former
+        if self.dictionary.get(self.name, ABSENT) is not former:
             return False
-        return tensor.requires_grad == self.value.requires_grad and tensor.data_ptr() == self._pointer
-
-    @property
-    def is_shadowed(self) -> bool:
-        """Whether a plain attribute now hides a parameter or buffer."""
-        slot = self.slot
-        return slot.dictionary is not slot.attributes and slot.name in slot.attributes
+        if not isinstance(former, Tensor):
+            return True
+        return former.requires_grad == self.value.requires_grad and former.data_ptr() == self._pointer
 
 
-class RecordedTensors:
-    """The tensors of modules during a forward that may run again for its gradients.
+class Recorded:
+    """What modules held during a forward that may run again for its gradients.
 
     Args:
-        slots: Where modules store the tensors.
+        slots: Where they store it.
     """
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        self._tensors = []
-        for slot in slots:
-            tensor = slot.dictionary.get(slot.name)
-            if isinstance(tensor, Tensor):
-                self._tensors.append(_RecordedTensor(slot, tensor))
+    def __init__(self, slots: Slots) -> None:
+        self._entries = [_Entry(dictionary, name) for dictionary, name in slots]
 
     def is_unchanged(self) -> bool:
         """Return whether modules hold the same tensors, at the same addresses, and none was written to."""
-        return all(tensor.is_still_held and not tensor.is_written for tensor in self._tensors)
-
-    def restored(self) -> AbstractContextManager[None]:
-        """Return a context in which modules hold what they held during the forward.
-
-        It raises RuntimeError if the state of the forward is lost.
-        """
-        return _Restored(self)
+        return all(entry.is_still_held and not entry.is_written for entry in self._entries)
 
     def reason_lost(self) -> str | None:
         """Return why the forward cannot run again as it did, or None."""
-        for tensor in self._tensors:
-            if not tensor.is_copied and tensor.is_written:
-                kind = "weight" if tensor.slot.is_weight else "buffer"
-                return f"a {kind} of the vision tower ({tensor.slot.name}) was modified in place"
+        for entry in self._entries:
+            if entry.is_written and not entry.is_copied:
+                kind = "weight" if entry.is_weight else "buffer"
+                return f"a {kind} of the vision tower ({entry.name}) was modified in place"
         return None
 
-    def changes(self) -> Iterator[Change]:
-        """Yield every entry that differs from the forward. Copied tensors count, since some writes go unseen."""
-        for tensor in self._tensors:
-            slot = tensor.slot
-            if tensor.is_copied or not tensor.is_still_held:
-                yield Change(slot.dictionary, slot.name, tensor.value)
-            if tensor.is_shadowed:
-                yield Change(slot.attributes, slot.name, ABSENT)
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Put back what modules held during the forward; at the end, what they hold now.
+
+        Programs may have assigned, frozen or removed weights meanwhile, or called `model.eval()`. Copies are always put
+        back, since some writes go unseen.
+
+        Raises:
+            RuntimeError: The state of the forward is lost.
+        """
+        reason = self.reason_lost()
+        if reason is not None:
+            raise RuntimeError(f"{reason} since its forward, which runs again for its gradients; call backward first")
+        changed = [entry for entry in self._entries if entry.is_copied or not entry.is_still_held]
+        slots = [(entry.dictionary, entry.name) for entry in changed]
+        with replaced(slots, [entry.value for entry in changed]):
+            yield
 
 
-class RecordedModules(RecordedTensors):
+class RecordedModules(Recorded):
     """The tensors, training flags and adapters of modules during a forward whose passes run again for its gradients.
 
     Args:
@@ -165,11 +125,7 @@ class RecordedModules(RecordedTensors):
 
     def __init__(self, parts: Parts, *, has_adapters: bool) -> None:
         modules = list(parts.modules())
-        slots: list[Slot] = []
-        for module in modules:
-            slots += slots_of(module, with_weights=True)
-        super().__init__(slots)
-        self._training = [(vars(module), module.training) for module in modules]
+        super().__init__([*slots_of(modules, with_weights=True), *((vars(module), "training") for module in modules)])
         self._adapters = Watch()
         for module in modules:
             if has_adapters and "base_layer" in module._modules:
@@ -178,42 +134,25 @@ class RecordedModules(RecordedTensors):
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Return the contexts in which a pass runs first, and again."""
-        return nullcontext(), self.restored()
+        return nullcontext(), _Restored(self)
 
     def reason_lost(self) -> str | None:
         """Return why the forward cannot run again as it did, or None."""
-        if not self._adapters.unchanged():
-            return "an adapter was switched or scaled"
-        return super().reason_lost()
-
-    def changes(self) -> Iterator[Change]:
-        """Yield every entry that differs from the forward."""
-        yield from super().changes()
-        for attributes, is_training in self._training:
-            if attributes["training"] != is_training:
-                yield Change(attributes, "training", is_training)
+        return "an adapter was switched or scaled" if not self._adapters.unchanged() else super().reason_lost()
 
 
 class _Restored(AbstractContextManager[None]):
-    """Put back what modules held during the forward; at the end, what they hold now. It can be entered again.
+    """`Recorded.restored`, which can be entered again: by each backward with `retain_graph`."""
 
-    Programs may have assigned, frozen or removed weights meanwhile, or called `model.eval()`.
-    """
-
-    def __init__(self, recorded: RecordedTensors) -> None:
+    def __init__(self, recorded: Recorded) -> None:
         self._recorded = recorded
-        self._stack = ExitStack()
 
     def __enter__(self) -> None:
-        reason = self._recorded.reason_lost()
-        if reason is not None:
-            raise RuntimeError(f"{reason} since its forward, which runs again for its gradients; call backward first")
-        changes = list(self._recorded.changes())
-        slots = [(change.dictionary, change.name) for change in changes]
-        self._stack.enter_context(replaced(slots, [change.value for change in changes]))
+        self._context = self._recorded.restored()
+        self._context.__enter__()
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        self._context.__exit__(None, None, None)
 
 
 def _alias(tensor: Tensor) -> Tensor:

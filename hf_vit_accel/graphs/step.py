@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_vit_accel.engine.encoder import Residual, encode
-from hf_vit_accel.engine.recorded import Slot, slots_of
+from hf_vit_accel.engine.recorded import slots_of
 from hf_vit_accel.engine.route import Route
 from hf_vit_accel.graphs.recorder import CudaRecorder
 from hf_vit_accel.graphs.store import StoredGraph
@@ -78,7 +78,7 @@ class CapturedStep(StoredGraph):
     stages: list[Stage]
     trained: list[int]
     slots: Slots
-    other_slots: list[Slot]
+    other_slots: Slots
     requires_grad: tuple[bool, ...]
     pointers: list[int]
 
@@ -211,6 +211,8 @@ class StepCapture:
         differentiable = [output.requires_grad for output in self._encoded]
         self._free_graph()  # it must not outlive the capture
         metadata = self.route.metadata
+        ops = self.route.spec.ops
+        assert ops is not None
         return CapturedStep(
             label=f"{metadata.rows} patches in {metadata.full.count} segments",
             grid=metadata.grid,
@@ -223,21 +225,12 @@ class StepCapture:
             stages=stages,
             trained=indices_of_trained(self.parameters, self.requires_grad),
             slots=self.slots,
-            other_slots=self._other_slots(),
+            other_slots=slots_of(ops.parts.modules(), with_weights=False),
             requires_grad=self.requires_grad,
             pointers=[parameter.data_ptr() for parameter in self.parameters],
             replay=forward,
             nbytes=nbytes + sum(tensor.nbytes for tensor in (self.pixels_TP, *self.incoming)),
         )
-
-    def _other_slots(self) -> list[Slot]:
-        """Return where modules store tensors that are no parameters."""
-        ops = self.route.spec.ops
-        assert ops is not None
-        slots: list[Slot] = []
-        for module in ops.parts.modules():
-            slots += slots_of(module, with_weights=False)
-        return slots
 
     def _free_graph(self) -> None:
         """Free the autograd graph of the last run, whose tensors the capture's pool could not reuse."""

@@ -20,10 +20,9 @@ from torch import Tensor
 from hf_vit_accel import machine
 from hf_vit_accel.config import GraphConfig
 from hf_vit_accel.engine.call import Batch
-from hf_vit_accel.engine.recorded import RecordedTensors
+from hf_vit_accel.engine.recorded import Recorded
 from hf_vit_accel.engine.route import Route, Routes, Spec
 from hf_vit_accel.graphs.budgets import Bin
-from hf_vit_accel.graphs.identity import Identity
 from hf_vit_accel.graphs.policy import AUTOMATIC_STEPS, Accepted, Decision, thresholds_of_steps
 from hf_vit_accel.graphs.recorder import CudaRecorder
 from hf_vit_accel.graphs.step import (
@@ -34,7 +33,7 @@ from hf_vit_accel.graphs.step import (
     present,
     run_eagerly,
 )
-from hf_vit_accel.graphs.store import Bins, Eager, GraphStore
+from hf_vit_accel.graphs.store import Bins, GraphStore
 from hf_vit_accel.layout import Grid, rows_of
 from hf_vit_accel.ops.training.context import FunctionContext
 
@@ -55,7 +54,7 @@ class _Call:
 
     def __init__(self, step: CapturedStep, parameters: Sequence[Tensor]) -> None:
         self.step = step
-        self.recorded = RecordedTensors(step.other_slots)
+        self.recorded = Recorded(step.other_slots)
         self.is_over = False
         self.saved = [step.pixels_TP.clone(), *parameters]
         self.outputs = [output.clone() for output in step.outputs]

@@ -95,10 +95,7 @@ def biases_or_zeros(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) 
 
 
 Slots = Sequence[tuple[Attributes, str]]
-"""Where modules store parameters: the `_parameters` of a module, and the name in it.
-
-(`engine.recorded.Slot` is for tensors of every kind.)
-"""
+"""Where modules store values: a dictionary of a module, and the name in it."""
 
 
 @contextmanager

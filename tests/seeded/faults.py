@@ -287,7 +287,7 @@ FAULTS = (
     Fault(
         "a weight written before the backward goes unseen",
         "engine/recorded.py",
-        "return version_of(self._version_source) != self._version",
+        "return isinstance(self.value, Tensor) and version_of(self._counted) != self._version",
         "return False",
         PASSES + " " + STEPS,
     ),
