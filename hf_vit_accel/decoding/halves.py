@@ -47,7 +47,7 @@ def halves_of(model: Model, input_ids: Tensor, model_kwargs: Arguments) -> list[
     """Return the inputs of both halves of the rows, each with an empty cache; none where they cannot be cut."""
     cache = model_kwargs[CACHE]
     cache.layers = [DynamicLayer() for _ in cache.layers]  # frees what was computed
-    prompt = GroupedPrompt(model, model_kwargs | {"input_ids": input_ids}, may_be_short=True)
+    prompt = GroupedPrompt(model, model_kwargs | {"input_ids": input_ids})
     middle = len(input_ids) // 2
     if not prompt.groups or not middle:
         return []

@@ -213,6 +213,7 @@ class _ModelInLoop:
         self._max_length = max_length
         self._due = max_length - columns - 1  # after the first token
         self._room: tuple[list[Any], int] | None = None  # layers that hold the prompt, and their slots
+        self._reading: Reading | None = None  # since the prompt
         self._key: Hashable = None
         self._step: DecodeStep | None = None
         self._reason: str | None = None
@@ -246,11 +247,12 @@ class _ModelInLoop:
             if prompt.groups and not has_hooks_around(self._model):
                 packed: PackedPrompt | None = None
                 with self._giving_up():
-                    reading = read_model(self._model)
-                    self._key = reading.key
-                    packed = self._packed(prompt, reading, columns)
+                    self._reading = read_model(self._model)
+                    self._key = self._reading.key
+                    packed = self._packed(prompt, self._reading, columns)
                 if self._reason is None and (packed is not None or len(prompt.groups) > 1):
-                    self._steps.groups += len(prompt.groups)
+                    if len(prompt.groups) > 1:
+                        self._steps.groups += len(prompt.groups)
                     return prompt.run(self._make_room, packed)
             return self._model(**inputs, return_dict=True)
         return self._model._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=is_first_iteration)
@@ -333,7 +335,9 @@ class _ModelInLoop:
 
     def _load(self, inputs: Arguments, cache: Any, due: int) -> None:
         """Load a step with room for some of the `due` tokens; `UnservedError` if this call alone gets none."""
-        reading = read_model(self._model)
+        reading = self._reading
+        if reading is None or not reading.switches.unchanged():
+            reading = read_model(self._model)
         self._key = reading.key
         if self._key in self._steps.refusals:
             raise UnservedError(self._steps.refusals[self._key])

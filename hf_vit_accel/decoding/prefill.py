@@ -26,8 +26,6 @@ GROUP_TOKENS = 16384
 """Tokens of a group with its padding. Products are at their full rate with a quarter of it."""
 TOKENS_OF_A_FORWARD = 2500
 """The launches of one more forward take the host as long as so many tokens take the device (8B, H200: 60 ms)."""
-TOKENS_OF_A_PACKED_ROW = 256
-"""Packed rows attend one by one, so many short ones would take the host longer than their padding takes the device."""
 _FEATURES = "mm_encoder_outputs"
 """Features that `generate` of newer transformers computes before the prompt's forward, by modality."""
 _PER_COLUMN = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
@@ -89,10 +87,10 @@ class GroupedPrompt:
     """The inputs of a prompt, as transformers prepared them, to be cut by rows.
 
     Attributes:
-        groups: The rows of every group; none for a prompt that cannot be cut, or is short.
+        groups: The rows of every group; none for a prompt that cannot be cut.
     """
 
-    def __init__(self, model: Model, inputs: Arguments, *, may_be_short: bool = False) -> None:
+    def __init__(self, model: Model, inputs: Arguments) -> None:
         self._model = model
         self._inputs = inputs
         self._pictures: dict[str, list[range]] = {}  # of every row, by modality
@@ -100,8 +98,7 @@ class GroupedPrompt:
         self._lengths_B: list[int] = []
         self.groups: list[list[int]] = []
         ids_BT = inputs.get("input_ids")
-        least = 0 if may_be_short else TOKENS_OF_A_FORWARD
-        if isinstance(ids_BT, Tensor) and ids_BT.numel() > least and self._can_be_cut(ids_BT):
+        if isinstance(ids_BT, Tensor) and ids_BT.numel() and self._can_be_cut(ids_BT):
             self._columns = ids_BT.shape[1]
             self._lengths_B = self._lengths(ids_BT)
             self.groups = plan_groups(self._lengths_B, GROUP_TOKENS)
@@ -170,10 +167,9 @@ class GroupedPrompt:
         return [self._columns - first for first in (mask_BT != 0).int().argmax(1).tolist()]
 
     def may_be_packed(self) -> bool:
-        """Return whether rows are long enough, and the last column is of tokens in all of them."""
+        """Return whether the last column is of tokens in all rows."""
         mask_BT = self._inputs.get("attention_mask")
-        is_long = sum(self._lengths_B) >= TOKENS_OF_A_PACKED_ROW * len(self._lengths_B)
-        return is_long and (mask_BT is None or bool((mask_BT[:, -1] != 0).all()))
+        return mask_BT is None or bool((mask_BT[:, -1] != 0).all())
 
     def names(self) -> frozenset[str]:
         """Return the names of the inputs that are given."""

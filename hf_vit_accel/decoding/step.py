@@ -216,6 +216,6 @@ class DecodeStep:
         is_exact = logits.dtype.itemsize > 2 and torch.get_float32_matmul_precision() == "highest"
         difference = (logits.double() - expected.double()).norm(dim=-1) / expected.double().norm(dim=-1)
         error = float(difference.max())
-        if not error <= (1e-4 if is_exact else 0.05):  # nor for NaN
+        if not error <= (1e-4 if is_exact else 0.1):  # nor for NaN
             raise ArithmeticError(f"logits differ from stock's by {error:.2g}")
         return logits_B1V

@@ -56,9 +56,11 @@ def _attend_to_chunk_kernel(
     sums,
     maxima,
     totals,
+    out,
     scale_log2,
     slots,
     chunk,
+    IS_WHOLE: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -92,6 +94,10 @@ def _attend_to_chunk_kernel(
         total = total * fade + tl.sum(weights, axis=1)
         v = tl.load(value + cell)
         result = tl.dot(weights.to(v.dtype), v, acc=result * fade[:, None])
+    if IS_WHOLE:  # there is one chunk
+        whole = (result / total[:, None]).to(out.dtype.element_ty)
+        tl.store(out + (row * GROUP + g)[:, None] * DIM + d[None, :], whole, mask=inside[:, None])
+        return
     part = (row * tl.num_programs(1) + tl.program_id(1)) * GROUP + g
     tl.store(sums + part[:, None] * DIM + d[None, :], result, mask=inside[:, None])
     tl.store(maxima + part, maximum, mask=inside)
@@ -126,7 +132,7 @@ def chunk_of(rows: int, slots: int, programs: int) -> int:
 def attend_in_chunks(
     query_BKGD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask_B11S: Tensor, ends_B2: Tensor, scale: float
 ) -> Tensor:
-    """Run `attend_reference` as two kernels, where `why_not_in_chunks` returns None. A sample must see one key."""
+    """Run `attend_reference` as kernels, where `why_not_in_chunks` returns None. A sample must see one key."""
     batch, key_heads, group, dim = query_BKGD.shape
     slots = key_BKSD.shape[2]
     rows = batch * key_heads
@@ -142,9 +148,11 @@ def attend_in_chunks(
     shared = {"GROUP": group, "DIM": dim, "num_warps": 4}
     block = max(next_power_of_2(group), 16)
     scale_log2 = scale * 1.4426950408889634
-    _attend_to_chunk_kernel[(rows, chunks)](
-        *tensors, *parts, scale_log2, slots, chunk, KEY_HEADS=key_heads, BLOCK_G=block, BLOCK_S=_BLOCK, **shared
-    )
+    sizes = scale_log2, slots, chunk
+    constants = shared | {"IS_WHOLE": chunks == 1, "KEY_HEADS": key_heads, "BLOCK_G": block, "BLOCK_S": _BLOCK}
+    _attend_to_chunk_kernel[(rows, chunks)](*tensors, *parts, out_BKGD, *sizes, **constants)
+    if chunks == 1:
+        return out_BKGD
     # As many chunks as can be: one kernel for all lengths.
     _add_chunks_kernel[(rows, group)](*parts, out_BKGD, chunks, MOST_CHUNKS=_MOST_CHUNKS, **shared)
     return out_BKGD

@@ -19,9 +19,11 @@ from hf_vit_accel.ops import (
     decode_attention,
     heads,
     linear_activation,
+    place_heads,
     positions,
     project,
     rope,
+    token_products,
     window_attention,
 )
 from hf_vit_accel.ops.fp8 import quantize
@@ -140,6 +142,17 @@ SEPARATE_KERNELS: dict[str, Kernel] = {
         (decode_attention, "_attend_to_chunk_kernel"),
         (decode_attention, "_add_chunks_kernel"),
     ),
+    "place_heads": _row(
+        place_heads.place_heads, place_heads.place_heads_reference, (place_heads, "_place_heads_kernel")
+    ),
+    "token_products": _row(
+        token_products.token_products,
+        token_products.token_products_reference,
+        (token_products, "_token_products_kernel"),
+    ),
+    "token_swiglu": _row(
+        token_products.token_swiglu, token_products.token_swiglu_reference, (token_products, "_token_swiglu_kernel")
+    ),
     "sum_images": _row(checksum.sum_images, checksum.sum_images_reference, (checksum, "_images_kernel")),
     "sum_weights": _row(checksum.sum_weights, checksum.sum_weights_reference, (checksum, "_weights_kernel")),
     "equal_pairs": _row(checksum.equal_pairs, checksum.equal_pairs_reference, (checksum, "_compare_kernel")),
@@ -147,7 +160,7 @@ SEPARATE_KERNELS: dict[str, Kernel] = {
 """Functions outside `ops.TABLE`, which `references` leaves alone.
 
 `test_fp8.py` compares those of FP8 with their references, `test_reuse.py` those of the checksums,
-`test_decode_attention.py` that of a decode step.
+`test_decode_attention.py` that of a decode step, `test_text_kernels.py` the others of text models.
 """
 
 

@@ -37,7 +37,6 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Divide short prompts, too: into many groups."""
     monkeypatch.setattr(prefill, "GROUP_TOKENS", 60)
     monkeypatch.setattr(prefill, "TOKENS_OF_A_FORWARD", 4)
-    monkeypatch.setattr(prefill, "TOKENS_OF_A_PACKED_ROW", 1)
 
 
 def joined(rows: list[Inputs], *, right: bool = False) -> Inputs:
@@ -178,14 +177,6 @@ def test_a_first_batch_with_holes_in_its_mask_runs_without_padding() -> None:
     inputs["attention_mask"][:, -4:-2] = 0
     compare(model, inputs, max_new_tokens=10)
     assert list(steps_of(model).padded_reasons.values()) == [""]
-
-
-def test_many_short_rows_keep_their_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stock's text model attends to all rows of a group at once."""
-    monkeypatch.setattr(prefill, "TOKENS_OF_A_PACKED_ROW", 256)
-    model = TINY["qwen2_5_vl"].build()
-    compare(model, batch(model, random.Random(3), 9), max_new_tokens=10)
-    assert not steps_of(model).padded_reasons and steps_of(model).groups > 1
 
 
 def test_a_prompt_with_pictures_has_a_proof_of_its_own() -> None:
