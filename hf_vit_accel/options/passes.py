@@ -9,7 +9,7 @@ So a call is cut between frames, and every pass computes what one forward does, 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 from hf_vit_accel.engine.call import HIDDEN_STATES_OF_STEP, Batch, Encode, FastPlan
 from hf_vit_accel.engine.recorded import RecordedModules
 from hf_vit_accel.layout import Grid, rows_of
-from hf_vit_accel.options.joined import JoinedOutputs
 
 AUTO_ROWS = 36864
 """Rows of a pass under `max_rows="auto"` on CUDA, so that a forward takes at most 0.8 GB beyond weights and outputs.
@@ -172,23 +171,34 @@ class InPasses:
         grids = cut(batch.grid, most_rows, clips=batch.plan.reading.geometry.clips)
         if len(grids) == 1:  # a frame is never cut
             return self._encode(batch)
-        grad = batch.plan.spec.request.grad
-        joined = JoinedOutputs(len(batch.pixels_TP), grad=grad)
-        recomputed = RecomputedPasses(batch.plan) if grad else None
-        start = 0
-        for grid in grids:
-            rows = slice(start, start + rows_of(grid))
-            start = rows.stop
-            part = replace(batch, grid=grid, pixels_TP=batch.pixels_TP[rows], is_part=True)
-            if recomputed is not None:
-                outputs = recomputed.run(self._encode, part)
-            else:
-                outputs = self._encode(replace(part, output_slices=joined.slices(rows)))
-            joined.add(rows, outputs)
-            del outputs  # before the next pass begins
+        encode = self._recomputed if batch.plan.spec.request.grad else self._in_place
+        outputs = encode(batch, grids)
         self.calls += 1
         self.passes += len(grids)
-        return joined.complete()
+        return outputs
+
+    def _recomputed(self, batch: Batch, grids: Sequence[Grid]) -> list[Tensor]:
+        """Return the outputs of passes with gradients, one after the other."""
+        recomputed = RecomputedPasses(batch.plan)
+        by_pass = [recomputed.run(self._encode, part) for part in _parts(batch, grids)]
+        return [torch.cat(outputs) for outputs in zip(*by_pass, strict=True)]
+
+    def _in_place(self, batch: Batch, grids: Sequence[Grid]) -> list[Tensor]:
+        """Return the outputs of passes without gradients. Each writes to its slices, but the first: it shows shapes."""
+        complete: list[Tensor] = []
+        total = len(batch.pixels_TP)
+        start = 0
+        for part in _parts(batch, grids):
+            end = start + len(part.pixels_TP)
+            outputs = self._encode(replace(part, output_slices=_slices(complete, start, end, total)))
+            if not complete:
+                complete = [out.new_empty(len(out) * total // end, *out.shape[1:]) for out in outputs]
+            for target, output in zip(_slices(complete, start, end, total), outputs, strict=True):
+                if target.data_ptr() != output.data_ptr():
+                    target.copy_(output)
+            start = end
+            del outputs, output  # before the next pass begins
+        return complete
 
     def _halve(self, batch: Batch, most_rows: int) -> bool:
         """Halve the rows of a pass once, after its memory ran out; later calls keep to that.
@@ -214,6 +224,20 @@ class InPasses:
         for grad, rows in self.rows_after_oom.items():
             lines.append(f"at most {rows} rows{' with gradients' if grad else ''} since memory ran out")
         return ", ".join(lines)
+
+
+def _parts(batch: Batch, grids: Sequence[Grid]) -> Iterator[Batch]:
+    """Yield the batch of every pass."""
+    start = 0
+    for grid in grids:
+        end = start + rows_of(grid)
+        yield replace(batch, grid=grid, pixels_TP=batch.pixels_TP[start:end], is_part=True)
+        start = end
+
+
+def _slices(outputs: Sequence[Tensor], start: int, end: int, total: int) -> list[Tensor]:
+    """Return the slices of a call's outputs, of rows or merged tokens, that belong to these of its patch rows."""
+    return [output[start * len(output) // total : end * len(output) // total] for output in outputs]
 
 
 class RecomputedPasses:

@@ -279,9 +279,9 @@ FAULTS = (
     ),
     Fault(
         "an output of a pass is written to the rows of another",
-        "options/joined.py",
-        "start = rows.start * len(output) // self._rows",
-        "start = rows.start",
+        "options/passes.py",
+        "[output[start * len(output) // total :",
+        "[output[start:",
         PASSES,
     ),
     Fault(
