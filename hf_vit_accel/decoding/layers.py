@@ -26,7 +26,7 @@ from hf_vit_accel.ops.activation import swiglu
 from hf_vit_accel.ops.add_norm import add_norm_rows
 from hf_vit_accel.ops.launch import why_not_triton
 from hf_vit_accel.ops.place_heads import Cache, Norms, place_heads, rotated
-from hf_vit_accel.ops.token_products import token_products, token_swiglu
+from hf_vit_accel.ops.token_products import MOST_TOKENS, token_products, token_swiglu
 
 Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """Layer, query (T, H, D), key (T, K, D), value (T, K, D), scale -> (T, H, D). Keys and values are in the cache, too."""
@@ -189,12 +189,20 @@ class _Layers:
     def _products(self, rows_BTE: Tensor, *linears: Model) -> list[Tensor]:
         """Return what linears compute of the same rows."""
         biases = [linear.bias for linear in linears]
-        is_one_token = rows_BTE.shape[:2] == (1, 1)
-        has_one_kind = all(bias is None for bias in biases) or not any(bias is None for bias in biases)
-        if not (self._is_fused and is_one_token and has_one_kind and all(map(_is_plain, linears))):
+        has_one_kind = len({bias is None for bias in biases}) == 1
+        most = MOST_TOKENS if len(linears) > 1 else 1
+        if not (
+            has_one_kind
+            and self._are_few(rows_BTE, most)
+            and all(_is_plain(linear, rows_BTE.dtype) for linear in linears)
+        ):
             return [linear(rows_BTE) for linear in linears]
-        outs = token_products(rows_BTE[0, 0], [linear.weight for linear in linears], biases)
-        return [out[None, None] for out in outs]
+        outs = token_products(rows_BTE.flatten(0, 1).contiguous(), [linear.weight for linear in linears], biases)
+        return [out.unflatten(0, rows_BTE.shape[:2]) for out in outs]
+
+    def _are_few(self, rows_BTE: Tensor, most: int = MOST_TOKENS) -> bool:
+        """Return whether kernels for few tokens take these rows."""
+        return self._is_fused and rows_BTE.shape[:2].numel() <= most
 
     def _attention(self, index: int, attention: Model, hidden_BTE: Tensor) -> Tensor:
         query, key, value = self._products(hidden_BTE, attention.q_proj, attention.k_proj, attention.v_proj)
@@ -241,14 +249,14 @@ class _Layers:
         if not self._is_fused or not is_swiglu:
             return cast(Tensor, mlp(rows_BTE))
         gate, up = mlp.gate_proj, mlp.up_proj
-        if rows_BTE.shape[:2] == (1, 1) and all(_is_plain(x) and x.bias is None for x in (gate, up)):
-            inner = token_swiglu(rows_BTE[0, 0], gate.weight, up.weight)[None, None]
+        if self._are_few(rows_BTE) and all(_is_plain(x, rows_BTE.dtype) and x.bias is None for x in (gate, up)):
+            inner_TF = token_swiglu(rows_BTE.flatten(0, 1).contiguous(), gate.weight, up.weight)
         else:
             gate_BTF, up_BTF = gate(rows_BTE), up(rows_BTE)
             if not _have_one_dtype(gate_BTF, up_BTF, rows_BTE):
                 return cast(Tensor, mlp.down_proj(mlp.act_fn(gate_BTF) * up_BTF))
-            inner = swiglu(gate_BTF.flatten(0, 1), up_BTF.flatten(0, 1)).view(gate_BTF.shape)
-        return self._products(inner, mlp.down_proj)[0]
+            inner_TF = swiglu(gate_BTF.flatten(0, 1), up_BTF.flatten(0, 1))
+        return self._products(inner_TF.unflatten(0, rows_BTE.shape[:2]), mlp.down_proj)[0]
 
 
 _SWIGLU = {"gate_proj", "up_proj", "down_proj", "act_fn"}
@@ -259,11 +267,11 @@ def _have_one_dtype(*tensors: Tensor) -> bool:
     return len({tensor.dtype for tensor in tensors}) == 1
 
 
-def _is_plain(linear: Model) -> bool:
-    """Return whether a module is a linear of torch on a plain weight, in half precision."""
+def _is_plain(linear: Model, dtype: torch.dtype) -> bool:
+    """Return whether a module is a linear of torch on a plain weight of a dtype."""
     weight = linear.weight
     is_plain = type(linear) is nn.Linear and type(weight) is nn.Parameter
-    return is_plain and weight.is_contiguous() and weight.dtype.itemsize == 2
+    return is_plain and weight.is_contiguous() and weight.dtype == dtype
 
 
 def _epsilon(norm: Model) -> float | None:

@@ -78,13 +78,22 @@ def test_heads_are_placed(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("width", [40, 2051, 8196])
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("outputs", [(5,), (3, 8), (33, 1, 7)])
-def test_products_of_one_token(device: str, width: int, has_bias: bool, outputs: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "width", "outputs"),
+    [
+        (1, 40, (3, 8)),
+        (1, 2051, (5,)),
+        (1, 8196, (33, 1, 7)),
+        (2, 40, (5,)),
+        (19, 2051, (33, 1, 7)),
+        (32, 160, (64, 8)),
+    ],
+)
+def test_products_of_few_tokens(device: str, tokens: int, width: int, outputs: tuple[int, ...], has_bias: bool) -> None:
     dtype = dtype_on(device)
     torch.manual_seed(0)
-    x = torch.randn(width, device=device, dtype=dtype)
+    x = torch.randn(tokens, width, device=device, dtype=dtype)
     weights = [torch.randn(size, width, device=device, dtype=dtype) / width**0.5 for size in outputs]
     biases = [torch.randn(size, device=device, dtype=dtype) if has_bias else None for size in outputs]
     wide = [None if bias is None else bias.double() for bias in biases]
@@ -94,11 +103,12 @@ def test_products_of_one_token(device: str, width: int, has_bias: bool, outputs:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("width", "outputs"), [(40, 5), (2100, 9)])
-def test_swiglu_of_one_token(device: str, width: int, outputs: int) -> None:
+@pytest.mark.parametrize(("width", "outputs"), [(40, 5), (2100, 39)])
+@pytest.mark.parametrize("tokens", [1, 3, 32])
+def test_swiglu_of_few_tokens(device: str, width: int, outputs: int, tokens: int) -> None:
     dtype = dtype_on(device)
     torch.manual_seed(0)
-    x = torch.randn(width, device=device, dtype=dtype)
+    x = torch.randn(tokens, width, device=device, dtype=dtype)
     gate, up = torch.randn(2, outputs, width, device=device, dtype=dtype) / width**0.5
     result = token_swiglu(x, gate, up)
     assert_rounded(result, token_swiglu_reference(*(tensor.double() for tensor in (x, gate, up))))
