@@ -1,4 +1,5 @@
-"""Differences between versions of transformers. Every section says the versions, the symptom, and when it may go.
+"""Differences between versions of transformers; every section says versions, symptom, and when it may go. At the end
+stand the names of other packages.
 
 Differences are detected in the code of a tower, not by version numbers: classes move between versions one by one. The
 proof compares the results in any case, and keeps a tower stock where they differ.
@@ -158,3 +159,27 @@ def cache_name() -> str:
     """Return the name of the cache among the arguments and the outputs of models."""
     outputs = importlib.import_module("transformers.modeling_outputs")  # slow
     return "cache" if hasattr(outputs.CausalLMOutputWithPast, "cache") else "past_key_values"
+
+
+# Other packages. The only names of theirs in the code: nothing but a name tells their classes and functions from a
+# user's, which may do something else at every call. May go where such code says of itself what it leaves unchanged.
+
+ADAPTERS = "peft"
+"""The package whose modules around layers call them, and hold no state that a call changes."""
+LORA_LINEAR = ("peft.tuners.lora.layer", "Linear")
+"""Module and name of the class whose forward is proven to compute a Linear with LoRA."""
+FORWARD_WRAPPERS = {
+    "torch.amp.autocast_mode.autocast_decorator.<locals>.decorate_autocast": "func",
+    "accelerate.utils.operations.convert_outputs_to_fp32.<locals>.forward": "model_forward",
+    "accelerate.utils.operations.ConvertOutputsToFp32.__call__": "model_forward",
+    "trl.trainer.utils.add_fused_lm_head.<locals>._fused_forward": "original_forward",  # GRPO
+}
+"""Functions around a model's forward that do no more for `generate` than call it, and their variable that holds it.
+
+A trial call would not tell them from a user's wrapper: one that counts would see it, and the next call may differ.
+"""
+
+
+def is_adapter(module: nn.Module) -> bool:
+    """Return whether the class of a module is of `ADAPTERS`."""
+    return type(module).__module__.startswith(f"{ADAPTERS}.")

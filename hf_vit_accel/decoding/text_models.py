@@ -25,6 +25,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_vit_accel import machine
+from hf_vit_accel.versions import FORWARD_WRAPPERS, is_adapter
 from hf_vit_accel.watch import Watch
 
 Model: TypeAlias = Any
@@ -88,19 +89,8 @@ _UPSTREAM = ("transformers.", "torch.")
 """Where the functions and classes are written that a step calls, or replaces."""
 _BASES = {*transformers.PreTrainedModel.__mro__, *transformers.GenerationMixin.__mro__}
 """Classes whose code no step replaces."""
-_WRAPPERS = {
-    "torch.amp.autocast_mode.autocast_decorator.<locals>.decorate_autocast": "func",
-    "accelerate.utils.operations.convert_outputs_to_fp32.<locals>.forward": "model_forward",
-    "accelerate.utils.operations.ConvertOutputsToFp32.__call__": "model_forward",
-    "trl.trainer.utils.add_fused_lm_head.<locals>._fused_forward": "original_forward",  # GRPO
-}
-"""Functions around a model's forward that do no more for `generate` than call it, and their variable that holds it."""
-# Nothing but a name tells them from a user's wrapper, which must act at every token. A trial call would be seen by a
-# wrapper that counts or records, and a call that agreed says nothing of the next.
 _HARMLESS_HOOKS = ("hf_vit_accel.", "transformers.utils.output_capturing")
 """Where hooks are made that do nothing in a step: ours act on pictures, transformers' on calls that ask for states."""
-_ADAPTERS = "peft."
-"""Where the classes of adapters are made, which a step calls as modules."""
 _SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 """The attributes of an adapter that may change within a call, as where a logits processor picks an expert."""
 
@@ -163,7 +153,7 @@ def _autocast_of(model: Model, kind: type) -> tuple[str, torch.dtype, bool]:
     while not is_own(forward, kind) or getattr(forward, "__self__", model) is not model:
         holder = getattr(forward, "__func__", forward)
         function = holder if hasattr(holder, "__code__") else type(holder).__call__
-        inside = _WRAPPERS.get(_home_of(function))
+        inside = FORWARD_WRAPPERS.get(_home_of(function))
         if inside is None or getattr(forward, "__self__", model) is not model:
             raise UnservedError(f"forward of {type(model).__name__} is not transformers' own")
         variables = vars(holder) | inspect.getclosurevars(function).nonlocals
@@ -312,7 +302,7 @@ def _check_module(name: str, module: nn.Module, is_known: bool, may_have_forward
     """Raise `UnservedError` if a step would not do what a module does, unless its class `is_known`."""
     attributes = vars(module)
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    is_called = is_known or type(module).__module__.startswith(_ADAPTERS) or _is_quantised(module)
+    is_called = is_known or is_adapter(module) or _is_quantised(module)
     reasons = {
         "torch.compile": module._compiled_call_impl is not None,
         "a forward of its own": "forward" in attributes and not may_have_forward,

@@ -18,6 +18,7 @@ import transformers
 from torch import Tensor, nn
 
 from hf_vit_accel.tower.code import names_in_class
+from hf_vit_accel.versions import ADAPTERS
 from hf_vit_accel.watch import Attributes, Watch, stamp_of
 
 
@@ -52,7 +53,7 @@ def _stamps_in(attributes: Attributes) -> list[object]:
 _UNCHANGING = (bool, int, float, complex, str, bytes, range, slice, Enum, torch.dtype, torch.device, type(None))
 _BY_IDENTITY = (BuiltinFunctionType, FunctionType, ModuleType, nn.Module, property, staticmethod, classmethod)
 _CONSTANT = (type, *_UNCHANGING, *_BY_IDENTITY)
-_KNOWN_PACKAGES = {"torch", "transformers", "peft", "logging"}
+_KNOWN_PACKAGES = {"torch", "transformers", "logging", ADAPTERS}
 
 
 def _held_by(function: FunctionType) -> list[object]:

@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from hf_vit_accel.families import Config, Family, Tower
+from hf_vit_accel.versions import is_adapter
 
 
 def _plain_attention(
@@ -106,7 +107,7 @@ def clone_of(tower: nn.Module, dtype: torch.dtype | None = None) -> Tower:
                 attributes.pop(name, None)
         for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
             attributes[name] = OrderedDict()
-        if type(module).__module__.startswith("peft."):  # our operations apply an adapter's dropout, but at random
+        if is_adapter(module):  # our operations apply an adapter's dropout, but at random
             for part in module.modules():
                 if isinstance(part, nn.Dropout):
                     part.p = 0.0

@@ -5,6 +5,7 @@ PEFT's class computes x W^T + b + (x A^T) (s B)^T. A tiny module of it, run besi
 
 from __future__ import annotations
 
+import importlib
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch import nn
 from hf_vit_accel import machine
 from hf_vit_accel.families.base import Part
 from hf_vit_accel.ops.base import Context, own_forward
+from hf_vit_accel.versions import ADAPTERS, LORA_LINEAR
 
 
 class ActiveAdapter(NamedTuple):
@@ -85,8 +87,7 @@ def reasons_against(module: nn.Module, context: Context) -> list[str]:
 
 
 def _is_lora(module: nn.Module) -> bool:
-    kind = type(module)
-    return (kind.__module__, kind.__name__) == ("peft.tuners.lora.layer", "Linear")
+    return (type(module).__module__, type(module).__name__) == LORA_LINEAR
 
 
 def is_plain(module: Part) -> bool:
@@ -161,8 +162,7 @@ def _is_proven(forward: object) -> bool:
 
 def _computes_formula(forward: object) -> bool:
     """Run a tiny module of PEFT beside the formula."""
-    import peft
-
+    peft = importlib.import_module(ADAPTERS)  # slow
     with torch.device("meta"):  # draws no random numbers
         tiny = nn.Sequential(nn.Linear(6, 4))
         config = peft.LoraConfig(r=2, lora_alpha=3, target_modules=["0"], init_lora_weights=False)
