@@ -22,7 +22,7 @@ from hf_vit_accel.families.copies import CopyFamily
 from hf_vit_accel.layout import Grid, rows_of
 from hf_vit_accel.machine import raise_if_any
 from hf_vit_accel.model import around
-from hf_vit_accel.status import Status, ignored_options, status, towers_of
+from hf_vit_accel.status import Status, ignored_options, status, text_forwards_in, towers_of
 from hf_vit_accel.tower import checks
 from hf_vit_accel.tower.install import foreign_forward, install, uninstall
 from hf_vit_accel.tower.loading import restore_name
@@ -47,6 +47,7 @@ def patch(
     like: Mapping[str, str] | None = None,
     every_rank: bool = False,
     processor: Any = None,
+    text: bool = False,
     strict: bool = False,
 ) -> Model:
     """Accelerate every supported vision tower inside a loaded model; returns the same object.
@@ -79,6 +80,8 @@ def patch(
             alone. Without gradients, it does so where FSDP2 or ZeRO-3 shard the tower.
         processor: The model's processor, which then returns the bytes of pictures (uint8): a quarter of the memory, and
             less work on the CPU. The tower rescales and normalises them. `unpatch` sets the processor back.
+        text: Run the layers of the language model by our operations, too, without padding, in forwards without
+            gradients and with `use_cache=False`: embedding, retrieval, reranking. Hidden states of padding are zeros.
         strict: Raise instead of falling back to another backend or to the stock forward. Also raise if a graph cannot
             be replayed or a kernel fails. Inputs that would not gain from a graph still run eagerly.
 
@@ -89,10 +92,11 @@ def patch(
         FallbackError: Under `strict`, if a tower cannot take the fast path.
     """
     settings = _settings(
-        attention, fuse, cuda_graphs, fp8, max_rows, data_parallel, reuse, like, every_rank, processor, strict
+        attention, fuse, cuda_graphs, fp8, max_rows, data_parallel, reuse, like, every_rank, processor, text, strict
     )
     towers = towers_of(model, settings.like)
     holders = _checked_holders(model, settings.every_rank)
+    texts = _checked_texts(model, strict) if settings.text else {}
     require(settings.attention, fp8=settings.fp8 is not None)
     prepared = [_prepare(path, tower, family, settings) for path, tower, family in towers]
     for tower, state, name in prepared:
@@ -102,7 +106,23 @@ def patch(
         tower.config._attn_implementation_internal = name
     for holder in holders:
         around.install(holder, around.ModelState(every_rank))
+    _set_text_forwards(model, texts)
     return model
+
+
+def _checked_texts(model: nn.Module, strict: bool) -> dict[str, Any]:
+    """Return new forwards for the declared text models in a model, by their paths; ValueError without any."""
+    from hf_vit_accel.decoding.text_forward import forwards_for  # imports transformers' models
+
+    return forwards_for(model, strict)
+
+
+def _set_text_forwards(model: nn.Module, forwards: Mapping[str, Any]) -> None:
+    """Give text models these forwards of ours, and all others the forward of their class."""
+    for path in text_forwards_in(model):
+        del vars(model.get_submodule(path))["forward"]
+    for path, forward in forwards.items():
+        vars(model.get_submodule(path))["forward"] = forward
 
 
 def _checked_holders(model: nn.Module, every_rank: bool) -> list[nn.Module]:
@@ -181,6 +201,7 @@ def unpatch(model: Model) -> Model:
         around.uninstall(holder)
     for module in model.modules():  # the configs of a composite loaded with one of our names hold it, too
         restore_name(module, None)
+    _set_text_forwards(model, {})
     steps = sys.modules.get("hf_vit_accel.decoding.steps")  # imported by the first call of `graphed_decoding`
     if steps is not None:
         steps.free_steps(model)
@@ -201,10 +222,12 @@ def patched(model: Model, **options: Any) -> Iterator[Model]:
     towers = towers_of(model, options.get("like"))
     before = [(state_of(tower), tower.config._attn_implementation) for _, tower, _ in towers]
     holders = [(holder, around.state_of(holder)) for _, holder in around.holders_of(model)]
+    texts = text_forwards_in(model)
     patch(model, **options)
     try:
         yield model
     finally:
+        _set_text_forwards(model, texts)
         for holder, holder_state in holders:
             around.uninstall(holder)
             if holder_state is not None:
@@ -343,6 +366,7 @@ def _settings(
     like: object,
     every_rank: Any,
     processor: object,
+    text: Any,
     strict: Any,
 ) -> Settings:
     """Check the options of `patch`, alone and together."""
@@ -374,6 +398,7 @@ def _settings(
         like=_families_of_copies(like),
         every_rank=every_rank,
         normalisation=None if processor is None else normalisation_of(processor),
+        text=text,
         strict=strict,
     )
 

@@ -334,6 +334,7 @@ class Settings:
         ranks: The ranks that share calls; None for none.
         reuse: How to encode equal images once; None for not at all.
         every_rank: Whether every training forward of the model calls the tower exactly once.
+        text: Whether our operations run the language model's layers where neither gradients nor a cache are asked for.
         strict: Whether a fallback raises.
         normalisation: Of pixel values, which are bytes; None where the processor normalises them.
         like: The family of every class of a tower that is a copy, by name.
@@ -352,6 +353,7 @@ class Settings:
     ranks: Ranks | None = None
     reuse: ReuseConfig | None = None
     every_rank: bool = False
+    text: bool = False
     strict: bool = False
     normalisation: Normalisation | None = None
     like: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -359,7 +361,7 @@ class Settings:
     def __post_init__(self) -> None:
         if self.max_rows not in ("auto", None):
             _check_integer("max_rows, unless 'auto' or None,", self.max_rows, least=1)
-        for name in ("every_rank", "strict"):
+        for name in ("every_rank", "text", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"expected {name} to be True or False, got {getattr(self, name)!r}")
         if self.ranks is not None and self.reuse is not None and self.reuse.across_calls:

@@ -177,18 +177,22 @@ class Status:
         towers: The status of every tower, in the order of the model.
         models: The status of every patched model around a tower.
         decoding: The calls of `graphed_decoding`, and the reasons of those that stock decoded. None without any.
+        text: The calls of the language model under `text=True`, and the reasons of those by stock. None without.
         untested: Packages that are newer than those that the tests ran with. Towers are proven there, too.
     """
 
     towers: tuple[TowerStatus, ...]
     models: tuple[ModelStatus, ...] = ()
     decoding: str | None = None
+    text: str | None = None
     untested: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [str(part) for part in (*self.towers, *self.models)]
         if self.decoding is not None:
             lines.append(f"decoding: {self.decoding}")
+        if self.text is not None:
+            lines.append(f"text: {self.text}")
         lines += [f"not tested: {line}; towers that are fast are proven with it" for line in self.untested]
         return "\n".join(lines)
 
@@ -208,13 +212,22 @@ def status(model: nn.Module) -> Status:
     """
     towers = [_tower_status(path, tower, family) for path, tower, family in towers_of(model, or_decoded=True)]
     models = [_model_status(path, holder) for path, holder in around.holders_of(model) if around.state_of(holder)]
-    return Status(towers=tuple(towers), models=tuple(models), decoding=_decoding_of(model), untested=tuple(untested()))
+    text = "; ".join(map(str, text_forwards_in(model).values())) or None
+    lines = dict(decoding=_decoding_of(model), text=text)
+    return Status(towers=tuple(towers), models=tuple(models), **lines, untested=tuple(untested()))
 
 
 def _decoding_of(model: nn.Module) -> str | None:
     """Describe what `graphed_decoding` did for a model; None before its first call, which imports the room."""
     steps = sys.modules.get("hf_vit_accel.decoding.steps")
     return None if steps is None else steps.decoding_status(model)
+
+
+def text_forwards_in(model: nn.Module) -> dict[str, Any]:
+    """Return our forwards of text models in a model, by their paths; none before `text=True` imports the room."""
+    room = sys.modules.get("hf_vit_accel.decoding.text_forward")
+    forwards = {path: vars(module).get("forward") for path, module in model.named_modules()}
+    return {path: x for path, x in forwards.items() if room is not None and isinstance(x, room.TextForward)}
 
 
 def _model_status(path: str, model: nn.Module) -> ModelStatus:

@@ -117,19 +117,21 @@ def run_layers(
         attend: Gets the tokens of all rows, one after the other.
         slots: Of a cache that receives keys and values; None for no cache.
         deepstack: Tokens of the only row, and what the first layers add to them.
-        keep: Gets the hidden states (B, T, E) before every layer.
+        keep: Gets the hidden states (B, T, E) behind every layer but the last, before deepstack, as transformers does.
     """
     with torch.cuda.device_of(hidden_BTE):
         layers = _Layers(reading, hidden_BTE, positions, attend, slots, attend_linearly)
         delta_BTE: Tensor | None = None
         for index, layer in enumerate(reading.text.layers):
             hidden_BTE, out_BTE = layers.add_norm(layer.input_layernorm, hidden_BTE, delta_BTE)
-            keep(hidden_BTE)
+            if delta_BTE is not None:
+                keep(hidden_BTE)
             hidden_BTE, delta_BTE = layers.run(index, layer, hidden_BTE, out_BTE)
             if deepstack is not None and index < len(deepstack[1]):
                 tokens, of_layers = deepstack
                 hidden_BTE, delta_BTE = hidden_BTE + delta_BTE, None
-                hidden_BTE[0].index_add_(0, tokens, of_layers[index].to(hidden_BTE.dtype))
+                keep(hidden_BTE)
+                hidden_BTE = hidden_BTE.index_add(1, tokens, of_layers[index].to(hidden_BTE.dtype)[None])
         return hidden_BTE if delta_BTE is None else hidden_BTE + delta_BTE
 
 

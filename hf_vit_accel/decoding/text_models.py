@@ -77,6 +77,7 @@ _DECLARED = {
     for text in TEXT_MODELS
     for home, name in (model.split(".") for model in text.models.split())
 }
+_TEXTS = {text.name: text for text in TEXT_MODELS}
 _METHODS = ("_sample", "_prefill", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 """The methods of a model whose results a step takes as given."""
 _ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4")
@@ -136,8 +137,28 @@ def read_model(model: Model) -> Reading:
         raise UnservedError(f"a text model of class {type(text).__name__}")
     reading = Reading(declared, text, model.lm_head, _autocast_of(model, kind))
     _check_functions(kind.__module__, _names_in(kind))
-    _read_modules(reading, model, holder)
+    _read_modules(reading, {"the model": model, "model": holder})
     _check_structure(model, text)
+    return reading
+
+
+def declared_texts(model: nn.Module) -> dict[str, Model]:
+    """Return the declared text models inside a model by their paths."""
+    kinds = {path: type(module) for path, module in model.named_modules()}
+    return {
+        path: model.get_submodule(path)
+        for path, kind in kinds.items()
+        if kind.__name__ in _TEXTS and _is_upstream(kind)
+    }
+
+
+def read_text(text: Model) -> Reading:
+    """Read a declared text model alone; `UnservedError` if anything in it is not transformers' own."""
+    device = text.device.type
+    autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+    reading = Reading(_TEXTS[type(text).__name__], text, None, autocast)
+    _read_modules(reading, {})
+    _check_structure(text, text)
     return reading
 
 
@@ -259,16 +280,23 @@ def _check_structure(model: Model, text: Model) -> None:
         _check_functions(function.__module__, frozenset(inspect.unwrap(function).__code__.co_names))
 
 
-def _read_modules(reading: Reading, model: Model, holder: Model) -> None:
-    """Check every module that a step calls or replaces, and note what it reads."""
+def _read_modules(reading: Reading, around: dict[str, Model]) -> None:
+    """Check every module that a step calls or replaces, and note what it reads.
+
+    Args:
+        around: The models around the text model, the outermost first. It may have a forward of its own.
+    """
     state = reading.state
     state["numerics"] = machine.numerics()
     state["autocast"] = reading.autocast
     state["experts"] = getattr(reading.text.config, "_experts_implementation", None)
-    path = "model" if holder is reading.text else "model.language_model"
-    inner = [*reading.text.named_modules(prefix=path), *reading.head.named_modules(prefix="lm_head")]
+    model = next(iter(around.values()), None)
+    path = "model" if reading.text in around.values() else "model.language_model"
+    inner = [*reading.text.named_modules(prefix=path)]
+    if reading.head is not None:
+        inner += reading.head.named_modules(prefix="lm_head")
     known: dict[type, bool] = {}
-    for name, module in [("the model", model), ("model", holder), *inner]:
+    for name, module in [*around.items(), *inner]:
         kind: Any = type(module)
         if kind not in known:
             owner = next(owner for owner in kind.__mro__ if "forward" in vars(owner))
@@ -279,7 +307,7 @@ def _read_modules(reading: Reading, model: Model, holder: Model) -> None:
             if _is_upstream(kind):
                 _check_functions(kind.__module__, _names_in(kind))
         _check_module(name, module, known[kind], may_have_forward=module is model)
-        if module in (model, holder, reading.text):
+        if module is reading.text or module in around.values():
             continue
         attributes = vars(module)
         state[name] = kind
@@ -300,17 +328,21 @@ def _is_upstream(kind: type) -> bool:
 
 def _check_module(name: str, module: nn.Module, is_known: bool, may_have_forward: bool) -> None:
     """Raise `UnservedError` if a step would not do what a module does, unless its class `is_known`."""
-    attributes = vars(module)
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     is_called = is_known or is_adapter(module) or _is_quantised(module)
     reasons = {
         "torch.compile": module._compiled_call_impl is not None,
-        "a forward of its own": "forward" in attributes and not may_have_forward,
+        "a forward of its own": not may_have_forward and has_other_forward(module),
         "a forward hook": not all(_is_harmless(hook) for hook in hooks),
         "dropout": isinstance(module, nn.Dropout) and module.training and module.p > 0,
         f"a module of class {type(module).__name__}": not is_called,
     }
     refuse(reasons, f" on {name}")
+
+
+def has_other_forward(module: nn.Module) -> bool:
+    """Return whether an instance has another forward than its class and we gave it."""
+    return "forward" in vars(module) and not _is_harmless(type(vars(module)["forward"]))
 
 
 def _is_harmless(hook: Any) -> bool:
@@ -322,8 +354,7 @@ def _is_harmless(hook: Any) -> bool:
 def has_hooks_around(model: Model) -> bool:
     """Return whether a module has a hook or a forward of others, which would see the rows of a batch in groups."""
     for module in model.modules():
-        forward = vars(module).get("forward")
-        is_wrapped = forward is not None and module is not model and not _is_harmless(type(forward))
+        is_wrapped = module is not model and has_other_forward(module)
         if is_wrapped or not all(
             map(_is_harmless, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))
         ):

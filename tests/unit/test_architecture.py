@@ -31,7 +31,7 @@ IMPORTS = {
     "tower": "backends config engine families graphs layout machine ops options versions watch",
     "model": "decoding families machine tower versions watch",
     "status": "backends config engine families graphs model ops options tower versions",
-    "api": "backends config families layout machine model status tower",
+    "api": "backends config decoding families layout machine model status tower",
     "calibration": "api backends config ops status tower",
     "__init__": "api backends calibration config decoding machine model options status tower",
     "tools": "__init__ api backends config engine families graphs layout machine tower versions",

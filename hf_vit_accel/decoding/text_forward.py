@@ -1,0 +1,318 @@
+"""`text=True`: the layers of the language model on our operations, in forwards without gradients and without a cache.
+
+The tokens of all rows run one after the other, without padding. Hidden states of padding are zeros.
+`B` rows, `G` some of them, `C` columns, `T` tokens, `V` tokens of pictures, `A` axes of positions, `E` width.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_vit_accel.decoding.layers import CausalAttention, norm, run_layers
+from hf_vit_accel.decoding.packed import Arguments
+from hf_vit_accel.decoding.text_models import (
+    Model,
+    Reading,
+    UnservedError,
+    declared_texts,
+    has_other_forward,
+    read_text,
+    refuse,
+)
+from hf_vit_accel.machine import one_line, raise_if_any, reasons_untraceable
+from hf_vit_accel.versions import cache_name
+
+GRADIENTS = "gradients are enabled"
+CACHE = "a cache; use_cache=False does without"
+_PER_COLUMN = ("input_ids", "inputs_embeds", "attention_mask", "visual_pos_masks")
+"""Inputs of shape (B, C, ...)."""
+_TENSORS = (*_PER_COLUMN, "position_ids", "deepstack_visual_embeds")
+_OPTIONS: dict[str, tuple[bool, ...]] = {
+    "is_causal": (True,),
+    "output_attentions": (False,),
+    "output_hidden_states": (False, True),
+    "output_router_logits": (False,),
+    "return_dict": (False, True),
+    "use_cache": (False,),
+}
+"""The values of options that we serve, of a call or of the config."""
+_MOST_PROOFS = 32
+"""Proofs that are remembered: their keys name every weight."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What the first call of a kind showed.
+
+    Attributes:
+        refusal: Why stock runs such calls; empty where our layers do.
+        output: The class of the outputs.
+    """
+
+    refusal: str
+    output: Callable[..., Any]
+
+
+class TextForward:
+    """Replacement for a text model's `forward`. Holds the model weakly; copies and pickles begin without counts."""
+
+    def __init__(self, text: Model, strict: bool) -> None:
+        self._text = weakref.ref(text)
+        self._strict = strict
+        self._proofs: dict[Hashable, Proof] = {}
+        self.calls = 0
+        self.stock_reasons: Counter[str] = Counter()
+        self.__signature__ = inspect.signature(type(text).forward.__get__(text))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self._text(), self._strict)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the stock forward returns.
+
+        Raises:
+            FallbackError: Our layers cannot run a call without gradients and without a cache, under `strict`.
+        """
+        text = self._text()
+        stock = type(text).forward
+        if torch.compiler.is_compiling() or reasons_untraceable():
+            return stock(text, *args, **kwargs)
+        try:
+            arguments = dict(zip(_parameters_of(type(text)), args, strict=False)) | kwargs
+            output = self._output(text, {name: x for name, x in arguments.items() if x is not None})
+        except UnservedError as error:
+            reason = str(error)
+        except torch.OutOfMemoryError:
+            reason = "memory ran out"
+        else:
+            self.calls += 1
+            return output
+        self.stock_reasons[reason] += 1
+        if self._strict and reason not in (GRADIENTS, CACHE):
+            raise_if_any([reason], "the language model")
+        return stock(text, *args, **kwargs)
+
+    def _output(self, text: Model, arguments: Arguments) -> Any:
+        """Return the output of our layers; `UnservedError` with the reason if stock's have to run."""
+        call = TextCall(text, arguments)
+        reading = read_text(text)
+        key = reading.key, call.kind
+        proof = self._proofs.get(key)
+        if proof is None:
+            _check_layers(reading)
+        elif proof.refusal:
+            raise UnservedError(proof.refusal)
+        try:
+            states = call.run(reading)
+            proof = proof or Proof("", call.prove(states))
+        except (UnservedError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # whatever a kernel or a quantised module raises, stock goes on
+            proof = Proof(one_line(error), dict)
+        if len(self._proofs) > _MOST_PROOFS:
+            self._proofs.clear()
+        self._proofs[key] = proof
+        if proof.refusal:
+            raise UnservedError(proof.refusal)
+        output = proof.output(last_hidden_state=states[-1])
+        if call.keeps_states:
+            output["hidden_states"] = tuple(states)
+        return output if call.returns_dict else output.to_tuple()
+
+    def __str__(self) -> str:
+        text = f"{self.calls} call{'s' * (self.calls != 1)} without padding"
+        counts = "; ".join(f"{count} x {why}" for why, count in self.stock_reasons.items())
+        return text + (f", {self.stock_reasons.total()} by stock ({counts})" if counts else "")
+
+
+@lru_cache(maxsize=64)
+def _parameters_of(kind: type[Model]) -> tuple[str, ...]:
+    """Return the names of the parameters of a class's forward."""
+    return tuple(inspect.signature(kind.forward).parameters)[1:]
+
+
+def _check_layers(reading: Reading) -> None:
+    """Raise `UnservedError` for layers that are none of ours, and for calls that would need several devices."""
+    attentions = [getattr(layer, "self_attn", None) for layer in reading.text.layers]
+    device = reading.text.embed_tokens.weight.device
+    reasons = {
+        "autocast": reading.autocast[2],
+        "layers of linear attention": None in attentions,
+        "attention in both directions": not all(getattr(attention, "is_causal", True) for attention in attentions),
+        "weights on several devices": any(weight.device != device for weight in reading.text.parameters()),
+    }
+    refuse(reasons)
+
+
+class TextCall:
+    """One call of a text model; `UnservedError` if it asks for more than hidden states.
+
+    Attributes:
+        keeps_states: Whether the hidden states of all layers are returned.
+        returns_dict: Whether the output is an object, no tuple.
+        kind: What calls share that one proof holds for.
+    """
+
+    def __init__(self, text: Model, arguments: Arguments) -> None:
+        self._text = text
+        self._arguments = arguments
+        options = {name: arguments.get(name, getattr(text.config, name, None)) for name in _OPTIONS}
+        unknown = [name for name in arguments if name not in (*_TENSORS, *_OPTIONS)]
+        unknown += [name for name, x in options.items() if x is not None and all(x is not y for y in _OPTIONS[name])]
+        refuse(
+            {
+                GRADIENTS: torch.is_grad_enabled(),
+                CACHE: not {"use_cache", cache_name()}.isdisjoint(unknown),
+                f"the argument {', '.join(unknown)}": unknown,
+                "input_ids and inputs_embeds": ("input_ids" in arguments) == ("inputs_embeds" in arguments),
+            }
+        )
+        self.keeps_states = options["output_hidden_states"] is True
+        self.returns_dict = options["return_dict"] is not False
+        embeds_BCE: Tensor | None = arguments.get("inputs_embeds")
+        self._embeds_BCE = text.embed_tokens(arguments["input_ids"]) if embeds_BCE is None else embeds_BCE
+        self.kind: Hashable = frozenset(arguments), self.keeps_states, self._embeds_BCE.dtype, self._embeds_BCE.device
+        self._check_tensors()
+
+    def _check_tensors(self) -> None:
+        """Raise `UnservedError` for tensors that mean other rows than those of tokens and padding."""
+        shape = self._embeds_BCE.shape[:2]
+        for name in ("attention_mask", "visual_pos_masks"):
+            mask = self._arguments.get(name)
+            refuse({f"{name} of a shape of its own": mask is not None and getattr(mask, "shape", None) != shape})
+        positions = self._arguments.get("position_ids", self._embeds_BCE)
+        is_of_pictures = positions.dim() == 3 and len(positions) == 3
+        is_packed = "position_ids" in self._arguments and "attention_mask" not in self._arguments and not is_of_pictures
+        refuse({"positions without a mask, which may be of packed rows": is_packed})
+        tensors = [x for x in self._arguments.values() if isinstance(x, Tensor)]
+        refuse({"several devices": any(x.device != self._text.embed_tokens.weight.device for x in tensors)})
+
+    def _read_rows(self) -> None:
+        """Read which columns of which rows are tokens: the one time that the host waits for the device."""
+        shape = self._embeds_BCE.shape[:2]
+        mask_BC = self._arguments.get("attention_mask", torch.ones((), device=self._embeds_BCE.device))
+        self._is_token_BC = mask_BC.expand(shape) != 0
+        lengths_B = self._is_token_BC.sum(1).tolist() if mask_BC.dim() else [shape[1]] * shape[0]
+        self._lengths: list[int] = [length for length in lengths_B if length]
+        refuse({"no token": not self._lengths})
+        self._kept_T: Tensor | None = None  # all of them
+        if sum(self._lengths) < shape.numel():
+            self._kept_T = self._is_token_BC.flatten().nonzero()[:, 0]
+
+    def run(self, reading: Reading) -> list[Tensor]:
+        """Return the last hidden states (B, C, E); before them those of all layers, if they are kept."""
+        self._read_rows()
+        states_1TE: list[Tensor] = []
+        hidden_1TE = run_layers(
+            reading,
+            self._packed(self._embeds_BCE.flatten(0, 1))[None],
+            self._positions(reading.declared.has_mrope),
+            CausalAttention(self._lengths, self._embeds_BCE.device),
+            deepstack=self._deepstack(),
+            keep=states_1TE.append if self.keeps_states else lambda hidden_1TE: None,
+        )
+        last_BCE = self._unpacked(norm(self._text.norm, hidden_1TE))
+        if not self.keeps_states:
+            return [last_BCE]
+        layers = len(self._text.layers)
+        return [self._embeds_BCE, *map(self._unpacked, states_1TE[: layers - 1]), last_BCE]
+
+    def _packed(self, values: Tensor) -> Tensor:
+        """Return the values of tokens, out of those of all columns of all rows, (B * C, ...)."""
+        return values if self._kept_T is None else values[self._kept_T]
+
+    def _unpacked(self, hidden_1TE: Tensor) -> Tensor:
+        """Return hidden states (B, C, E), with zeros for padding."""
+        if self._kept_T is not None:
+            hidden_TE = hidden_1TE[0]
+            hidden_1TE = hidden_TE.new_zeros(self._is_token_BC.numel(), hidden_TE.shape[-1])
+            hidden_1TE[self._kept_T] = hidden_TE
+        return hidden_1TE.view(*self._is_token_BC.shape, -1)
+
+    def _positions(self, has_mrope: bool) -> Tensor:
+        """Return positions (A, 1, T), or (1, T) without M-RoPE."""
+        shape = self._embeds_BCE.shape[:2]
+        positions = self._arguments.get("position_ids", torch.arange(shape[1], device=self._embeds_BCE.device)[None])
+        positions_ABC = positions.expand(*positions.shape[:-2], *shape).reshape(-1, *shape)
+        positions_AT = torch.stack([self._packed(of_axis) for of_axis in positions_ABC.flatten(1)])
+        return positions_AT[:, None] if has_mrope else positions_AT
+
+    def _deepstack(self) -> tuple[Tensor, list[Tensor]] | None:
+        """Return which tokens are of pictures, and what the first layers add to them."""
+        of_layers = self._arguments.get("deepstack_visual_embeds")
+        if of_layers is None:
+            return None
+        is_picture_BC = self._arguments["visual_pos_masks"]
+        tokens_V = self._packed(is_picture_BC.flatten()).nonzero()[:, 0]
+        if self._kept_T is not None:
+            is_kept_V = self._is_token_BC[is_picture_BC]
+            of_layers = [of_layer_VE[is_kept_V] for of_layer_VE in of_layers]
+        return tokens_V, of_layers
+
+    def prove(self, states: list[Tensor]) -> type[Any]:
+        """Compare with stock's layers on two rows; ArithmeticError if tokens differ by more than rounding.
+
+        Returns:
+            The class of stock's output.
+        """
+        lengths_B = self._is_token_BC.sum(1)
+        pictures_B = self._arguments.get("visual_pos_masks", self._is_token_BC).sum(1)
+        rows_G = torch.stack([lengths_B.argmax(), pictures_B.argmax()]).unique()
+        options = {"use_cache": False, "return_dict": True, "output_hidden_states": self.keeps_states}
+        output = type(self._text).forward(self._text, **self._inputs_of(rows_G) | options)
+        expected = output.hidden_states if self.keeps_states else [output.last_hidden_state]
+        is_exact = states[0].dtype.itemsize > 2 and torch.get_float32_matmul_precision() == "highest"
+        for of_ours, of_stock in zip(states, expected, strict=True):
+            for ours_CE, stock_CE, is_token_C in zip(of_ours[rows_G], of_stock, self._is_token_BC[rows_G], strict=True):
+                stock_TE = stock_CE[is_token_C].float()
+                error = float((ours_CE[is_token_C].float() - stock_TE).norm() / stock_TE.norm())
+                if not error <= (1e-4 if is_exact else 0.1):  # nor for NaN
+                    raise ArithmeticError(f"hidden states differ from stock's by {error:.2g}")
+        return type(output)
+
+    def _inputs_of(self, rows_G: Tensor) -> Arguments:
+        """Return stock's inputs of some rows, in ascending order."""
+        inputs = dict(self._arguments)
+        for name in _PER_COLUMN:
+            if name in inputs:
+                inputs[name] = inputs[name][rows_G]
+        positions = inputs.get("position_ids")
+        if positions is not None and positions.shape[-2] > 1:
+            inputs["position_ids"] = positions.index_select(-2, rows_G)
+        if "deepstack_visual_embeds" in inputs:
+            rows_V = self._arguments["visual_pos_masks"].nonzero()[:, 0]
+            is_in_V = torch.isin(rows_V, rows_G)
+            inputs["deepstack_visual_embeds"] = [of_layer[is_in_V] for of_layer in inputs["deepstack_visual_embeds"]]
+        return inputs
+
+
+def forwards_for(model: nn.Module, strict: bool) -> dict[str, TextForward]:
+    """Return new forwards for the declared text models in a model, by their paths.
+
+    Raises:
+        ValueError: If it has none, or one with a forward of its own.
+        FallbackError: If stock's layers would have to run, under `strict`.
+    """
+    texts = declared_texts(model)
+    if not texts:
+        raise ValueError(
+            f"text=True needs a declared language model, but {type(model).__name__} has none. Leave it out."
+        )
+    for text in texts.values():
+        if has_other_forward(text):
+            raise ValueError(f"text=True needs transformers' forward, but {type(text).__name__} has one of its own")
+        if strict:
+            try:
+                _check_layers(read_text(text))
+            except UnservedError as error:
+                raise_if_any([str(error)], "the language model")
+    return {path: TextForward(text, strict) for path, text in texts.items()}

@@ -1,0 +1,363 @@
+"""`text=True`: hidden states and logits are stock's without gradients and a cache, and all other calls are stock's."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from support.composites import COMPOSITES, left_padded
+from support.decoding import both
+from test_prefill import batch
+from tiny import TINY
+from torch import Tensor, nn
+
+from hf_vit_accel import FallbackError, patch, patched, status, unpatch
+from hf_vit_accel.decoding import layers
+from hf_vit_accel.decoding.text_models import TEXT_MODELS
+
+Inputs = dict[str, Any]
+SERVED = {model.split(".")[1] for text in TEXT_MODELS for model in text.models.split()}
+LINEAR = {"qwen3_5", "qwen3_5_moe", "minicpmv4_6", "minicpmv4_7", "minicpm_ocr"}
+GRADIENTS = "gradients are enabled"
+CACHE = "a cache; use_cache=False does without"
+
+
+@pytest.fixture
+def model() -> Any:
+    return TINY["qwen2_5_vl"].build()
+
+
+def text_of(model: Any) -> Any:
+    return getattr(model.base_model, "language_model", model.base_model)
+
+
+def counts(model: Any) -> tuple[int, dict[str, int]]:
+    """Return the calls that our layers ran, and the reasons of stock's."""
+    forward = vars(text_of(model))["forward"]
+    return forward.calls, dict(forward.stock_reasons)
+
+
+def run(model: Any, inputs: Inputs, **options: Any) -> Any:
+    with torch.no_grad():
+        return model(**({"use_cache": False} | inputs | options))
+
+
+def assert_equal_outputs(ours: Any, stock: Any, mask: Tensor | None = None) -> None:
+    """Expect outputs of one class and one structure, equal to rounding wherever there are tokens, and finite."""
+    assert type(ours) is type(stock)
+    if isinstance(stock, Tensor):
+        assert ours.shape == stock.shape and ours.dtype == stock.dtype and torch.isfinite(ours).all()
+        if mask is not None and ours.shape[:2] == mask.shape:
+            ours, stock = ours[mask], stock[mask]
+        torch.testing.assert_close(ours, stock, atol=1e-4, rtol=1e-4)
+    elif isinstance(stock, tuple):
+        assert len(ours) == len(stock)
+        for item, expected in zip(ours, stock, strict=True):
+            assert_equal_outputs(item, expected, mask)
+    elif stock is not None:
+        assert list(ours) == list(stock)
+        assert_equal_outputs(ours.to_tuple(), stock.to_tuple(), mask)
+
+
+def compare(model: Any, inputs: Inputs, **options: Any) -> Any:
+    """Run a patched model and its stock text model; expect equal outputs, and return ours."""
+    mask = inputs.get("attention_mask")
+    ours = run(model, inputs, **options)
+    forward = vars(text_of(model)).pop("forward")
+    try:
+        stock = run(model, inputs, **options)
+    finally:
+        vars(text_of(model))["forward"] = forward
+    assert_equal_outputs(ours, stock, None if mask is None else mask != 0)
+    return ours
+
+
+@pytest.mark.parametrize("family", TINY)
+@pytest.mark.parametrize("calls", [5, pytest.param(120, marks=pytest.mark.matrix)])
+def test_random_batches_give_stocks_hidden_states(family: str, calls: int) -> None:
+    """No, one and several pictures and videos in a row, padding on both sides, and adapters."""
+    peft = pytest.importorskip("peft")
+    model = TINY[family].build()
+    for name in ("one", "two"):
+        lora = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False, r=2)
+        model.add_adapter(lora, name)
+    patch(model.eval(), text=True)
+    rng = random.Random(calls)
+    for seed in range(calls):
+        model.set_adapter(rng.choice(["one", "two"]))
+        (model.disable_adapters if rng.random() < 0.5 else model.enable_adapters)()
+        inputs = batch(model, rng, rng.randint(1, 6), right=seed % 2 == 1)
+        with torch.inference_mode(rng.random() < 0.3):
+            compare(model, inputs, output_hidden_states=seed % 3 == 0)
+    assert counts(model) == (calls, {})
+    assert f"{calls} calls without padding" in str(status(model))
+
+
+@pytest.mark.parametrize("name", COMPOSITES)
+def test_text_models_of_every_family(name: str) -> None:
+    model = COMPOSITES[name].make()
+    if type(model).__name__ not in SERVED:
+        with pytest.raises(ValueError, match="text=True needs a declared language model"):
+            patch(model, text=True)
+        return
+    patch(model, text=True)
+    padded = left_padded()
+    for inputs in (padded, {"input_ids": padded["input_ids"]}):
+        compare(model, inputs)
+        compare(model, inputs, output_hidden_states=True)
+    assert counts(model) == ((0, {"layers of linear attention": 4}) if name in LINEAR else (4, {}))
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_model_without_a_head_and_a_retrieval_model_on_it(family: str) -> None:
+    """colpali's ColQwen2_5 and ColQwen3 inherit from the model without a head, and ask for hidden states."""
+    whole = TINY[family].build()
+    inputs = batch(whole, random.Random(0), 4)
+    model = whole.model
+
+    class ColQwen(type(model)):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+            kwargs.pop("use_cache", None)
+            output = super().forward(*args, **kwargs, use_cache=False, output_hidden_states=True, return_dict=True)
+            return output.last_hidden_state * kwargs["attention_mask"].unsqueeze(-1)
+
+    retriever = ColQwen(model.config).eval()
+    retriever.load_state_dict(model.state_dict())
+    for kind in (model, retriever):
+        patch(kind, text=True)
+        compare(kind, inputs)
+        assert counts(kind) == (1, {})
+
+
+def test_a_model_in_a_wrapper_of_peft(model: Any) -> None:
+    peft = pytest.importorskip("peft")
+    inputs = batch(model, random.Random(1), 3)
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    wrapped = peft.get_peft_model(model, config).eval()
+    patch(wrapped, text=True)
+    ours = run(wrapped, inputs).logits
+    unpatch(wrapped)
+    mask = inputs["attention_mask"] != 0
+    torch.testing.assert_close(ours[mask], run(wrapped, inputs).logits[mask], atol=1e-4, rtol=1e-4)
+
+
+def test_padding_is_left_as_zeros(model: Any) -> None:
+    patch(model, text=True)
+    inputs = batch(model, random.Random(2), 4)
+    states = run(model, inputs, output_hidden_states=True).hidden_states
+    for state in states[1:]:
+        assert not state[inputs["attention_mask"] == 0].any()
+
+
+def test_masks_with_holes_and_rows_of_padding(model: Any) -> None:
+    patch(model, text=True)
+    inputs = joined_text((9, 5, 7))
+    inputs["attention_mask"][0, 3:5] = 0
+    inputs["attention_mask"][1] = 0
+    compare(model, inputs)
+    compare(model, {"input_ids": inputs["input_ids"]})
+    compare(model, inputs, return_dict=False)
+    assert counts(model) == (3, {})
+    inputs["attention_mask"][:] = 0
+    run(model, inputs)
+    assert counts(model) == (3, {"no token": 1})
+
+
+def joined_text(lengths: tuple[int, ...]) -> Inputs:
+    """Return rows of text, padded on the left."""
+    longest = max(lengths)
+    ids_BC = torch.randint(3, 50, (len(lengths), longest), generator=torch.Generator().manual_seed(0))
+    mask_BC = torch.tensor([[column >= longest - length for column in range(longest)] for length in lengths]).long()
+    return {"input_ids": ids_BC, "attention_mask": mask_BC}
+
+
+def _packed_positions(inputs: Inputs) -> Inputs:
+    positions = torch.cat([torch.arange(4), torch.arange(5)])[None].expand(3, -1)
+    return {"input_ids": inputs["input_ids"], "position_ids": torch.stack([positions] * 4)}
+
+
+STOCK: dict[str, tuple[Callable[[Inputs], Inputs], str]] = {
+    "a cache": (lambda inputs: inputs | {"use_cache": True}, CACHE),
+    "attentions": (lambda inputs: inputs | {"output_attentions": True}, "the argument output_attentions"),
+    "both directions": (lambda inputs: inputs | {"is_causal": False}, "the argument is_causal"),
+    "a mask of four axes": (
+        lambda inputs: inputs | {"attention_mask": torch.zeros(3, 1, 9, 9)},
+        "attention_mask of a shape of its own",
+    ),
+    "packed rows": (_packed_positions, "positions without a mask, which may be of packed rows"),
+}
+
+
+@pytest.mark.parametrize("name", STOCK)
+@pytest.mark.parametrize("strict", [False, True])
+def test_calls_that_ask_for_more_are_stocks(name: str, strict: bool) -> None:
+    change, reason = STOCK[name]
+    model = TINY["qwen2_5_vl"].build()
+    text = model.model.language_model
+    if name == "attentions":
+        model.set_attn_implementation({"text_config": "eager"})
+    inputs = change(joined_text((9, 5, 7)))
+    stock = run(text, inputs)
+    patch(model, text=True, strict=strict)
+    with (
+        pytest.raises(FallbackError, match="the language model cannot be served")
+        if strict and name != "a cache"
+        else contextlib.nullcontext()
+    ):
+        ours = run(text, inputs)
+        assert_equal_outputs(ours.to_tuple()[0], stock.to_tuple()[0])
+        assert ours.keys() == stock.keys()
+    assert counts(model) == (0, {reason: 1})
+    if reason not in (CACHE,):
+        assert f"1 by stock (1 x {reason})" in str(status(model))
+
+
+def test_gradients_are_stocks(model: Any) -> None:
+    inputs = batch(model, random.Random(3), 3)
+    patch(model, text=True, strict=True)
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        model(**inputs, use_cache=False).logits.square().mean().backward()
+        return [weight.grad.clone() for weight in model.model.language_model.parameters() if weight.grad is not None]
+
+    ours = gradients()
+    forward = vars(text_of(model)).pop("forward")
+    stock = gradients()
+    vars(text_of(model))["forward"] = forward
+    assert tiny.all_equal(ours, stock)
+    assert counts(model) == (0, {GRADIENTS: 1})
+
+
+def test_weights_that_change_and_hooks_that_come_act_at_once(model: Any) -> None:
+    patch(model, text=True)
+    inputs = batch(model, random.Random(4), 3)
+    before = compare(model, inputs).logits
+    layer = model.model.language_model.layers[0]
+    with torch.no_grad():
+        layer.mlp.down_proj.weight.mul_(1.5)
+    assert not torch.allclose(compare(model, inputs).logits, before)
+    layer.mlp.down_proj.weight = nn.Parameter(layer.mlp.down_proj.weight * 0.5)
+    compare(model, inputs)
+    assert counts(model) == (3, {})
+    seen = []
+    hook = layer.register_forward_hook(lambda *_: seen.append(0))
+    run(model, inputs)
+    hook.remove()
+    assert seen and sum(counts(model)[1].values()) == 1
+    compare(model, inputs)
+    assert counts(model)[0] == 4
+
+
+def test_layers_that_attend_in_both_directions_are_stocks(model: Any) -> None:
+    """As users make embedding models of language models: a padded batch stays causal, others do not."""
+    patch(model, text=True)
+    inputs = joined_text((9, 9))
+    compare(model, inputs)
+    for layer in model.model.language_model.layers:
+        layer.self_attn.is_causal = False
+    compare(model, inputs)
+    assert counts(model) == (1, {"attention in both directions": 1})
+
+
+def test_a_config_with_other_defaults(model: Any) -> None:
+    """sentence-transformers sets `use_cache` and `output_hidden_states` of the configs."""
+    config = model.config.get_text_config()
+    config.use_cache = False
+    config.output_hidden_states = True
+    patch(model, text=True)
+    inputs = batch(model, random.Random(5), 3)
+    compare(model, inputs, use_cache=None)
+    assert counts(model) == (1, {})
+    config.use_cache = True
+    run(model, inputs, use_cache=None)
+    assert counts(model) == (1, {CACHE: 1})
+
+
+def test_a_fault_of_ours_is_refused_by_the_proof(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def attend_to_all(*tensors: Tensor, is_causal: bool, **options: Any) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(*tensors, **options)
+
+    monkeypatch.setattr(layers, "scaled_dot_product_attention", attend_to_all)
+    inputs = batch(model, random.Random(6), 4)
+    stock = run(model, inputs)
+    patch(model, text=True)
+    for _ in range(2):
+        assert_equal_outputs(run(model, inputs), stock)
+    [(reason, count)] = counts(model)[1].items()
+    assert "hidden states differ from stock's by" in reason and count == 2
+    patch(model, text=True, strict=True)
+    with pytest.raises(FallbackError, match="hidden states differ"):
+        run(model, inputs)
+
+
+def test_generate_works_as_before() -> None:
+    model = TINY["qwen3_vl"].build()
+    inputs = batch(model, random.Random(7), 4)
+    expected = model.generate(**inputs, max_new_tokens=12, do_sample=False)
+    patch(model, text=True, strict=True)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=12, do_sample=False), expected)
+    both(model, inputs, max_new_tokens=12)
+    assert "1 call on a static cache" in str(status(model)) and set(counts(model)[1]) == {CACHE}
+
+
+def test_unpatching_leaves_no_trace(model: Any) -> None:
+    before = [{**vars(module)} for module in model.model.language_model.modules()]
+    patch(model, text=True)
+    run(model, batch(model, random.Random(8), 2))
+    patch(model)
+    assert status(model).text is None
+    with patched(model, text=True):
+        assert status(model).text == "0 calls without padding"
+    patch(model, text=True)
+    forward = model.model.language_model.forward
+    with patched(model):
+        assert status(model).text is None
+    assert model.model.language_model.forward is forward
+    unpatch(model)
+    after = [vars(module) for module in model.model.language_model.modules()]
+    assert all(now.keys() == earlier.keys() for now, earlier in zip(after, before, strict=True))
+    assert status(model).text is None
+
+
+def test_copies_and_pickles_run_their_own_modules(model: Any) -> None:
+    patch(model, text=True)
+    inputs = batch(model, random.Random(9), 3)
+    run(model, inputs)
+    for clone in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert counts(clone) == (0, {})
+        with torch.no_grad():
+            text_of(clone).norm.weight.mul_(2)
+        assert not torch.allclose(compare(clone, inputs).logits, run(model, inputs).logits)
+        assert counts(clone) == (1, {})
+
+
+def test_models_that_text_cannot_serve_are_refused(model: Any) -> None:
+    with pytest.raises(ValueError, match="Qwen2_5_VisionTransformerPretrainedModel has none"):
+        patch(model.model.visual, text=True)
+    model.model.language_model.forward = model.model.language_model.forward
+    with pytest.raises(ValueError, match="has one of its own"):
+        patch(model, text=True)
+    assert not status(model).towers[0].patched
+
+
+def test_half_precision_is_as_exact_as_stock() -> None:
+    for family in ("qwen2_5_vl", "qwen3_vl"):
+        model = TINY[family].build()
+        inputs = batch(model, random.Random(10), 4)
+        mask = inputs["attention_mask"] != 0
+        exact = run(model, inputs).logits[mask]
+        half = model.to(torch.bfloat16)
+        half_inputs = {name: x.bfloat16() if x.is_floating_point() else x for name, x in inputs.items()}
+        stock = run(half, half_inputs).logits[mask]
+        patch(half, text=True, attention="sdpa", fuse=False)
+        ours = run(half, half_inputs).logits[mask]
+        assert counts(half) == (1, {})
+        assert tiny.relative_error(ours.float(), exact) <= 1.1 * tiny.relative_error(stock.float(), exact)
