@@ -176,6 +176,7 @@ JOBS = {
     "liger": _script("liger.json", "liger.py --layers 28 --rounds 2 --calls 5", QWEN[:2], seconds=200),
     "reuse": _script("reuse.json", "reuse.py --rounds 1 --calls 200", QWEN[:2], seconds=65),
     "whole_call": _script("whole_call.json", "whole_call.py --tokens 0,1,64 --rounds 2", QWEN[:2], seconds=170),
+    "embedding": _script("embedding.json", "embedding.py --rounds 3", QWEN[:2], seconds=120),
     "training_step": _script("training_step.json", "training_step.py", QWEN[:2], seconds=95),
     "captioning": Job(
         file="captioning.json",

@@ -82,7 +82,7 @@ class TextForward:
         Raises:
             FallbackError: Our layers cannot run a call without gradients and without a cache, under `strict`.
         """
-        text = self._text()
+        text: Model = self._text()
         stock = type(text).forward
         if torch.compiler.is_compiling() or reasons_untraceable():
             return stock(text, *args, **kwargs)
