@@ -82,12 +82,13 @@ class TextForward:
         Raises:
             FallbackError: Our layers cannot run a call without gradients and without a cache, under `strict`.
         """
-        text: Model = self._text()
-        stock = type(text).forward
+        text = self._text()
+        kind: Any = type(text)
+        stock = kind.forward
         if torch.compiler.is_compiling() or reasons_untraceable():
             return stock(text, *args, **kwargs)
         try:
-            arguments = dict(zip(_parameters_of(type(text)), args, strict=False)) | kwargs
+            arguments = dict(zip(_parameters_of(kind), args, strict=False)) | kwargs
             output = self._output(text, {name: x for name, x in arguments.items() if x is not None})
         except UnservedError as error:
             reason = str(error)
@@ -135,7 +136,7 @@ class TextForward:
 
 
 @lru_cache(maxsize=64)
-def _parameters_of(kind: type[Model]) -> tuple[str, ...]:
+def _parameters_of(kind: Any) -> tuple[str, ...]:
     """Return the names of the parameters of a class's forward."""
     return tuple(inspect.signature(kind.forward).parameters)[1:]
 
