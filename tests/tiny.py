@@ -7,6 +7,8 @@ no term of the tower is trivial.
 from __future__ import annotations
 
 import inspect
+import io
+import pickle
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -57,7 +59,32 @@ _QWEN3_TEXT = dict(_TEXT, head_dim=8)
 _MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, decoder_sparse_step=1, mlp_only_layers=[])
 
 
-_BUILT: dict[tuple[str, int], Any] = {}
+class Template(pickle.Pickler):
+    """An object to copy often: unpickled at a quarter of the time of `deepcopy`, with tensors of its own."""
+
+    def __init__(self, original: Any) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        file = io.BytesIO()
+        super().__init__(file)
+        self.dump(original)
+        self.data = file.getvalue()
+
+    def persistent_id(self, value: object) -> str | None:
+        """Leave tensors out of the pickle."""
+        if not isinstance(value, torch.Tensor):
+            return None
+        self.tensors[str(id(value))] = value
+        return str(id(value))
+
+    def copy(self) -> Any:
+        """Return a copy, in which modules share a tensor where they did."""
+        reader = pickle.Unpickler(io.BytesIO(self.data))
+        memo: dict[int, Any] = {}
+        reader.persistent_load = lambda key: deepcopy(self.tensors[key], memo)
+        return reader.load()
+
+
+_BUILT: dict[tuple[str, int], Template] = {}
 
 
 @dataclass(frozen=True)
@@ -80,9 +107,9 @@ class Tiny:
             return self._build(seed, **kwargs)
         key = repr(self), seed
         if key not in _BUILT:
-            _BUILT[key] = self._build(seed)
+            _BUILT[key] = Template(self._build(seed))
         torch.manual_seed(seed)  # as building it does
-        return deepcopy(_BUILT[key])
+        return _BUILT[key].copy()
 
     def _build(self, seed: int, **kwargs: Any) -> Any:
         parts = {"vision_config": deepcopy(self.vision), "text_config": deepcopy(self.text)}  # configs write to theirs

@@ -35,7 +35,7 @@ from hf_vit_accel.tower.state import state_of
 
 Grid = tuple[tuple[int, int, int], ...]
 
-CALLS = 2_000
+CALLS = 1_000
 ENTRIES = 64  # of a cache of routes, which is full soon: its memory hardly changes from then on
 SECTION = CALLS // 10
 BLOCKS = 4 * SECTION // 10  # four sections of calls may add one block of Python's memory in ten calls
