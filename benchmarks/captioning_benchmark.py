@@ -88,6 +88,10 @@ def model_of(checkpoint: str) -> str:
     return next(name for name, path in CHECKPOINTS.items() if str(path) == checkpoint)
 
 
+current_options: list[str] = []
+"""Of the run that is going on."""
+
+
 @cache
 def load_model(checkpoint: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """Build the full-size model once."""
@@ -166,8 +170,9 @@ def document(model: str, pictures: int, processes: int, runs: Mapping[str, Seque
 def fresh_model(
     checkpoint: str, dtype: torch.dtype, device: torch.device, revision: str | None = None
 ) -> PreTrainedModel:
-    """Return the full-size model without the patch of an earlier run."""
-    return hf_vit_accel.unpatch(load_model(checkpoint, dtype, device))
+    """Return the full-size model as the last run left it, or as stock. A patched run patches it again."""
+    model = load_model(checkpoint, dtype, device)
+    return hf_vit_accel.unpatch(model) if "--no-patch" in current_options else model
 
 
 def draw_all(folder: Path, pictures: int) -> None:
@@ -209,6 +214,7 @@ def main(
                 print(f"### {name}", flush=True)
             arguments = ["caption", str(drawn), "--output", str(output), "--model", str(CHECKPOINTS[model])]
             arguments += ["--prompt", "describe this picture .", "--attempt", str(attempt), *options]
+            current_options[:] = options
             batch_caption.app(arguments, standalone_mode=False)
             state.wait_for_everyone()
             results.setdefault(name, []).append(last_run())

@@ -202,7 +202,7 @@ class _Layers:
         outs = token_products(rows_BTE.flatten(0, 1).contiguous(), [linear.weight for linear in linears], biases)
         return [out.unflatten(0, rows_BTE.shape[:2]) for out in outs]
 
-    def _are_few(self, rows_BTE: Tensor, most: int = MOST_TOKENS) -> bool:
+    def _are_few(self, rows_BTE: Tensor, most: int) -> bool:
         """Return whether kernels for few tokens take these rows."""
         return self._is_fused and rows_BTE.shape[:2].numel() <= most
 
@@ -251,7 +251,7 @@ class _Layers:
         if not self._is_fused or not is_swiglu:
             return cast(Tensor, mlp(rows_BTE))
         gate, up = mlp.gate_proj, mlp.up_proj
-        if self._are_few(rows_BTE) and all(_is_plain(x, rows_BTE.dtype) and x.bias is None for x in (gate, up)):
+        if self._are_few(rows_BTE, 1) and all(_is_plain(x, rows_BTE.dtype) and x.bias is None for x in (gate, up)):
             inner_TF = token_swiglu(rows_BTE.flatten(0, 1).contiguous(), gate.weight, up.weight)
         else:
             gate_BTF, up_BTF = gate(rows_BTE), up(rows_BTE)

@@ -167,34 +167,25 @@ def token_swiglu_reference(x_TE: Tensor, gate_FE: Tensor, up_FE: Tensor) -> Tens
 
 @kernel
 def _token_swiglu_kernel(
-    x,
-    gate,
-    up,
-    out,
-    outputs,
-    tokens,
-    WIDTH: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_F: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    x, gate, up, out, outputs, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_E: tl.constexpr
 ):
     f = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
-    t = tl.arange(0, BLOCK_T)[None, :]
     dtype: tl.constexpr = out.dtype.element_ty
-    g = _sums(x, gate, f, tokens, outputs, WIDTH, BLOCK_T, BLOCK_F, BLOCK_E).to(dtype).to(tl.float32)
-    u = _sums(x, up, f, tokens, outputs, WIDTH, BLOCK_T, BLOCK_F, BLOCK_E).to(dtype).to(tl.float32)
+    g = _sums(x, gate, f, 1, outputs, WIDTH, BLOCK_T, BLOCK_F, BLOCK_E).to(dtype).to(tl.float32)
+    u = _sums(x, up, f, 1, outputs, WIDTH, BLOCK_T, BLOCK_F, BLOCK_E).to(dtype).to(tl.float32)
     silu = (g / (1.0 + tl.exp(-g))).to(dtype).to(tl.float32)
-    inside = (f < outputs)[:, None] & (t < tokens)
-    tl.store(out + t * outputs + f[:, None], (silu * u).to(dtype), mask=inside)
+    tl.store(out + f[:, None], (silu * u).to(dtype), mask=(f < outputs)[:, None])
 
 
-def token_swiglu(x_TE: Tensor, gate_FE: Tensor, up_FE: Tensor) -> Tensor:
-    """Run `token_swiglu_reference` as one kernel. All is contiguous, with at most `MOST_TOKENS` tokens."""
-    tokens, width = x_TE.shape
+def token_swiglu(x_1E: Tensor, gate_FE: Tensor, up_FE: Tensor) -> Tensor:
+    """Run `token_swiglu_reference` as one kernel, for one token. All is contiguous.
+
+    With 32 tokens, gate and up of 7B take 96 us so, and 76 by a library and `swiglu` (H200).
+    """
+    width = x_1E.shape[1]
     outputs = len(gate_FE)
-    out_TF = x_TE.new_empty(tokens, outputs)
-    blocks = _blocks(tokens, width)
-    _token_swiglu_kernel[(-(-outputs // blocks["BLOCK_F"]),)](
-        x_TE, gate_FE, up_FE, out_TF, outputs, tokens, WIDTH=width, **blocks
-    )
-    return out_TF
+    out_1F = x_1E.new_empty(1, outputs)
+    blocks = _blocks(1, width)
+    grid = (-(-outputs // blocks["BLOCK_F"]),)
+    _token_swiglu_kernel[grid](x_1E, gate_FE, up_FE, out_1F, outputs, WIDTH=width, **blocks)
+    return out_1F

@@ -104,11 +104,10 @@ def test_products_of_few_tokens(device: str, tokens: int, width: int, outputs: t
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("width", "outputs"), [(40, 5), (2100, 39)])
-@pytest.mark.parametrize("tokens", [1, 3, 32])
-def test_swiglu_of_few_tokens(device: str, width: int, outputs: int, tokens: int) -> None:
+def test_swiglu_of_one_token(device: str, width: int, outputs: int) -> None:
     dtype = dtype_on(device)
     torch.manual_seed(0)
-    x = torch.randn(tokens, width, device=device, dtype=dtype)
+    x = torch.randn(1, width, device=device, dtype=dtype)
     gate, up = torch.randn(2, outputs, width, device=device, dtype=dtype) / width**0.5
     result = token_swiglu(x, gate, up)
     assert_rounded(result, token_swiglu_reference(*(tensor.double() for tensor in (x, gate, up))))
