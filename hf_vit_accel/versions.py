@@ -82,22 +82,26 @@ def keyword_arguments(metadata: Mapping[str, Any], popped: frozenset[str]) -> di
 
 # Rotary modules. Up to 5.8 they take a length and return a table of the angles of that many positions, which the tower
 # indexes. From 5.9 to 5.17 they take positions and return angles of one half: the tower computes cos and sin. From 5.18
-# on they take rows and positions and return cos and sin. May go with 5.8, and with 5.17.
+# on they take rows and positions and return cos and sin. May go with 5.8, and with 5.17, but for copies of that code.
 
 
-def takes_length(kinds: Iterable[type]) -> bool:
-    """Return whether a rotary module among these classes takes a length, not positions."""
-    return _rotary_takes("seqlen", kinds)
+def rotaries_in(kinds: Iterable[type[nn.Module]]) -> list[type[nn.Module]]:
+    """Return the rotary modules among classes."""
+    return [kind for kind in kinds if "RotaryEmbedding" in kind.__name__]
 
 
-def takes_rows(kinds: Iterable[type]) -> bool:
-    """Return whether a rotary module among these classes takes rows and positions, and returns cos and sin."""
-    return _rotary_takes("x", kinds)
+def takes_length(rotaries: Iterable[type[nn.Module]]) -> bool:
+    """Return whether a rotary module of these classes takes a length, not positions."""
+    return any("len" in "".join(_arguments_of(kind)[:1]) for kind in rotaries)
 
 
-def _rotary_takes(argument: str, kinds: Iterable[type[nn.Module]]) -> bool:
-    rotaries = [kind for kind in kinds if "RotaryEmbedding" in kind.__name__]
-    return any(argument in inspect.signature(kind.forward).parameters for kind in rotaries)
+def takes_rows(rotaries: Iterable[type[nn.Module]]) -> bool:
+    """Return whether a rotary module of these classes takes rows and positions, and returns cos and sin."""
+    return any(len(_arguments_of(kind)) > 1 for kind in rotaries)
+
+
+def _arguments_of(rotary: type[nn.Module]) -> list[str]:
+    return list(inspect.signature(rotary.forward).parameters)[1:]
 
 
 def angles_by_length(rotary: Part, *, is_stock: bool) -> Callable[[Tensor], Tensor]:
@@ -124,7 +128,7 @@ def angles_by_length(rotary: Part, *, is_stock: bool) -> Callable[[Tensor], Tens
 
 def adds_unrounded(kinds: Iterable[type]) -> bool:
     """Return whether learned positions keep the dtype of their table, in a tower of modules of these classes."""
-    return takes_length(kinds)
+    return takes_length(rotaries_in(kinds))
 
 
 # Attention by segments. In 4.57 only layers under the very name "flash_attention_2" hand over all segments at once.

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
-import torch
 import transformers
 from torch import Tensor, nn
 from transformers.utils.generic import ModelOutput
@@ -93,50 +92,6 @@ class CopiedGeometry:
         return self.base.geometry(_WithDefaults(tower))
 
 
-@dataclass(frozen=True)
-class CopiedParts:
-    """Find the parts of a copy by the names of the family."""
-
-    base: Family
-
-    def __call__(self, tower: Tower) -> Parts:
-        """Return the parts of a copy; an adapter calls its rotary module in the module's own way."""
-        parts = self.base.parts(tower)
-        return replace(parts, rotary=CopiedRotaryEmbedding(parts.rotary))
-
-
-class CopiedRotaryEmbedding(nn.Module):
-    """Computes cos and sin of positions by the rotary module of a copy, however that is called.
-
-    Three ways are known: `(x, positions)` returns both tables, `(positions)` returns the angles of half a head, and
-    `(length)` returns a table of angles. The table needs the length on the host, so it is computed here instead.
-
-    Args:
-        source: The rotary module of the copy.
-    """
-
-    def __init__(self, source: Part) -> None:
-        super().__init__()
-        self.source = (source,)  # in a tuple: it is a module of the tower already
-        names = list(inspect.signature(type(source).forward).parameters)[1:]
-        self.takes_rows = len(names) > 1
-        self.takes_length = bool(names) and "len" in names[0]
-
-    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin (T, D) of positions (T, 2)."""
-        [source] = self.source
-        if self.takes_rows:
-            cos, sin = source(x, position_ids)
-            return cos, sin
-        if self.takes_length:
-            frequencies = source.inv_freq
-            half_TD = (position_ids.to(frequencies.dtype)[..., None] * frequencies).flatten(1)
-        else:
-            half_TD = source(position_ids)
-        angles_TD = torch.cat((half_TD, half_TD), dim=-1)
-        return angles_TD.cos(), angles_TD.sin()
-
-
 @dataclass(frozen=True, kw_only=True)
 class CopyFamily(Family):
     """A family as it applies to one class of other code.
@@ -160,17 +115,16 @@ class CopyFamily(Family):
         return form_of(output, rows)
 
     def trusted_classes(self, tower: nn.Module) -> frozenset[type]:
-        """Return the classes of a copy's modules that its own package defines, and our rotary module's."""
+        """Return the classes of a copy's modules that its own package defines."""
         package = type(tower).__module__.partition(".")[0]
         kinds = {type(module) for module in tower.modules()}
-        own_kinds = frozenset(kind for kind in kinds if kind.__module__.partition(".")[0] == package)
-        return own_kinds | {CopiedRotaryEmbedding}
+        return frozenset(kind for kind in kinds if kind.__module__.partition(".")[0] == package)
 
 
 def copy_family(tower: Tower, base: Family, copied: str) -> CopyFamily:
     """Return the family that serves a copy."""
     values = {item.name: getattr(base, item.name) for item in fields(Family)}
-    values |= dict(geometry=CopiedGeometry(base), parts=CopiedParts(base), arguments=tuple(_arguments(tower)[:2]))
+    values |= dict(geometry=CopiedGeometry(base), arguments=tuple(_arguments(tower)[:2]))
     return CopyFamily(copied=copied, **values)
 
 
@@ -219,7 +173,7 @@ def misfits(tower: Tower, family: Family) -> list[str]:
     if names[1:2] != ["grid_thw"]:
         problems.append(f"its forward takes ({', '.join(names)}), and not pixels and grid_thw")
     try:
-        parts = CopiedParts(family)(tower)
+        parts = family.parts(tower)
     except (AttributeError, TypeError, ValueError, IndexError) as error:
         missing = _missing(tower)
         return problems + ([f"missing: {', '.join(missing)}"] if missing else [str(error)])
@@ -247,9 +201,6 @@ def _differences(tower: Tower, family: Family, parts: Parts, geometry: Geometry)
             problems.append(f"it has {name}" if has_part else f"missing: {name}")
     if not hasattr(parts.blocks[0].attention, "num_heads"):
         problems.append("missing: num_heads of the attention of block 0")
-    rotary = parts.rotary
-    if rotary.takes_length and not isinstance(getattr(rotary.source[0], "inv_freq", None), Tensor):
-        problems.append("missing: inv_freq of the rotary module")
     return problems
 
 

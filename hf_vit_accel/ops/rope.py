@@ -282,8 +282,8 @@ class Rope(torch.autograd.Function):
 def tables(rotary: Part, context: Context) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Build a function of rows and positions (T, 2) to cos and sin (T, D), by the tower's own module."""
     rotary = context.called(rotary)
-    # A replacement by another module may not tell its arguments: then the class of the proven tower does.
-    kinds = [type(rotary), *(context.classes or ())]
+    # A replacement by another module may not tell its arguments: the class of the proven tower does.
+    kinds = versions.rotaries_in(context.classes or ()) or [type(rotary)]
     if versions.takes_rows(kinds):
         return rotary
     angles: Callable[[Tensor], Tensor] = rotary

@@ -17,7 +17,7 @@ from torch import nn
 
 from hf_vit_accel import machine
 from hf_vit_accel.families import Tower
-from hf_vit_accel.families.copies import CopiedRotaryEmbedding, CopyFamily, Form
+from hf_vit_accel.families.copies import CopyFamily, Form
 from hf_vit_accel.machine import one_line
 from hf_vit_accel.tower.code import CopyCode
 from hf_vit_accel.tower.copy_state import watch_state
@@ -68,7 +68,7 @@ def prove(tower: Tower, family: CopyFamily) -> CopyProof:
         key=Key(type(tower), ""),
         why_not_fast=why,
         why_not_metadata=why,
-        classes=code.classes | {CopiedRotaryEmbedding},
+        classes=code.classes,
         code=code,
         trusted=family.trusted_classes(tower),
         form=form,

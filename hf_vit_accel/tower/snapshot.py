@@ -274,8 +274,7 @@ class Snapshot:
         blocks = self.parts.blocks
         if not blocks:
             return [*reasons, "the tower has no blocks"]
-        known = {*tower.modules(), *self.parts.rotary.modules()}  # the rotation of a copy is its family's
-        if not known.issuperset(self.parts.modules()):  # hooks and weights of the others would go unseen
+        if not {*tower.modules()}.issuperset(self.parts.modules()):  # hooks and weights of the others would go unseen
             return [*reasons, "parts of the tower are in a plain list: torch does not know these modules"]
         self.full_layers = tuple(self.parts.full(index) for index in range(len(blocks)))
         heads_of_layers = []
