@@ -44,6 +44,57 @@ def declared_or_own(module: Model) -> Any:
     return next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
 
 
+class PackedRows:
+    """The tokens of rows, one after the other, out of columns with padding.
+
+    Attributes:
+        is_token_GC: Which columns are tokens.
+        rows_T: The row of every token.
+        columns_T: Its column.
+        attend: Attention within rows.
+    """
+
+    def __init__(self, mask_GC: Tensor) -> None:
+        self.is_token_GC = mask_GC != 0
+        self.rows_T, self.columns_T = self.is_token_GC.nonzero(as_tuple=True)
+        lengths = [length for length in self.is_token_GC.sum(1).tolist() if length]
+        refuse({"no token": not lengths})
+        self.attend = CausalAttention(lengths, mask_GC.device)
+
+    def run(
+        self,
+        reading: Reading,
+        embeds_GCE: Tensor,
+        positions: Tensor,
+        deepstack: tuple[Tensor | None, Sequence[Tensor] | None],
+        **options: Any,
+    ) -> Tensor:
+        """Return the hidden states (1, T, E) behind the last layer.
+
+        Args:
+            positions: (axes, G or 1, C) or (G or 1, C).
+            deepstack: Which columns are of pictures, and what the first layers add to them.
+            options: Those of `run_layers`.
+        """
+        positions = positions.expand(*positions.shape[:-2], *self.is_token_GC.shape)[..., self.rows_T, self.columns_T]
+        positions = positions.reshape(-1, 1, positions.shape[-1])
+        is_picture_GC, of_layers = deepstack
+        of_tokens = None
+        if is_picture_GC is not None and of_layers is not None:
+            is_kept = self.is_token_GC[is_picture_GC]
+            pictures = is_picture_GC[self.rows_T, self.columns_T].nonzero()[:, 0]
+            of_tokens = pictures, [of_layer[is_kept] for of_layer in of_layers]
+        hidden_1TE = embeds_GCE[self.rows_T, self.columns_T][None]
+        positions = positions if reading.declared.has_mrope else positions[0]
+        return run_layers(reading, hidden_1TE, positions, self.attend, deepstack=of_tokens, **options)
+
+    def unpacked(self, hidden_1TE: Tensor) -> Tensor:
+        """Return hidden states (G, C, E), with zeros for padding."""
+        hidden_GCE = hidden_1TE.new_zeros(*self.is_token_GC.shape, hidden_1TE.shape[-1])
+        hidden_GCE[self.rows_T, self.columns_T] = hidden_1TE[0]
+        return hidden_GCE
+
+
 class PackedPrompt:
     """Forwards of groups of rows of one prompt.
 
@@ -96,21 +147,11 @@ class PackedPrompt:
     ) -> MoeModelOutputWithPast:
         """Return the last column's hidden state (G, 1, E) of every row, as if the text model had returned no more."""
         refuse({f"the argument {name} of the text model": not isinstance(x, bool | None) for name, x in others.items()})
-        rows, columns, _ = inputs_embeds.shape
-        device = inputs_embeds.device
-        mask_GC = torch.ones(rows, columns, device=device) if attention_mask is None else attention_mask
-        kept_T = (mask_GC.flatten() != 0).nonzero()[:, 0]
-        attend = CausalAttention((mask_GC != 0).sum(1).tolist(), device)
-        rows_G = torch.tensor(self._rows, device=device)
-        slots = Slots(self._layers, rows_G[kept_T // columns], kept_T % columns + self._columns - columns)
-        positions = position_ids.reshape(-1, rows * columns)[:, kept_T].unsqueeze(1)
-        deepstack = None
-        if deepstack_visual_embeds is not None and visual_pos_masks is not None:
-            is_kept = mask_GC[visual_pos_masks] != 0
-            of_layers = [of_layer[is_kept] for of_layer in deepstack_visual_embeds]
-            deepstack = visual_pos_masks.flatten()[kept_T].nonzero()[:, 0], of_layers
-        hidden_1TE = inputs_embeds.flatten(0, 1)[kept_T][None]
-        positions = positions if self._reading.declared.has_mrope else positions[0]
-        hidden_1TE = run_layers(self._reading, hidden_1TE, positions, attend, slots, deepstack=deepstack)
-        last_G1E = norm(self._reading.text.norm, hidden_1TE[0, attend.last_G]).unsqueeze(1)
+        mask_GC = inputs_embeds.new_ones(inputs_embeds.shape[:2]) if attention_mask is None else attention_mask
+        rows = PackedRows(mask_GC)
+        rows_T = torch.tensor(self._rows, device=mask_GC.device)[rows.rows_T]
+        slots = Slots(self._layers, rows_T, rows.columns_T + self._columns - mask_GC.shape[1])
+        deepstack = visual_pos_masks, deepstack_visual_embeds
+        hidden_1TE = rows.run(self._reading, inputs_embeds, position_ids, deepstack, slots=slots)
+        last_G1E = norm(self._reading.text.norm, hidden_1TE[0, rows.attend.last_G]).unsqueeze(1)
         return MoeModelOutputWithPast(last_hidden_state=last_G1E)

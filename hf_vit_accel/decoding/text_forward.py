@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_vit_accel.decoding.layers import CausalAttention, norm, run_layers
-from hf_vit_accel.decoding.packed import Arguments
+from hf_vit_accel.decoding.layers import norm
+from hf_vit_accel.decoding.packed import Arguments, PackedRows
 from hf_vit_accel.decoding.text_models import (
     Model,
     Reading,
@@ -197,67 +197,25 @@ class TextCall:
         tensors = [x for x in self._arguments.values() if isinstance(x, Tensor)]
         refuse({"several devices": any(x.device != self._text.embed_tokens.weight.device for x in tensors)})
 
-    def _read_rows(self) -> None:
-        """Read which columns of which rows are tokens: the one time that the host waits for the device."""
-        shape = self._embeds_BCE.shape[:2]
-        mask_BC = self._arguments.get("attention_mask", torch.ones((), device=self._embeds_BCE.device))
-        self._is_token_BC = mask_BC.expand(shape) != 0
-        lengths_B = self._is_token_BC.sum(1).tolist() if mask_BC.dim() else [shape[1]] * shape[0]
-        self._lengths: list[int] = [length for length in lengths_B if length]
-        refuse({"no token": not self._lengths})
-        self._kept_T: Tensor | None = None  # all of them
-        if sum(self._lengths) < shape.numel():
-            self._kept_T = self._is_token_BC.flatten().nonzero()[:, 0]
-
     def run(self, reading: Reading) -> list[Tensor]:
         """Return the last hidden states (B, C, E); before them those of all layers, if they are kept."""
-        self._read_rows()
+        shape = self._embeds_BCE.shape[:2]
+        device = self._embeds_BCE.device
+        mask_BC = self._arguments.get("attention_mask")
+        self._rows = PackedRows(torch.ones(shape, device=device) if mask_BC is None else mask_BC)
         states_1TE: list[Tensor] = []
-        hidden_1TE = run_layers(
+        hidden_1TE = self._rows.run(
             reading,
-            self._packed(self._embeds_BCE.flatten(0, 1))[None],
-            self._positions(reading.declared.has_mrope),
-            CausalAttention(self._lengths, self._embeds_BCE.device),
-            deepstack=self._deepstack(),
+            self._embeds_BCE,
+            self._arguments.get("position_ids", torch.arange(shape[1], device=device)[None]),
+            (self._arguments.get("visual_pos_masks"), self._arguments.get("deepstack_visual_embeds")),
             keep=states_1TE.append if self.keeps_states else lambda hidden_1TE: None,
         )
-        last_BCE = self._unpacked(norm(self._text.norm, hidden_1TE))
+        last_BCE = self._rows.unpacked(norm(self._text.norm, hidden_1TE))
         if not self.keeps_states:
             return [last_BCE]
-        layers = len(self._text.layers)
-        return [self._embeds_BCE, *map(self._unpacked, states_1TE[: layers - 1]), last_BCE]
-
-    def _packed(self, values: Tensor) -> Tensor:
-        """Return the values of tokens, out of those of all columns of all rows, (B * C, ...)."""
-        return values if self._kept_T is None else values[self._kept_T]
-
-    def _unpacked(self, hidden_1TE: Tensor) -> Tensor:
-        """Return hidden states (B, C, E), with zeros for padding."""
-        if self._kept_T is not None:
-            hidden_TE = hidden_1TE[0]
-            hidden_1TE = hidden_TE.new_zeros(self._is_token_BC.numel(), hidden_TE.shape[-1])
-            hidden_1TE[self._kept_T] = hidden_TE
-        return hidden_1TE.view(*self._is_token_BC.shape, -1)
-
-    def _positions(self, has_mrope: bool) -> Tensor:
-        """Return positions (A, 1, T), or (1, T) without M-RoPE."""
-        shape = self._embeds_BCE.shape[:2]
-        positions = self._arguments.get("position_ids", torch.arange(shape[1], device=self._embeds_BCE.device)[None])
-        positions_ABC = positions.expand(*positions.shape[:-2], *shape).reshape(-1, *shape)
-        positions_AT = torch.stack([self._packed(of_axis) for of_axis in positions_ABC.flatten(1)])
-        return positions_AT[:, None] if has_mrope else positions_AT
-
-    def _deepstack(self) -> tuple[Tensor, list[Tensor]] | None:
-        """Return which tokens are of pictures, and what the first layers add to them."""
-        of_layers = self._arguments.get("deepstack_visual_embeds")
-        if of_layers is None:
-            return None
-        is_picture_BC = self._arguments["visual_pos_masks"]
-        tokens_V = self._packed(is_picture_BC.flatten()).nonzero()[:, 0]
-        if self._kept_T is not None:
-            is_kept_V = self._is_token_BC[is_picture_BC]
-            of_layers = [of_layer_VE[is_kept_V] for of_layer_VE in of_layers]
-        return tokens_V, of_layers
+        states_1TE = states_1TE[: len(self._text.layers) - 1]
+        return [self._embeds_BCE, *map(self._rows.unpacked, states_1TE), last_BCE]
 
     def prove(self, states: list[Tensor]) -> type[Any]:
         """Compare with stock's layers on two rows; ArithmeticError if tokens differ by more than rounding.
@@ -265,15 +223,15 @@ class TextCall:
         Returns:
             The class of stock's output.
         """
-        lengths_B = self._is_token_BC.sum(1)
-        pictures_B = self._arguments.get("visual_pos_masks", self._is_token_BC).sum(1)
-        rows_G = torch.stack([lengths_B.argmax(), pictures_B.argmax()]).unique()
+        is_token_BC = self._rows.is_token_GC
+        is_picture_BC = self._arguments.get("visual_pos_masks", is_token_BC)
+        rows_G = torch.stack([mask_BC.sum(1).argmax() for mask_BC in (is_token_BC, is_picture_BC)]).unique()
         options = {"use_cache": False, "return_dict": True, "output_hidden_states": self.keeps_states}
         output = type(self._text).forward(self._text, **self._inputs_of(rows_G) | options)
         expected = output.hidden_states if self.keeps_states else [output.last_hidden_state]
         is_exact = states[0].dtype.itemsize > 2 and torch.get_float32_matmul_precision() == "highest"
         for of_ours, of_stock in zip(states, expected, strict=True):
-            for ours_CE, stock_CE, is_token_C in zip(of_ours[rows_G], of_stock, self._is_token_BC[rows_G], strict=True):
+            for ours_CE, stock_CE, is_token_C in zip(of_ours[rows_G], of_stock, is_token_BC[rows_G], strict=True):
                 stock_TE = stock_CE[is_token_C].float()
                 error = float((ours_CE[is_token_C].float() - stock_TE).norm() / stock_TE.norm())
                 if not error <= (1e-4 if is_exact else 0.1):  # nor for NaN

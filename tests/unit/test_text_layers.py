@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hf_vit_accel import FallbackError, patch, patched, status, unpatch
 from hf_vit_accel.decoding import layers
-from hf_vit_accel.decoding.text_models import TEXT_MODELS
+from hf_vit_accel.decoding.text_models import TEXT_MODELS, declared_texts
 
 Inputs = dict[str, Any]
 SERVED = {model.split(".")[1] for text in TEXT_MODELS for model in text.models.split()}
@@ -35,7 +35,9 @@ def model() -> Any:
 
 
 def text_of(model: Any) -> Any:
-    return getattr(model.base_model, "language_model", model.base_model)
+    """Return the declared text model inside a model."""
+    [text] = declared_texts(model).values()
+    return text
 
 
 def counts(model: Any) -> tuple[int, dict[str, int]]:
