@@ -18,9 +18,6 @@ from transformers.utils.generic import ModelOutput
 from hf_vit_accel.families.base import Family, Part, Parts, Tower
 from hf_vit_accel.layout import Geometry
 
-_DEFAULTS = {"interpolation_mode": "bilinear", "interpolation_align_corners": True}
-"""Attributes that copies of older code lack. Such code computes with these values."""
-
 Output: TypeAlias = Any
 """The result of a copy's forward, in a form of its own."""
 
@@ -69,29 +66,6 @@ def form_of(output: Output, rows: int) -> Form:
     raise ValueError(f"its forward returns a {type(output).__name__} of an unknown form")
 
 
-class _WithDefaults:
-    """A tower, with default values for attributes that its version of the code lacks."""
-
-    def __init__(self, tower: Tower) -> None:
-        self._tower = tower
-
-    def __getattr__(self, name: str) -> Part:
-        if name in _DEFAULTS:
-            return getattr(self._tower, name, _DEFAULTS[name])
-        return getattr(self._tower, name)
-
-
-@dataclass(frozen=True)
-class CopiedGeometry:
-    """Read the geometry of a copy as the family does."""
-
-    base: Family
-
-    def __call__(self, tower: Tower) -> Geometry:
-        """Return the geometry of a copy."""
-        return self.base.geometry(_WithDefaults(tower))
-
-
 @dataclass(frozen=True, kw_only=True)
 class CopyFamily(Family):
     """A family as it applies to one class of other code.
@@ -124,8 +98,7 @@ class CopyFamily(Family):
 def copy_family(tower: Tower, base: Family, copied: str) -> CopyFamily:
     """Return the family that serves a copy."""
     values = {item.name: getattr(base, item.name) for item in fields(Family)}
-    values |= dict(geometry=CopiedGeometry(base), arguments=tuple(_arguments(tower)[:2]))
-    return CopyFamily(copied=copied, **values)
+    return CopyFamily(copied=copied, **values | {"arguments": tuple(_arguments(tower)[:2])})
 
 
 def class_in(names: Mapping[str, str], module: nn.Module) -> str | None:
@@ -180,7 +153,7 @@ def misfits(tower: Tower, family: Family) -> list[str]:
     if not parts.blocks:
         return [*problems, "missing: blocks"]
     try:
-        geometry = CopiedGeometry(family)(tower)
+        geometry = family.geometry(tower)
     except (AttributeError, TypeError, ValueError) as error:
         return [*problems, str(error)]
     return problems + _differences(tower, family, parts, geometry)
