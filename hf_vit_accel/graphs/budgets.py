@@ -65,14 +65,12 @@ class Bin:
         first: Index of the first image.
         last: Index after the last image.
         tokens: Merged tokens of the images.
-        frames: Frames of the images.
         budget: Tokens of the graph, or None for a graph of the exact shape.
     """
 
     first: int
     last: int
     tokens: int
-    frames: int
     budget: int | None
 
 
@@ -96,7 +94,7 @@ def pack(grid: Grid, merge: int, budgets: tuple[int, ...]) -> tuple[Bin, ...] | 
         is_end = index == len(grid)
         if is_end or tokens + tokens_of[index] > largest or frames + frames_of[index] >= FRAMES:
             budget = budgets[bisect_left(budgets, tokens)]
-            bins.append(Bin(first=first, last=index, tokens=tokens, frames=frames, budget=budget))
+            bins.append(Bin(first=first, last=index, tokens=tokens, budget=budget))
             first = index
             tokens = frames = 0
         if not is_end:

@@ -70,10 +70,6 @@ class Runner(GraphStore[_Graph]):
         super()._drop()
         self._arena = {}
 
-    def static_buffers(self) -> list[Tensor]:
-        """List the tensors that the next call writes before a graph reads them."""
-        return [*self._arena.values(), *(graph.packed for graph in self._graphs.values())]
-
     def budgets_of(self, merge: int) -> tuple[int, ...]:
         """Return the budgets in a tower's own tokens."""
         return budgets.in_tokens(self.budgets, merge)
@@ -122,8 +118,7 @@ class Runner(GraphStore[_Graph]):
     def _exact(self, grid: Grid, spec: Spec) -> Decision:
         """Return the replay of a pass in its own shape. The launches of any backend fit the layout of their capture."""
         route = self._routes.get(grid, spec, "exactly")
-        frames = sum(t for t, _, _ in grid)
-        whole = Bin(first=0, last=len(grid), tokens=route.metadata.merged, frames=frames, budget=None)
+        whole = Bin(first=0, last=len(grid), tokens=route.metadata.merged, budget=None)
         return Decision(replay="exactly", bins=(whole,), routes=(route,), signatures=(route.signature,))
 
     def _padded(self, grid: Grid, spec: Spec, bins: Bins) -> Decision | str:
