@@ -70,6 +70,10 @@ class Runner(GraphStore[_Graph]):
         super()._drop()
         self._arena = {}
 
+    def static_buffers(self) -> list[Tensor]:
+        """List the tensors that the next call writes before a graph reads them."""
+        return [*self._arena.values(), *(graph.packed for graph in self._graphs.values())]
+
     def budgets_of(self, merge: int) -> tuple[int, ...]:
         """Return the budgets in a tower's own tokens."""
         return budgets.in_tokens(self.budgets, merge)

@@ -155,6 +155,10 @@ class GraphStore(ABC, Generic[G]):
             self.policy.forget_failures()
             self._drop()
 
+    @abstractmethod
+    def static_buffers(self) -> list[Tensor]:
+        """List the tensors that the next call writes before a graph reads them."""
+
     def _bins(self, grid: Grid, spec: Spec) -> Bins:
         """Return the images of each padded replay, or why a pass is not padded."""
         return "nothing is padded"

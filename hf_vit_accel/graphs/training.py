@@ -77,6 +77,16 @@ class TrainingRunner(GraphStore[CapturedStep]):
         super()._drop()
         self._last = None
 
+    def static_buffers(self) -> Tensors:
+        """List the tensors that the next call writes before a graph reads them."""
+        last = None if self._last is None else self._last()
+        buffers: Tensors = []
+        for step in self._graphs.values():
+            buffers += [tensor.detach() for tensor in step.incoming]
+            if last is None or last.step is not step:  # gradients of the last call may need its pixels
+                buffers.append(step.pixels_TP)
+        return buffers
+
     def needed_bytes(self, grid: Grid, spec: Spec) -> int:
         """Estimate the device memory of a step: activations, and the gradients of two stages."""
         assert spec.ops is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from torch import nn
 import hf_vit_accel
 from hf_vit_accel import GraphConfig
 from hf_vit_accel.graphs import store
-from hf_vit_accel.graphs.runner import Runner
 from hf_vit_accel.tower.state import state_of
 from support.cpu_graphs import SMALL
 
@@ -42,22 +40,11 @@ def poison_before_use(runner: Any) -> Any:
 
     def recorder(device: torch.device) -> Any:
         created: Any = make(device)
-        created.wait = SpoilingWait(created.wait, partial(static_buffers, runner))
+        created.wait = SpoilingWait(created.wait, runner.static_buffers)
         return created
 
     store.CudaRecorder = recorder  # type: ignore[misc,assignment]
     return runner
-
-
-def static_buffers(runner: Any) -> list[torch.Tensor]:
-    """List the tensors that the next call writes before a graph reads them."""
-    graphs = list(runner._graphs.values())
-    if isinstance(runner, Runner):
-        return [*runner._arena.values(), *(graph.packed for graph in graphs)]
-    last = None if runner._last is None else runner._last()
-    buffers = [tensor.detach() for step in graphs for tensor in step.incoming]
-    # Gradients of the last call may need its pixels.
-    return buffers + [step.pixels_TP for step in graphs if last is None or last.step is not step]
 
 
 class SpoilingWait:

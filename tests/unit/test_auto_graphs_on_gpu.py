@@ -13,7 +13,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from support.graphs import Grid, SpoilingWait, draw_grid, poison_before_use, static_buffers
+from support.graphs import Grid, SpoilingWait, draw_grid, poison_before_use
 from tiny import TINY, outputs_of, pixels_for, relative_error, run_tower, tower_of
 from torch import nn
 
@@ -77,7 +77,7 @@ def test_random_calls_with_poisoned_buffers(tower: nn.Module) -> None:
         assert is_close(run_tower(tower, grid, call), run_tower(eager, grid, call)), (call, grid)
         reserved.append(torch.cuda.memory_reserved())
     assert hf_vit_accel.status(tower).towers[0].graphs.replays > CALLS // 3
-    assert static_buffers(runner) and isinstance(runner._recorder.wait, SpoilingWait)
+    assert runner.static_buffers() and isinstance(runner._recorder.wait, SpoilingWait)
     assert reserved[-1] <= reserved[CALLS // 4] + (32 << 20)
 
 
