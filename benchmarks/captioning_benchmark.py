@@ -12,7 +12,7 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Annotated
@@ -29,6 +29,8 @@ ROOT = HERE.parent
 sys.path[:0] = [str(HERE), str(ROOT / "examples"), str(ROOT / "tests")]
 
 from captioner import main as batch_caption  # noqa: E402
+from captioner.batches import Bounds  # noqa: E402
+from captioner.model import Captioner  # noqa: E402
 from measuring import Row, document_of, write_json  # noqa: E402
 from whole_call import build  # noqa: E402
 
@@ -81,6 +83,7 @@ def draw(folder: Path, index: int) -> None:
 
 _load_model = batch_caption.load_model
 _load_processor = batch_caption.load_processor
+_bounds = Captioner.bounds
 
 
 def model_of(checkpoint: str) -> str:
@@ -122,6 +125,17 @@ class Run:
 
     rate: float
     waiting: float
+
+
+class _KeptBounds(dict[tuple[object, ...], Bounds]):
+    """The bounds of batches by model and options: steps that are held would make those of a later run smaller."""
+
+    def of(self, captioner: Captioner, *limits: int | None) -> Bounds:
+        """Return the bounds of the first run with these options."""
+        key = id(captioner.model), captioner.patching is None, captioner.max_new_tokens, *limits
+        if key not in self:
+            self[key] = _bounds(captioner, *limits)
+        return replace(self[key])
 
 
 class KeptProgress(batch_caption.Progress):
@@ -196,6 +210,8 @@ def main(
     batch_caption.load_model = fresh_model
     batch_caption.load_processor = load_processor
     batch_caption.Progress = KeptProgress
+    kept = _KeptBounds()
+    Captioner.bounds = lambda captioner, *limits: kept.of(captioner, *limits)
     # Several runs share this process, so the end of a run must not end the process group.
     batch_caption.PartialState.destroy_process_group = lambda self: None  # type: ignore[method-assign]
     state = batch_caption.PartialState()

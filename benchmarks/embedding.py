@@ -82,6 +82,7 @@ def time_model(name: str, rounds: int) -> list[Row]:
     rows = []
     for size, grids in BATCHES.items():
         inputs = batch_of(model, grids)
+        patches = len(inputs["pixel_values"])
         call = partial(embed, model, inputs)
         times: dict[str, list[float]] = {way: [] for way in WAYS}
         for index in range(rounds):
@@ -93,7 +94,7 @@ def time_model(name: str, rounds: int) -> list[Row]:
                 if way == "text=True":
                     print(status(model).text, flush=True)
         for way, of_way in times.items():
-            row = {"model": name, "size": size, "contender": way, "error": errors[way]}
+            row = {"model": name, "size": size, "patches": patches, "contender": way, "error": errors[way]}
             row |= {"ms": statistics.median(of_way), "ms_low": min(of_way), "ms_high": max(of_way)}
             print(row, flush=True)
             rows.append(row)

@@ -137,6 +137,9 @@ TIMINGS: Mapping[str, Timings] = {
             "not asked": "`patch(model)`, not asked",
         },
     ),
+    "embedding": Timings(
+        file="embedding.json", columns={"stock": "stock", "patch(model)": "`patch(model)`", "text=True": "`text=True`"}
+    ),
     "toggles": Timings(
         file="toggles.json",
         columns={"stock": "stock", "cuda_graphs=False": "`cuda_graphs=False`", "patch(model)": "`patch(model)`"},
