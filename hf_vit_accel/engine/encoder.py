@@ -22,8 +22,8 @@ from hf_vit_accel.ops import LayerOps, Ops
 
 Residual = tuple[Tensor, Tensor | None]
 """The residual stream: x (T, E), and delta (T, E), which the next norm adds to it."""
-RunLayer = Callable[[tuple[int, ...], Tensor, Tensor, Tensor, Tensor | None], Residual]
-"""(qkv_shape, cos, sin, x, delta) to the residual stream after one layer."""
+RunLayer = Callable[[Tensor, Tensor | None], Residual]
+"""(x, delta) to the residual stream after one layer."""
 AfterLayer = Callable[[int, Residual], Residual]
 """(index of the layer, its residual stream) to the residual stream that the next layer takes."""
 
@@ -143,8 +143,8 @@ def encode(
             x_TE = _call_block(block, x_TE if delta_TE is None else x_TE + delta_TE, cos_TD, sin_TD)
             delta_TE = None
         elif checkpoint is not None or block is not None:
-            run = node or _in_steps(layer, attend)
-            x_TE, delta_TE = _run_wrapped(run, block, checkpoint, qkv_shape, cos_TD, sin_TD, x_TE, delta_TE)
+            run = partial(node or partial(_in_steps, layer, attend), qkv_shape, cos_TD, sin_TD)
+            x_TE, delta_TE = _run_wrapped(run, block, checkpoint, x_TE, delta_TE)
         elif node is not None:
             x_TE, delta_TE = node(qkv_shape, cos_TD, sin_TD, x_TE, delta_TE)
         else:
@@ -216,60 +216,38 @@ def _layer(
     return x_TE, layer.mlp(normed_TE)
 
 
-def _in_steps(layer: LayerOps, attend: Attend) -> RunLayer:
-    """Return a function that runs a layer operation by operation."""
-
-    def run(
-        qkv_shape: tuple[int, ...], cos_TD: Tensor, sin_TD: Tensor, x_TE: Tensor, delta_TE: Tensor | None
-    ) -> Residual:
-        return _layer(layer, attend, qkv_shape, cos_TD, sin_TD, x_TE, [delta_TE])
-
-    return run
-
-
-def _run_wrapped(
-    run: RunLayer,
-    block: nn.Module | None,
-    checkpoint: Checkpoint | None,
+def _in_steps(
+    layer: LayerOps,
+    attend: Attend,
     qkv_shape: tuple[int, ...],
     cos_TD: Tensor,
     sin_TD: Tensor,
     x_TE: Tensor,
     delta_TE: Tensor | None,
+) -> Residual:
+    """Run one layer, operation by operation, whose caller keeps delta."""
+    return _layer(layer, attend, qkv_shape, cos_TD, sin_TD, x_TE, [delta_TE])
+
+
+def _run_wrapped(
+    run: RunLayer, block: nn.Module | None, checkpoint: Checkpoint | None, x_TE: Tensor, delta_TE: Tensor | None
 ) -> Residual:
     """Run a layer inside its block's call, or checkpointed, or both.
 
     Args:
         block: The block whose hooks must run; None for none.
         checkpoint: The checkpoint of the layer; None for none.
-        qkv_shape: (3, H, D).
     """
-
-    def run_layer(x_TE: Tensor, delta_TE: Tensor | None) -> Residual:
-        if block is None:
-            return run(qkv_shape, cos_TD, sin_TD, x_TE, delta_TE)
-        return _run_through(block, run, qkv_shape, cos_TD, sin_TD, x_TE, delta_TE)
-
+    if block is not None:
+        run = partial(_run_through, block, run)
     if checkpoint is None:
-        return run_layer(x_TE, delta_TE)
-    return _run_checkpointed(checkpoint, run_layer, x_TE, delta_TE), None
+        return run(x_TE, delta_TE)
+    return _run_checkpointed(checkpoint, run, x_TE, delta_TE), None
 
 
-def _run_through(
-    block: nn.Module,
-    run: RunLayer,
-    qkv_shape: tuple[int, ...],
-    cos_TD: Tensor,
-    sin_TD: Tensor,
-    x_TE: Tensor,
-    delta_TE: Tensor | None,
-) -> Residual:
+def _run_through(block: nn.Module, run: RunLayer, x_TE: Tensor, delta_TE: Tensor | None) -> Residual:
     """Run a layer in the place of its block's forward. The block's hooks run, also if the layer runs again."""
-
-    def forward(x_TE: Tensor, delta_TE: Tensor | None) -> Residual:
-        return run(qkv_shape, cos_TD, sin_TD, x_TE, delta_TE)
-
-    vars(block)["forward"] = forward
+    vars(block)["forward"] = run
     try:
         residual: Residual = nn.Module.__call__(block, x_TE, delta_TE)
         return residual
@@ -277,12 +255,7 @@ def _run_through(
         del vars(block)["forward"]
 
 
-def _run_checkpointed(
-    checkpoint: Checkpoint,
-    run_layer: Callable[[Tensor, Tensor | None], Residual],
-    x_TE: Tensor,
-    delta_TE: Tensor | None,
-) -> Tensor:
+def _run_checkpointed(checkpoint: Checkpoint, run: RunLayer, x_TE: Tensor, delta_TE: Tensor | None) -> Tensor:
     """Run a layer as stock checkpoints it: one tensor goes in, one comes out.
 
     The function is a method of the block: LLaMA-Factory's and ms-swift's checkpoint functions ask for `__self__`.
@@ -292,7 +265,7 @@ def _run_checkpointed(
         x_TE = x_TE.detach().requires_grad_()
 
     def run_rows(_: nn.Module, x_TE: Tensor, **ignored: object) -> Tensor:
-        x_TE, delta_TE = run_layer(x_TE, None)
+        x_TE, delta_TE = run(x_TE, None)
         return x_TE if delta_TE is None else x_TE + delta_TE
 
     return checkpoint.function(MethodType(run_rows, checkpoint.block), x_TE)
