@@ -9,13 +9,14 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from tiny import TINY, chat_inputs, checkpoint_layers, relative_error, tower_of
+from tiny import chat_inputs, checkpoint_layers, relative_error, tower_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import hf_vit_accel
 from support.libraries import TEXT_LINEARS, TOWER_LINEARS, lora
+from support.towers import two_layers
 
 Model: TypeAlias = Any
 """A model of transformers or an argument of its methods, which have no types."""
@@ -56,7 +57,7 @@ def kinds_at(step: int, size: int) -> tuple[str, ...]:
 
 def prepared(family: str, variant: str) -> tuple[Model, Model]:
     """Return a stock model and an equal one that is patched."""
-    stock = TINY[family].build().train()
+    stock = two_layers(family).build().train()
     if variant == "lora":
         with ExitStack() as stack:
             stock = lora(f"{TOWER_LINEARS}|{TEXT_LINEARS}")(stock, stack).train()

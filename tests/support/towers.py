@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import FAMILIES, TINY
+from tiny import FAMILIES, TINY, Tiny
 
 
 def alike(case: Any, *similar_cases: Any) -> list[Any]:
@@ -35,6 +35,16 @@ NARROW = replace(TINY["qwen3_vl"], vision=TINY["qwen3_vl"].vision | dict(hidden_
 
 SHALLOW = replace(NARROW, vision=NARROW.vision | dict(depth=2, deepstack_visual_indexes=[0]))
 """A still quicker model: most tests of graphs make many calls, and which are replayed depends on no width or depth."""
+
+
+def two_layers(family: str) -> Tiny:
+    """Describe a model whose tower has two layers, of both kinds if the family has two; for tests of several ranks."""
+    vision = TINY[family].vision | {"depth": 2}
+    for name, layers in {"fullatt_block_indexes": [1], "deepstack_visual_indexes": [0]}.items():
+        if name in vision:
+            vision[name] = layers
+    return replace(TINY[family], vision=vision)
+
 
 ONE_TOWER = list(TOWERS) if torch.cuda.is_available() else alike("qwen2_5_vl", "qwen3_vl", "qwen2_vl")
 """Families for tests of what the library stores, counts or refuses between calls, which depends on no tower's parts.

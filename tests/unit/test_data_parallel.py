@@ -20,6 +20,7 @@ from support.graphs import patch as patch_with_graphs
 from support.graphs import patch_training
 from support.grids import drawn
 from support.ranks import MIXED, RANKED, Grid, OnRanks, loss_of, runner, sharing_of
+from support.towers import two_layers
 from tiny import (
     GRIDS,
     TINY,
@@ -101,7 +102,7 @@ def check_random_calls(rank: int, cases: list[tuple[nn.Module, list[Grid], list[
 def test_random_calls_equal_one_process(on_ranks: OnRanks) -> None:
     cases = []
     for family in RANKED:
-        tower = hf_vit_accel.patch(tower_of(TINY[family].build()))
+        tower = hf_vit_accel.patch(tower_of(two_layers(family).build()))
         generator = random.Random(3)
         grids = [drawn(generator) for _ in range(10)]
         cases.append((tower, grids, [run_tower(tower, grid, seed) for seed, grid in enumerate(grids)]))
@@ -185,7 +186,7 @@ def test_a_frozen_tower_has_gradients_of_pixels_and_marked_outputs(on_ranks: OnR
 
 def check_replays(rank: int) -> None:
     for family in RANKED:
-        model = TINY[family].build()
+        model = two_layers(family).build()
         tower = tower_of(model)
         grid = [(8, 8, 8), (1, 4, 6)] * 2
         expected = run_tower(tower, grid)
@@ -202,7 +203,7 @@ def test_each_rank_replays_its_share(references: list[str], on_cpu: type, on_ran
 
 def check_replayed_steps(rank: int) -> None:
     """The gradients of a replay are a rank's part, too: they must reach the sum over ranks, once."""
-    tower = tower_of(TINY["qwen3_vl"].build().train())
+    tower = tower_of(two_layers("qwen3_vl").build().train())
     grid = [(1, 4, 6)] * 2
     gradients = {}
     for is_shared in (False, True):
@@ -223,7 +224,7 @@ def test_each_rank_replays_the_steps_of_its_share(references: list[str], on_cpu:
 
 
 def check_copies(rank: int) -> None:
-    tower = tower_of(TINY["qwen2_5_vl"].build())
+    tower = tower_of(two_layers("qwen2_5_vl").build())
     grid = [(1, 4, 8), (1, 4, 8), (1, 8, 4), (1, 4, 8), (1, 4, 8)]
     first, second, third = (pixels_for(tower, grid[:1], seed) for seed in range(3))
     pixels = torch.cat([first, second, third, first, first])
@@ -252,7 +253,7 @@ def test_the_distinct_images_of_a_call_are_shared(on_ranks: OnRanks) -> None:
 
 def check_copies_on_one_rank(rank: int) -> None:
     """Rank 0 has two equal images at every call, rank 1 at the first and third."""
-    tower = tower_of(TINY["qwen3_vl"].build()).requires_grad_(False)
+    tower = tower_of(two_layers("qwen3_vl").build()).requires_grad_(False)
     grid = [(1, 4, 6)] * 2
     first, second = (pixels_for(tower, grid[:1], seed) for seed in range(2))
     for on_rank_1, result in ((first, "shared"), (second, "encoded by each rank alone"), (first, "shared")):
@@ -279,7 +280,7 @@ def test_features_are_not_kept_across_calls() -> None:
 def check_ddp_over_other_ranks(rank: int) -> None:
     """Two pairs of ranks share calls; DDP averages over the pairs, each of which has images of its own."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = TINY["qwen2_vl"].build()
+    model = two_layers("qwen2_vl").build()
     expected = tower_of(copy.deepcopy(model))
     grids = (MIXED, [(3, 4, 4), (1, 8, 8)])
     grid = grids[rank // 2]

@@ -134,6 +134,7 @@ def test_adapters_on_every_linear(typical: Any, references: list[str]) -> None:
     blocks = {id(module) for block in family_of(typical).parts(typical).blocks for module in block.module.modules()}
     linears = [name for name, module in typical.named_modules() if type(module) is Linear and id(module) in blocks]
     config = peft.LoraConfig(r=2, target_modules=linears, init_lora_weights=False)
+    torch.manual_seed(0)  # with some adapters a value lies so near to a limit that rounding decides a gradient
     peft.inject_adapter_in_model(config, typical)
     expected, gradients = trained(typical, GRIDS[1])
     hf_vit_accel.patch(typical, strict=True)

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from support.towers import two_layers
 from support.uses import prompt_with_labels
 from tiny import TINY, checkpoint_layers, outputs_of, pixels_for, relative_error, tower_of
 from torch import nn
@@ -60,7 +61,7 @@ def check_gradients(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     for family, reentrant in CASES:
-        model = TINY[family].build().train()
+        model = two_layers(family).build().train()
         expected = tower_of(copy.deepcopy(model))
         ((loss_of(expected, 0) + loss_of(expected, 1)) / 2).backward()
         if isinstance(reentrant, bool):
@@ -105,7 +106,7 @@ def check_versions(rank: int, folder: str) -> None:
     """Compare two steps of both versions with those of one process; version 1 is stock, with one warning."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
-    stock = TINY["qwen2_5_vl"].build().train()
+    stock = two_layers("qwen2_5_vl").build().train()
     inputs = prompt_with_labels(stock)
     expected = stock(**inputs).loss
     expected.backward()
@@ -193,7 +194,7 @@ def test_mixed_precision_of_a_complete_tower(
     """Operations and attention are those of the dtype in which weights are gathered, with kernels and without."""
     if kernels:
         request.getfixturevalue("references")
-    model = TINY[family].build().to(shards)
+    model = two_layers(family).build().to(shards)
     stock = tower_of(copy.deepcopy(model))
     tower = tower_of(hf_vit_accel.patch(model, strict=True))
     for module in (stock, tower):
@@ -213,7 +214,7 @@ def test_mixed_precision_of_a_complete_tower(
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_version_1_stays_stock_with_advice(mesh: DeviceMesh, by_layer: bool, when: str) -> None:
     """accelerate's default: `fsdp_version: 1`, with `use_orig_params`."""
-    model = TINY["qwen2_5_vl"].build()
+    model = two_layers("qwen2_5_vl").build()
     stock = tower_of(copy.deepcopy(model))
     tower = tower_of(model)
     policy = None
