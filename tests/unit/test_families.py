@@ -28,7 +28,6 @@ from hf_vit_accel.layout import Geometry
 from hf_vit_accel.ops import TABLE, Context, heads, mlp
 from hf_vit_accel.ops.training.nodes import OpWithBackward, layer_node_of
 from hf_vit_accel.tower import attention as tower_attention
-from hf_vit_accel.tower import proof as upstream
 from hf_vit_accel.tower.proof import prove
 
 
@@ -429,15 +428,13 @@ def towers_that_state(name: str, change: Any) -> list[Any]:
     return entries
 
 
+@pytest.mark.usefixtures("nothing_proven")
 @pytest.mark.parametrize("what", [*WRONG, *GEOMETRY])
-def test_a_family_that_states_something_wrong_is_caught(
-    what: str, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_family_that_states_something_wrong_is_caught(what: str, pytestconfig: pytest.Config) -> None:
     """Prove a family with one false statement: the proof fails. (With true statements every tower is fast.)
 
     Every eighth tower that states something of the kind shows it; in the matrix all of them.
     """
-    monkeypatch.setattr(upstream, "_PROOFS", {})
     name, change = ("parts", WRONG[what]) if what in WRONG else ("geometry", GEOMETRY[what])
     entries = towers_that_state(name, change)
     assert entries
@@ -450,9 +447,9 @@ def test_a_family_that_states_something_wrong_is_caught(
         assert prove(tower, wrong).why_not_fast is not None, entry
 
 
+@pytest.mark.usefixtures("nothing_proven")
 def test_an_operation_that_ignores_the_limit_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     family, *tower = entry_of("Glm5NextVisionModel")
-    monkeypatch.setattr(upstream, "_PROOFS", {})
     function = mlp.swiglu_mlp_reference
     monkeypatch.setattr(
         mlp, "swiglu_mlp_reference", lambda *arguments: function(*arguments[:-1])
@@ -460,10 +457,10 @@ def test_an_operation_that_ignores_the_limit_is_caught(monkeypatch: pytest.Monke
     assert "something else" in (prove(build(family, *tower), family).why_not_fast or "")
 
 
+@pytest.mark.usefixtures("nothing_proven")
 def test_an_operation_that_mixes_up_groups_of_heads_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give EXAONE's key heads to the wrong query heads: the proof fails."""
     family, *tower = entry_of("Exaone4_5_VisionModel")
-    monkeypatch.setattr(upstream, "_PROOFS", {})
 
     def mixed(qkv: torch.Tensor, heads: int, key_heads: int, *rest: Any) -> torch.Tensor:
         q, k, v = qkv.unflatten(1, (heads + 2 * key_heads, -1)).split((heads, key_heads, key_heads), dim=1)

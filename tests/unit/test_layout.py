@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.versions import vision_function
 
@@ -41,7 +41,6 @@ def examples(test):
 
 @examples
 @given(grid=GRIDS)
-@settings(max_examples=100, deadline=None)
 def test_segments_and_positions(grid) -> None:
     metadata = build(tuple(grid), Geometry(merge=MERGE))
     grid_thw = torch.tensor(grid)
@@ -59,7 +58,6 @@ def test_segments_and_positions(grid) -> None:
 
 @examples
 @given(grid=GRIDS)
-@settings(max_examples=100, deadline=None)
 @pytest.mark.parametrize(("window_size", "patch"), [(112, 14), (32, 4), (24, 4)])
 def test_windows(grid, window_size, patch) -> None:
     metadata = build(tuple(grid), Geometry(merge=MERGE, window=window_size // MERGE // patch))
@@ -73,7 +71,6 @@ def test_windows(grid, window_size, patch) -> None:
 
 @examples
 @given(grid=GRIDS)
-@settings(max_examples=60, deadline=None)
 @pytest.mark.parametrize("side", [48, 6, 1])
 def test_interpolation(grid, side) -> None:
     metadata = build(tuple(grid), Geometry(merge=MERGE, table=side))
@@ -86,7 +83,6 @@ def test_interpolation(grid, side) -> None:
 
 @examples
 @given(grid=GRIDS)
-@settings(max_examples=30, deadline=None)
 @pytest.mark.parametrize("taps", [2, 4])
 @pytest.mark.parametrize("align_corners", [True, False])
 def test_other_interpolations(grid, align_corners, taps) -> None:
@@ -103,7 +99,6 @@ def test_other_interpolations(grid, align_corners, taps) -> None:
 
 
 @given(merge=st.sampled_from([1, 2, 3]), sizes=st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 3)))
-@settings(max_examples=50, deadline=None)
 def test_other_merge_sizes(merge, sizes) -> None:
     grid = [(sizes[2], merge * sizes[0], merge * sizes[1])]
     metadata = build(tuple(grid), Geometry(merge=merge))

@@ -31,7 +31,6 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import (
 import hf_vit_accel
 from hf_vit_accel import BackendUnavailableError, backends, machine
 from hf_vit_accel.tower import loading
-from hf_vit_accel.tower import proof as proofs
 from hf_vit_accel.tower.state import state_of
 
 AUTO = "flash_vit_auto"
@@ -332,13 +331,11 @@ class Wrapper(Qwen2VLPreTrainedModel):
         self.block(rows, cu_seqlens=offsets, max_seqlen=8, position_embeddings=(angles.cos(), angles.sin()))
 
 
+@pytest.mark.usefixtures("nothing_said")
 @pytest.mark.parametrize("has_known_tower", [False, True])
 @pytest.mark.parametrize("moment", ["first attention", "next model"])
-def test_a_tower_of_an_unknown_class_warns_once(
-    has_known_tower: bool, moment: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tower_of_an_unknown_class_warns_once(has_known_tower: bool, moment: str) -> None:
     """It attends by our function and is stock otherwise; a wrapper around a known tower is patched."""
-    monkeypatch.setattr(proofs, "_WARNED", set())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):

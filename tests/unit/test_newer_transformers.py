@@ -21,7 +21,6 @@ from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel import FallbackError
-from hf_vit_accel.tower import proof as proofs
 from hf_vit_accel.tower.state import state_of
 
 GRID = GRIDS["mixed"]
@@ -33,10 +32,7 @@ Edits = tuple[tuple[str, str], ...]
 """Pairs of words in a source: the present ones, and those that replace them."""
 
 
-@pytest.fixture(autouse=True)
-def no_warnings_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget which classes were warned about, since each is warned about once."""
-    monkeypatch.setattr(proofs, "_WARNED", set())
+pytestmark = pytest.mark.usefixtures("nothing_said")
 
 
 def compiled(source: str, home: ModuleType, original: Function) -> Function:

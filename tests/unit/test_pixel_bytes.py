@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from support.towers import alike
 from tiny import FAMILIES, TINY, all_equal, assert_close, chat_inputs, outputs_of, tower_of
 
 import hf_vit_accel
@@ -102,7 +103,7 @@ def test_a_tower_that_normalises_equals_the_processor(model: Any, processor: Any
     assert status.calls == 1 and not status.stock_calls
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", alike(torch.bfloat16, torch.float16), ids=str)
 def test_a_model_that_casts_bytes_gives_the_same(model: Any, processor: Any, dtype: torch.dtype) -> None:
     """Models cast pixels to the tower's dtype first (`get_image_features`, ColQwen2's forward): it holds all bytes."""
     model = model.to(dtype)

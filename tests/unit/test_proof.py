@@ -33,10 +33,8 @@ GRID = GRIDS["mixed"]
 
 
 @pytest.fixture(params=ONE_TOWER)
-def tower(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+def tower(request: pytest.FixtureRequest, nothing_proven: None) -> nn.Module:
     """Return a tower about which nothing was proven or warned yet."""
-    monkeypatch.setattr(proofs, "_PROOFS", {})
-    monkeypatch.setattr(proofs, "_WARNED", set())
     return tower_of(TINY[request.param].build())
 
 
@@ -243,10 +241,9 @@ def test_a_verdict_is_kept(tower: nn.Module, monkeypatch: pytest.MonkeyPatch) ->
     assert (differing.why_not_fast, differing.backoff) == ("differs", None) and prove(tower) is differing
 
 
+@pytest.mark.usefixtures("nothing_proven")
 def test_missing_parts_are_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     tower = tower_of(TINY["qwen2_vl"].build())
-    monkeypatch.setattr(proofs, "_PROOFS", {})
-    monkeypatch.setattr(proofs, "_WARNED", set())
     init = type(tower.blocks[0]).__init__
 
     def init_with_another_name(block: nn.Module, *args: object, **kwargs: object) -> None:

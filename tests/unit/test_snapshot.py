@@ -20,7 +20,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 import hf_vit_accel
 from hf_vit_accel import ReuseConfig
 from hf_vit_accel.families import FAMILIES
-from hf_vit_accel.tower import proof as proofs
 from hf_vit_accel.tower.code import Code
 from hf_vit_accel.tower.state import state_of
 
@@ -131,8 +130,8 @@ def test_a_container_that_changes_in_place(kind: str) -> None:
     assert "'fullatt_block_indexes' changed" in str(hf_vit_accel.status(towers[1]))
 
 
+@pytest.mark.usefixtures("nothing_said")
 def test_a_method_of_the_class_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proofs, "_WARNED", set())
     stock, tower = pair("qwen2_5_vl")
     kind = type(tower)
     method = getattr(kind, "permute_input_for_window_attn", None)
@@ -276,9 +275,9 @@ def test_a_counter_on_the_tower_empties_no_cache(tower: nn.Module, when: str) ->
     assert "rebuilt" not in str(status)
 
 
-def test_an_attribute_that_a_subclass_reads_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("nothing_said")
+def test_an_attribute_that_a_subclass_reads_counts() -> None:
     """An attribute counts if any function of the tower's class names it."""
-    monkeypatch.setattr(proofs, "_WARNED", set())
     tower = tower_of(TINY["qwen2_vl"].build())
 
     class Own(type(tower)):  # type: ignore[misc]
@@ -296,7 +295,8 @@ def test_an_attribute_that_a_subclass_reads_counts(monkeypatch: pytest.MonkeyPat
     assert "rebuilt    1 x, last because the tower's attribute 'own_factor' changed" in str(status)
 
 
-def test_an_attribute_that_appears_later(tower: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("nothing_said")
+def test_an_attribute_that_appears_later(tower: nn.Module) -> None:
     """`getattr(self, name, default)`: the name is a string in the code."""
     kind = type(tower)
 
@@ -305,7 +305,6 @@ def test_an_attribute_that_appears_later(tower: nn.Module, monkeypatch: pytest.M
             return int(getattr(self, "own_factor", 1))
 
     tower.__class__ = Own
-    monkeypatch.setattr(proofs, "_WARNED", set())
     hf_vit_accel.patch(tower)
     run_tower(tower, GRID)
     tower.own_factor = 2
@@ -316,9 +315,9 @@ def test_an_attribute_that_appears_later(tower: nn.Module, monkeypatch: pytest.M
 # --- towers that stay stock -----------------------------------------------------------------------------------------
 
 
-def test_a_forward_of_a_layer_is_said_once(tower: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("nothing_said")
+def test_a_forward_of_a_layer_is_said_once(tower: Any) -> None:
     """A user who steers a layer, or skips it, sees why his tower is not fast without asking `status`."""
-    monkeypatch.setattr(proofs, "_WARNED", set())
     block = tower.blocks[0]
     forward = block.forward
     block.forward = lambda hidden, *args, **kwargs: 2 * forward(hidden, *args, **kwargs)
@@ -330,11 +329,9 @@ def test_a_forward_of_a_layer_is_said_once(tower: Any, monkeypatch: pytest.Monke
     assert len([warning for warning in caught if "stays stock" in str(warning.message)]) == 1
 
 
+@pytest.mark.usefixtures("nothing_said")
 @pytest.mark.parametrize("name", ["forward", "__init__"])
-def test_a_subclass_that_overrides_a_method_warns_once(
-    tower: nn.Module, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(proofs, "_WARNED", set())
+def test_a_subclass_that_overrides_a_method_warns_once(tower: nn.Module, name: str) -> None:
     kind = type(tower)
 
     def method(self: nn.Module, *args: object, **kwargs: object) -> object:

@@ -17,7 +17,6 @@ import hf_vit_accel
 from hf_vit_accel import versions
 from hf_vit_accel.config import Settings
 from hf_vit_accel.tower import checks
-from hf_vit_accel.tower import proof as proofs
 from hf_vit_accel.tower.code import names_of_forwards
 from hf_vit_accel.tower.state import state_of
 
@@ -113,13 +112,13 @@ def test_a_replaced_rotary_module_that_takes_a_length_is_called() -> None:
     assert torch.equal(versions.angles_by_length(Doubled(), is_stock=False)(positions_T2), 2 * stock)
 
 
+@pytest.mark.usefixtures("nothing_proven")
 @both_towers
 def test_another_dtype_under_autocast_alone_keeps_such_calls_stock(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tower whose last rows stay fp32 under autocast: proofs in one dtype cannot see it."""
     tower = tower_of(model)
-    monkeypatch.setattr(proofs, "_PROOFS", {})
     output_of = type(tower.merger).forward
 
     def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
