@@ -9,8 +9,6 @@ import pytest
 import torch
 from tiny import FAMILIES, TINY, Tiny
 
-from hf_vit_accel.tower import proof
-
 
 def alike(case: Any, *similar_cases: Any) -> list[Any]:
     """Return one case for every run, and the similar cases for the matrix alone, since they show no more."""
@@ -61,15 +59,3 @@ both_towers = pytest.mark.parametrize("model", TOWERS, indirect=True)
 def model(request: Any) -> Any:
     """Build a tiny model of a family: of `ONE_TOWER`, or of the test's own parameters."""
     return TINY[request.param].build()
-
-
-@pytest.fixture
-def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget which warnings were given, as in a new process."""
-    monkeypatch.setattr(proof, "_WARNED", set())
-
-
-@pytest.fixture
-def nothing_proven(nothing_said: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget all proofs, too."""
-    monkeypatch.setattr(proof, "_PROOFS", {})
