@@ -27,8 +27,8 @@ import hf_vit_accel
 from hf_vit_accel import GraphConfig, ReuseConfig
 
 GRID = [(1, 4, 8), (1, 8, 4)]
-ROUNDS = 3
-"""Calls before and after a change: the last ones are replayed, or reuse features."""
+ROUNDS = 2
+"""Calls before and after a change: the last one is replayed, or reuses features."""
 
 
 @dataclass(frozen=True)
