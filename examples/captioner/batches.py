@@ -17,6 +17,9 @@ from captioner.processors import vision_tokens
 _VIDEO_TOKENS = 8192  # assumed for a video before it is decoded, which is a batch of its own
 _FIRST_ITEMS = 32
 """Items of the first batch, for which the model has to wait; an eighth of a batch if that is more."""
+_SHORT = 64
+"""Most new tokens for which a small first batch pays: its steps of decoding cost as much as a large one's."""
+_PROMPT_TOKENS = 256  # assumed for the text of a prompt
 _SPARE_SLOTS = 1.25
 """The slots of a cache are rounded up by at most a quarter."""
 _READERS = 16  # threads, which mostly wait for the file system
@@ -70,7 +73,7 @@ class Bounds:
     nbytes: float = float("inf")
     slot_bytes: int = 0  # keys and values of a token
     token_bytes: int = 0  # pixels and features of a vision token
-    other_tokens: int = 0  # of a row: its prompt and its caption
+    new_tokens: int = 0  # of a caption
 
     def hold(self, batch: Sequence[Task]) -> bool:
         """Tell whether a batch, its largest item first, is within the bounds."""
@@ -82,7 +85,7 @@ class Bounds:
 
     def _nbytes(self, batch: Sequence[Task]) -> float:
         """Estimate the memory of a batch. All rows have as many slots as the longest."""
-        slots = len(batch) * (batch[0].tokens + self.other_tokens) * _SPARE_SLOTS
+        slots = len(batch) * (batch[0].tokens + _PROMPT_TOKENS + self.new_tokens) * _SPARE_SLOTS
         return slots * self.slot_bytes + sum(task.tokens for task in batch) * self.token_bytes
 
     def halve(self, batch: Sequence[Task]) -> None:
@@ -97,7 +100,9 @@ def pack(tasks: Sequence[Task], bounds: Bounds) -> Iterator[list[Task]]:
     One item alone may exceed them. All items of a batch have the same prompts. A video stands alone.
     """
     batch: list[Task] = []
-    most_items = max(_FIRST_ITEMS, bounds.items // 8)  # of the first batch
+    most_items = bounds.items
+    if bounds.new_tokens <= _SHORT:
+        most_items = max(_FIRST_ITEMS, bounds.items // 8)  # of the first batch
     for task in sorted(tasks, key=lambda task: (task.prompts, -task.tokens, task.item.key)):
         has_video = task.item.kind == "video" or (batch and batch[0].item.kind == "video")
         is_full = len(batch) == most_items or not bounds.hold([*batch, task])

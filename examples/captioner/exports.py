@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 
@@ -18,7 +19,10 @@ from captioner.plan import same_picture
 from captioner.sources import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 
 LEDGER = ".written"
-NOT_OURS = "it is there, and was not written by merge, or was edited since"
+_NOT_OURS = (
+    "it is there, and was not written by merge, or was edited since; --overwrite replaces it, --extension .caption "
+    "names texts otherwise"
+)
 
 
 @dataclass
@@ -35,8 +39,7 @@ class Export:
     refused: list[str] = field(default_factory=list)  # files that were not written, with the reasons
 
     def __post_init__(self) -> None:
-        is_plain = len(self.extension) > 1 and self.extension[0] == "." and not {"/", "\\", "\0"} & set(self.extension)
-        if not is_plain or self.extension.lower() in (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES):
+        if self.extension.lower() in ("", *IMAGE_SUFFIXES, *VIDEO_SUFFIXES):
             raise ValueError(f"expected an extension of text files such as .txt or .caption, got {self.extension}")
 
     def __call__(self, records: Sequence[Record], path: Path) -> None:
@@ -57,8 +60,9 @@ class Export:
 
     # --- files that merge wrote -------------------------------------------------------------------------------------
 
+    @cached_property
     def _own_digests(self) -> set[str]:
-        """Read the digests of all files that `merge` wrote from this folder."""
+        """The digests of all files that `merge` wrote from this folder before."""
         try:
             return set((self.folder / LEDGER).read_text().split())
         except OSError:
@@ -73,16 +77,27 @@ class Export:
             if error.errno in FULL:
                 raise  # a read-only folder keeps no notes, so later merges need --overwrite
 
+    def _is_own(self, path: Path, name: str) -> bool:
+        return path.is_file() and not path.is_symlink() and _digest(name, path.read_bytes()) in self._own_digests
+
+    def _write(self, path: Path, name: str, data: bytes) -> None:
+        """Write a file, with a digest of the name. ValueError if one is there that `merge` did not write."""
+        if path.is_symlink() or path.exists():
+            if path.is_file() and path.read_bytes() == data:
+                self.written += 1
+                return
+            if path.is_dir() or not (self.overwrite or self._is_own(path, name)):
+                raise ValueError(f"{path}: {_NOT_OURS}")
+        self._note(_digest(name, data))
+        replace_file(path, data)
+        self.written += 1
+
     def _write_file(self, path: Path, data: bytes) -> None:
-        """Write one file, unless it holds records, or `merge` did not write it."""
+        """Write one file, unless it would be one of the records' own."""
         if path.parent.resolve() == self.folder.resolve() and fnmatchcase(path.name, SHARDS):
             raise ValueError(f"{path} has a name of records, such as captions-00000.jsonl; choose another name")
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not self.overwrite and _digest(path.name, path.read_bytes()) not in self._own_digests():
-            raise ValueError(f"{path}: {NOT_OURS}; --overwrite replaces it")
-        self._note(_digest(path.name, data))
-        replace_file(path, data)
-        self.written += 1
+        self._write(path, path.name, data)
 
     # --- texts and metadata of pictures -----------------------------------------------------------------------------
 
@@ -90,37 +105,24 @@ class Export:
         groups_by_file: dict[Path, list[list[Record]]] = {}
         for picture, group in self._pictures(records, folder):
             groups_by_file.setdefault(picture.with_suffix(self.extension), []).append(group)
-        own_digests = self._own_digests()
         for file, groups in groups_by_file.items():
             captioned = [group for group in groups if any(record.has_text for record in group)]
             try:
                 if len(captioned) > 1:
                     keys = " and ".join(group[0].key for group in captioned)
-                    self.refused.append(f"{file}: it would be the text of {keys}")
-                elif captioned:
-                    self._write_text(file, captioned[0], own_digests)
-                elif file.is_file() and _digest(groups[0][0].key, file.read_bytes()) in own_digests:
-                    self.refused.append(f"{file}: it is of an earlier merge, and its picture has no caption any more")
+                    raise ValueError(f"{file}: it would be the text of {keys}")
+                if captioned:
+                    captions = [record.caption for record in captioned[0] if record.caption is not None]
+                    data = encoded("".join(f"{caption}\n" for caption in captions))
+                    self._write(file, captioned[0][0].key, data)
+                elif self._is_own(file, groups[0][0].key):
+                    raise ValueError(f"{file}: it is of an earlier merge, and its picture has no caption any more")
+            except ValueError as error:
+                self.refused.append(str(error))
             except OSError as error:
                 if error.errno in FULL:
                     raise
                 self.refused.append(f"{file}: {error.strerror}")
-
-    def _write_text(self, file: Path, records: Sequence[Record], own_digests: set[str]) -> None:
-        """Write a line for every record of one picture."""
-        data = encoded("".join(f"{record.caption}\n" for record in records if record.caption is not None))
-        key = records[0].key
-        if file.is_symlink() or file.exists():
-            if file.is_file() and file.read_bytes() == data:
-                self.written += 1
-                return
-            is_own = file.is_file() and not file.is_symlink() and _digest(key, file.read_bytes()) in own_digests
-            if not is_own and not (self.overwrite and not file.is_dir()):
-                self.refused.append(f"{file}: {NOT_OURS}")
-                return
-        self._note(_digest(key, data))
-        replace_file(file, data)
-        self.written += 1
 
     def _imagefolder_lines(self, records: Sequence[Record], folder: Path) -> Iterator[str]:
         """Yield lines as the imagefolder builder of `datasets` reads them, with a column for every prompt."""

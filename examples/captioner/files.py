@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -61,8 +62,8 @@ def end_with_launcher() -> None:
 def lock(folder: Path, *, alone: bool) -> Iterator[Callable[[], None]]:
     """Keep other runs out of a folder for the length of a with block, or until the process ends.
 
-    Yields a function that lets other processes of the same run in. Without locks in the file system or the operating
-    system, other runs are not kept out.
+    Yields a function that lets other processes of the same run in. Without locks in the file system, other runs are not
+    kept out.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -70,11 +71,6 @@ def lock(folder: Path, *, alone: bool) -> Iterator[Callable[[], None]]:
     except OSError as error:
         raise ValueError(f"cannot write to {folder}: {error.strerror}") from None
     with file:
-        try:
-            import fcntl
-        except ImportError:  # pragma: no cover, only Windows lacks it
-            yield lambda: None
-            return
         # Without this, loaders of data would keep the lock of a killed process until they notice its end.
         os.register_at_fork(after_in_child=file.close)
         try:

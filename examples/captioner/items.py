@@ -67,40 +67,38 @@ class Item:
 
 def open_item(item: Item) -> BinaryIO:
     """Open the bytes of an item as a binary file, which the caller closes."""
-    if item.problem is None and item.row is None and item.length is None:
-        return _open_file(item.file)
-    return io.BytesIO(read(item))
-
-
-def read(item: Item) -> bytes:
-    """Read the bytes of an item. Raises as `open_item` does."""
     if item.problem is not None:
         raise ValueError(item.problem)
     if item.row is not None:
-        return _bytes_of(_row_readers(item)[item.column or ""](), item)
-    with _open_file(item.file) as file:
-        file.seek(item.offset)
-        data = file.read() if item.length is None else file.read(item.length)
-    if item.length is not None and len(data) < item.length:
-        raise ValueError(f"the shard ends within the file ({len(data)} of {item.length} bytes)")
-    return data
-
-
-def _open_file(name: str) -> BinaryIO:
-    path = Path(name)
+        return _open_value(_value_of_row(item), item)
+    path = Path(item.file)
     if not path.is_file() and not path.is_dir() and path.exists():
         raise OSError(f"{path.name} is a pipe, socket or device")  # opening a pipe would wait for its writer
-    return path.open("rb")
+    file = path.open("rb")
+    if item.length is None:
+        return file
+    with file:
+        file.seek(item.offset)
+        data = file.read(item.length)
+    if len(data) < item.length:
+        raise ValueError(f"the shard ends within the file ({len(data)} of {item.length} bytes)")
+    return io.BytesIO(data)
 
 
-def _bytes_of(value: object, item: Item) -> bytes:
-    if isinstance(value, Mapping):  # the form in which the datasets library stores pictures
-        value = value.get("bytes") or value.get("path")
+def _open_value(value: object, item: Item) -> BinaryIO:
     if isinstance(value, str):
-        return read(Item(key=item.key, file=str(Path(item.file).parent / value)))
-    if not isinstance(value, bytes | bytearray):
+        return open_item(Item(key=item.key, file=str(Path(item.file).parent / value)))
+    if not isinstance(value, bytes):
         raise ValueError(f"expected bytes or a path in column {item.column}, got {type(value).__name__}")
-    return bytes(value)
+    return io.BytesIO(value)
+
+
+def _value_of_row(item: Item) -> object:
+    """Return the bytes of a row's picture, or a path to them."""
+    value = _row_readers(item)[item.column or ""]()
+    if isinstance(value, Mapping):  # the form in which the datasets library stores pictures
+        return value.get("bytes") or value.get("path")
+    return value
 
 
 _reading = Lock()
@@ -159,10 +157,7 @@ def stamp(item: Item) -> str | None:
 
 def holds_bytes(item: Item) -> bool:
     """Tell whether an item's file holds its bytes, and not a path to them."""
-    if item.row is None:
-        return True
-    value = _row_readers(item)[item.column or ""]()
-    return isinstance(value.get("bytes") if isinstance(value, Mapping) else value, bytes | bytearray)
+    return item.row is None or isinstance(_value_of_row(item), bytes)
 
 
 def checksum(file: BinaryIO) -> str:
@@ -192,8 +187,8 @@ def fields(item: Item, named: set[str]) -> dict[str, Value]:
         return by_name
     metadata: dict[str, Value] = {}
     for suffix, part in _metadata_items(item):
-        with suppress(FileNotFoundError):
-            text = read(part).decode("utf-8-sig")
+        with suppress(FileNotFoundError), open_item(part) as file:
+            text = file.read().decode("utf-8-sig")
             if suffix == "txt":
                 metadata["txt"] = text.strip()
                 continue

@@ -43,8 +43,7 @@ class Record:
         return bool(self.caption and self.caption.strip())
 
 
-_NAMES = tuple(field.name for field in fields(Record))
-_LATER_NAMES = ("asked", "source", "row", "checksum", "stamp")  # records of the first version lack these
+_NAMES = frozenset(field.name for field in fields(Record))
 SHARDS = "captions-" + "[0-9]" * 5 + "*.jsonl"
 """Pattern of the names of shards."""
 Entry = dict[str, Any]
@@ -54,15 +53,6 @@ Entry = dict[str, Any]
 def json_lines(records: Iterable[Record]) -> bytes:
     """Return a line of JSON for every record."""
     return encoded("".join(json.dumps(asdict(record), ensure_ascii=False) + "\n" for record in records))
-
-
-def read_line(line: str) -> Record | None:
-    """Return the record of a line of JSON; None for another line."""
-    try:
-        values = json.loads(line)
-        return Record(**{name: values[name] for name in _NAMES if name not in _LATER_NAMES or name in values})
-    except (ValueError, KeyError, TypeError):
-        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,10 +134,9 @@ class Journal:
         entries = [entry for entry in all_entries if run in (None, entry["run"])]
         if entries:
             return entries[-1]
-        names = ", ".join(dict.fromkeys(entry["run"] for entry in all_entries))
-        others = f", but {names}" if names else ""
+        names = dict.fromkeys(entry["run"] for entry in all_entries)
         which = "no run" if run is None else f"no run {run}"
-        raise ValueError(f"{which} has written to {self.folder}{others}")
+        raise ValueError(f"{which} has written to {self.folder}; its runs: {', '.join(names) or 'none'}")
 
     def manifest(self) -> dict[str, list[Entry]]:
         """Read the entries of all starts in this folder."""
@@ -173,6 +162,10 @@ class Journal:
 def _read_shard(shard: Path) -> Iterator[Record]:
     with shard.open(encoding="utf-8", errors="replace") as file:
         for line in file:
-            record = read_line(line) if line.endswith("\n") else None  # a torn line may look complete
-            if record is not None:
+            try:
+                values = json.loads(line)
+                record = Record(**{name: values[name] for name in _NAMES & values.keys()})
+            except (ValueError, TypeError, AttributeError):  # no record
+                continue
+            if line.endswith("\n"):  # a torn line may look complete
                 yield record

@@ -1,14 +1,9 @@
 """Caption pictures and videos with a Qwen-VL model whose vision tower is accelerated by hf_vit_accel.
 
-    python examples/captioner/main.py caption photos --output captions --model Qwen/Qwen3-VL-8B-Instruct
-    accelerate launch --num_processes 4 examples/captioner/main.py caption photos --output captions --model ...
-    python examples/captioner/main.py merge captions captions.jsonl  # or photos/metadata.jsonl
-    python examples/captioner/main.py merge captions photos          # photos/NAME.txt beside every photos/NAME.jpg
-
-Every process writes JSON lines into the output folder, batch by batch. Items that have a record of the same model,
-prompt and settings are not captioned again. After a kill, start the same command once more, with any number of
-processes. Processes wait for each other only until all have loaded the model and shared out the work, through a common
-file system.
+python examples/captioner/main.py caption photos --output captions --model Qwen/Qwen3-VL-8B-Instruct
+accelerate launch --num_processes 4 examples/captioner/main.py caption photos --output captions --model ...
+python examples/captioner/main.py merge captions captions.jsonl  # or photos/metadata.jsonl
+python examples/captioner/main.py merge captions photos          # photos/NAME.txt beside every photos/NAME.jpg
 """
 
 # ruff: noqa: E402, a launcher may be killed during the imports, which take seconds
@@ -31,9 +26,8 @@ def _stop(*_: object) -> None:
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # this folder would hide modules of other packages
-from captioner.files import CANNOT_WRITE, end_with_launcher, lock, say, some
+    from captioner.files import end_with_launcher
 
-if __name__ == "__main__":
     end_with_launcher()
     signal.signal(signal.SIGINT, _stop)
 
@@ -49,9 +43,10 @@ except ModuleNotFoundError:
 
 import hf_vit_accel
 from captioner.batches import measured, share
-from captioner.exports import NOT_OURS, Export
+from captioner.exports import Export
+from captioner.files import CANNOT_WRITE, lock, say, some
 from captioner.journal import Journal
-from captioner.messages import cannot_load, exit_by, incomplete, manifest_entry, stop
+from captioner.messages import cannot_load, exit_by, incomplete, stop
 from captioner.model import Captioner, load_model
 from captioner.options import MaxFailures, Options, takes_options
 from captioner.prepare import Prepared, prepare
@@ -67,12 +62,12 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @takes_options
 def caption(options: Options) -> None:
     """Caption pictures and videos."""
-    run = _Run(options, _join_processes())
+    state = _join_processes()
     try:
         with ExitStack() as stack:
-            ready = run.caption(stack)
+            ready = _caption(options, state, stack)
     except KeyboardInterrupt:
-        if not run.is_first:
+        if not state.is_main_process:
             raise typer.Exit(130) from None
         stop("stopped", 130)
     except OSError as error:
@@ -81,9 +76,9 @@ def caption(options: Options) -> None:
         stop(f"cannot write to {options.output}: {error.strerror}", 1)
     if options.dry_run:
         return
-    records = Journal(options.output).select(ready.run).records
+    records = Journal(options.output).select(ready.entry["run"]).records
     is_complete = len(records) >= ready.plan.expected_by_prompt.total()  # so the other processes have ended, too
-    if is_complete and (ready.plan.tasks or run.is_first):
+    if is_complete and (ready.plan.tasks or state.is_main_process):
         exit_by(records, 0, options.max_failures, ready.clashed)
 
 
@@ -96,93 +91,79 @@ def _join_processes() -> PartialState:
     return PartialState(cpu=cpu, **patience.to_kwargs())
 
 
-class _Run:
-    """The run of one process."""
-
-    def __init__(self, options: Options, state: PartialState) -> None:
-        self.options = options
-        self.state = state
-        self.is_first = state.is_main_process
-        self.on_cuda = state.device.type == "cuda"
-
-    def caption(self, stack: ExitStack) -> Prepared:
-        """Caption the share of this process. The output folder is locked as long as the stack is open."""
-        options = self.options
-        ready = self._prepare(stack)
-        if options.dry_run:
-            return ready
-        captioner = self._load(ready) if ready.plan.tasks else None
-        if self.is_first:  # the others write only after all headers are read, below
-            self._begin(ready, captioner)
-        processor = captioner.processor if captioner else None
-        tasks = measured(ready.plan.tasks, processor, self.state)
-        self.state.destroy_process_group()  # from here on no process waits for another
-        if captioner is not None:
-            tasks = share(tasks, self.state.process_index, self.state.num_processes)
-            progress = Progress(len(tasks), sum(task.tokens for task in tasks), is_shown=self.is_first)
-            worker = Worker(
-                captioner=captioner,
-                journal=Journal(options.output, ready.start),
-                progress=progress,
-                process=self.state.process_index,
-                run=ready.run,
-                bounds=captioner.bounds(options.batch_size, options.batch_tokens),
-            )
-            worker.work(tasks)
-            if self.is_first and not options.no_patch:
-                print(hf_vit_accel.status(captioner.model))
-            print(f"  process {self.state.process_index}: {progress.summary()}", flush=True)
+def _caption(options: Options, state: PartialState, stack: ExitStack) -> Prepared:
+    """Caption the share of this process. The output folder is locked as long as the stack is open."""
+    ready = _prepare(options, state, stack)
+    if options.dry_run:
         return ready
-
-    def _prepare(self, stack: ExitStack) -> Prepared:
-        """Prepare the run in the first process, and hand it to the others."""
-        answer: list[tuple[Prepared | None, str | None]] = [(None, None)]
-        if self.is_first:
-            try:
-                answer = [(prepare(self.options, self.on_cuda, stack), None)]
-            except (OSError, ValueError) as error:
-                answer = [(None, str(error))]
-        ready, mistake = broadcast_object_list(answer)[0]
-        if ready is None:
-            raise typer.BadParameter(mistake or "") if self.is_first else typer.Exit(2)
-        if not self.is_first and not self.options.dry_run:
-            stack.enter_context(lock(self.options.output, alone=False))
-        return ready
-
-    def _load(self, ready: Prepared) -> Captioner:
-        """Load processor and model. A mistake ends the process."""
-        options = self.options
-        commit = ready.settings.get("revision")
-        dtype = getattr(torch, options.dtype_on(self.on_cuda))
-        try:
-            processor: ProcessorMixin = load_processor(options.model, commit)
-            limit_pixels(processor, options.min_pixels, options.max_pixels)
-            model: PreTrainedModel = load_model(options.model, dtype, self.state.device, commit)
-            return Captioner(
-                model,
-                processor,
-                max_new_tokens=options.max_new_tokens,
-                temperature=options.temperature,
-                top_p=options.top_p,
-                seed=options.seed,
-                patching=options.patching,
-            )
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            raise typer.BadParameter(cannot_load(options, error)) if self.is_first else typer.Exit(2) from None
-
-    def _begin(self, ready: Prepared, captioner: Captioner | None) -> None:
-        """Note the start, and end the records that are outdated."""
-        if captioner is None:
-            status = "nothing to do"
-        else:
-            status = "stock" if self.options.no_patch else str(hf_vit_accel.status(captioner.model))
-        device = torch.cuda.get_device_name() if self.on_cuda else "cpu"
-        journal = Journal(self.options.output, ready.start)
-        journal.note(manifest_entry(self.options, ready, self.state.num_processes, device, status))
+    captioner = _load(options, state, ready) if ready.plan.tasks else None
+    journal = Journal(options.output, ready.start)
+    if state.is_main_process:  # the others write only after all headers are read, below
+        status = "stock" if options.no_patch else "nothing to do"
+        if captioner and not options.no_patch:
+            status = str(hf_vit_accel.status(captioner.model))
+        device = torch.cuda.get_device_name() if state.device.type == "cuda" else "cpu"
+        journal.note(ready.entry | {"processes": state.num_processes, "device": device, "status": status})
         if ready.plan.updates:
             journal.append(0, ready.plan.updates)
+    tasks = measured(ready.plan.tasks, captioner.processor if captioner else None, state)
+    state.destroy_process_group()  # from here on no process waits for another
+    if captioner is None:
+        return ready
+    tasks = share(tasks, state.process_index, state.num_processes)
+    progress = Progress(len(tasks), sum(task.tokens for task in tasks), is_shown=state.is_main_process)
+    worker = Worker(
+        captioner=captioner,
+        journal=journal,
+        progress=progress,
+        process=state.process_index,
+        run=ready.entry["run"],
+        bounds=captioner.bounds(options.batch_size),
+    )
+    worker.work(tasks)
+    if state.is_main_process and not options.no_patch:
+        print(hf_vit_accel.status(captioner.model))
+    print(f"  process {state.process_index}: {progress.summary()}", flush=True)
+    return ready
+
+
+def _prepare(options: Options, state: PartialState, stack: ExitStack) -> Prepared:
+    """Prepare the run in the first process, and hand it to the others."""
+    answer: list[tuple[Prepared | None, str | None]] = [(None, None)]
+    if state.is_main_process:
+        try:
+            answer = [(prepare(options, state.device.type == "cuda", stack), None)]
+        except (OSError, ValueError) as error:
+            answer = [(None, str(error))]
+    ready, mistake = broadcast_object_list(answer)[0]
+    if ready is None:
+        raise typer.BadParameter(mistake or "") if state.is_main_process else typer.Exit(2)
+    if not state.is_main_process and not options.dry_run:
+        stack.enter_context(lock(options.output, alone=False))
+    return ready
+
+
+def _load(options: Options, state: PartialState, ready: Prepared) -> Captioner:
+    """Load processor and model. A mistake ends the process."""
+    commit = ready.entry["settings"].get("revision")
+    dtype = getattr(torch, ready.entry["settings"]["dtype"])
+    try:
+        processor: ProcessorMixin = load_processor(options.model, commit)
+        limit_pixels(processor, options.min_pixels, options.max_pixels)
+        model: PreTrainedModel = load_model(options.model, dtype, state.device, commit)
+        return Captioner(
+            model,
+            processor,
+            max_new_tokens=options.max_new_tokens,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            seed=options.seed,
+            patching=options.patching,
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise typer.BadParameter(cannot_load(options, error)) if state.is_main_process else typer.Exit(2) from None
 
 
 @app.command()
@@ -227,22 +208,15 @@ def merge(
         print(f"wrote {export.contents} of run {selection.entry['run']} to {result}")
     elif not any(record.has_text for record in selection.records):
         print(f"nothing was written to {result}: no record has a caption")
-    _print_unwritten(export, result)
-    has_failed = bool(export.refused) or not export.written
-    exit_by(selection.records, selection.missing, max_failures, has_failed)
-
-
-def _print_unwritten(export: Export, result: Path) -> None:
-    """Print which pictures are absent and which files were refused."""
     if export.absent:
         folder = result if result.is_dir() else result.parent
         say(f"{len(export.absent)} pictures are not in {folder}, and got no text: {some(export.absent)}")
     for line in export.refused[:_SHOWN_FILES]:
         say(f"not written: {line}")
     if export.refused:
-        has_files = any(line.endswith(NOT_OURS) for line in export.refused)
-        advice = "; --extension .caption names texts otherwise, --overwrite replaces files" if has_files else ""
-        print(f"{len(export.refused)} not written{advice}")
+        print(f"{len(export.refused)} not written")
+    has_failed = bool(export.refused) or not export.written
+    exit_by(selection.records, selection.missing, max_failures, has_failed)
 
 
 if __name__ == "__main__":

@@ -2,46 +2,17 @@
 
 from __future__ import annotations
 
-import platform
 import shlex
 from collections.abc import Sequence
-from datetime import UTC, datetime
-from types import ModuleType
 from typing import NoReturn
 
-import accelerate
-import torch
-import transformers
 import typer
 
-import hf_vit_accel
-from captioner.files import say
-from captioner.journal import Entry, Record, Selection
+from captioner.files import say, some
+from captioner.journal import Record, Selection
 from captioner.options import Options
-from captioner.prepare import Prepared
 
 _SHOWN_ERRORS = 5
-_SHOWN_KEYS = 3
-_MODULES: tuple[ModuleType, ...] = (torch, transformers, accelerate, hf_vit_accel)
-
-
-def manifest_entry(options: Options, ready: Prepared, processes: int, device: str, status: str) -> Entry:
-    """Return the manifest's entry of a start."""
-    versions = {module.__name__: module.__version__ for module in _MODULES}
-    return {
-        "run": ready.run,
-        "begun": datetime.now(UTC).isoformat(timespec="seconds"),
-        "model": ready.title,
-        "settings": ready.settings,
-        "prompts": options.prompts,
-        "inputs": options.inputs,
-        "root": ready.root,
-        "records_by_prompt": dict(ready.plan.expected_by_prompt),
-        "processes": processes,
-        "device": device,
-        "versions": versions | {"python": platform.python_version()},
-        "status": status,
-    }
 
 
 def cannot_load(options: Options, error: Exception) -> str:
@@ -71,8 +42,7 @@ def exit_by(records: Sequence[Record], missing: int, max_failures: float, has_fa
             keys_of.setdefault(_first_line(record.error or ""), []).append(record.key)
     errors = sum(map(len, keys_of.values()))
     for error, keys in sorted(keys_of.items(), key=lambda item: -len(item[1]))[:_SHOWN_ERRORS]:
-        more = [] if len(keys) <= _SHOWN_KEYS else ["..."]
-        say(f"  error, {len(keys)} x {error} ({', '.join(keys[:_SHOWN_KEYS] + more)})")
+        say(f"  error, {len(keys)} x {error} ({some(keys)})")
     if errors:
         print("  the records of status error in the output folder name all files")
     empty = sum(record.status == "ok" and not record.has_text for record in records)
@@ -95,7 +65,6 @@ def incomplete(selection: Selection) -> str:
     for (other_run, prompt), count in selection.others.most_common():
         names.append(f"--run {other_run} --prompt {shlex.quote(prompt)} ({count} more)")
     reason = f"the newest captions (run {run}) are {len(selection.records)} records, and others are of more pictures"
-    ending = ""
     if selection.missing:
-        ending = f"; or start its command again, which writes the {selection.missing} records that it lacks"
-    return f"{reason}; name what to merge: {', or '.join(names)}{ending}"
+        names.append(f"start its command again, which writes the {selection.missing} records that it lacks")
+    return f"{reason}; name what to merge: {', or '.join(names)}"

@@ -33,7 +33,6 @@ from captioner.batches import Bounds
 _PIXELS = frozenset({"pixel_values", "pixel_values_videos"})
 _SHARE_OF_MEMORY = 0.7
 """The part of the free memory for caches, pixels and features of batches. The rest is for forwards and graphs."""
-_PROMPT_TOKENS = 256  # assumed for the text of a prompt
 _SMALLEST = 1e-300  # a uniform sample of 0 has no logarithm
 Inputs = dict[str, Any]
 """Inputs of the model: tensors by name, and under "arrived" the event that ends their way to the GPU."""
@@ -108,22 +107,22 @@ class Captioner:
         has_torchvision = getattr(self.processor.image_processor, "backend", "torchvision") == "torchvision"
         return self.model.device.type == "cuda" and is_torchvision_available() and has_torchvision
 
-    def bounds(self, items: int | None = None, tokens: int | None = None) -> Bounds:
-        """Return the bounds of batches: the user's, else as many items as the GPU's free memory holds.
+    def bounds(self, items: int | None = None) -> Bounds:
+        """Return the bounds of batches: what the GPU's free memory holds, and at most as many items as the user says.
 
         Stock prefills all rows at once, padded to the longest, and decodes each batch from copies of its cache.
         """
         if self.patching is None or self.model.device.type != "cuda":
-            return Bounds(items=items or 64, tokens=tokens or 16384)
+            return Bounds(items=items or 64, tokens=16384, new_tokens=self.max_new_tokens)
         free, _ = torch.cuda.mem_get_info(self.model.device)
         free += torch.cuda.memory_reserved(self.model.device) - torch.cuda.memory_allocated(self.model.device)
         return Bounds(
             items=items or 256,
-            tokens=tokens or sys.maxsize,
+            tokens=sys.maxsize,
             nbytes=_SHARE_OF_MEMORY * free,
             slot_bytes=self._slot_bytes(),
             token_bytes=self._vision_token_bytes(),
-            other_tokens=_PROMPT_TOKENS + self.max_new_tokens,
+            new_tokens=self.max_new_tokens,
         )
 
     def _slot_bytes(self) -> int:

@@ -37,14 +37,6 @@ class Options:
     seed: Annotated[int, typer.Option(help="Seed of sampling; the seed of every record is derived from it.")] = 0
     min_pixels: Annotated[int | None, typer.Option(min=1, help="Smaller pictures are enlarged to it.")] = None
     max_pixels: Annotated[int | None, typer.Option(min=1, help="Larger pictures are reduced to it.")] = None
-    batch_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Most vision tokens (merged patches) in a batch; by default what the GPU's memory holds, or 16384 "
-            "without a GPU or patch.",
-        ),
-    ] = None
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Most items in a batch; by default 256, or 64 without a GPU or patch.")
     ] = None
@@ -57,7 +49,8 @@ class Options:
     ] = False
     column: Annotated[str | None, typer.Option(help="Column of the pictures in parquet files.")] = None
     root: Annotated[
-        Path | None, typer.Option(help="Folder that keys are relative to; by default that of the folder's last run.")
+        Path | None,
+        typer.Option(exists=True, file_okay=False, help="Folder that keys are relative to; else that of the last run."),
     ] = None
     limit: Annotated[int | None, typer.Option(min=1, help="Caption the first items only.")] = None
     attempt: Annotated[int, typer.Option(min=1, help="Caption everything anew with a number that is new.")] = 1
@@ -81,16 +74,12 @@ class Options:
             return None
         return {"reuse": hf_vit_accel.ReuseConfig(across_calls=True) if len(self.prompts) > 1 else False}
 
-    def dtype_on(self, on_cuda: bool) -> str:
-        """Return the name of the model's dtype."""
-        return self.dtype or ("bfloat16" if on_cuda else "float32")
-
     def settings(self, on_cuda: bool) -> Settings:
         """Return the options that change captions, beside the checkpoint."""
         settings = {
             "max_new_tokens": self.max_new_tokens,
             "sampling": [self.temperature, self.top_p, self.seed] if self.temperature else None,
-            "dtype": self.dtype_on(on_cuda),
+            "dtype": self.dtype or ("bfloat16" if on_cuda else "float32"),
             "pixels": [self.min_pixels, self.max_pixels],
         }
         return settings if self.attempt == 1 else settings | {"attempt": self.attempt}

@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
 from PIL.Image import Transpose
+from transformers import video_utils
+from transformers.video_utils import VideoMetadata
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
     from transformers.video_processing_utils import BaseVideoProcessor
-    from transformers.video_utils import VideoMetadata
 
 
 REFUSE_ABOVE = 89_478_485
@@ -44,9 +45,6 @@ _FORMATS = ("AVIF", "BMP", "DIB", "GIF", "HEIF", "JPEG", "JPEG2000", "PNG", "PPM
 
 
 def _open(file: BinaryIO) -> Image.Image:
-    if not file.seek(0, 2):
-        raise ValueError("the file is empty")
-    file.seek(0)
     Image.init()
     try:
         # An open file, no name: by name, Pillow 13 scrambles uncompressed TIFFs whose orientation swaps the sides.
@@ -122,15 +120,14 @@ def read_frames(file: BinaryIO, suffix: str, processor: ProcessorMixin) -> tuple
 
     Other frames are not kept: all frames of a minute in full HD are 11 GB.
     """
-    if getattr(processor, "video_processor", None) is None:
+    has_torchcodec = video_utils.is_torchcodec_available()
+    has_decoder = has_torchcodec or video_utils.is_av_available()
+    if not has_decoder or getattr(processor, "video_processor", None) is None:
         raise ValueError("videos need a decoder (pip install av) and the torchvision that belongs to your torch")
-    decoder = _video_decoder()
-    if not file.seek(0, 2):
-        raise ValueError("the file is empty")
+    decoder = "torchcodec" if has_torchcodec else "pyav"
     if hasattr(file, "name"):
         return _load_video(str(file.name), decoder, processor.video_processor)
     # The decoders need a path, and this file is in memory.
-    file.seek(0)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"video{suffix}"
         path.write_bytes(file.read())
@@ -140,25 +137,10 @@ def read_frames(file: BinaryIO, suffix: str, processor: ProcessorMixin) -> tuple
             raise ValueError(f"{type(error).__name__}: {error}".replace(folder, "")) from None
 
 
-def _video_decoder() -> str:
-    """Return transformers' name for the first video decoder that is installed; ValueError without one."""
-    from transformers import video_utils
-
-    if video_utils.is_torchcodec_available():
-        return "torchcodec"
-    if video_utils.is_av_available():
-        return "pyav"
-    if video_utils.is_cv2_available():
-        return "opencv"
-    raise ValueError("videos need a decoder: pip install av")
-
-
 def _load_video(path: str, decoder: str, video_processor: BaseVideoProcessor) -> tuple[np.ndarray, VideoMetadata]:
-    from transformers import video_utils
-
     def sample(metadata: VideoMetadata, **_: object) -> np.ndarray:
-        # pyav finds no number of frames in most `.webm` and `.mkv` files; opencv finds -1 in damaged data.
-        if (metadata.total_num_frames or 0) <= 0:
+        # pyav finds no number of frames in most `.webm` and `.mkv` files.
+        if not metadata.total_num_frames:
             reason = f"{decoder} does not find out how many frames there are"
             raise ValueError(f"{reason}: the file is damaged or no video, or needs torchcodec (pip install torchcodec)")
         _check_size(metadata.width, metadata.height)

@@ -25,15 +25,14 @@ class Plan:
     outdated: int = 0  # captions
     expected_by_prompt: Counter[str] = field(default_factory=Counter)  # records in the end
     errors: int = 0  # earlier ones that are not retried
-    records: int = 0  # earlier ones
-    matching: int = 0  # how many of them belong to these items
+    matching: int = 0  # earlier records of these items
 
 
 def make_plan(
     items: Sequence[Item], prompts: Sequence[str], records: Sequence[Record], *, retry_errors: bool = False
 ) -> Plan:
     """Plan the remaining work."""
-    plan = Plan(records=len(records))
+    plan = Plan()
     item_by_key = {item.key: item for item in items}
     # The error of a damaged shard has the shard's own key. Once the shard is mended, no item has that key.
     mended_shards = {item.source for item in items if item.source} - item_by_key.keys()
@@ -64,17 +63,18 @@ def make_plan(
 def _compare_with_files(records: Sequence[Record], item_by_key: Mapping[str, Item]) -> list[bool | None]:
     """Return whether records hold for their items; None for those without an item, or one that cannot be read."""
 
-    def compare(part: Sequence[Record]) -> list[bool | None]:
-        items = [item_by_key.get(record.key) for record in part]
-        return [None if item is None else holds(record, item) for record, item in zip(part, items, strict=True)]
+    def compare(start: int) -> list[bool | None]:
+        part = records[start : start + _COMPARED_AT_A_TIME]
+        return [holds(record, item_by_key.get(record.key)) for record in part]
 
-    parts = [records[start : start + _COMPARED_AT_A_TIME] for start in range(0, len(records), _COMPARED_AT_A_TIME)]
     with ThreadPoolExecutor(8) as pool:  # asks the file system, and reads the files that have another time
-        return list(chain.from_iterable(pool.map(compare, parts)))
+        return list(chain.from_iterable(pool.map(compare, range(0, len(records), _COMPARED_AT_A_TIME))))
 
 
-def holds(record: Record, item: Item) -> bool | None:
+def holds(record: Record, item: Item | None) -> bool | None:
     """Tell whether an item still has the picture and the filled prompt of a record; None if it cannot be read."""
+    if item is None:
+        return None
     is_same_picture = same_picture(record, item)
     if not is_same_picture or named([record.prompt]) <= _FIELDS_OF_NAME or not (record.asked or record.error):
         return is_same_picture

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import platform
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
+from datetime import UTC, datetime
 
+import accelerate
+import torch
+import transformers
+
+import hf_vit_accel
 from captioner.checkpoints import identity
-from captioner.files import Settings, fingerprint, lock, say, some
+from captioner.files import fingerprint, lock, say, some
 from captioner.journal import Entry, Journal
 from captioner.options import Options
 from captioner.plan import Plan, check_prompts, make_plan
@@ -18,12 +25,9 @@ from captioner.sources import Found, find
 class Prepared:
     """A run that can begin."""
 
-    run: str
     start: int  # number of this start in the output folder
-    settings: Settings
+    entry: Entry  # of this start in the manifest, with the name of its run
     plan: Plan
-    title: str
-    root: str
     clashed: bool  # items share a key
 
 
@@ -45,41 +49,41 @@ def prepare(options: Options, on_cuda: bool, stack: ExitStack) -> Prepared:
     if plan.tasks:
         captioned = {record.prompt for record in records if record.caption is not None}
         check_prompts([prompt for prompt in options.prompts if prompt not in captioned], items)
-    _say_plan(plan, len(items), run)
+    _say_plan(plan, len(items), len(records), run)
     if last_start and not records:
         last_settings = last_start.get("settings", {})
         changed = [name for name in settings if settings[name] != last_settings.get(name)]
         say(f"a new run: {' and '.join(changed) or 'nothing'} changed")
     if share_lock is not None:
         share_lock()
-    return Prepared(
-        run=run,
-        start=len(starts),
-        settings=settings,
-        plan=plan,
-        title=title,
-        root=found_items.root,
-        clashed=bool(found_items.clashes),
-    )
+    versions = {module.__name__: module.__version__ for module in (torch, transformers, accelerate, hf_vit_accel)}
+    entry = {
+        "run": run,
+        "begun": datetime.now(UTC).isoformat(timespec="seconds"),
+        "model": title,
+        "settings": settings,
+        "prompts": options.prompts,
+        "inputs": options.inputs,
+        "root": found_items.root,
+        "records_by_prompt": dict(plan.expected_by_prompt),
+        "versions": versions | {"python": platform.python_version()},
+    }
+    return Prepared(start=len(starts), entry=entry, plan=plan, clashed=bool(found_items.clashes))
 
 
 def _root(options: Options, last_start: Entry) -> str | None:
-    if options.root is None:
-        last_root = last_start.get("root")  # so that files keep their keys
-        return last_root if last_root and Path(last_root).is_dir() else None
-    if not options.root.is_dir():
-        raise ValueError(f"--root {options.root} is no folder")
-    return str(options.root.resolve())
+    root = options.root or last_start.get("root")  # so that files keep their keys
+    return os.path.realpath(root) if root and os.path.isdir(root) else None
 
 
-def _say_plan(plan: Plan, items: int, run: str) -> None:
+def _say_plan(plan: Plan, items: int, records: int, run: str) -> None:
     say(f"{items} items, {len(plan.tasks)} of them to caption (run {run})")
     if items and not plan.tasks:
         say("Nothing is left. --no-patch begins no new run; --attempt with a new number captions everything anew.")
     if plan.outdated:
         say(f"{plan.outdated} captions are outdated, since their pictures or filled prompts changed")
-    if plan.records and not plan.matching:
-        say(f"None of the {plan.records} records here is of these inputs; are they another copy? Then see --root.")
+    if records and not plan.matching:
+        say(f"None of the {records} records here is of these inputs; are they another copy? Then see --root.")
     if plan.errors:
         say(f"{plan.errors} earlier errors are left alone; --retry-errors tries them again")
 

@@ -56,27 +56,19 @@ def find(inputs: list[str], *, column: str | None = None, root: str | None = Non
 # --- files, and one name for every file ------------------------------------------------------------------------------
 
 
-@cache  # the folder of every picture is looked up
-def _real_folder(folder: str) -> str:
-    return os.path.realpath(folder)
+_real_folder = cache(os.path.realpath)  # the folder of every picture is looked up
 
 
 def key_of(path: str | Path, root: str) -> str:
     """Return the path of a file relative to the root: different for every file, equal for all spellings of one."""
     folder = _real_folder(os.path.join(os.getcwd(), os.path.dirname(path)))
     real = os.path.join(folder, os.path.basename(path))
-    try:
-        return Path(os.path.relpath(real, root)).as_posix()
-    except ValueError:  # another drive on Windows
-        return Path(real).as_posix()
+    return os.path.relpath(real, root)
 
 
 def root_of(inputs: list[str]) -> str:
     """Return the folder that holds all inputs."""
-    try:
-        return os.path.commonpath([_folder_of(Path(name)) for name in inputs])
-    except ValueError:  # several drives on Windows
-        return os.path.realpath(".")
+    return os.path.commonpath([_folder_of(Path(name)) for name in inputs])
 
 
 def _folder_of(path: Path) -> str:

@@ -9,7 +9,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
-from typing import TypeVar
 
 import torch
 from transformers import ProcessorMixin
@@ -27,8 +26,6 @@ _DECODERS = min(16, os.cpu_count() or 1)  # threads
 _AHEAD = 2  # batches that are prepared or wait while the model works
 _AHEAD_ON_GPU = 1  # where they take its memory
 _SLACK_ON_GPU = 4.0  # the GPU resizes fast, so only much larger pictures are reduced on the CPU
-Batch = TypeVar("Batch")
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -76,6 +73,9 @@ def decode(task: Task, processor: ProcessorMixin | None, resize: Resize | None =
     try:
         with open_item(item) as file:
             row = replace(row, checksum=checksum(file), stamp=row.stamp if holds_bytes(item) else None)
+            if not file.read(1):
+                raise ValueError("the file is empty")
+            file.seek(0)
             if item.kind == "video":
                 frames, metadata = read_frames(file, Path(item.key).suffix, processor)
                 return replace(row, medium=Clip(frames, metadata), width=metadata.width, height=metadata.height)
@@ -161,11 +161,8 @@ class Worker:
         records = []
         for row in ready.failed:
             records += self._records_of(row, [])
-        for row, result in zip(ready.rows, self._captions(ready.rows, ready.inputs), strict=True):
-            if isinstance(result, Exception):
-                records += self._records_of(_fail(row, result), [])
-            else:
-                records += self._records_of(row, result)
+        for row, captions in self._captioned(ready.rows, ready.inputs):
+            records += self._records_of(row, captions)
         self.journal.append(self.process, records)
         rows = [*ready.failed, *ready.rows]
         self.progress.add(
@@ -175,8 +172,8 @@ class Worker:
             text=sum(record.tokens or 0 for record in records),
         )
 
-    def _captions(self, rows: Sequence[Row], inputs: list[Inputs]) -> list[list[Caption] | torch.OutOfMemoryError]:
-        """Return the captions of rows, one for every prompt. A row that exceeds the memory alone gives its error.
+    def _captioned(self, rows: Sequence[Row], inputs: list[Inputs]) -> list[tuple[Row, Sequence[Caption]]]:
+        """Return rows with a caption for every prompt. A row that exceeds the memory alone fails.
 
         Only torch's own out-of-memory error counts: a CUDNN_STATUS_NOT_SUPPORTED fails for half a batch, too.
         """
@@ -188,21 +185,21 @@ class Worker:
             failure = error.with_traceback(None)  # a traceback would keep the failed batch's tensors alive
         inputs.clear()  # their pixels are in the memory that is full
         if self.captioner.free_graphs():
-            return self._captions(rows, [])
+            return self._captioned(rows, [])
         if len(rows) == 1:
-            return [failure]
+            return [(_fail(rows[0], failure), [])]
         self.bounds.halve([row.task for row in rows])
         self.progress.counts["halved"] += 1
         middle = len(rows) // 2
-        return [*self._captions(rows[:middle], []), *self._captions(rows[middle:], [])]
+        return [*self._captioned(rows[:middle], []), *self._captioned(rows[middle:], [])]
 
-    def _generate(self, rows: Sequence[Row], inputs: list[Inputs]) -> list[list[Caption]]:
+    def _generate(self, rows: Sequence[Row], inputs: list[Inputs]) -> list[tuple[Row, Sequence[Caption]]]:
         captions_by_prompt = []
         for index, inputs_of_prompt in enumerate(inputs):
             seeds = [self.captioner.seed_of(row.task.item.key, row.task.prompts[index]) for row in rows]
             captions_by_prompt.append(self.captioner.generate(inputs_of_prompt, seeds))
         self.progress.counts["vision"] += self.captioner.vision_tokens(inputs[0])
-        return [list(captions) for captions in zip(*captions_by_prompt, strict=True)]
+        return list(zip(rows, zip(*captions_by_prompt, strict=True), strict=True))
 
     def _records_of(self, row: Row, captions: Sequence[Caption]) -> list[Record]:
         """Return the records of a row, one for every prompt. Prompts with an error need no caption."""
@@ -230,10 +227,10 @@ class Worker:
 
 
 def prepared_ahead(
-    batches: Iterable[Batch], prepare: Callable[[Batch], Result], ahead: int = _AHEAD
-) -> Iterator[Result]:
+    batches: Iterable[list[Task]], prepare: Callable[[list[Task]], Ready], ahead: int
+) -> Iterator[Ready]:
     """Yield the prepared batches in order, and prepare the next ones meanwhile."""
-    pending: deque[Future[Result]] = deque()
+    pending: deque[Future[Ready]] = deque()
     pool = ThreadPoolExecutor(ahead)
     try:
         for batch in batches:

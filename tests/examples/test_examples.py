@@ -91,7 +91,7 @@ def test_existing_captions_are_not_made_again(folder: Path) -> None:
     assert "4 items, 4 of them to caption" in caption(folder)
     assert made_captions(folder) == right_captions(folder)
     before = written_records(folder)
-    again = caption(folder, "--batch-size=1", "--batch-tokens=7", "--no-patch")
+    again = caption(folder, "--batch-size=1", "--no-patch")
     assert "4 items, 0 of them to caption" in again and "captions everything anew" in again
     assert written_records(folder) == before
     assert "4 items, 4 of them to caption" in caption(folder, "--prompt=describe this video .", "--no-patch")

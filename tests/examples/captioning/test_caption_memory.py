@@ -188,8 +188,8 @@ def test_memory_is_planned_from_what_is_free(family: str, monkeypatch: pytest.Mo
     """A row's keys, values, pixels and features, as the model itself makes them."""
     folder = str(CAPTIONERS / family)
     model = load_once(folder, torch.float32, torch.device("cpu"))
-    captioner = Captioner(model, load_processor(folder), patching={})
-    assert captioner.bounds() == Bounds(items=64, tokens=16384)
+    captioner = Captioner(model, load_processor(folder), patching={}, max_new_tokens=80)
+    assert captioner.bounds() == Bounds(items=64, tokens=16384, new_tokens=80)
     inputs = captioner.encode([draw(1, FAMILIES[family])[0]], ["describe this picture ."])
     cache = model(**inputs).past_key_values
     hf_vit_accel.unpatch(model)
@@ -203,9 +203,9 @@ def test_memory_is_planned_from_what_is_free(family: str, monkeypatch: pytest.Mo
     vision_tokens = captioner.vision_tokens(inputs)
     assert bounds.token_bytes > 4 * inputs["pixel_values"].nbytes / vision_tokens
     assert (bounds.items, bounds.nbytes, bounds.tokens) == (256, 700, sys.maxsize)
-    assert captioner.bounds(9, 99).items == 9 and captioner.bounds(9, 99).tokens == 99
+    assert bounds.new_tokens == 80 and captioner.bounds(9).items == 9
     captioner.patching = None
-    assert captioner.bounds() == Bounds(items=64, tokens=16384), "stock"
+    assert captioner.bounds() == Bounds(items=64, tokens=16384, new_tokens=80), "stock"
 
 
 # --- the processor ---------------------------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ def test_out_of_memory_halves_batches(tmp_path: Path, max_rows: int) -> None:
 def test_out_of_memory_halves_the_planned_memory(tmp_path: Path) -> None:
     """Batches that memory alone bounds: 32 rows of 10 tokens fit by the plan, and 6 on the GPU."""
     captioner = FakeCaptioner(6)
-    plan = {"items": 256, "tokens": 1 << 40, "nbytes": 32 * 1000, "slot_bytes": 64, "token_bytes": 20}
+    plan = {"items": 256, "tokens": 1 << 40, "nbytes": 32 * 1530, "slot_bytes": 4, "token_bytes": 20}
     records = work(tmp_path, captioner, 200, **plan)
     assert sum(record.status == "ok" for record in records) == 180
     assert captioner.batches[0] > 20 and max(captioner.batches[-8:]) <= 6
