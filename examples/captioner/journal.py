@@ -134,9 +134,10 @@ class Journal:
         entries = [entry for entry in all_entries if run in (None, entry["run"])]
         if entries:
             return entries[-1]
-        names = dict.fromkeys(entry["run"] for entry in all_entries)
+        names = ", ".join(dict.fromkeys(entry["run"] for entry in all_entries))
+        others = f", but {names}" if names else ""
         which = "no run" if run is None else f"no run {run}"
-        raise ValueError(f"{which} has written to {self.folder}; its runs: {', '.join(names) or 'none'}")
+        raise ValueError(f"{which} has written to {self.folder}{others}")
 
     def manifest(self) -> dict[str, list[Entry]]:
         """Read the entries of all starts in this folder."""
