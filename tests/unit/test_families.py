@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from support.cpu_graphs import Recorder
 from support.families import CLASSES, GRIDS, Grid, build, inputs, run, shared_tower, trained
 from support.graphs import patch
@@ -437,6 +439,8 @@ def test_a_family_that_states_something_wrong_is_caught(what: str, pytestconfig:
     """
     name, change = ("parts", WRONG[what]) if what in WRONG else ("geometry", GEOMETRY[what])
     entries = towers_that_state(name, change)
+    if not entries and Version(transformers.__version__) < Version("5.15"):
+        pytest.skip("no tower of this transformers states it")
     assert entries
     for entry in entries if pytestconfig.getoption("--matrix") else entries[::8]:
         tower = build(*entry)
