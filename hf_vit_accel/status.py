@@ -50,7 +50,7 @@ class TowerStatus:
         fallbacks: The calls that did not get a requested option, counted by reason. A call may have several reasons.
         against_fast: The reasons that currently keep every call off the fast path.
         layouts: (cached, hits, misses) of the cache of layouts.
-        rebuilds: How often all caches were dropped because the tower changed.
+        rebuilds: How often the tower was read again because it changed.
         rebuild_reason: What changed last; None without rebuilds.
         attention_only: Whether only attention is ours, and the tower's own forward runs.
         graphs: The CUDA graphs for inference; None without, and before the first call that may use automatic ones.

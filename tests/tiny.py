@@ -1,7 +1,7 @@
-"""Build tiny models of every family, and draw inputs for them: real architecture, random weights, no download.
+"""Build tiny models, and draw inputs for them: real architecture, random weights, no download.
 
-A new family is one entry in TINY. Head dims are the real ones (80, 80, 72, 72). Norms and biases are random, so that
-no term of the tower is trivial.
+These are complete models. Towers of every family are in `support/composites.py`. Head dims are the real ones (80, 80,
+72, 72). Norms and biases are random, so that no term of the tower is trivial.
 """
 
 from __future__ import annotations

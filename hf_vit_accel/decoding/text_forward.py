@@ -32,7 +32,7 @@ from hf_vit_accel.machine import one_line, raise_if_any, reasons_untraceable
 from hf_vit_accel.versions import cache_name
 
 GRADIENTS = "gradients are enabled"
-CACHE = "a cache; use_cache=False does without"
+HAS_CACHE = "a cache; use_cache=False does without"
 _PER_COLUMN = ("input_ids", "inputs_embeds", "attention_mask", "visual_pos_masks")
 """Inputs of shape (B, C, ...)."""
 _TENSORS = (*_PER_COLUMN, "position_ids", "deepstack_visual_embeds")
@@ -98,7 +98,7 @@ class TextForward:
             self.calls += 1
             return output
         self.stock_reasons[reason] += 1
-        if self._strict and reason not in (GRADIENTS, CACHE):
+        if self._strict and reason not in (GRADIENTS, HAS_CACHE):
             raise_if_any([reason], "the language model")
         return stock(text, *args, **kwargs)
 
@@ -172,7 +172,7 @@ class TextCall:
         refuse(
             {
                 GRADIENTS: torch.is_grad_enabled(),
-                CACHE: not {"use_cache", cache_name()}.isdisjoint(unknown),
+                HAS_CACHE: not {"use_cache", cache_name()}.isdisjoint(unknown),
                 f"the argument {', '.join(unknown)}": unknown,
                 "input_ids and inputs_embeds": ("input_ids" in arguments) == ("inputs_embeds" in arguments),
             }

@@ -228,7 +228,7 @@ def read(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) -> C
 
 
 def decide(tower: Tower, state: TowerState, call: Call) -> CallPlan:
-    """Return the plan of a call; it changes nothing.
+    """Return the plan of a call. Operations that it needs are built, and kept.
 
     Raises:
         FallbackError: The call would not get what was asked for, under `strict`.

@@ -121,7 +121,7 @@ def prove(tower: nn.Module, family: Family) -> Proof:
     safe.
     """
     kind = family.tower_class(tower)
-    assert kind is not None
+    assert kind is not None, f"`towers` names no class of {type(tower).__name__} that has a forward"
     config: Config = tower.config
     key = Key(kind, repr(sorted(_fields(config, family))))
     proof = _current_proof(key, torch.device("cpu"), config, family)

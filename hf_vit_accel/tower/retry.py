@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_vit_accel.backends import BACKENDS
+from hf_vit_accel.backends.sdpa import Sdpa
 from hf_vit_accel.engine import call
 from hf_vit_accel.graphs import memory
 from hf_vit_accel.machine import KERNELS, Fault, raise_if_any
@@ -53,7 +53,7 @@ class Attempt(call.Attempt):
             return  # another thread disabled it meanwhile
         error = fault.__cause__ or fault
         needs_backend = state.settings.score_mod is not None and fault.name != KERNELS  # only its backend applies it
-        is_last_resort = fault.name == BACKENDS[-1].name  # sdpa
+        is_last_resort = fault.name == Sdpa.name
         if needs_backend or is_last_resort or fault.name in self.faults:  # disabling it gains nothing
             if state.faults != self.faults_at_call:  # earlier attempts disabled others in vain: enable them again
                 failures = "; ".join(f"{name} {why}" for name, why in state.faults.items())
