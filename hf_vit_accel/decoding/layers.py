@@ -190,14 +190,11 @@ class _Layers:
 
     def _products(self, rows_BTE: Tensor, *linears: Model) -> list[Tensor]:
         """Return what linears compute of the same rows."""
-        biases = [linear.bias for linear in linears]
-        has_one_kind = len({bias is None for bias in biases}) == 1
         most = MOST_TOKENS if len(linears) > 1 else 1
-        if not (
-            has_one_kind
-            and self._are_few(rows_BTE, most)
-            and all(_is_plain(linear, rows_BTE.dtype) for linear in linears)
-        ):
+        if not (self._are_few(rows_BTE, most) and all(_is_plain(linear, rows_BTE.dtype) for linear in linears)):
+            return [linear(rows_BTE) for linear in linears]
+        biases = [linear.bias for linear in linears]
+        if len({bias is None for bias in biases}) > 1:
             return [linear(rows_BTE) for linear in linears]
         outs = token_products(rows_BTE.flatten(0, 1).contiguous(), [linear.weight for linear in linears], biases)
         return [out.unflatten(0, rows_BTE.shape[:2]) for out in outs]
@@ -270,10 +267,11 @@ def _have_one_dtype(*tensors: Tensor) -> bool:
 
 
 def _is_plain(linear: Model, dtype: torch.dtype) -> bool:
-    """Return whether a module is a linear of torch on a plain weight of a dtype."""
-    weight = linear.weight
-    is_plain = type(linear) is nn.Linear and type(weight) is nn.Parameter
-    return is_plain and weight.is_contiguous() and weight.dtype == dtype
+    """Return whether a module is a linear of torch on plain tensors of a dtype."""
+    if type(linear) is not nn.Linear:  # a quantised one may lack weight or bias
+        return False
+    tensors = [linear.weight] if linear.bias is None else [linear.weight, linear.bias]
+    return all(type(x) is nn.Parameter and x.is_contiguous() and x.dtype == dtype for x in tensors)
 
 
 def _epsilon(norm: Model) -> float | None:

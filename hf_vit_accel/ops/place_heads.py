@@ -133,7 +133,7 @@ def place_heads(
     norms: Norms | None,
     cache: Cache | None,
 ) -> tuple[Tensor, Tensor]:
-    """Run `place_heads_reference` as one kernel. All is contiguous, and of one dtype."""
+    """Run `place_heads_reference` as one kernel. All is of one dtype; cosines, sines and the cache are contiguous."""
     tokens, heads, dim = query_THD.shape
     key_heads = key_TKD.shape[1]
     count = tokens * (heads + 2 * key_heads)
@@ -150,8 +150,8 @@ def place_heads(
         value_TKD,
         cos_TD,
         sin_TD,
-        q_D,
-        k_D,
+        q_D.contiguous(),
+        k_D.contiguous(),
         out_query_THD,
         out_key_TKD,
         keys,

@@ -12,7 +12,7 @@ import torch
 from support.interpreter import INTERPRETED
 from support.towers import alike
 from test_prefill import batch
-from tiny import TINY
+from tiny import TINY, relative_error
 
 import hf_vit_accel
 from hf_vit_accel.decoding import layers
@@ -183,6 +183,27 @@ def test_hidden_states_are_as_exact_as_stocks(family: str, tokens: int, device: 
         assert torch.equal(embeds, before) and ours.dtype == half.dtype
         errors += torch.tensor([float((x.double() - expected).norm() / expected.norm()) for x in (ours, stock)])
     assert errors[0] <= max(1.1 * errors[1], 5 * torch.finfo(half.dtype).eps), errors
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("family", "tokens"), [("qwen2_5_vl", 1), ("qwen3_vl", 3)])
+def test_parameters_with_gaps(family: str, tokens: int, device: str) -> None:
+    """Norms and biases may be columns of a matrix, as where a program packs the vectors of all layers."""
+    model = TINY[family].build().to(device, dtype_on(device))
+    text = model.model.language_model
+    with torch.no_grad():
+        for name, parameter in list(text.named_parameters()):
+            if parameter.dim() == 1:
+                column = torch.stack([parameter, torch.full_like(parameter, 9)], dim=1)[:, 0]
+                holder, _, attribute = name.rpartition(".")
+                setattr(text.get_submodule(holder), attribute, torch.nn.Parameter(column))
+        embeds = torch.randn(1, tokens, 32, device=device).to(model.dtype)
+        positions = torch.randint(0, 90, (3, 1, tokens), device=device)
+        given = dict(attention_mask=None, position_ids=positions, use_cache=False)
+        expected = text(inputs_embeds=embeds, **given).last_hidden_state
+        attend = layers.CausalAttention([tokens], embeds.device)
+        ours = layers.norm(text.norm, layers.run_layers(read_model(model), embeds, positions, attend))
+    assert relative_error(ours, expected) < 20 * torch.finfo(model.dtype).eps
 
 
 def logits_of(model: Any, inputs: dict[str, Any], **options: Any) -> torch.Tensor:
