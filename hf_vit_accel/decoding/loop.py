@@ -347,6 +347,9 @@ class _ModelInLoop:
         step = self._steps.find(self._key, key_of_call, slots)
         if step is None and due < FEWEST:
             raise UnservedError(f"fewer than {FEWEST} tokens to come, and no step captured")
+        if step is None and reading is self._reading:  # a capture holds the model as it is now, since the prompt or not
+            reading = read_model(self._model)
+            self._key = reading.key
         # Buffers of inference mode could not be written later. Stock goes on if memory runs out: no graph is dropped.
         with torch.inference_mode(False), torch.no_grad(), capture_of_ours():
             if step is None:

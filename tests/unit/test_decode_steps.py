@@ -155,6 +155,31 @@ def test_adapters_that_are_switched_scaled_merged_or_off(recorder: Recorder) -> 
     assert torch.equal(outputs[1], outputs[3]) and counts_of(model).static_calls == 7
 
 
+@pytest.mark.parametrize("at", [1, 2])
+def test_weights_that_a_call_puts_in_and_takes_out_are_not_captured_as_the_others(
+    model: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """A processor decodes one call by averaged weights, from its first token on or from where a cache is full."""
+    monkeypatch.setattr(decoding, "_RESERVE", 4)
+    monkeypatch.setattr(decoding, "slots_for", lambda tokens: tokens)
+    linear = model.model.language_model.layers[0].mlp.down_proj
+    own = linear.weight
+    calls = []
+
+    def exchange(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        calls.append(0)
+        if len(calls) == at:
+            linear.weight = nn.Parameter(own * 1.7)
+        return scores
+
+    model.generate(
+        **TEXT, max_new_tokens=20, do_sample=False, custom_generate=graphed_decoding, logits_processor=[exchange]
+    )
+    assert len(calls) > 8 and linear.weight is not own
+    linear.weight = own
+    both(model, TEXT, max_new_tokens=20, output_logits=True, return_dict_in_generate=True)
+
+
 def test_the_bounds_drop_the_steps_used_least_recently(model: Any, recorder: Recorder) -> None:
     def generate(rows: int, **bounds: int) -> None:
         inputs = {"input_ids": TEXT["input_ids"][:1].repeat(rows, 1)}
