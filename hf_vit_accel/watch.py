@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 Attributes = dict[str, Any]
 """The dictionary of a module or of another object."""
@@ -102,6 +103,21 @@ class Watch:
             return have_same_objects(self._now(), self._values)
         except _NOT_COMPARABLE:
             return False
+
+
+class OurHooks:
+    """The handles of hooks of ours on a module.
+
+    Shallow copies share this object, as they share dictionaries of hooks. Hooks go with the last of them: a dictionary
+    stays the one that handles of others remove from.
+    """
+
+    def __init__(self, *handles: RemovableHandle) -> None:
+        self._handles = handles
+
+    def __del__(self) -> None:
+        for handle in self._handles:
+            handle.remove()
 
 
 def attributes_of(get_owner: Callable[[], object], names: frozenset[str]) -> Attributes:

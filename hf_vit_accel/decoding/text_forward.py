@@ -30,6 +30,7 @@ from hf_vit_accel.decoding.text_models import (
 )
 from hf_vit_accel.machine import one_line, raise_if_any, reasons_untraceable
 from hf_vit_accel.versions import cache_name
+from hf_vit_accel.watch import OurHooks
 
 GRADIENTS = "gradients are enabled"
 HAS_CACHE = "a cache; use_cache=False does without"
@@ -45,6 +46,8 @@ _OPTIONS: dict[str, tuple[bool, ...]] = {
     "use_cache": (False,),
 }
 """The values of options that we serve, of a call or of the config."""
+_CALLED_ON = "_hf_vit_accel_called_on"
+"""The keyword argument that names the shallow copy of a text model that is called."""
 _MOST_PROOFS = 32
 """Proofs that are remembered: their keys name every weight."""
 
@@ -72,9 +75,19 @@ class TextForward:
         self.calls = 0
         self.stock_reasons: Counter[str] = Counter()
         self.__signature__ = inspect.signature(type(text).forward.__get__(text))
+        self._hooks: OurHooks | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self._text(), self._strict)
+        return type(self), (self._text(), self._strict), {"_hooks": self._hooks}
+
+    def notice_shallow_copies(self) -> None:
+        """Let shallow copies of the text model run stock's layers on their own modules.
+
+        They hold this forward, which cannot see the instance that it is called on: a hook can. `copy.copy` makes such
+        copies, and `nn.DataParallel` its replicas.
+        """
+        text: Any = self._text()
+        self._hooks = OurHooks(text.register_forward_pre_hook(_name_shallow_copy, prepend=True, with_kwargs=True))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the stock forward returns.
@@ -82,6 +95,10 @@ class TextForward:
         Raises:
             FallbackError: Our layers cannot run a call without gradients and without a cache, under `strict`.
         """
+        copied = kwargs.pop(_CALLED_ON, None)
+        if copied is not None:
+            self.stock_reasons["a shallow copy"] += 1
+            return type(copied).forward(copied, *args, **kwargs)
         text = self._text()
         kind: Any = type(text)
         stock = kind.forward
@@ -106,6 +123,7 @@ class TextForward:
         """Return the output of our layers; `UnservedError` with the reason if stock's have to run."""
         call = TextCall(text, arguments)
         reading = read_text(text)
+        call.embed()  # after a hook on the embedding was refused, which stock's call runs
         key = reading.key, call.kind
         proof = self._proofs.get(key)
         if proof is None:
@@ -133,6 +151,14 @@ class TextForward:
         text = f"{self.calls} call{'s' * (self.calls != 1)} without padding"
         counts = "; ".join(f"{count} x {why}" for why, count in self.stock_reasons.items())
         return text + (f", {self.stock_reasons.total()} by stock ({counts})" if counts else "")
+
+
+def _name_shallow_copy(module: nn.Module, args: Any, kwargs: Arguments) -> tuple[Any, Arguments] | None:
+    """Add the name of a shallow copy to the arguments of its call; a forward pre-hook of text models."""
+    forward = vars(module).get("forward")
+    if torch.compiler.is_compiling() or not isinstance(forward, TextForward) or forward._text() is module:
+        return None
+    return args, {**kwargs, _CALLED_ON: module}
 
 
 @lru_cache(maxsize=64)
@@ -179,8 +205,12 @@ class TextCall:
         )
         self.keeps_states = options["output_hidden_states"] is True
         self.returns_dict = options["return_dict"] is not False
+
+    def embed(self) -> None:
+        """Embed the tokens; `UnservedError` if tensors of the call do not fit them."""
+        arguments = self._arguments
         embeds_BCE: Tensor | None = arguments.get("inputs_embeds")
-        self._embeds_BCE = text.embed_tokens(arguments["input_ids"]) if embeds_BCE is None else embeds_BCE
+        self._embeds_BCE = self._text.embed_tokens(arguments["input_ids"]) if embeds_BCE is None else embeds_BCE
         self.kind: Hashable = frozenset(arguments), self.keeps_states, self._embeds_BCE.dtype, self._embeds_BCE.device
         self._check_tensors()
 
@@ -274,4 +304,7 @@ def forwards_for(model: nn.Module, strict: bool) -> dict[str, TextForward]:
                 _check_layers(read_text(text))
             except UnservedError as error:
                 raise_if_any([str(error)], "the language model")
-    return {path: TextForward(text, strict) for path, text in texts.items()}
+    forwards = {path: TextForward(text, strict) for path, text in texts.items()}
+    for forward in forwards.values():
+        forward.notice_shallow_copies()
+    return forwards

@@ -40,9 +40,10 @@ from hf_vit_accel.tower.code import names_of_method
 from hf_vit_accel.tower.forward import is_our_forward, redirect_shallow_copies
 from hf_vit_accel.tower.modules import is_inert
 from hf_vit_accel.tower.processors import BYTES_UNKNOWN
-from hf_vit_accel.tower.state import HOOKS, OurHooks
+from hf_vit_accel.tower.state import HOOKS
 from hf_vit_accel.tower.state import state_of as tower_state_of
 from hf_vit_accel.versions import cache_name
+from hf_vit_accel.watch import OurHooks
 
 STATE = "_hf_vit_accel_model"
 

@@ -19,7 +19,8 @@ from hf_vit_accel.tower.forward import (
 from hf_vit_accel.tower.processors import leave_to_tower, put_back
 from hf_vit_accel.tower.proof import warn_once
 from hf_vit_accel.tower.slots import Slot, name_of, slots_of
-from hf_vit_accel.tower.state import HOOKS, STATE, OurHooks, TowerState, attributes_of, state_of
+from hf_vit_accel.tower.state import HOOKS, STATE, TowerState, attributes_of, state_of
+from hf_vit_accel.watch import OurHooks
 
 Forward = Callable[..., object]
 

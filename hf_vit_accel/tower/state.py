@@ -10,7 +10,6 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
-from torch.utils.hooks import RemovableHandle
 
 from hf_vit_accel.backends import Kept, Request, asked_for
 from hf_vit_accel.config import GraphConfig, Settings
@@ -373,21 +372,6 @@ def _reason_against_graphs(snapshot: Snapshot, key: SpecKey) -> str | None:
     if key.hooked_parts:
         return "hooks see each call of their module"
     return HIDDEN_STATES_OF_STEP if key.hidden_states and key.grad else None
-
-
-class OurHooks:
-    """The handles of hooks of ours on a module.
-
-    Shallow copies share this object, as they share dictionaries of hooks. Hooks go with the last of them: a dictionary
-    stays the one that handles of others remove from.
-    """
-
-    def __init__(self, *handles: RemovableHandle) -> None:
-        self._handles = handles
-
-    def __del__(self) -> None:
-        for handle in self._handles:
-            handle.remove()
 
 
 def attributes_of(tower: nn.Module) -> dict[str, object]:

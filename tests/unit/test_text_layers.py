@@ -341,6 +341,36 @@ def test_copies_and_pickles_run_their_own_modules(model: Any) -> None:
         assert counts(clone) == (1, {})
 
 
+def test_a_shallow_copy_runs_its_own_modules(model: Any) -> None:
+    """As nn.DataParallel makes of a model for every GPU, in the evaluation of a Trainer."""
+    text = model.model.language_model
+    hooks = dict(text._forward_pre_hooks)
+    patch(model, text=True)
+    inputs = joined_text((9, 5, 7))
+    clone = copy.copy(text)
+    clone._modules = dict(text._modules, norm=copy.deepcopy(text.norm))
+    with torch.no_grad():
+        clone.norm.weight.mul_(torch.arange(32.0))
+        expected = type(text).forward(clone, **inputs, use_cache=False).last_hidden_state
+    assert torch.equal(run(clone, inputs).last_hidden_state, expected)
+    compare(text, inputs)
+    assert counts(model) == (1, {"a shallow copy": 1})
+    other = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    for patched_model in (model, other):
+        unpatch(patched_model)
+    del clone
+    assert text._forward_pre_hooks == text._forward_pre_hooks_with_kwargs == hooks
+    assert not other.model.language_model._forward_pre_hooks
+
+
+def test_a_hook_on_the_embedding_sees_each_call_once(model: Any) -> None:
+    patch(model, text=True)
+    seen: list[int] = []
+    model.model.language_model.embed_tokens.register_forward_hook(lambda *_: seen.append(0))
+    run(model.model.language_model, joined_text((9, 5)))
+    assert len(seen) == 1
+
+
 def test_models_that_text_cannot_serve_are_refused(model: Any) -> None:
     with pytest.raises(ValueError, match="Qwen2_5_VisionTransformerPretrainedModel has none"):
         patch(model.model.visual, text=True)
