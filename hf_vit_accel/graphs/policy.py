@@ -138,11 +138,12 @@ RAN_OUT = "memory ran out in a capture, another one is tried after more calls"
 CHANGED = Accepted("weights, modules or what gradients are given for changed at call after call")
 
 _ANY = "any key"
-"""The key of a refusal that holds for all graphs."""
+_RETRIED = "keys that ran out of memory before"
+"""Keys of refusals that hold for several graphs."""
 _SHORTEST = 16
 _LONGEST = 1 << 14
 """Calls from a capture that ran out of memory to the next one of its key."""
-_WAIT_OF_ALL = 48
+_LONGEST_OF_ANY = 64
 """Calls from a capture that ran out of memory to the next one of any key, at most twice as many."""
 _FAILURES = 3
 """Captures that fail in a row before no other is tried."""
@@ -211,10 +212,12 @@ class Policy:
 
     def why_refused(self, keys: Iterable[Hashable]) -> str | None:
         """Return why captures of these keys are not tried now, since others failed; None if they may be."""
-        for key in (_ANY, *keys):
-            refusal = self.refusals.get(key)
-            if refusal is not None and self.calls < refusal.not_before:
-                return refusal.why
+        for key in keys:
+            scopes = (_ANY, key, _RETRIED) if key in self.refusals else (_ANY,)
+            for scope in scopes:
+                refusal = self.refusals.get(scope)
+                if refusal is not None and self.calls < refusal.not_before:
+                    return refusal.why
         return None
 
     def why_unpaid(self, captures: int) -> str | None:
@@ -233,6 +236,8 @@ class Policy:
         """Note that a graph was captured: there is memory for others like it."""
         self.failures = 0
         self.refusals.pop(key, None)
+        if _ANY in self.refusals:
+            self.refusals[_ANY] = self.refusals[_ANY]._replace(calls=0)
         self.credit -= 0 if is_free else _CAPTURE
 
     def note_failure(self, key: Hashable, why: str) -> None:
@@ -246,19 +251,30 @@ class Policy:
     def note_out_of_memory(self, key: Hashable, *, for_all: bool) -> None:
         """Space out captures: other programs may give memory back soon, later or never.
 
-        A key that ran out waits 16 calls, then 32, and so on: one that never fits costs ever less.
+        - A key that ran out waits 16 calls, then 32, and so on: one that never fits costs ever less.
+        - Between two such keys there are some 16 calls, too.
+        - All others wait some 16 calls after a key that ran out for the first time, and longer after each further
+          one: where nothing fits, few captures are tried.
 
         Args:
-            for_all: Whether other keys wait, too: 48 to 96 calls. Waits that vary end elsewhere in calls that repeat.
+            for_all: Whether other keys wait, too.
         """
         former = self.refusals.pop(key, None)
         calls = _SHORTEST if former is None else min(2 * former.calls, _LONGEST)
         self.refusals[key] = Refusal(RAN_OUT, self.calls + calls, calls)
-        if for_all:
-            wait = _WAIT_OF_ALL + random.Random(self.calls).randrange(_WAIT_OF_ALL)
-            self.refusals[_ANY] = Refusal(RAN_OUT, self.calls + wait)
+        if for_all and former is None:
+            of_any = self.refusals.get(_ANY, Refusal(RAN_OUT, 0))
+            calls = of_any.calls or _SHORTEST
+            longer = min(2 * calls, _LONGEST_OF_ANY)
+            self.refusals[_ANY] = Refusal(RAN_OUT, self.calls + self._varied(calls), longer)
+        elif for_all:
+            self.refusals[_RETRIED] = Refusal(RAN_OUT, self.calls + self._varied(_SHORTEST))
         while len(self.refusals) > REMEMBERED:
-            self.refusals.pop(next(key for key in self.refusals if key != _ANY))
+            self.refusals.pop(next(key for key in self.refusals if key not in (_ANY, _RETRIED)))
+
+    def _varied(self, calls: int) -> int:
+        """Return so many calls, or up to twice as many: waits that vary end elsewhere in calls that repeat."""
+        return calls + random.Random(self.calls).randrange(calls)
 
     def forget_waits(self) -> None:
         """Let captures be tried that ran out of memory."""

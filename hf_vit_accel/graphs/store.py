@@ -203,6 +203,11 @@ class GraphStore(ABC, Generic[G]):
         """The device of the graphs; None before the first call."""
         return self._identities[-1].spec.request.device if self._identities else None
 
+    @property
+    def was_called(self) -> bool:
+        """Whether any call was replayed, or counted as eager."""
+        return self.policy.calls > 0 or self.last_way is not None
+
     def status(self) -> GraphStatus:
         """Return the counters so far."""
         with self._lock:

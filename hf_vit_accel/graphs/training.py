@@ -23,6 +23,7 @@ from hf_vit_accel.engine.call import Batch
 from hf_vit_accel.engine.recorded import Recorded
 from hf_vit_accel.engine.route import Route, Routes, Spec
 from hf_vit_accel.graphs.budgets import Bin
+from hf_vit_accel.graphs.identity import Identity
 from hf_vit_accel.graphs.policy import AUTOMATIC_STEPS, Accepted, Decision, thresholds_of_steps
 from hf_vit_accel.graphs.recorder import CudaRecorder
 from hf_vit_accel.graphs.step import (
@@ -33,7 +34,7 @@ from hf_vit_accel.graphs.step import (
     present,
     run_eagerly,
 )
-from hf_vit_accel.graphs.store import Bins, GraphStore
+from hf_vit_accel.graphs.store import Bins, Eager, GraphStore
 from hf_vit_accel.layout import Grid, rows_of
 from hf_vit_accel.ops.training.context import FunctionContext
 
@@ -49,15 +50,32 @@ class _Call:
         recorded: The buffers of the forward.
         is_over: Whether its backward ran, or can no longer be replayed.
         outputs: The call's outputs, until they are returned.
-        saved: A copy of its pixels and the tower's parameters, until autograd has saved them.
+        parameters: The tower's parameters, until autograd has saved them.
     """
 
     def __init__(self, step: CapturedStep, parameters: Sequence[Tensor]) -> None:
         self.step = step
         self.recorded = Recorded(step.other_slots)
         self.is_over = False
-        self.saved = [step.pixels_TP.clone(), *parameters]
-        self.outputs = [output.clone() for output in step.outputs]
+        self.outputs: Tensors = []
+        self.parameters = parameters
+
+
+class _WriteCounter:
+    """Count the writes to a tensor without keeping its memory.
+
+    Programs that keep losses would otherwise keep the pixels of all steps: only saved tensors are freed by a backward.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._alias = tensor.detach()  # shares the version counter
+        self._alias.data = tensor.new_empty(0)  # the counter stays
+        self._version = self._alias._version
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the tensor was written to since."""
+        return self._alias._version != self._version
 
 
 class TrainingRunner(GraphStore[CapturedStep]):
@@ -73,27 +91,33 @@ class TrainingRunner(GraphStore[CapturedStep]):
         self._outputs_of_last_loss: tuple[bool, ...] = ()  # whether it used each output
         self._last: weakref.ref[_Call] | None = None
 
+        self._gradient_bytes = 0  # of all gradients, for the current identity
+
     def _drop(self) -> None:
         super()._drop()
         self._last = None
 
+    def _decide_and_capture(
+        self, batch: Batch, identity: Identity, stream: int
+    ) -> tuple[Decision, list[CapturedStep]] | Eager:
+        if not self._identities or self._identities[-1] != identity:
+            trained = [parameter.nbytes for parameter in batch.plan.parameters if parameter.requires_grad]
+            self._gradient_bytes = sum(trained)
+        return super()._decide_and_capture(batch, identity, stream)
+
     def static_buffers(self) -> Tensors:
         """List the tensors that the next call writes before a graph reads them."""
-        last = None if self._last is None else self._last()
         buffers: Tensors = []
         for step in self._graphs.values():
             buffers += [tensor.detach() for tensor in step.incoming]
-            if last is None or last.step is not step:  # gradients of the last call may need its pixels
+            if step.last_call is None or step.last_call() is None:  # gradients of a call may need its pixels
                 buffers.append(step.pixels_TP)
         return buffers
 
     def needed_bytes(self, grid: Grid, spec: Spec) -> int:
         """Estimate the device memory of a step: activations, and the gradients of two stages."""
-        assert spec.ops is not None
-        parameters = [weight for module in spec.ops.parts.modules() for weight in module.parameters(recurse=False)]
-        gradient_bytes = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
         values_per_row = len(spec.full_layers) * spec.request.heads * spec.request.head_dim
-        return rows_of(grid) * values_per_row * _BYTES_PER_VALUE + gradient_bytes // 4
+        return rows_of(grid) * values_per_row * _BYTES_PER_VALUE + self._gradient_bytes // 4
 
     def _capture(self, batch: Batch, route: Route, bin_: Bin | None, recorder: CudaRecorder) -> CapturedStep:
         parameters = batch.plan.parameters
@@ -136,22 +160,27 @@ class TrainingRunner(GraphStore[CapturedStep]):
         (step,) = graphs
         (route,) = decision.routes
         parameters = batch.plan.parameters
-        call = self._forward(step, batch.pixels_TP, parameters)
+        pixels_TP = batch.pixels_TP
+        if pixels_TP.is_inference():  # autograd cannot save inference tensors
+            pixels_TP = pixels_TP.clone()
+        call = self._forward(step, pixels_TP, parameters)
         leaves = [parameters[index] for index in step.trained]  # collected while the GPU works
-        return list(_Replay.apply(self, call, route, batch.pixels_TP, *leaves))
+        return list(_Replay.apply(self, call, route, pixels_TP, *leaves))
 
     @torch.no_grad()
     def _forward(self, step: CapturedStep, pixels_TP: Tensor, parameters: Sequence[Tensor]) -> _Call:
         """Replay a forward and copy its outputs out."""
+        call = _Call(step, parameters)
         recorder = self._recorder  # if memory runs out, the store drops it
         recorder.wait()
         try:
             step.pixels_TP.copy_(pixels_TP)
             step.replay()
-            call = _Call(step, parameters)
+            call.outputs = [output.clone() for output in step.outputs]
         finally:
             recorder.done()
         self._last = weakref.ref(call)
+        step.last_call = self._last
         return call
 
     def backward(
@@ -186,6 +215,28 @@ class TrainingRunner(GraphStore[CapturedStep]):
                 return compute_again()
             return self._backward(step, present(incoming))
 
+    def pixels_of(self, call: _Call) -> Tensor:
+        """Return a copy of a call's pixels, from the memory that its graph read.
+
+        Raises:
+            RuntimeError: A later replay overwrote that memory.
+        """
+        with self._lock:
+            step = call.step
+            if not step.has_pixels_of(call):
+                raise RuntimeError(
+                    "The pixel values were modified by an inplace operation after their forward, and a later step "
+                    "overwrote their copy. Call backward first, or write the pixels of the next step to other memory."
+                )
+            recorder = self._recorder
+            if recorder is None:  # all graphs were dropped
+                return step.pixels_TP.clone()
+            recorder.wait()
+            try:
+                return step.pixels_TP.clone()
+            finally:
+                recorder.done()
+
     def _backward(self, step: CapturedStep, incoming: Tensors) -> Gradients:
         """Replay a backward and copy its gradients out."""
         recorder = self._recorder
@@ -212,8 +263,10 @@ class _Replay(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         # Saved weights raise if they change before the backward, as in stock. Frozen ones count: gradients pass them.
-        ctx.save_for_backward(*call.saved)
-        call.saved = []
+        # Saved pixels do not raise, since `.data` has a version counter of its own: the graph has a copy of them.
+        ctx.save_for_backward(pixels_TP.data, *call.parameters)
+        ctx.pixel_writes = _WriteCounter(pixels_TP)
+        call.parameters = ()
         device = pixels_TP.device.type
         ctx.runner = runner
         ctx.call = call
@@ -234,7 +287,8 @@ class _Replay(torch.autograd.Function):
         pixels_TP, *parameters = ctx.saved_tensors
 
         def compute_again() -> Gradients:
-            leaf_TP = pixels_TP.detach().requires_grad_(ctx.needs_input_grad[3])
+            forward_TP = ctx.runner.pixels_of(ctx.call) if ctx.pixel_writes.is_written else pixels_TP
+            leaf_TP = forward_TP.detach().requires_grad_(ctx.needs_input_grad[3])
             with ctx.call.recorded.restored(), torch.autocast(**ctx.autocast):
                 return run_eagerly(ctx.call.step, ctx.route.ready(), leaf_TP, parameters, incoming)
 
