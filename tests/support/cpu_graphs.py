@@ -53,7 +53,10 @@ class Masked(Sdpa):
 
 
 class Recorder:
-    """Stand in for `CudaRecorder`: replay a graph by running the function again."""
+    """Stand in for `CudaRecorder`: replay a graph by running the function again.
+
+    As on a GPU, a replay writes to the memory of tensors that were borrowed from an earlier run.
+    """
 
     fail: Exception | None = None
     """Raised in place of a capture."""
@@ -66,6 +69,7 @@ class Recorder:
 
     def __init__(self, device: torch.device) -> None:
         self.waiting = False
+        self._borrowed: list[torch.Tensor] = []
 
     def against(self) -> str | None:
         """Return the reason against capturing now."""
@@ -80,18 +84,22 @@ class Recorder:
             after_each()
         if self.fail is not None:
             raise self.fail
-        return [self._replay_of(run) for run in runs], self.nbytes
+        return [self._replay_of(run, after_each) for run in runs], self.nbytes
 
-    def _replay_of(self, run: Callable[[], None]) -> Callable[[], None]:
+    def _replay_of(self, run: Callable[[], None], after_each: Callable[[], None]) -> Callable[[], None]:
         def replay() -> None:
             assert self.waiting, "replayed without waiting for the last replay"
+            for tensor in self._borrowed:
+                tensor.fill_(float("nan"))
+            self._borrowed.clear()
             run()
+            after_each()
 
         return replay
 
-    @staticmethod
-    def borrow(tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor: replays replace it."""
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor, whose memory the next replay of any graph may use."""
+        self._borrowed.append(tensor)
         return tensor
 
     def wait(self) -> None:

@@ -197,6 +197,7 @@ def test_gradients_are_added_up_and_never_overwritten(one_pair: Pair) -> None:
     gradients = take_gradients(tower)
     expected = take_gradients(stock)
     assert_same(gradients, expected)
+    kept = [torch.autograd.grad(loss_of(forward(tower, SMALL, 6), 6), list(tower.parameters())) for tower in one_pair]
     outputs = forward(tower, SMALL, 7)
     copies = [output.detach().clone() for output in outputs]
     loss_of(outputs, 7).backward()
@@ -204,6 +205,8 @@ def test_gradients_are_added_up_and_never_overwritten(one_pair: Pair) -> None:
     train(tower, SMALL, 8)
     assert_same(gradients, expected)
     assert_equal(outputs, copies)
+    for gradient, stock_gradient in zip(kept[1], kept[0], strict=True):  # nothing but the caller holds these
+        assert relative_error(gradient, stock_gradient) < 1e-4
 
 
 def test_two_forwards_before_their_backwards(one_pair: Pair) -> None:
