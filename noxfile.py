@@ -150,7 +150,7 @@ def seeded(session: nox.Session) -> None:
 @nox.session(tags=["nightly"])
 @nox.parametrize("framework", list(STACKS))
 def stacks(session: nox.Session, framework: str) -> None:
-    """Run a framework's own programs, stock and by the recipes of docs/migrate.md; record the table of frameworks.
+    """Run a framework's own programs, stock and by the recipes of tests/stacks; record the table of frameworks.
 
     The environment has the transformers that the framework asks for. `make support` writes the table.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from documents import MODELS, Document, commit_of, digits, load, times, title
+from documents import MEASURED, MODELS, Document, Row, commit_of, conditions, digits, grid, load, times, title
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,13 +114,86 @@ def _line(label: str, ranges: Sequence[str], document: Document, file: str) -> s
     return f"- {label}: **{', '.join(ranges)}** (`{file}`, {commit}).\n"
 
 
+VLLM = "beside_vllm.json"
+"""Rows have a model, its number of new tokens and `pictures_per_second`, with the keys `ours` and `vllm`."""
+
+
+def beside_vllm() -> str:
+    """Write the table of docs/benchmarks.md, or a line while vLLM was not timed.
+
+    Raises:
+        ValueError: if the file mixes measurements of two commits
+    """
+    if not (MEASURED / VLLM).is_file():
+        return "vLLM was not timed.\n"
+    document = load(VLLM)
+    rows = []
+    for row in document["rows"]:
+        rate = row["pictures_per_second"]
+        rows.append(
+            [title(row["model"]), str(row["tokens"]), digits(rate["vllm"]), f"{digits(rate['ours'])} ({_times(rate)})"]
+        )
+    cells = grid(["pictures per second", "new tokens", "vLLM", "`patch` and `graphed_decoding`"], rows)
+    return f"{cells}\n{conditions(document, VLLM)}\n"
+
+
+def _times(rate: Row) -> str:
+    """Write how many times as fast as vLLM ours is, with two digits below one."""
+    ratio = rate["ours"] / rate["vllm"]
+    return f"{ratio:.2f}x"
+
+
 def beside_the_headline() -> str:
-    """Write the lines of README below its table: captioning and training.
+    """Write README's second table: captioning, beside vLLM where that was timed, and training.
 
     Raises:
         ValueError: if a file mixes measurements of two commits
     """
-    return "".join([*_captioning()[1:2], *_trainer_steps()])
+    both = "`patch`, `graphed_decoding`"
+    captions = load("captioning.json")
+    tokens = max(row["tokens"] for row in captions["rows"])
+    cells = [
+        f"{digits(row['stock'])} → {digits(row['patched'])} ({row['patched'] / row['stock']:.1f}x)"
+        for row in captions["rows"]
+        if row["tokens"] == tokens
+    ]
+    label = f"captions of JPEG files, {tokens} tokens, pictures per second"
+    rows = [[label, both, *cells, _source(captions, "captioning.json")]]
+    if (MEASURED / VLLM).is_file():
+        document = load(VLLM)
+        tokens = max(row["tokens"] for row in document["rows"])
+        rates = [row["pictures_per_second"] for row in document["rows"] if row["tokens"] == tokens]
+        cells = [f"{digits(rate['vllm'])} → {digits(rate['ours'])} ({_times(rate)})" for rate in rates]
+        label = f"vLLM {document['versions']['vllm']} → this library, {tokens} tokens, pictures per second"
+        rows.append([label, both, *cells, _source(document, VLLM)])
+    steps = load("training_step.json")
+    by_way: dict[str, list[str]] = {}
+    for row in steps["rows"]:
+        stock = row["stock"]["step"]
+        ours = row["patched"]["step"]
+        by_way.setdefault(row["way"], []).append(f"{stock:.2f} → {ours:.2f} s ({stock / ours:.1f}x)")
+    for way, cells in by_way.items():
+        label = f"`Trainer` step, 16 pictures (~480x480), {way}"
+        rows.append([label, "`patch`", *cells, _source(steps, "training_step.json")])
+    names = list(dict.fromkeys(title(row["model"]) for row in captions["rows"]))
+    return grid(["job", "you add", *names, "file, commit"], rows)
+
+
+def _source(document: Document, file: str) -> str:
+    return f"`{file}`, {commit_of(document, file)}"
+
+
+def promise() -> str:
+    """Write the largest speed-up of answers, of a batch that is embedded, and of training steps."""
+    calls = load("whole_call.json")["rows"]
+    answers = [row["stock"] / row["decoding"] for row in calls if row["tokens"] > 1]
+    answers += [row["patched"] / row["stock"] for row in load("captioning.json")["rows"] if row["tokens"] > 1]
+    embedding = [row["stock"] / row["patched"] for row in calls if row["tokens"] == 1 and row["size"].startswith("32")]
+    steps = [row["stock"]["step"] / row["patched"]["step"] for row in load("training_step.json")["rows"]]
+    return (
+        f"**Answers and captions up to {max(answers):.1f}x as fast as transformers' default, embedding up to "
+        f"{max(embedding):.1f}x, training steps up to {max(steps):.1f}x.**\n"
+    )
 
 
 def text() -> str:

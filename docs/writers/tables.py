@@ -4,7 +4,9 @@ python docs/writers/tables.py
 
 A page holds a table between `<!-- table: NAME -->` and `<!-- end of table -->`. NAME is one of TABLES and TEXTS. A
 table shows one file, so all its cells have one baseline. A file that mixes two commits is refused. A test
-fails where a page differs. No sentence has a number of a file, except README's first line, which a test checks.
+fails where a page differs. No sentence has a number of a file.
+
+The block of code below `<!-- recipe: FILE -->` is a file of tests/stacks/recipes.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from pathlib import Path
 
 import headline
 import options
+import stacks
 import summary
 from documents import (
     MEASURED,
@@ -37,6 +40,7 @@ from timings import TIMINGS
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 PLACE = re.compile(r"(<!-- table: (?P<name>[a-z0-9_]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+RECIPE = re.compile(r"(<!-- recipe: (?P<file>[a-z_]+\.[a-z]+) -->\n)```.*?^```\n", re.DOTALL | re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -351,7 +355,10 @@ TABLES: Mapping[str, Table] = {
 TEXTS: Mapping[str, Callable[[], str]] = {
     "summary": summary.text,
     "beside_the_headline": summary.beside_the_headline,
+    "promise": summary.promise,
     "options": options.options,
+    "stacks": stacks.table,
+    "versions_that_ran": stacks.versions,
 }
 """Lines from several files, by the name that a page gives them."""
 
@@ -364,7 +371,14 @@ def filled(path: Path) -> str:
         ValueError: if a table would mix measurements of two commits
     """
     page = path.read_text(encoding="utf-8")
-    return PLACE.sub(lambda place: f"{place[1]}\n{text_of(place['name'])}\n{place[3]}", page)
+    page = RECIPE.sub(lambda place: place[1] + stacks.recipe(place["file"]), page)
+    return PLACE.sub(_written, page)
+
+
+def _written(place: re.Match[str]) -> str:
+    """Write a place anew. Tables need empty lines around them, a line does not."""
+    text = text_of(place["name"])
+    return f"{place[1]}{text}{place[3]}" if text.count("\n") == 1 else f"{place[1]}\n{text}\n{place[3]}"
 
 
 def text_of(name: str) -> str:

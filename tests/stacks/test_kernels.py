@@ -84,13 +84,13 @@ def test_use_kernels(order: str, family: str, checkpoint: Checkpoint) -> None:
     path = checkpoint(family)
     inputs = inputs_of(path)
     names = {"AutoModelForImageTextToText": AutoModelForImageTextToText, "name": path}
-    stock = recipe("Kernels from the Hub").run(patched=False, names=names)["model"]
+    stock = recipe("use_kernels").run(patched=False, names=names)["model"]
     if order == "patched first":
         model = hf_vit_accel.patch(AutoModelForImageTextToText.from_pretrained(path))
         model.use_kernels = True
     else:
-        model = recipe("Kernels from the Hub").run(patched=True, names=names)["model"]
+        model = recipe("use_kernels").run(patched=True, names=names)["model"]
     expected = results(stock, inputs)
-    job = Job("kernels", f"use_kernels=True, {order}: logits, gradients", "Kernels from the Hub")
+    job = Job("kernels", f"use_kernels=True, {order}: logits, gradients", "use_kernels")
     job.expect(family, expected, results(model, inputs), model)
     assert {"RMSNorm", "SiLU"} <= set(sys.modules["tiny_layers"].CALLS)

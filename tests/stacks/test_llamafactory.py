@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.stacks import FAMILIES, Job, block, losses, pictures, recipe
+from support.stacks import FAMILIES, Job, losses, pictures, read_recipe
 from torch import Tensor, nn
 
 Checkpoint = Callable[[str], str]
@@ -95,10 +95,10 @@ def test_sft(
 ) -> None:
     monkeypatch.setenv("FORCE_TORCHRUN", "")
     as_cli = "from llamafactory.train.tuner import run_exp\nrun_exp()"
-    script = block("Trainer", "python") + recipe("LLaMA-Factory", "train_fast.py, below").patched
+    script = read_recipe("llamafactory.py")
     arguments = (family, checkpoint(family), tmp_path, monkeypatch)
     stock = train(as_cli, *arguments, **WAYS[way])
     patched = train(script, *arguments, **WAYS[way])
-    Job("llamafactory", f"SFT, {way}", "LLaMA-Factory").expect(
+    Job("llamafactory", f"SFT, {way}", "llamafactory").expect(
         family, stock, patched, patched_models[-1], bound=2e-2 if way == "QLoRA" else 1e-3
     )

@@ -45,8 +45,8 @@ def test_generate_until(family: str, batch: int, checkpoint: Checkpoint) -> None
             "name": checkpoint(family),
             "simple_evaluate": lambda model, tasks: answers(model),
         }
-        names = recipe("lmms-eval").run(patched=patched, names=names)
+        names = recipe("lmms_eval").run(patched=patched, names=names)
         letters = [float(ord(letter)) for letter in "\n".join(names["results"])]
         runs.append(torch.tensor(letters))
-    job = Job("lmms_eval", f"generate_until, batches of {batch}", "lmms-eval")
+    job = Job("lmms_eval", f"generate_until, batches of {batch}", "lmms_eval")
     job.expect(family, *runs, names["lm"].model)

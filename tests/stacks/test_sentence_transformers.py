@@ -34,7 +34,7 @@ INPUTS: dict[str, list[Any]] = {
 def run(path: str, inputs: list[Any], *, patched: bool, make: Callable[[str], SentenceTransformer]) -> Any:
     """Run a side of the page's recipe; return the model and the embeddings."""
     names = {"SentenceTransformer": make, "name": path, "inputs": inputs}
-    names = recipe("sentence-transformers").run(patched=patched, names=names)
+    names = recipe("sentence_transformers").run(patched=patched, names=names)
     return names["model"], torch.as_tensor(names["embeddings"])
 
 
@@ -44,7 +44,7 @@ def test_encode(family: str, kind: str, checkpoint: Checkpoint) -> None:
     path = checkpoint(family)
     _, stock = run(path, INPUTS[kind], patched=False, make=SentenceTransformer)
     model, patched = run(path, INPUTS[kind], patched=True, make=SentenceTransformer)
-    Job("sentence_transformers", f"encode, {kind}", "sentence-transformers").expect(family, stock, patched, model)
+    Job("sentence_transformers", f"encode, {kind}", "sentence_transformers").expect(family, stock, patched, model)
 
 
 @every_family
@@ -62,7 +62,7 @@ def test_hidden_states(family: str, checkpoint: Checkpoint) -> None:
 
     _, stock = run(checkpoint(family), FEW, patched=False, make=make)
     model, patched = run(checkpoint(family), FEW, patched=True, make=make)
-    job = Job("sentence_transformers", "encode, hidden states of a layer", "sentence-transformers")
+    job = Job("sentence_transformers", "encode, hidden states of a layer", "sentence_transformers")
     job.expect(family, stock, patched, model)
 
 
@@ -88,5 +88,5 @@ def test_train(family: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
         trainer = SentenceTransformerTrainer(model=model, args=args, train_dataset=data, loss=loss)
         trainer.train()
         runs.append(logged(trainer.state.log_history))
-    job = Job("sentence_transformers", "train, all weights", "sentence-transformers")
+    job = Job("sentence_transformers", "train, all weights", "sentence_transformers")
     job.expect(family, *runs, model, bound=1e-3)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.stacks import FAMILIES, Job, block, losses, pictures, recipe
+from support.stacks import FAMILIES, Job, losses, pictures, read_recipe, recipe
 from swift.pipelines import sft_main
 from swift.template.templates import qwen
 from torch import Tensor, nn
@@ -90,9 +90,8 @@ def train(family: str, path: str, folder: Path, *options: str, **settings: str) 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("way", WAYS)
 def test_sft(way: str, family: str, checkpoint: Checkpoint, tmp_path: Path, patched_models: list[nn.Module]) -> None:
-    (plugin := tmp_path / "fast_vision.py").write_text(recipe("ms-swift", "callbacks_map").patched)
-    command = next(line for line in block("ms-swift", "diff", "swift sft").splitlines() if line.startswith("+"))
-    options = command.split("data.jsonl ")[1].replace("fast_vision.py", str(plugin)).split()
+    (plugin := tmp_path / "fast_vision.py").write_text(read_recipe("swift.py"))
+    options = recipe("swift").patched.split("data.jsonl \\\n")[1].replace("fast_vision.py", str(plugin)).split()
     stock = train(family, checkpoint(family), tmp_path, **WAYS[way])
     patched = train(family, checkpoint(family), tmp_path, *options, **WAYS[way])
-    Job("swift", f"swift sft, {way}", "ms-swift").expect(family, stock, patched, patched_models[-1], bound=1e-3)
+    Job("swift", f"swift sft, {way}", "swift").expect(family, stock, patched, patched_models[-1], bound=1e-3)

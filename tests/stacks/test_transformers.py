@@ -11,7 +11,7 @@ import pytest
 import torch
 from captioner.processors import load_processor
 from peft import LoraConfig, get_peft_model
-from support.stacks import FAMILIES, Job, Names, block, losses, pictures, recipe
+from support.stacks import FAMILIES, Job, Names, losses, pictures, read_recipe, recipe
 from transformers import (
     AutoModelForImageTextToText,
     PreTrainedModel,
@@ -80,9 +80,9 @@ def training(path: str, folder: Path, **options: Any) -> Names:
 def test_trainer(family: str, checkpointing: bool, checkpoint: Checkpoint, tmp_path: Path) -> None:
     word = "activation" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient"
     names = training(checkpoint(family), tmp_path, **{f"{word}_checkpointing": checkpointing})
-    stock = recipe("Trainer").run(patched=False, names=names)
-    patched = recipe("Trainer").run(patched=True, names=names)
-    job = Job("transformers", f"Trainer, all weights{', checkpointing' * checkpointing}", "Trainer")
+    stock = recipe("trainer").run(patched=False, names=names)
+    patched = recipe("trainer").run(patched=True, names=names)
+    job = Job("transformers", f"Trainer, all weights{', checkpointing' * checkpointing}", "trainer")
     logs = [losses(run["trainer"].state.log_history) for run in (stock, patched)]
     job.expect(family, *logs, patched["model"])
 
@@ -90,9 +90,9 @@ def test_trainer(family: str, checkpointing: bool, checkpoint: Checkpoint, tmp_p
 @every_family(first="qwen3_vl")
 def test_trainer_with_the_callback(family: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     names = training(checkpoint(family), tmp_path)
-    stock = recipe("Trainer").run(patched=False, names=names)["trainer"]
+    stock = recipe("trainer").run(patched=False, names=names)["trainer"]
     code: Names = {}
-    exec(block("Trainer", "python"), code)
+    exec(read_recipe("callback.py"), code)
     model = load(checkpoint(family))
     trainer = Trainer(
         model=model,
@@ -102,7 +102,7 @@ def test_trainer_with_the_callback(family: str, checkpoint: Checkpoint, tmp_path
         callbacks=[code["PatchTower"]()],
     )
     trainer.train()
-    job = Job("transformers", "Trainer, by the callback", "Trainer")
+    job = Job("transformers", "Trainer, by the callback", "callback")
     job.expect(family, losses(stock.state.log_history), losses(trainer.state.log_history), model)
 
 
@@ -116,11 +116,11 @@ def test_peft(family: str, checkpoint: Checkpoint) -> None:
         model = load(checkpoint(family))
         torch.manual_seed(0)
         names = {"get_peft_model": get_peft_model, "model": model, "config": config}
-        model = recipe("PEFT").run(patched=patched, names=names)["model"]
+        model = recipe("peft").run(patched=patched, names=names)["model"]
         model(**inputs, labels=inputs["input_ids"]).loss.backward()
         gradients = [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
         runs.append(torch.cat(gradients))
-    Job("transformers", "PEFT, gradients of LoRA", "PEFT").expect(family, *runs, model, bound=1e-3)
+    Job("transformers", "PEFT, gradients of LoRA", "peft").expect(family, *runs, model, bound=1e-3)
 
 
 @every_family(first="qwen3_vl")
@@ -129,7 +129,7 @@ def test_pipeline(family: str, checkpoint: Checkpoint) -> None:
     runs = []
     names = {"AutoModelForImageTextToText": AutoModelForImageTextToText, "name": checkpoint(family)}
     for patched in (False, True):
-        model = recipe("A plain script").run(patched=patched, names=names)["model"].eval()
+        model = recipe("plain_script").run(patched=patched, names=names)["model"].eval()
         pipe = pipeline("image-text-to-text", model=model, processor=processor)
         chats = [
             [PROMPT[0] | {"content": [{"type": "image", "image": picture}, PROMPT[0]["content"][1]]}]
@@ -138,7 +138,7 @@ def test_pipeline(family: str, checkpoint: Checkpoint) -> None:
         answers = pipe(text=chats, max_new_tokens=12, return_full_text=False, do_sample=False)
         texts = "\n".join(answer[0]["generated_text"] for answer in answers)
         runs.append(torch.tensor([float(ord(letter)) for letter in texts]))
-    Job("transformers", "pipeline, image-text-to-text", "A plain script").expect(family, *runs, model)
+    Job("transformers", "pipeline, image-text-to-text", "plain_script").expect(family, *runs, model)
 
 
 @every_family(first="qwen2_5_vl")
@@ -152,14 +152,14 @@ def test_offloaded(family: str, place: str, checkpoint: Checkpoint, tmp_path: Pa
     runs = []
     names = {"AutoModelForImageTextToText": AutoModelForImageTextToText, "name": path}
     for patched in (False, True):
-        model = recipe("A plain script").run(patched=patched, names=names)["model"].eval()
+        model = recipe("plain_script").run(patched=patched, names=names)["model"].eval()
         if place == "cpu":
             cpu_offload(model.model.language_model, torch.device("cpu"))
         else:
             disk_offload(model.model.language_model, str(tmp_path / f"{patched}"), torch.device("cpu"))
         with torch.no_grad():
             runs.append(model(**inputs).logits)
-    Job("transformers", f"accelerate, text offloaded to the {place}", "A plain script").expect(family, *runs, model)
+    Job("transformers", f"accelerate, text offloaded to the {place}", "plain_script").expect(family, *runs, model)
 
 
 @every_family(first="qwen3_vl")
@@ -170,10 +170,20 @@ def test_generate_called_by_others(family: str, checkpoint: Checkpoint) -> None:
     runs = []
     for patched in (False, True):
         names = {"model": load(path), "inputs": inputs}
-        names = recipe("Generation inside a framework").run(patched=patched, names=names)
+        names = recipe("generate").run(patched=patched, names=names)
         runs.append(names["tokens"].double())
     model = names["model"]
-    Job("transformers", "generate, by the line for frameworks", "Generation inside a framework").expect(
-        family, *runs, model
-    )
+    Job("transformers", "generate, by the line for frameworks", "generate").expect(family, *runs, model)
     assert hf_vit_accel.status(model).decoding is not None
+
+
+@every_family(first="qwen2_5_vl")
+def test_by_name(family: str, checkpoint: Checkpoint) -> None:
+    inputs = example(load_processor(checkpoint(family)), pictures(1)[0])
+    runs = []
+    for patched in (False, True):
+        names = {"AutoModelForImageTextToText": AutoModelForImageTextToText, "name": checkpoint(family)}
+        model = recipe("by_name").run(patched=patched, names=names)["model"].eval()
+        with torch.no_grad():
+            runs.append(model(**inputs).logits)
+    Job("transformers", "loaded by the name of an attention", "by_name").expect(family, *runs, model)

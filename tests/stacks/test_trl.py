@@ -57,22 +57,22 @@ def run(trainer: str, names: Names, *, patched: bool) -> Any:
     """Run a side of the page's recipe with a trainer of TRL; return the trainer."""
     torch.manual_seed(0)
     names = {trainer: getattr(trl, trainer)} | names
-    return recipe("TRL").run(patched=patched, names=names, SFTTrainer=trainer)["trainer"]
+    return recipe("trl").run(patched=patched, names=names, SFTTrainer=trainer)["trainer"]
 
 
 def lora() -> LoraConfig:
     return LoraConfig(r=4, target_modules="all-linear")
 
 
-def sft(path: str, folder: Path, *, patched: bool, model: Any = None, peft_config: Any = None, **options: Any) -> Any:
-    args = trl.SFTConfig(**settings(folder, max_length=None, **options))
+def sft(path: str, folder: Path, *, patched: bool, model: Any = None, peft_config: Any = None) -> Any:
+    args = trl.SFTConfig(**settings(folder, max_length=None))
     names = {"model": model or path, "args": args, "data": chats(), "lora": peft_config}
     return run("SFTTrainer", names, patched=patched)
 
 
-def expect_same(job: str, family: str, trainers: Sequence[Any], bound: float = 1e-3, section: str = "TRL") -> None:
+def expect_same(job: str, family: str, trainers: Sequence[Any], bound: float = 1e-3, by: str = "trl") -> None:
     logs = [losses(trainer.state.log_history) for trainer in trainers]
-    Job("trl", job, section).expect(family, *logs, trainers[-1].model, bound=bound)
+    Job("trl", job, by).expect(family, *logs, trainers[-1].model, bound=bound)
 
 
 @every_family
@@ -89,7 +89,7 @@ def test_sft(family: str, way: str, checkpoint: Checkpoint, tmp_path: Path) -> N
 @pytest.mark.parametrize("tower", ["quantised", "left out"])
 def test_qlora(family: str, tower: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Stock trains the model that is loaded by the old side of the recipe; without the tower, by the new side."""
-    quantised = recipe("QLoRA", "bnb_4bit_quant_type" if tower == "quantised" else "llm_int8_skip_modules")
+    name = "qlora" if tower == "quantised" else "qlora_plain_tower"
     names = {
         "name": checkpoint(family),
         "torch": torch,
@@ -98,20 +98,25 @@ def test_qlora(family: str, tower: str, checkpoint: Checkpoint, tmp_path: Path) 
     }
     runs = []
     for patched in (False, True):
-        model = quantised.run(patched=patched or tower == "left out", names=names)["model"]
+        model = recipe(name).run(patched=patched or tower == "left out", names=names)["model"]
         if not patched:
             hf_vit_accel.unpatch(model)
         runs.append(sft(checkpoint(family), tmp_path, patched=patched, model=model, peft_config=lora()))
-    expect_same(f"SFTTrainer, QLoRA, tower {tower}", family, runs, 2e-2, "QLoRA")
+    expect_same(f"SFTTrainer, QLoRA, tower {tower}", family, runs, 2e-2, name)
 
 
 @pytest.mark.gpu
 @every_family
 def test_liger(family: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Liger's kernels need a GPU."""
-    options = dict(use_liger_kernel=True, use_cpu=False, peft_config=lora())
-    runs = [sft(checkpoint(family), tmp_path, patched=patched, **options) for patched in (False, True)]
-    expect_same("SFTTrainer, LoRA, Liger", family, runs, section="Liger")
+    options = settings(tmp_path, max_length=None, use_cpu=False)
+    runs = []
+    for patched in (False, True):
+        torch.manual_seed(0)
+        names = {"model": checkpoint(family), "data": chats(), "lora": lora(), "SFTTrainer": trl.SFTTrainer}
+        names["SFTConfig"] = lambda output_dir, **arguments: trl.SFTConfig(**options | arguments)
+        runs.append(recipe("liger").run(patched=patched, names=names)["trainer"])
+    expect_same("SFTTrainer, LoRA, Liger", family, runs, by="liger")
 
 
 @every_family
@@ -153,14 +158,14 @@ def test_grpo(family: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
         names = {"model": model, "args": args, "data": Dataset.from_list(rows), "lora": lora()}
         trainer = functools.partial(trl.GRPOTrainer, reward_funcs=variety)
         torch.manual_seed(0)
-        replaced = recipe("TRL").run(patched=patched, names=names | {"GRPO": trainer}, SFTTrainer="GRPO")
+        replaced = recipe("trl").run(patched=patched, names=names | {"GRPO": trainer}, SFTTrainer="GRPO")
         runs.append(replaced["trainer"])
     status = hf_vit_accel.status(runs[-1].model)
     assert all(tower.rebuilds <= 2 for tower in status.towers), str(status)
     logged = [[(log["reward"], log["grad_norm"]) for log in run.state.log_history if "reward" in log] for run in runs]
     stock, patched = (torch.tensor(values, dtype=torch.float64) for values in logged)
     assert stock[:, 1].any(), "all completions of a group got one reward"
-    job = Job("trl", "GRPOTrainer, LoRA", "TRL")
+    job = Job("trl", "GRPOTrainer, LoRA", "trl")
     job.expect(family, stock, patched, runs[-1].model, bound=1e-2)
 
 
@@ -171,20 +176,18 @@ def test_grpo_rollouts(family: str, checkpoint: Checkpoint, tmp_path: Path) -> N
         {"image": picture, "prompt": [{"role": "user", "content": "describe this picture"}]} for picture in pictures(8)
     ]
     runs = []
-    for decode in (None, hf_vit_accel.graphed_decoding):
+    for patched in (False, True):
         args = trl.GRPOConfig(
             **settings(tmp_path, num_generations=2, max_completion_length=24, max_steps=3, temperature=1.5)
         )
         model = AutoModelForImageTextToText.from_pretrained(checkpoint(family))
-        if decode is not None:
-            model.generate = functools.partial(model.generate, custom_generate=decode)
-        names = {"model": model, "args": args, "data": Dataset.from_list(rows), "lora": lora()}
-        trainer = functools.partial(trl.GRPOTrainer, reward_funcs=variety)
+        names = {"model": model, "args": args, "data": Dataset.from_list(rows), "lora": lora(), "rewards": variety}
         torch.manual_seed(0)
-        replaced = recipe("TRL").run(patched=True, names=names | {"GRPO": trainer}, SFTTrainer="GRPO")
-        runs.append(replaced["trainer"])
+        names = recipe("grpo").run(patched=patched, names=names | {"GRPOTrainer": trl.GRPOTrainer})
+        runs.append(names["trainer"])
     logged = [[(log["reward"], log["grad_norm"]) for log in run.state.log_history if "reward" in log] for run in runs]
-    torch.testing.assert_close(*(torch.tensor(values) for values in logged), rtol=1e-2, atol=1e-4)
-    decoding = hf_vit_accel.status(runs[-1].model).decoding
-    assert decoding is not None and decoding.startswith("3 calls on a static cache"), decoding
-    assert "by stock" not in decoding, decoding
+    status = hf_vit_accel.status(runs[-1].model)
+    assert status.decoding is not None and status.decoding.startswith("3 calls on a static cache"), str(status)
+    assert "by stock" not in status.decoding, status.decoding
+    stock, patched = (torch.tensor(values, dtype=torch.float64) for values in logged)
+    Job("trl", "GRPOTrainer, LoRA, rollouts", "grpo").expect(family, stock, patched, runs[-1].model, bound=1e-2)

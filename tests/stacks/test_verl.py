@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from captioner.processors import load_processor
-from support.stacks import FAMILIES, Job, block, pictures
+from support.stacks import FAMILIES, Job, pictures, read_recipe
 from torch import Tensor, nn
 from verl.trainer.config import CheckpointConfig
 from verl.utils import fsdp_utils
@@ -32,9 +32,9 @@ def _one_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-def settings_of_the_page() -> dict[str, Any]:
-    """Return the settings of a model that the page adds to the command line."""
-    command = block("verl", "diff")
+def settings_of_the_recipe() -> dict[str, Any]:
+    """Return the settings of a model that the recipe adds to the command line."""
+    command = read_recipe("verl.diff")
     ((names, value),) = re.findall(r"\.override_config\.(\S+)=(\S+)", command)
     override: Any = value
     for name in reversed(names.split(".")):
@@ -45,11 +45,11 @@ def settings_of_the_page() -> dict[str, Any]:
 
 def build(path: str, *, patched: bool, **options: Any) -> nn.Module:
     """Build and shard a model as verl's worker does."""
-    settings = settings_of_the_page() if patched else {}
+    settings = settings_of_the_recipe() if patched else {}
     override = {"attn_implementation": "sdpa"} | settings.pop("override_config", {})  # its default needs flash-attn
     model = HFModelConfig(path=path, override_config=override, use_remove_padding=False, **settings, **options)
     in_fp32 = {"model_dtype": "float32", "mixed_precision": {"param_dtype": "fp32"}}
-    (strategy,) = re.findall(r"\.actor\.strategy=(\S+)", block("verl", "diff"))
+    (strategy,) = re.findall(r"\.actor\.strategy=(\S+)", read_recipe("verl.diff"))
     config = FSDPEngineConfig(strategy=strategy, use_torch_compile=False, **in_fp32)
     engine = transformer_impl.FSDPEngineWithLMHead(model, config, FSDPOptimizerConfig(), CheckpointConfig())
     engine.device_mesh = torch.distributed.init_device_mesh("cpu", (1,))

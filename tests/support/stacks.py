@@ -1,7 +1,7 @@
-"""Run a framework's own program on a tiny captioner, stock and by a recipe of docs/migrate.md, and compare.
+"""Run a framework's own program on a tiny captioner, stock and by a recipe of tests/stacks/recipes, and compare.
 
-A recipe is a diff of the page. A test runs its old side, which is stock, and its new side. Results that are equal and
-fast are recorded for the table of frameworks in SUPPORT.md where RECORD_STACKS is set, as `nox -s stacks` does.
+docs/migrate.md shows the recipes. A test runs the old side of a diff, which is stock, and its new side. Results that
+are equal and fast are recorded for SUPPORT.md and README where RECORD_STACKS is set, as `nox -s stacks` does.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from packaging.version import Version
 from PIL import Image
 from tiny import relative_error
 from torch import Tensor, nn
@@ -29,24 +30,24 @@ import hf_vit_accel
 
 ROOT = Path(__file__).parents[2]
 RECORD = Path(__file__).parents[1] / "stacks.json"
-"""Framework -> job -> recipe, versions, date and the result of every model."""
+"""Framework -> job -> its recipe, and runs with the oldest and the newest versions: date, results of every model."""
 REQUIREMENTS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hf-vit-accel"][
     "stacks"
 ]
 """Framework -> what its environment installs. Its programs are in `tests/stacks/test_NAME.py`."""
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
-PAGE = (ROOT / "docs" / "migrate.md").read_text()
+RECIPES = ROOT / "tests" / "stacks" / "recipes"
 Names = dict[str, Any]
 Result = dict[str, float]
 """The number of fast calls, and the relative difference from stock."""
 
 
-# --- The recipes of docs/migrate.md ---
+# --- The recipes ---
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A diff of docs/migrate.md: the code of a user before and after."""
+    """A diff: the code of a user before and after."""
 
     stock: str
     patched: str
@@ -56,7 +57,7 @@ class Recipe:
 
         Args:
             patched: Whether to run the new side.
-            names: What the page assumes, such as the path of a model.
+            names: What the recipe assumes, such as the path of a model.
             replaced: Words of the recipe that are others here, such as the name of a class.
 
         Returns:
@@ -67,20 +68,18 @@ class Recipe:
             assert word in code, f"the recipe has no {word!r}"
             code = code.replace(word, other)
         names = dict(names)
-        exec(compile(code, "docs/migrate.md", "exec"), names)
+        exec(compile(code, "recipe", "exec"), names)
         return names
 
 
-def block(section: str, language: str = "diff", containing: str = "") -> str:
-    """Return the first block of code of a section, in a language and with some text in it."""
-    (text,) = re.findall(rf"^## {re.escape(section)}\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
-    blocks = re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    return next(code for code in blocks if containing in code)
+def read_recipe(file: str) -> str:
+    """Return the text of a recipe."""
+    return (RECIPES / file).read_text()
 
 
-def recipe(section: str, containing: str = "") -> Recipe:
-    """Return the diff of a section."""
-    lines = block(section, containing=containing).splitlines()
+def recipe(name: str) -> Recipe:
+    """Return the recipe `NAME.diff`."""
+    lines = read_recipe(f"{name}.diff").splitlines()
     stock, patched = ("\n".join(line[2:] for line in lines if (line[:1] or " ") in side) for side in (" -", " +"))
     return Recipe(stock, patched)
 
@@ -150,7 +149,7 @@ class Job:
     Args:
         framework: A name of `REQUIREMENTS`.
         name: What it does.
-        recipe: The section of docs/migrate.md that it follows.
+        recipe: The recipe that it follows, without the ending of its file.
     """
 
     framework: str
@@ -165,16 +164,21 @@ class Job:
 
     def _record(self, family: str, result: Result) -> None:
         record = read()
-        jobs = record.setdefault(self.framework, {})
-        now: dict[str, Any] = {
-            "recipe": self.recipe,
-            "versions": {name: version(name) for name in (*_packages(self.framework), "transformers", "torch")},
-            "date": datetime.now(UTC).date().isoformat(),
-        }
-        former = jobs.get(self.name, {})
-        families = former.get("families", {}) if all(former.get(key) == now[key] for key in now) else {}
-        jobs[self.name] = now | {"families": families | {family: result}}
+        job = record.setdefault(self.framework, {}).setdefault(self.name, {"runs": []})
+        job["recipe"] = self.recipe
+        versions = {name: version(name) for name in (*_packages(self.framework), "transformers", "torch")}
+        today = {"date": datetime.now(UTC).date().isoformat(), "versions": versions}
+        others = [run for run in job["runs"] if run["versions"] != versions]
+        same_day = [run for run in job["runs"] if today.items() <= run.items()]
+        results = same_day[0]["families"] if same_day else {}
+        runs = sorted([*others, today | {"families": results | {family: result}}], key=self._order)
+        job["runs"] = [runs[0], runs[-1]] if len(runs) > 1 else runs
         RECORD.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+
+    def _order(self, run: dict[str, Any]) -> tuple[Version, ...]:
+        """Order runs by the version of the framework, then of transformers and torch."""
+        names = (_packages(self.framework)[0], "transformers", "torch")
+        return tuple(Version(run["versions"][name]) for name in names)
 
 
 def read() -> dict[str, Any]:
@@ -187,9 +191,10 @@ def table() -> list[tuple[str, ...]]:
     """Return the rows of the table of frameworks, in the order of their declaration."""
     record = read()
     return [
-        (*_versions(framework, job["versions"]), name, job["recipe"], *_results(job), job["date"])
+        (*_versions(framework, run["versions"]), name, job["recipe"], *_results(run), run["date"])
         for framework in REQUIREMENTS
         for name, job in record.get(framework, {}).items()
+        for run in job["runs"]
     ]
 
 
@@ -203,8 +208,8 @@ def _packages(framework: str) -> list[str]:
     return [re.split(r"[=<>!\[ ;]", requirement)[0] for requirement in REQUIREMENTS[framework]]
 
 
-def _results(job: dict[str, Any]) -> tuple[str, str]:
-    results = job["families"].values()
+def _results(run: dict[str, Any]) -> tuple[str, str]:
+    results = run["families"].values()
     largest = max(result["difference"] for result in results)
     fast = sum(result["fast"] for result in results)
     return f"{fast} fast", "equal" if largest == 0 else f"to {largest:.0e}"

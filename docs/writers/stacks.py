@@ -1,0 +1,99 @@
+"""Write what pages show of `tests/stacks`: recipes as they ran, the versions that ran, and README's table of stacks."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from documents import ROOT, grid
+
+RECIPES = ROOT / "tests" / "stacks" / "recipes"
+RECORD = ROOT / "tests" / "stacks.json"
+"""Framework -> job -> its recipe, and runs with the oldest and the newest versions."""
+
+
+class Stack(NamedTuple):
+    """A row of README's table; `anchor` is a heading of docs/migrate.md, `line` stands in the first recipe."""
+
+    name: str
+    anchor: str
+    framework: str
+    recipes: tuple[str, ...]
+    line: str
+
+
+PATCH = "model = hf_vit_accel.patch(model)"
+PLUGIN = "--external_plugins fast_vision.py --callbacks patch_tower"
+STACKS = (
+    Stack("Trainer, PEFT", "trainer", "transformers", ("trainer", "callback", "peft"), PATCH),
+    Stack("TRL: SFT, DPO, GRPO", "trl", "trl", ("trl", "grpo"), "hf_vit_accel.patch(trainer.model)"),
+    Stack("TRL with QLoRA", "qlora", "trl", ("qlora", "qlora_plain_tower"), PATCH),
+    Stack("LLaMA-Factory", "llama-factory", "llamafactory", ("llamafactory",), "run_exp(callbacks=[PatchTower()])"),
+    Stack("ms-swift", "ms-swift", "swift", ("swift",), PLUGIN),
+    Stack("verl", "verl", "verl", ("verl",), "actor_rollout_ref.model.external_lib=hf_vit_accel"),
+    Stack("colpali", "colpali", "colpali_engine", ("colpali",), PATCH),
+    Stack(
+        "sentence-transformers",
+        "sentence-transformers",
+        "sentence_transformers",
+        ("sentence_transformers",),
+        "hf_vit_accel.patch(model)",
+    ),
+    Stack("lmms-eval", "lmms-eval", "lmms_eval", ("lmms_eval",), "hf_vit_accel.patch(lm.model)"),
+)
+
+
+def recipe(file: str) -> str:
+    """Write a recipe as a block of code."""
+    language = {"diff": "diff", "py": "python"}[file.rpartition(".")[2]]
+    return f"```{language}\n{(RECIPES / file).read_text(encoding='utf-8')}```\n"
+
+
+def versions() -> str:
+    """Write the oldest and the newest versions of each stack that ran, with transformers' and the date."""
+    rows = []
+    for framework in json.loads(RECORD.read_text(encoding="utf-8")):
+        package = _package(framework)
+        dates: dict[tuple[str, str], str] = {}
+        for _, run in _runs(framework):
+            key = (run["versions"][package], run["versions"]["transformers"])
+            dates[key] = max(run["date"], dates.get(key, ""))
+        ordered = sorted(dates, key=lambda key: [[int(part) for part in re.findall(r"\d+", name)] for name in key])
+        cells = [f"{own} with {transformers}, {dates[own, transformers]}" for own, transformers in ordered]
+        rows.append([package, cells[-1], cells[0] if len(cells) > 1 else ""])
+    return grid(["package", "newest that ran, with transformers", "oldest that ran"], rows)
+
+
+def table() -> str:
+    """Write README's table: the line to write in each stack, and the jobs that are recorded as fast.
+
+    Raises:
+        ValueError: if a line is not in its recipe, or no run is recorded
+    """
+    rows = []
+    for stack in STACKS:
+        texts = "".join(file.read_text(encoding="utf-8") for file in RECIPES.glob(f"{stack.recipes[0]}.*"))
+        jobs = {name for name, run in _runs(stack.framework) if run["recipe"] in stack.recipes}
+        if stack.line not in texts or not jobs:
+            raise ValueError(f"{stack.name}: {stack.line!r} is not in its recipe, or no run is recorded")
+        rows.append([f"[{stack.name}](docs/migrate.md#{stack.anchor})", f"`{stack.line}`", str(len(jobs))])
+    return grid(["stack", "the line to write", "jobs tested, all fast"], rows)
+
+
+def _runs(framework: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield every run of a framework by the name of its job, with the recipe of the job."""
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    for name, job in record.get(framework, {}).items():
+        for run in job["runs"]:
+            yield name, run | {"recipe": job["recipe"]}
+
+
+def _package(framework: str) -> str:
+    """Return the first package that the environment of a framework installs."""
+    requirements = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hf-vit-accel"][
+        "stacks"
+    ]
+    return re.split(r"[=<>!\[ ;]", requirements[framework][0])[0]

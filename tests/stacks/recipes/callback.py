@@ -1,0 +1,8 @@
+from transformers import TrainerCallback
+
+import hf_vit_accel
+
+
+class PatchTower(TrainerCallback):
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        hf_vit_accel.patch(model)

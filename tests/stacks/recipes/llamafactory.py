@@ -1,0 +1,13 @@
+# train_fast.py
+from llamafactory.train.tuner import run_exp
+from transformers import TrainerCallback
+
+import hf_vit_accel
+
+
+class PatchTower(TrainerCallback):
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        hf_vit_accel.patch(model)
+
+
+run_exp(callbacks=[PatchTower()])

@@ -1,0 +1,12 @@
+# fast_vision.py
+from swift import TrainerCallback, callbacks_map
+
+import hf_vit_accel
+
+
+class PatchTower(TrainerCallback):
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        hf_vit_accel.patch(model)
+
+
+callbacks_map["patch_tower"] = PatchTower
