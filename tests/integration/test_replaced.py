@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.towers import ONE_TOWER, TOWERS
+from support.towers import ONE_TOWER
 from tiny import (
     GRIDS,
     TINY,
@@ -47,50 +47,6 @@ def check_reason(tower: nn.Module, reason: str) -> None:
 
 
 # --- code that the fast path replaces --------------------------------------------------------------------------
-
-
-FUNCTIONS: dict[str, Callable[[Any], object]] = {
-    "apply_rotary_pos_emb_vision": lambda result: tuple(part * 0.5 for part in result),
-    "rotate_half": lambda result: result * 0.5,
-    "get_vision_position_ids": lambda result: result * 2,
-    "get_vision_attention_seqlens": lambda result: (result[0][[0, -1]], result[1] and int(result[0][-1])),  # one frame
-    "get_vision_window_index": lambda result: (result[0].flip(0), *result[1:]),
-    "get_vision_interpolation_indices_and_weights": lambda result: (result[0], result[1] * 2),
-}
-"""Functions in the modules of towers, and how a test changes their results."""
-
-
-@pytest.mark.filterwarnings("ignore:transformers .* stays stock")
-@pytest.mark.parametrize(
-    ("name", "when"), [(name, ["before", "after"][index % 2]) for index, name in enumerate(FUNCTIONS)]
-)
-@pytest.mark.parametrize("tower", TOWERS, indirect=True)
-def test_functions_replaced_in_transformers_module_are_used(
-    tower: nn.Module, name: str, when: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    owner = sys.modules[type(tower).forward.__module__]
-    stock = getattr(owner, name, None)
-    before = run_tower(tower, GRID)
-    calls = []
-    if stock is None:
-        return
-
-    def other(*args: object, **kwargs: object) -> object:
-        calls.append(name)
-        return FUNCTIONS[name](stock(*args, **kwargs))
-
-    if when == "after":
-        hf_vit_accel.patch(tower)
-        run_tower(tower, GRID)
-    monkeypatch.setattr(owner, name, other)
-    next_call = run_tower(tower, GRID)
-    hf_vit_accel.unpatch(tower)
-    expected = run_tower(tower, GRID)
-    assert relative_error(expected[0], before[0]) > 1e-3 and calls, "the change matters"
-    assert_close(next_call, expected)
-    hf_vit_accel.patch(tower)
-    assert_close(run_tower(tower, GRID), expected)
-    check_reason(tower, "computes something else")
 
 
 def test_a_wrapper_of_the_forward_outlives_patching_again(tower: nn.Module) -> None:
