@@ -255,9 +255,8 @@ class Backend(ABC):
     def attend_layers(self, plan: Plan, layers: int, rotate: Rotate) -> list[Attend]:
         """Return one attention function for every layer of the tower; those of another kind of layer go unused.
 
-        A layer that trains is one autograd node only if its attention is an `OpWithBackward` (see
-        `ops.training.nodes.layer_node_of`). The functions returned here are plain: their layer runs operation by
-        operation, each a node of its own.
+        A layer that trains is one autograd node only if its attention is an `OpWithBackward`. The functions returned
+        here are plain: their layer runs operation by operation, each a node of its own.
 
         Args:
             plan: The bound plan of the layers.

@@ -134,7 +134,7 @@ def encode(
     states: list[Tensor] = []
     if states_count:
         x_TE, delta_TE = _keep_state(route, x_TE, delta_TE, states, state_slices)
-    for index, (layer, attend, node) in enumerate(zip(ops.layers, route.attends, route.nodes, strict=True)):
+    for index, (layer, attend, trained) in enumerate(zip(ops.layers, route.attends, route.trained, strict=True)):
         checkpoint = checkpoints[index] if checkpoints else None
         block = blocks_to_call.get(index)
         if checkpoint is not None and not checkpoint.has_gradient(x_TE, delta_TE):
@@ -143,10 +143,10 @@ def encode(
             x_TE = _call_block(block, x_TE if delta_TE is None else x_TE + delta_TE, cos_TD, sin_TD)
             delta_TE = None
         elif checkpoint is not None or block is not None:
-            run = partial(node or partial(_in_steps, layer, attend), qkv_shape, cos_TD, sin_TD)
+            run = partial(trained or partial(_in_steps, layer, attend), qkv_shape, cos_TD, sin_TD)
             x_TE, delta_TE = _run_wrapped(run, block, checkpoint, x_TE, delta_TE)
-        elif node is not None:
-            x_TE, delta_TE = node(qkv_shape, cos_TD, sin_TD, x_TE, delta_TE)
+        elif trained is not None:
+            x_TE, delta_TE = trained(qkv_shape, cos_TD, sin_TD, x_TE, delta_TE)
         else:
             handed_over = [delta_TE]
             delta_TE = None  # only the layer refers to it now

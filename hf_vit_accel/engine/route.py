@@ -20,7 +20,7 @@ from hf_vit_accel.config import Settings
 from hf_vit_accel.layout import Array, Geometry, Grid, Segments, VisionMetadata, build, pack, send, unpack
 from hf_vit_accel.machine import KERNELS, LRU, guarded, outside_modes
 from hf_vit_accel.ops import Ops
-from hf_vit_accel.ops.training.nodes import LayerNode, layer_node_of
+from hf_vit_accel.ops.training.nodes import LayerNode, LayerSteps, trained_layer
 from hf_vit_accel.versions import METADATA, keyword_arguments
 from hf_vit_accel.watch import version_of
 
@@ -92,7 +92,7 @@ class Route:
         unmet: Requested features that the route cannot use, with reasons.
         tensors: The arrays on the device; empty before `bind`.
         attends: The attention of every layer; empty before `bind`.
-        nodes: Every layer as one autograd node; None where it takes several, or no gradient flows. Empty before `bind`.
+        trained: Every layer with gradients; None where no gradient flows. Empty before `bind`.
         bound: This route bound to its own arrays on the device; None before `ready`.
     """
 
@@ -105,7 +105,7 @@ class Route:
     unmet: list[str]
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     attends: list[Attend] = field(default_factory=list)
-    nodes: list[LayerNode | None] = field(default_factory=list)
+    trained: list[LayerNode | LayerSteps | None] = field(default_factory=list)
     bound: Route | None = None
     _segment_plans: dict[LayerKind | int, SegmentPlans] = field(default_factory=dict, init=False)
     _equal_offsets: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False)
@@ -143,8 +143,8 @@ class Route:
             bound._own_offsets()
         else:
             bound.attends = bound._attends(ops)
-            bound.nodes = [
-                layer_node_of(layer, attend) if self.spec.request.grad else None
+            bound.trained = [
+                trained_layer(layer, attend) if self.spec.request.grad else None
                 for layer, attend in zip(ops.layers, bound.attends, strict=True)
             ]
         return bound

@@ -14,8 +14,7 @@ from hf_vit_accel.ops import mlp as mlps
 from hf_vit_accel.ops import norm as norms
 from hf_vit_accel.ops.base import AddThen, Context, Operation
 from hf_vit_accel.ops.training.gelu_backward import GeluMlp
-from hf_vit_accel.ops.training.nodes import OpWithBackward
-from hf_vit_accel.ops.training.norm_recipe import attached_recipe
+from hf_vit_accel.ops.training.nodes import NormWithBackward, OpWithBackward
 
 
 def layers_of(merger: Part) -> tuple[Part, list[Part]] | None:
@@ -56,7 +55,8 @@ def fused(merger: Part, context: Context) -> AddThen:
     assert layers is not None
     norm, modules = layers
     is_foreign = any(linear.is_foreign(module, context) for module in modules)
-    add_norm = guarded(KERNELS, norms.fused(norm, context, in_rows_dtype=not is_foreign))
+    add_norm = norms.fused(norm, context, in_rows_dtype=not is_foreign)
+    guarded_norm = guarded(KERNELS, add_norm)
     width = norm.weight.shape[0]
     merged_width = context.read(merger, "hidden_size")
     for module in modules:
@@ -68,10 +68,12 @@ def fused(merger: Part, context: Context) -> AddThen:
     def merge(x_TE: Tensor, delta_TE: Tensor | None) -> tuple[Tensor, Tensor]:
         x_TE = x_TE if in_place else x_TE.clone()
         shape = -1, width  # deepstack mergers normalise merged tokens, the others patches
-        sum_TE, normed_TE = add_norm(x_TE.view(shape), None if delta_TE is None else delta_TE.reshape(shape))
+        rows = x_TE.view(shape), None if delta_TE is None else delta_TE.reshape(shape)
+        if differentiable is not None and isinstance(add_norm, NormWithBackward):
+            sum_TE, normed_TE, recipe = add_norm.with_recipe(*rows)
+            return sum_TE.view(x_TE.shape), differentiable(normed_TE.view(-1, merged_width), recipe=recipe)
+        sum_TE, normed_TE = guarded_norm(*rows)
         x_ME = normed_TE.view(-1, merged_width)
-        if differentiable is not None:
-            return sum_TE.view(x_TE.shape), differentiable(x_ME, recipe=attached_recipe(normed_TE))
         for module in modules:
             x_ME = module(x_ME)
         return sum_TE.view(x_TE.shape), x_ME

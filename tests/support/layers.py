@@ -9,7 +9,7 @@ import torch
 
 from hf_vit_accel.backends.base import Attend, Plan
 from hf_vit_accel.backends.sdpa import Sdpa
-from hf_vit_accel.engine import route as route_module
+from hf_vit_accel.ops.training import nodes as nodes_module
 from hf_vit_accel.ops.training.nodes import OpWithBackward, layer_node_of
 from hf_vit_accel.ops.window_attention import WindowAttention
 
@@ -36,5 +36,5 @@ def one_node_a_layer(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return node
 
     monkeypatch.setattr(Sdpa, "attend_layers", attend_layers)
-    monkeypatch.setattr(route_module, "layer_node_of", counted_layer_node_of)
+    monkeypatch.setattr(nodes_module, "layer_node_of", counted_layer_node_of)
     return nodes

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hf_vit_accel.engine import route
 from hf_vit_accel.ops import activation, mlp, window_attention
+from hf_vit_accel.ops.training import nodes
 from hf_vit_accel.tower import state as state_module
 from support.kernel_table import KERNELS, operation_modules
 
@@ -39,7 +39,7 @@ def references(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name, kernel in KERNELS.items():
         put(monkeypatch, kernel.function, kernel.stand_in(recorded(name, kernel.reference)))
     # The autograd function of a complete layer launches kernels, whatever its parts are replaced by.
-    monkeypatch.setattr(route, "layer_node_of", lambda operations, attend: None)
+    monkeypatch.setattr(nodes, "layer_node_of", lambda operations, attend: None)
     # aten computes this function, so that it has no reference, but tests count its calls.
     put(monkeypatch, activation.linear_gelu_tanh, recorded("linear_gelu_tanh", activation.linear_gelu_tanh))
     attend_windows = recorded("window_attention", window_attention.window_attention_reference)

@@ -34,7 +34,7 @@ from hf_vit_accel.ops.training import norm_backward, norm_recipe
 from hf_vit_accel.ops.training.column_sum import column_sum, column_sum_reference, flattened
 from hf_vit_accel.ops.training.context import InnerContext
 from hf_vit_accel.ops.training.gelu_backward import GeluMlp, gelu_mlp_reference
-from hf_vit_accel.ops.training.nodes import OpWithBackward, layer_node_of
+from hf_vit_accel.ops.training.nodes import NormWithBackward, OpWithBackward, layer_node_of, trained_layer
 from hf_vit_accel.ops.training.norm_backward import AddNormFunction, add_norm_reference
 from hf_vit_accel.ops.training.norm_recipe import NormRecipe
 from hf_vit_accel.ops.training.swiglu_backward import SwigluMlp, swiglu_mlp_reference
@@ -739,6 +739,50 @@ def test_a_product_after_a_norm_keeps_no_normed_rows(target: Target) -> None:
     assert saved(lambda p: linear(p["x"], p["wg"], None), {"wg"}) == 0
     assert saved(lambda p: linear(2 * p["x"], p["wg"], None), {"x"}) == 0
     assert saved(lambda p: linear(p["x"].exp(), p["wg"], None), {"scale"}) == 0
+
+
+@pytest.mark.parametrize("target", DTYPES)
+def test_a_layer_in_steps_equals_one_node_and_saves_the_same(target: Target) -> None:
+    """Attention that is no node of ours, as flash-attn's or torch's, must not cost the memory of the normed rows."""
+    heads = target["heads"]
+    dim = 40
+    width = heads * dim
+    rows = 13
+    cos, sin = tables(rows, dim, target)
+    settings = torch.tensor([0, 5, rows], dtype=torch.int32, device=target["device"]), dim**-0.5
+    shapes = dict(x=(rows, width), delta=(rows, width), scale=(width,), wq=(3 * width, width), wp=(width, width))
+    drawn = leaves(target, **shapes, w1=(36, width), w2=(width, 36))
+
+    def run_layer(attend: Callable[..., torch.Tensor]) -> tuple[int, dict[Any, torch.Tensor]]:
+        p = fresh(drawn)
+
+        def part(function: Any, *names: str, **options: Any) -> Any:
+            return OpWithBackward(function=function, weights=lambda: [p.get(name) for name in names], **options)
+
+        settings = None, 1e-6, True, None
+        norm = NormWithBackward(function=AddNormFunction, weights=lambda: [p["scale"]], settings=settings)
+        layer = SimpleNamespace(
+            norm1=norm,
+            qkv=part(LinearFunction, "wq", "no bias", takes_norm=True),
+            proj=part(LinearFunction, "wp", "no bias", takes_norm=True),
+            norm2=norm,
+            mlp=part(GeluMlp, "w1", "no bias", "w2", "no bias", settings=("gelu_tanh",), takes_norm=True),
+        )
+        saved = {}
+
+        def pack(x: torch.Tensor) -> torch.Tensor:
+            saved[x.data_ptr()] = x.numel()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            outputs = trained_layer(layer, attend)((3, heads, dim), cos, sin, p["x"], p["delta"])
+        values = gradients(outputs, p, incoming_for(outputs, "plain"))
+        return sum(saved.values()), values | dict(enumerate(outputs))
+
+    node_size, node_values = run_layer(OpWithBackward(function=WindowAttention, settings=settings))
+    steps_size, steps_values = run_layer(lambda *rows: WindowAttention.apply(*rows, *settings))
+    assert steps_size == node_size
+    assert all(torch.equal(steps_values[name], value) for name, value in node_values.items())
 
 
 _MLP = dict(NEED_BIAS=True, BLOCK_T=32, BLOCK_F=128, STAGES=3)

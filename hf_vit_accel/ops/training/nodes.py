@@ -1,6 +1,7 @@
-"""Operations that bring their own backward: each one a node of autograd's graph, or a complete layer as one node.
+"""Operations that bring their own backward, and the layers that are made of them.
 
-One node per layer instead of six: with few rows a training step is bound by the host, by Python and autograd's engine.
+A complete layer is one node of autograd's graph instead of six, where all its operations have a backward: with few rows
+a training step is bound by the host, by Python and autograd's engine. Other layers run operation by operation.
 `T` rows, `E` width, `F` width of a product, `H` heads, `D` head dim.
 """
 
@@ -16,9 +17,10 @@ from torch import Tensor
 
 from hf_vit_accel import machine
 from hf_vit_accel.ops.add_norm import widened
+from hf_vit_accel.ops.base import AddThen, Apply
 from hf_vit_accel.ops.training.column_sum import flattened
 from hf_vit_accel.ops.training.context import FunctionContext, Gradients, InnerContext, Saved
-from hf_vit_accel.ops.training.norm_recipe import NormRecipe, attach_recipe, attached_recipe
+from hf_vit_accel.ops.training.norm_recipe import NormRecipe
 
 Rows = Tensor
 V = TypeVar("V")
@@ -46,7 +48,7 @@ class OpWithBackward:
         """Run as one node."""
         if not self.takes_norm:
             return self._apply(*rows, *self.weights(), *self.settings)
-        return self._apply(*rows, *self.weights(), *self.settings, recipe or attached_recipe(rows[0]))
+        return self._apply(*rows, *self.weights(), *self.settings, recipe)
 
     @cached_property
     def _apply(self) -> Any:
@@ -64,16 +66,40 @@ class OpWithBackward:
 
 
 class NormWithBackward(OpWithBackward):
-    """Compute (x + delta, norm of it) and attach the norm's recipe to the normed rows."""
+    """Compute (x + delta, norm of it)."""
 
     def __call__(self, *rows: Any, recipe: NormRecipe | None = None) -> tuple[Rows, Rows]:
-        x_TE, delta_TE = rows
+        return self.with_recipe(*rows)[:2]
+
+    def with_recipe(self, x_TE: Rows, delta_TE: Rows | None) -> tuple[Rows, Rows, NormRecipe]:
+        """Return x + delta, the norm of it, and the recipe of the normed rows."""
         weights = self.weights()
         if delta_TE is not None and delta_TE.dtype != x_TE.dtype:
             x_TE = widened(x_TE, delta_TE)
         sum_TE, normed_TE = self._apply(x_TE.contiguous(), delta_TE, *weights, *self.settings)
-        attach_recipe(normed_TE, NormRecipe(sum_TE, *weights, *self.settings))
-        return sum_TE, normed_TE
+        return sum_TE, normed_TE, NormRecipe(sum_TE, *weights, *self.settings)
+
+
+def normed(norm: AddThen, product: Apply) -> AddThen:
+    """Build (x, delta) to x + delta and the product of its norm; a trained product receives the norm's recipe."""
+    norm_node = _unguarded(norm)
+    product_node = _unguarded(product)
+
+    def run_trained(x_TE: Rows, delta_TE: Rows | None) -> tuple[Rows, Rows]:
+        sum_TE, normed_TE, recipe = norm_node.with_recipe(x_TE, delta_TE)
+        return sum_TE, product_node(normed_TE, recipe=recipe)
+
+    def run(x_TE: Rows, delta_TE: Rows | None) -> tuple[Rows, Rows]:
+        sum_TE, normed_TE = norm(x_TE, delta_TE)
+        return sum_TE, product(normed_TE)
+
+    is_trained = isinstance(norm_node, NormWithBackward) and isinstance(product_node, OpWithBackward)
+    return run_trained if is_trained else run
+
+
+def _unguarded(operation: Any) -> Any:
+    """Return the operation that `guarded` wraps. An `OpWithBackward` guards its forward by itself."""
+    return getattr(operation, "__wrapped__", operation)
 
 
 class LayerParts(NamedTuple, Generic[V]):
@@ -117,6 +143,33 @@ class LayerNode:
         return _Layer.apply(self, qkv_shape, tuple(counts), cos_TD, sin_TD, x_TE.contiguous(), delta_TE, *weights)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerSteps:
+    """A layer with gradients whose operations run one by one."""
+
+    qkv: AddThen
+    attend: Callable[[Rows, Rows, Rows], Rows]
+    proj: Apply
+    mlp: AddThen
+
+    def __call__(
+        self, qkv_shape: tuple[int, ...], cos_TD: Rows, sin_TD: Rows, x_TE: Rows, delta_TE: Rows | None
+    ) -> tuple[Rows, Rows]:
+        """Compute the same as `LayerNode`."""
+        x_TE, qkv_TF = self.qkv(x_TE, delta_TE)
+        attended_THD = self.attend(qkv_TF.view(-1, *qkv_shape), cos_TD, sin_TD)
+        return self.mlp(x_TE, self.proj(attended_THD.flatten(1)))
+
+
+def trained_layer(layer: Any, attend: Any) -> LayerNode | LayerSteps:
+    """Build a layer with gradients from its operations and its attention."""
+    node = layer_node_of(layer, attend)
+    if node is not None:
+        return node
+    qkv = normed(layer.norm1, layer.qkv)
+    return LayerSteps(qkv=qkv, attend=attend, proj=layer.proj, mlp=normed(layer.norm2, layer.mlp))
+
+
 def layer_node_of(operations: Any, attend: object) -> LayerNode | None:
     """Build one node from a layer's operations and its attention; None where one of these six is not `OpWithBackward`.
 
@@ -125,8 +178,7 @@ def layer_node_of(operations: Any, attend: object) -> LayerNode | None:
     built = operations.norm1, operations.qkv, attend, operations.proj, operations.norm2, operations.mlp
     parts = []
     for guarded_part in built:
-        # `guarded` wraps an operation; inside the node each part's forward is guarded by itself.
-        part = getattr(guarded_part, "__wrapped__", guarded_part)
+        part = _unguarded(guarded_part)
         if not isinstance(part, OpWithBackward):
             return None
         parts.append(part)

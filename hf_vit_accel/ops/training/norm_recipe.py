@@ -31,20 +31,6 @@ class NormRecipe(NamedTuple):
         return add_norm_rows(self.sum_TE, self.sum_TE, None, *self[1:])
 
 
-# The encoder passes rows from one operation to the next and does not know which of them kernels train. So a norm that
-# is an autograd node of its own attaches the recipe to its rows; a layer that is one node passes it as an argument.
-
-
-def attach_recipe(normed_TE: Tensor, recipe: NormRecipe) -> None:
-    """Attach the recipe of normed rows to them, for the product that receives these very rows."""
-    normed_TE._hf_vit_accel_norm = recipe  # type: ignore[attr-defined]
-
-
-def attached_recipe(x_TE: Tensor) -> NormRecipe | None:
-    """Return the recipe that `attach_recipe` attached to rows, or None."""
-    return getattr(x_TE, "_hf_vit_accel_norm", None)
-
-
 def save_input(
     x_TE: Tensor, recipe: NormRecipe | None
 ) -> tuple[tuple[Tensor | None, ...], tuple[float, bool, torch.dtype | None] | None]:
