@@ -196,6 +196,22 @@ def draw_all(folder: Path, pictures: int) -> None:
         list(pool.map(partial(draw, folder), range(pictures), chunksize=16))
 
 
+def run_captioner(arguments: Sequence[str]) -> None:
+    """Run the captioner's command line in this process."""
+    batch_caption.app(list(arguments), standalone_mode=False)
+
+
+def prepare_runs() -> None:
+    """Let all runs of this process take the full-size model, and keep their counts."""
+    batch_caption.load_model = fresh_model
+    batch_caption.load_processor = load_processor
+    batch_caption.Progress = KeptProgress
+    kept = _KeptBounds()
+    Captioner.bounds = lambda captioner, *limits: kept.of(captioner, *limits)
+    # Several runs share this process, so the end of a run must not end the process group.
+    batch_caption.PartialState.destroy_process_group = lambda self: None  # type: ignore[method-assign]
+
+
 def main(
     folder: Annotated[Path, typer.Argument(help="Folder for pictures and records.")],
     pictures: Annotated[int, typer.Option(min=1)] = 640,
@@ -207,13 +223,7 @@ def main(
     ] = None,
 ) -> None:
     """Caption the same pictures in every way; print the summary of every run."""
-    batch_caption.load_model = fresh_model
-    batch_caption.load_processor = load_processor
-    batch_caption.Progress = KeptProgress
-    kept = _KeptBounds()
-    Captioner.bounds = lambda captioner, *limits: kept.of(captioner, *limits)
-    # Several runs share this process, so the end of a run must not end the process group.
-    batch_caption.PartialState.destroy_process_group = lambda self: None  # type: ignore[method-assign]
+    prepare_runs()
     state = batch_caption.PartialState()
     folder = folder / model  # another process may measure the other model at the same time
     drawn = folder / "pictures"
@@ -231,7 +241,7 @@ def main(
             arguments = ["caption", str(drawn), "--output", str(output), "--model", str(CHECKPOINTS[model])]
             arguments += ["--prompt", "describe this picture .", "--attempt", str(attempt), *options]
             current_options[:] = options
-            batch_caption.app(arguments, standalone_mode=False)
+            run_captioner(arguments)
             state.wait_for_everyone()
             results.setdefault(name, []).append(last_run())
     if state.is_main_process:

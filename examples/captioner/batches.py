@@ -51,11 +51,8 @@ def measured(tasks: Sequence[Task], processor: ProcessorMixin | None, state: Par
     with ThreadPoolExecutor(_READERS) as pool:
         tokens = list(pool.map(lambda item: tokens_of(item, processor), items))
     tokens_by_process = gather_object([tokens])
-    measured_tasks = []
-    for index, task in enumerate(tasks):
-        tokens_of_share = tokens_by_process[index % state.num_processes]
-        measured_tasks.append(replace(task, tokens=tokens_of_share[index // state.num_processes]))
-    return measured_tasks
+    shares = state.num_processes
+    return [replace(task, tokens=tokens_by_process[i % shares][i // shares]) for i, task in enumerate(tasks)]
 
 
 def share(tasks: Sequence[Task], process: int, processes: int) -> list[Task]:

@@ -31,8 +31,21 @@ class FlashAttention3(Backend):
         return _attend(q_THD, k_THD, v_THD, plan.tensors["cu_seqlens_S1"], plan.host["max_seqlen"], plan.request.scale)
 
 
+def causal_attention(
+    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens_S1: Tensor, max_seqlen: int, scale: float
+) -> Tensor:
+    """Attend every token to those before it in its segment, without gradients; K divides H."""
+    return _attend_cuda(q_THD, k_TKD, v_TKD, cu_seqlens_S1, max_seqlen, scale, causal=True)
+
+
 def _attend_cuda(
-    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, cu_seqlens_S1: Tensor, max_seqlen: int, scale: float
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_THD: Tensor,
+    cu_seqlens_S1: Tensor,
+    max_seqlen: int,
+    scale: float,
+    causal: bool = False,
 ) -> Tensor:
     """Call the package for q, k and v with the same segments."""
     from flash_attn_interface import flash_attn_varlen_func
@@ -46,7 +59,7 @@ def _attend_cuda(
         max_seqlen,
         max_seqlen,
         softmax_scale=scale,
-        causal=False,
+        causal=causal,
     )
     return out[0] if isinstance(out, tuple) else out  # early releases return the log-sum-exp, too
 

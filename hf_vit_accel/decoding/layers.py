@@ -13,7 +13,7 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, nn, sigmoid
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.activations import ACT2FN
 
+from hf_vit_accel.backends.flash_attention_3 import FlashAttention3, causal_attention
 from hf_vit_accel.decoding.text_models import Model, Reading
 from hf_vit_accel.ops.activation import swiglu
 from hf_vit_accel.ops.add_norm import add_norm_rows
@@ -75,8 +76,7 @@ class CausalAttention:
         """Return (T, H, D)."""
         varlen = _varlen() if query_THD.is_cuda and query_THD.dtype.itemsize == 2 else None
         if varlen is not None:
-            bounds = self._cu_seqlens_G1, self._cu_seqlens_G1, self._longest, self._longest
-            return cast(Tensor, varlen(query_THD, key_TKD, value_TKD, *bounds, scale=scale))
+            return varlen(query_THD, key_TKD, value_TKD, self._cu_seqlens_G1, self._longest, scale)
         outs = []
         for query, key, value in zip(*(x.split(self._lengths) for x in (query_THD, key_TKD, value_TKD)), strict=True):
             query_1HTD, key_1KTD, value_1KTD = (x.transpose(0, 1)[None] for x in (query, key, value))
@@ -88,8 +88,13 @@ class CausalAttention:
 
 
 @lru_cache(maxsize=1)
-def _varlen() -> Callable[..., Any] | None:
-    """Return torch's attention of packed rows, causal and with groups of queries; None in a torch without it."""
+def _varlen() -> Callable[..., Tensor] | None:
+    """Return causal attention of packed rows with groups of queries: FlashAttention-3's, torch's, or None.
+
+    It takes queries, keys, values, cu_seqlens, the longest row and the scale.
+    """
+    if not FlashAttention3().reasons_against_machine():
+        return causal_attention
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -98,7 +103,14 @@ def _varlen() -> Callable[..., Any] | None:
     options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in names else {"is_causal": True}
     if "enable_gqa" in names:
         options["enable_gqa"] = True
-    return partial(varlen_attn, **options)
+
+    def attend(
+        query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, cu_seqlens: Tensor, longest: int, scale: float
+    ) -> Tensor:
+        bounds = cu_seqlens, cu_seqlens, longest, longest
+        return cast(Tensor, varlen_attn(query_THD, key_TKD, value_TKD, *bounds, scale=scale, **options))
+
+    return attend
 
 
 def run_layers(

@@ -27,7 +27,7 @@ IMPORTS = {
     "engine": "backends config families layout machine ops versions watch",
     "graphs": "backends config engine layout machine ops",
     "options": "config engine layout machine ops",
-    "decoding": "graphs machine ops versions watch",
+    "decoding": "backends graphs machine ops versions watch",
     "tower": "backends config engine families graphs layout machine ops options versions watch",
     "model": "decoding families machine tower versions watch",
     "status": "backends config engine families graphs model ops options tower versions",

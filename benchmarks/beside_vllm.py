@@ -1,0 +1,224 @@
+"""Measure offline jobs by vLLM and by plain transformers with this library, one after the other on one GPU.
+
+    python benchmarks/beside_vllm.py /tmp/jobs --model qwen3-vl-8b --side vllm --json build/beside.json
+    python benchmarks/beside_vllm.py /tmp/jobs --model qwen3-vl-8b --side ours --json build/beside.json
+
+Both sides may have an environment of their own: the second adds its rows to the file of the first. vLLM gets a folder
+with the full-size config, and weights drawn as transformers draws them. Both read the same JPEGs, take the same prompt
+and decode greedily, without an end. A side runs every job once to warm up; then the median of some runs counts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+import typer
+from captioning_benchmark import (
+    CHECKPOINTS,
+    LONGEST,
+    PATCH_SIDE,
+    KeptProgress,
+    draw_all,
+    load_model,
+    load_processor,
+    prepare_runs,
+    run_captioner,
+)
+from measuring import Row, document_of, write_json
+from PIL import Image
+from whole_call import TEXT
+
+import hf_vit_accel
+from hf_vit_accel.tools.bench.towers import SHAPES
+
+PROMPT = "describe this picture ."
+PICTURES = 256
+CALLS = {"32 x 34x46": (32, (34, 46)), "one 64x64": (1, (64, 64))}
+"""Calls of `generate` by name: pictures, and the rows and columns of patches of each."""
+CALL_TOKENS = (1, 64)
+VLLM_SETTINGS: dict[str, Any] = dict(
+    load_format="dummy",
+    dtype="bfloat16",
+    max_num_batched_tokens=16384,
+    max_num_seqs=1024,
+    max_model_len=8192,
+    mm_processor_cache_gb=0,
+    enable_prefix_caching=False,
+    limit_mm_per_prompt={"image": 1, "video": 0},
+)
+"""What was fastest, and no cache that a second run of the same pictures would hit."""
+Job = Callable[[int], float]
+"""Runs a job with so many new tokens, and returns its seconds."""
+CAPTIONING = "captioning"
+WARM_UPS = 3
+"""Of calls: the third of a size at the latest is captured. Captioning runs once to warm up."""
+
+
+def checkpoint_of(model: str, folder: Path) -> Path:
+    """Write a folder that vLLM loads: the full-size config, and the tiny checkpoint's tokenizer and processor."""
+    tiny = CHECKPOINTS[model]
+    shutil.copytree(tiny, folder, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
+    config = json.loads((tiny / "config.json").read_text())
+    config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = False
+    text = TEXT[model][1]
+    layers = text["num_hidden_layers"]
+    config["text_config"] |= text | {"layer_types": ["full_attention"] * layers, "max_window_layers": layers}
+    config["text_config"]["max_position_embeddings"] = 128000
+    config["text_config"]["rope_parameters"] = dict(
+        text["rope_parameters"], mrope_interleaved=model.startswith("qwen3")
+    )
+    config["vision_config"] |= SHAPES[model][1]
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
+        processor = json.loads((folder / name).read_text())
+        processor["size"] = {"shortest_edge": 56**2, "longest_edge": LONGEST * PATCH_SIDE[model] ** 2}
+        (folder / name).write_text(json.dumps(processor))
+    return folder
+
+
+def opened(paths: Sequence[Path]) -> list[Image.Image]:
+    """Decode JPEGs in threads."""
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        return list(pool.map(lambda path: Image.open(path).convert("RGB"), paths))
+
+
+def noise(pictures: int, rows: int, columns: int, model: str) -> list[Image.Image]:
+    """Draw pictures of so many rows and columns of patches."""
+    side = PATCH_SIDE[model] // 2
+    values = np.random.default_rng(0).integers(0, 256, (pictures, rows * side, columns * side, 3), dtype=np.uint8)
+    return [Image.fromarray(picture) for picture in values]
+
+
+def prompt_of(processor: Any) -> str:
+    """Return the prompt with the place of a picture."""
+    content = [{"type": "image"}, {"type": "text", "text": PROMPT}]
+    text: str = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    return text
+
+
+def seconds_of(job: Callable[..., None], *arguments: Any) -> float:
+    """Run a job and return its seconds."""
+    begin = time.perf_counter()
+    job(*arguments)
+    return time.perf_counter() - begin
+
+
+def milliseconds_of(job: Job, tokens: int, runs: int, warm_ups: int) -> Row:
+    """Return the median, the least and the most milliseconds of some runs, after others to warm up."""
+    times = [1e3 * job(tokens) for _ in range(warm_ups + runs)][warm_ups:]
+    return {"ms": statistics.median(times), "ms_low": min(times), "ms_high": max(times)}
+
+
+def redraw(model: torch.nn.Module) -> None:
+    """Draw the matrices of a model in vLLM as transformers draws them: zeros would take less power."""
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, 0.02)
+
+
+def jobs_of_vllm(model: str, folder: Path, pictures: Sequence[Path]) -> dict[str, Job]:
+    """Start vLLM's engine; return its jobs by name."""
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # it carries `redraw` to the engine's process
+    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+
+    checkpoint = checkpoint_of(model, folder / f"{model}-config")
+    engine = LLM(
+        model=str(checkpoint),
+        compilation_config={"cudagraph_mm_encoder": True},
+        disable_log_stats=True,
+        **VLLM_SETTINGS,
+    )
+    engine.apply_model(redraw)
+    text = prompt_of(load_processor(str(CHECKPOINTS[model])))
+
+    def generate(images: Sequence[Image.Image], tokens: int) -> None:
+        sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        requests = [{"prompt": text, "multi_modal_data": {"image": image}} for image in images]
+        outputs = engine.generate(requests, sampling, use_tqdm=False)
+        assert all(len(output.outputs[0].token_ids) == tokens for output in outputs)
+
+    jobs: dict[str, Job] = {
+        CAPTIONING: partial(seconds_of, lambda tokens: generate(opened(pictures), tokens)),
+    }
+    for name, (number, (rows, columns)) in CALLS.items():
+        jobs[name] = partial(seconds_of, generate, noise(number, rows, columns, model))
+    return jobs
+
+
+def jobs_of_ours(model: str, folder: Path, pictures: Sequence[Path]) -> dict[str, Job]:
+    """Return our jobs by name: the captioner for a folder, and `generate` of a patched model for a call."""
+    checkpoint = str(CHECKPOINTS[model])
+    full_size: Any = load_model(checkpoint, torch.bfloat16, torch.device("cuda"))
+    processor = load_processor(checkpoint)
+    text = prompt_of(processor)
+    attempts = iter(range(1, 1000))
+    prepare_runs()
+
+    def caption(tokens: int) -> float:
+        output = folder / f"{model}-{tokens}"
+        if not output.exists():  # the first run with so many tokens plans its batches without earlier steps in memory
+            hf_vit_accel.unpatch(full_size)
+        arguments = ["caption", str(pictures[0].parent), "--output", str(output)]
+        arguments += ["--model", checkpoint, "--prompt", PROMPT, "--attempt", str(next(attempts))]
+        run_captioner([*arguments, "--max-new-tokens", str(tokens)])
+        return KeptProgress.last.seconds
+
+    def generate(images: Sequence[Image.Image], tokens: int) -> None:
+        inputs = processor(
+            text=[text] * len(images), images=list(images), padding=True, return_tensors="pt", device="cuda"
+        )
+        length = inputs["input_ids"].shape[1]
+        output = full_size.generate(
+            **inputs.to("cuda", dtype=torch.bfloat16),
+            max_new_tokens=tokens,
+            do_sample=False,
+            custom_generate=hf_vit_accel.graphed_decoding,
+        )
+        assert output.shape[1] == length + tokens
+
+    jobs: dict[str, Job] = {CAPTIONING: caption}
+    for name, (number, (rows, columns)) in CALLS.items():
+        jobs[name] = partial(seconds_of, generate, noise(number, rows, columns, model))
+    return jobs
+
+
+def main(
+    folder: Annotated[Path, typer.Argument(help="Folder for pictures and records.")],
+    side: Annotated[Literal["vllm", "ours"], typer.Option(help="Which side runs.")],
+    model: Annotated[str, typer.Option(help=f"One of {', '.join(CHECKPOINTS)}.")] = "qwen2.5-vl-7b",
+    tokens: Annotated[str, typer.Option(help="Numbers of new tokens of captions.")] = "1,32,128",
+    runs: Annotated[int, typer.Option(min=1, help="Timed runs of every job.")] = 3,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Add the rows of this side to this file.")] = None,
+) -> None:
+    """Measure one side; print and keep its rows."""
+    drawn = folder / "pictures"
+    if not drawn.exists():
+        draw_all(drawn, PICTURES)
+    pictures = sorted(drawn.glob("*.jpg"))
+    jobs = {"vllm": jobs_of_vllm, "ours": jobs_of_ours}[side](model, folder, pictures)
+    before = json.loads(json_path.read_text()) if json_path is not None and json_path.exists() else document_of([])
+    for name, job in jobs.items():
+        is_captioning = name == CAPTIONING
+        for number in map(int, tokens.split(",")) if is_captioning else CALL_TOKENS:
+            row: Row = {"model": model, "job": name, "tokens": number, "side": side}
+            row |= milliseconds_of(job, number, runs, 1 if is_captioning else WARM_UPS)
+            if is_captioning:
+                row["pictures/s"] = 1e3 * len(pictures) / row["ms"]
+            print(row, flush=True)
+            before["rows"].append(row)
+            write_json(json_path, before)
+
+
+if __name__ == "__main__":
+    typer.run(main)
