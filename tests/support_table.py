@@ -30,8 +30,8 @@ PAGE = ROOT / "SUPPORT.md"
 NAMES = ("transformers", "torch")
 BLOCK = re.compile(r"(<!-- rows: (?P<form>\w+) -->\n).*?(<!-- end of rows -->)", re.DOTALL)
 """Where a page of docs/ shows the modules that treat each row by itself, or the arguments of `generate`."""
-GENERATE_PAGE = ROOT / "docs" / "generate.md"
-PAGES_WITH_BLOCKS = [ROOT / "docs" / name for name in ("max-rows.md", "reuse.md", "data-parallel.md")]
+GENERATE_PAGE = ROOT / "docs" / "generate-arguments.md"
+PAGES_WITH_BLOCKS = [ROOT / "docs" / "max-rows.md"]
 
 
 def page() -> str:
@@ -152,7 +152,7 @@ def page() -> str:
 
 def with_blocks(text: str) -> str:
     """Return a page of docs/ with its blocks written anew."""
-    forms = {"table": rows_table, "list": rows_list, "arguments": arguments_table, "decoded": decoded_table}
+    forms = {"table": rows_table, "arguments": arguments_table, "decoded": decoded_table}
     return BLOCK.sub(lambda block: f"{block[1]}\n{forms[block['form']]()}\n{block[3]}", text)
 
 
@@ -178,11 +178,6 @@ def decoded_table() -> str:
         (f"`{text.name}`", ", ".join(f"`{name.split('.')[1]}`" for name in text.models.split())) for text in TEXT_MODELS
     ]
     return "\n".join((*_table(("text model", "models that are served"), cells), ""))
-
-
-def rows_list() -> str:
-    """Return the modules that treat each row by itself, one a line."""
-    return "\n".join((*(f"- {entry.summary}" for entry in rows.TABLE), ""))
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -23,6 +23,11 @@ Times = dict[Cell, dict[str, Row]]
 """Rows by cell, then by contender."""
 
 
+def is_measured(file: str) -> bool:
+    """Say whether a file is there. A new one is missing until everything.py has measured it."""
+    return (MEASURED / file).is_file()
+
+
 def load(file: str) -> Document:
     """Read one of the JSON files."""
     return dict(json.loads((MEASURED / file).read_text(encoding="utf-8")))

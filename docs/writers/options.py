@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from documents import Row, load, times, title
+from documents import Row, is_measured, load, times, title
 
 LEAST_GAIN = 0.03
 """The page lists options that are faster than the default by more than this share."""
@@ -20,7 +20,8 @@ def options() -> str:
     count = 0
     stock_lines = []
     option_lines = []
-    for file in EXACT_FILES:
+    files = [file for file in EXACT_FILES if is_measured(file)]
+    for file in files:
         for (model, size), by_contender in times(load(file)).items():
             count += 1
             where = f"{title(model)}, {size}, `{file}`"
@@ -35,7 +36,7 @@ def options() -> str:
                 stock_lines.append(f"- {where}: {', '.join(stock)}.\n")
             if exact:
                 option_lines.append(f"- {where}: {', '.join(exact)}.\n")
-    parts = [f"`bench` timed {count} inputs in {len(EXACT_FILES)} files. "]
+    parts = [f"`bench` timed {count} inputs in {len(files)} files. "]
     if stock_lines:
         parts += ["By medians, stock is faster than the default for these:\n\n", *stock_lines, "\n"]
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from documents import MEASURED, MODELS, Document, Row, commit_of, conditions, digits, grid, load, times, title
+from documents import MODELS, Document, Row, commit_of, conditions, digits, grid, is_measured, load, times, title
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ def beside_vllm() -> str:
     Raises:
         ValueError: if the file mixes measurements of two commits
     """
-    if not (MEASURED / VLLM).is_file():
+    if not is_measured(VLLM):
         return "vLLM was not timed.\n"
     document = load(VLLM)
     rows = []
@@ -159,12 +159,16 @@ def beside_the_headline() -> str:
     ]
     label = f"captions of JPEG files, {tokens} tokens, pictures per second"
     rows = [[label, both, *cells, _source(captions, "captioning.json")]]
-    if (MEASURED / VLLM).is_file():
+    if is_measured(VLLM):
         document = load(VLLM)
         tokens = max(row["tokens"] for row in document["rows"])
-        rates = [row["pictures_per_second"] for row in document["rows"] if row["tokens"] == tokens]
-        cells = [f"{digits(rate['vllm'])} → {digits(rate['ours'])} ({_times(rate)})" for rate in rates]
-        label = f"vLLM {document['versions']['vllm']} → this library, {tokens} tokens, pictures per second"
+        rates = {row["model"]: row["pictures_per_second"] for row in document["rows"] if row["tokens"] == tokens}
+        of_models = [rates.get(model) for model in dict.fromkeys(row["model"] for row in captions["rows"])]
+        cells = [
+            f"{digits(rate['vllm'])} → {digits(rate['ours'])} ({_times(rate)})" if rate else "" for rate in of_models
+        ]
+        vllm = f"vLLM {document['versions'].get('vllm', '')}".rstrip()
+        label = f"{vllm} → this library, {tokens} tokens, pictures per second"
         rows.append([label, both, *cells, _source(document, VLLM)])
     steps = load("training_step.json")
     by_way: dict[str, list[str]] = {}
@@ -203,4 +207,4 @@ def text() -> str:
         KeyError: if a file lacks a contender for a size
         ValueError: if a file mixes measurements of two commits
     """
-    return "".join([*_captioning(), *_trainer_steps(), *(line.text() for line in LINES)])
+    return "".join([*_captioning(), *_trainer_steps(), *(line.text() for line in LINES if is_measured(line.file))])

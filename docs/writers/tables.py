@@ -23,7 +23,6 @@ import options
 import stacks
 import summary
 from documents import (
-    MEASURED,
     ROOT,
     Cell,
     Document,
@@ -32,6 +31,7 @@ from documents import (
     digits,
     further_token_ms,
     grid,
+    is_measured,
     load,
     times,
     title,
@@ -95,26 +95,18 @@ def further_tokens(document: Document) -> str:
 
 
 def captioning(document: Document) -> str:
-    """Write the images per second of the batch captioner, and how long each phase of the patched one takes."""
-    first_tokens = {row["model"]: _milliseconds_at_work(row) for row in document["rows"] if row["tokens"] == 1}
+    """Write the images per second of the batch captioner, and how long a million pictures take."""
     rows = []
     for row in document["rows"]:
         rates = []
         for way in ("stock", "patched"):
             runs = [digits(rate) for rate in row["all"][way]]
             rates.append(f"{digits(row[way])} ({', '.join(runs)})" if len(runs) > 1 else runs[0])
-        first_token = first_tokens[row["model"]]
-        decoding = max(_milliseconds_at_work(row) - first_token, 0.0)
-        phases = [digits(row["ms waiting"]["patched"]), digits(first_token), digits(decoding)]
+        hours = f"{1e6 / 3600 / row['patched']:.0f} h"
         speedup = f"{row['patched'] / row['stock']:.1f}x"
-        rows.append([title(row["model"]), str(row["tokens"]), *rates, speedup, *phases])
-    head = ["", "new tokens", "stock, images/s", "patched", "times as fast"]
-    return grid([*head, "patched, ms an image: waiting for it", "first token", "further tokens"], rows)
-
-
-def _milliseconds_at_work(row: Row) -> float:
-    """Return the milliseconds that an image takes in the patched captioner, without waiting for images."""
-    return float(1e3 / row["patched"] - row["ms waiting"]["patched"])
+        rows.append([title(row["model"]), str(row["tokens"]), *rates, speedup, hours])
+    head = ["pictures a second", "new tokens", "stock", "patched", "times as fast", "a million pictures, one GPU"]
+    return grid(head, rows)
 
 
 def ways(document: Document) -> str:
@@ -330,31 +322,23 @@ SCRIPTS: Mapping[str, Callable[[Document], str]] = {
 """What writes the table of a file, by the file's name without ".json"; the table has the same name."""
 
 
-def _is_measured(file: str) -> bool:
-    """Say whether a file is there. A new one is missing until everything.py has measured it."""
-    return (MEASURED / file).is_file()
-
-
-TABLES: Mapping[str, Table] = {
+DECLARED: Mapping[str, Table] = {
     "headline": Table(file=headline.FILE, write=headline.table),
     "further_tokens": Table(file=headline.FILE, write=further_tokens),
     "fp8_errors": Table(file="fp8.json", write=fp8_errors),
     "memory_of_graphs": Table(file="training_step.json", write=memory_of_graphs),
-    **{
-        name: Table(file=f"{name}.json", write=write) for name, write in SCRIPTS.items() if _is_measured(f"{name}.json")
-    },
-    **{
-        name: Table(file=timings.file, write=timings.table)
-        for name, timings in TIMINGS.items()
-        if _is_measured(timings.file)
-    },
+    **{name: Table(file=f"{name}.json", write=write) for name, write in SCRIPTS.items()},
+    **{name: Table(file=timings.file, write=timings.table) for name, timings in TIMINGS.items()},
 }
 """The tables by the name that a page gives them."""
+TABLES: Mapping[str, Table] = {name: table for name, table in DECLARED.items() if is_measured(table.file)}
+"""Those whose file is there. The others are shown as not measured."""
 
 
 TEXTS: Mapping[str, Callable[[], str]] = {
     "summary": summary.text,
     "beside_the_headline": summary.beside_the_headline,
+    "beside_vllm": summary.beside_vllm,
     "promise": summary.promise,
     "options": options.options,
     "stacks": stacks.table,
@@ -382,8 +366,14 @@ def _written(place: re.Match[str]) -> str:
 
 
 def text_of(name: str) -> str:
-    """Write the table or the lines of a name."""
-    return TEXTS[name]() if name in TEXTS else TABLES[name].text()
+    """Write the table or the lines of a name.
+
+    Raises:
+        KeyError: if it is not declared
+    """
+    if name in TEXTS:
+        return TEXTS[name]()
+    return TABLES[name].text() if name in TABLES else f"Not measured: `{DECLARED[name].file}` is missing.\n"
 
 
 if __name__ == "__main__":

@@ -85,21 +85,9 @@ TIMINGS: Mapping[str, Timings] = {
             "stock flash_attention_2": "stock FlashAttention-2",
             "stock flash_attention_3": "stock FlashAttention-3",
             **BOTH,
-            "flashinfer_cudnn": "`flashinfer_cudnn`",
-            "flash_attention_3": "`flash_attention_3`",
-            "flash_attention_4": "`flash_attention_4`",
         },
     ),
-    "held_out": Timings(
-        file="held_out.json",
-        columns={
-            **STOCK,
-            **BOTH,
-            "flashinfer_cudnn": "`flashinfer_cudnn`",
-            "flash_attention_3": "`flash_attention_3`",
-            "flash_attention_4": "`flash_attention_4`",
-        },
-    ),
+    "held_out": Timings(file="held_out.json", columns={**STOCK, **BOTH}),
     "slow_host": Timings(file="slow_host.json", columns={**STOCK, "auto+eager": "`cuda_graphs=False`", **BOTH}),
     "small": Timings(
         file="small.json",

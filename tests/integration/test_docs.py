@@ -124,6 +124,23 @@ def test_the_readme_is_short_and_shows_the_change_early() -> None:
     assert len(blocks(README, "diff")) == 1 and not blocks(README, "python")
 
 
+JOBS = ("captioning", "embedding", "training", "generate")
+NO_SENTENCE = re.compile(r"```.*?```|<!--.*?-->|^\|.*?$", re.DOTALL | re.MULTILINE)
+END_OF_SENTENCE = re.compile(r"(?<=[.!?:])\s+|\n\s*\n|\n\s*(?:[-*#]|\d\.)")
+
+
+def test_the_docs_are_few_and_every_job_has_a_short_page() -> None:
+    assert len(PAGES) <= 25
+    assert not [job for job in JOBS if len((ROOT / "docs" / f"{job}.md").read_text().splitlines()) > 120]
+
+
+@pytest.mark.parametrize("path", [README, *PAGES], ids=name)
+def test_no_sentence_has_more_than_24_words(path: Path) -> None:
+    text = re.sub(r"`[^`]*`", "code", NO_SENTENCE.sub("\n\n", path.read_text()))
+    sentences = END_OF_SENTENCE.split(text)
+    assert not [" ".join(sentence.split()) for sentence in sentences if len(sentence.split()) > 24]
+
+
 def test_the_readme_s_diff_runs_as_it_stands(hub: None) -> None:
     """Its old side is stock, its new side runs fast and gives the same tokens."""
     (diff,) = blocks(README, "diff")

@@ -233,8 +233,9 @@ def slower(file: str) -> Document:
 
 def test_every_table_is_shown_and_numbers_follow_their_file(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = {place["name"] for path in tables.PAGES for place in tables.PLACE.finditer(path.read_text())}
-    assert shown == {*tables.TABLES, *tables.TEXTS}
-    others = {"options", "stacks", "versions_that_ran"}  # ratios that stay, and no measurement
+    assert shown == {*tables.DECLARED, *tables.TEXTS}
+    others = {"options", "beside_vllm", "stacks", "versions_that_ran"}  # ratios that stay, and no measurement
+    others |= tables.DECLARED.keys() - tables.TABLES.keys()
     before = {table: tables.text_of(table) for table in shown - others}
     lines = before["summary"].splitlines()
     monkeypatch.setattr(tables, "load", slower)
@@ -243,12 +244,37 @@ def test_every_table_is_shown_and_numbers_follow_their_file(monkeypatch: pytest.
     assert not set(lines) & set(tables.text_of("summary").splitlines())
 
 
+def test_a_file_that_is_missing_leaves_out_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(tables.TABLES, "liger")
+    assert tables.text_of("liger") == "Not measured: `liger.json` is missing.\n"
+
+
+def test_vllm_is_shown_where_it_was_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(file: str) -> Document:
+        if file != summary.VLLM:
+            return read(file)
+        rates = {"qwen2.5-vl-7b": {"ours": 36.0, "vllm": 30.0}, "qwen3-vl-8b": {"ours": 30.0, "vllm": 40.0}}
+        rows = [dict(model=model, tokens=32, pictures_per_second=rate) for model, rate in rates.items()]
+        written = {"versions": machine.versions() | {"vllm": "0.33.0"}, "device": "H200", "dtype": "bfloat16"}
+        return written | {"commit": "abc1234", "command": "python benchmarks/beside_vllm.py", "rows": rows}
+
+    monkeypatch.setattr(summary, "is_measured", lambda file: True)
+    monkeypatch.setattr(summary, "load", load)
+    line = "| vLLM 0.33.0 → this library, 32 tokens, pictures per second | `patch`, `graphed_decoding` |"
+    assert (
+        f"{line} 30.0 → 36.0 (1.20x) | 40.0 → 30.0 (0.75x) | `beside_vllm.json`, abc1234 |"
+        in summary.beside_the_headline()
+    )
+    assert "| Qwen3-VL-8B | 32 | 40.0 | 30.0 (0.75x) |" in summary.beside_vllm()
+
+
 def test_options_that_are_faster_than_the_default_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     ms_of = {"stock sdpa": 20.0, "auto": 10.0, "auto+graph": 9.8, "flash_attention_4": 9.0, "auto+fp8": 1.0}
     rows = [dict(model="qwen2-vl-7b", size=size, ms=10.0, ms_low=9.0, contender="auto") for size in ("a", "b")]
     rows += [dict(model="qwen2-vl-7b", size="c", ms=ms, ms_low=ms, contender=name) for name, ms in ms_of.items()]
     monkeypatch.setattr(options, "EXACT_FILES", ("some.json",))
     monkeypatch.setattr(options, "load", lambda file: {"rows": rows})
+    monkeypatch.setattr(options, "is_measured", lambda file: True)
     stock, exact, _, line = options.options().splitlines()
     assert stock.startswith("`bench` timed 3 inputs in 1 files. No stock tower was faster")
     assert exact.endswith(" for 2 of them. These are the others:")
