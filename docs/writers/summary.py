@@ -115,7 +115,31 @@ def _line(label: str, ranges: Sequence[str], document: Document, file: str) -> s
 
 
 VLLM = "beside_vllm.json"
-"""Rows have a model, its number of new tokens and `pictures_per_second`, with the keys `ours` and `vllm`."""
+"""A row has a model, a job, its new tokens, a side ("vllm" or "ours") and "ms"; captions have "pictures/s", too."""
+Sides = dict[str, Row]
+"""The rows of a job by side."""
+
+
+def _beside_vllm(document: Document) -> dict[tuple[str, str, int], Sides]:
+    """Return the jobs that both sides ran, by model, name and number of new tokens."""
+    jobs: dict[tuple[str, str, int], Sides] = {}
+    for row in document["rows"]:
+        jobs.setdefault((row["model"], row["job"], row["tokens"]), {})[row["side"]] = row
+    return {key: sides for key, sides in jobs.items() if len(sides) == 2}
+
+
+def _both_sides(sides: Sides) -> tuple[str, str, str]:
+    """Write vLLM's time or rate, ours, and how many times as fast as vLLM ours is."""
+    vllm = sides["vllm"]
+    ours = sides["ours"]
+    if "pictures/s" in ours:
+        rates = (vllm["pictures/s"], ours["pictures/s"])
+        return digits(rates[0]), digits(rates[1]), f"{rates[1] / rates[0]:.2f}x"
+    return f"{digits(vllm['ms'])} ms", f"{digits(ours['ms'])} ms", f"{vllm['ms'] / ours['ms']:.2f}x"
+
+
+def _name_of_vllm(document: Document) -> str:
+    return f"vLLM {document['versions'].get('vllm', '')}".rstrip()
 
 
 def beside_vllm() -> str:
@@ -126,21 +150,14 @@ def beside_vllm() -> str:
     """
     if not is_measured(VLLM):
         return "vLLM was not timed.\n"
-    document = load(VLLM)
+    document = {"command": "python benchmarks/beside_vllm.py build/beside_vllm"} | load(VLLM)
     rows = []
-    for row in document["rows"]:
-        rate = row["pictures_per_second"]
-        rows.append(
-            [title(row["model"]), str(row["tokens"]), digits(rate["vllm"]), f"{digits(rate['ours'])} ({_times(rate)})"]
-        )
-    cells = grid(["pictures per second", "new tokens", "vLLM", "`patch` and `graphed_decoding`"], rows)
-    return f"{cells}\n{conditions(document, VLLM)}\n"
-
-
-def _times(rate: Row) -> str:
-    """Write how many times as fast as vLLM ours is, with two digits below one."""
-    ratio = rate["ours"] / rate["vllm"]
-    return f"{ratio:.2f}x"
+    for (model, job, tokens), sides in _beside_vllm(document).items():
+        vllm, ours, ratio = _both_sides(sides)
+        name = "captions, pictures a second" if "pictures/s" in sides["ours"] else f"one call, {job}"
+        rows.append([title(model), name, str(tokens), vllm, f"{ours} ({ratio})"])
+    head = ["", "job", "new tokens", _name_of_vllm(document), "`patch`, `graphed_decoding`"]
+    return f"{grid(head, rows)}\n{conditions(document, VLLM)}\n"
 
 
 def beside_the_headline() -> str:
@@ -151,7 +168,8 @@ def beside_the_headline() -> str:
     """
     both = "`patch`, `graphed_decoding`"
     captions = load("captioning.json")
-    tokens = max(row["tokens"] for row in captions["rows"])
+    numbers = {row["tokens"] for row in captions["rows"]}
+    tokens = 32 if 32 in numbers else max(numbers)
     cells = [
         f"{digits(row['stock'])} → {digits(row['patched'])} ({row['patched'] / row['stock']:.1f}x)"
         for row in captions["rows"]
@@ -161,14 +179,11 @@ def beside_the_headline() -> str:
     rows = [[label, both, *cells, _source(captions, "captioning.json")]]
     if is_measured(VLLM):
         document = load(VLLM)
-        tokens = max(row["tokens"] for row in document["rows"])
-        rates = {row["model"]: row["pictures_per_second"] for row in document["rows"] if row["tokens"] == tokens}
-        of_models = [rates.get(model) for model in dict.fromkeys(row["model"] for row in captions["rows"])]
-        cells = [
-            f"{digits(rate['vllm'])} → {digits(rate['ours'])} ({_times(rate)})" if rate else "" for rate in of_models
-        ]
-        vllm = f"vLLM {document['versions'].get('vllm', '')}".rstrip()
-        label = f"{vllm} → this library, {tokens} tokens, pictures per second"
+        cells = []
+        for model in dict.fromkeys(row["model"] for row in captions["rows"]):
+            sides = _beside_vllm(document).get((model, "captioning", tokens))
+            cells.append("{} → {} ({})".format(*_both_sides(sides)) if sides else "")
+        label = f"{_name_of_vllm(document)} → this library, {tokens} tokens, pictures per second"
         rows.append([label, both, *cells, _source(document, VLLM)])
     steps = load("training_step.json")
     by_way: dict[str, list[str]] = {}
