@@ -207,15 +207,24 @@ def test_dropout_of_padded_rows(called: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{"use_dora": True}, {"lora_bias": True}, {"use_rslora": True}], ids=["DoRA", "bias", "rsLoRA"]
+    ("kwargs", "reason"),
+    [
+        ({"use_dora": True}, "it is a variant of LoRA, such as DoRA"),
+        ({"lora_bias": True}, "an adapter is no Linear without bias"),
+        ({"use_rslora": True}, None),
+    ],
+    ids=["DoRA", "bias", "rsLoRA"],
 )
-def test_other_kinds_of_lora_run_their_modules(kwargs: dict[str, Any], called: list[str]) -> None:
+def test_other_kinds_of_lora_run_their_modules(kwargs: dict[str, Any], reason: str | None, called: list[str]) -> None:
     """Call PEFT's modules for other kinds of LoRA, except rsLoRA, which differs in its scaling only."""
     model, other = pair("qwen3_vl", **kwargs)
     check(model, other)
     called.clear()
     step(model)
-    assert bool(called) == ("use_rslora" not in kwargs) and ("mlp" in fused(model)) == ("use_rslora" in kwargs)
+    assert bool(called) == (reason is not None)
+    why = hf_vit_accel.status(model).towers[0].unfused.get("mlp")
+    linear = "a peft.tuners.lora.layer.Linear stands where a plain Linear was"
+    assert why == (reason and f"{linear}: {reason}")
 
 
 def test_another_forward_is_called(called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,17 +272,6 @@ def test_scalings_that_are_tensors(trained: bool, called: list[str], monkeypatch
     assert bool(called) == trained
 
 
-def test_adapters_are_read_again_when_their_dtype_changes(called: list[str]) -> None:
-    model, _ = pair("qwen3_vl")
-    step(model, grad=False)
-    called.clear()
-    for name, parameter in tower_of(model).named_parameters():
-        if "lora_" in name:
-            parameter.data = parameter.data.double()
-    step(model, grad=False)
-    assert called and "mlp" not in fused(model)
-
-
 @pytest.mark.parametrize("autocast", [False, True])
 def test_adapters_of_another_dtype_are_left_to_peft_but_under_autocast(autocast: bool, called: list[str]) -> None:
     """PEFT multiplies fp32 adapters in fp32; under autocast in the dtype of the rows, as we do."""
@@ -288,21 +286,6 @@ def test_adapters_of_another_dtype_are_left_to_peft_but_under_autocast(autocast:
             tower(pixels, grid_thw=torch.tensor(GRID))
         assert bool(called) == (not enabled)
         assert ("mlp" in fused(model)) == enabled  # status tells of that call, though it is asked outside of autocast
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "reason"),
-    [
-        ({"use_dora": True}, "it is a variant of LoRA, such as DoRA"),
-        ({"lora_bias": True}, "an adapter is no Linear without bias"),
-    ],
-)
-def test_status_says_why_adapters_are_left_to_peft(called: list[str], kwargs: dict[str, bool], reason: str) -> None:
-    config = peft.LoraConfig(r=4, target_modules=LINEARS, init_lora_weights=False, **kwargs)
-    model = hf_vit_accel.patch(peft.get_peft_model(TINY["qwen3_vl"].build(), config))
-    step(model, grad=False)
-    unfused = hf_vit_accel.status(model).towers[0].unfused
-    assert unfused["mlp"] == f"a peft.tuners.lora.layer.Linear stands where a plain Linear was: {reason}"
 
 
 def test_the_proof_touches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -483,26 +466,6 @@ def all_trained(model: Any) -> bool:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="test_interpreted.py runs it")
-@pytest.mark.matrix  # `test_dropout_equals_peft` by the references every time
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_vl"])
-def test_training_with_dropout_interpreted(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Train with dropout, which runs a layer in parts: they drop the numbers that PEFT drops."""
-    monkeypatch.setattr(mlp, "why_not_descriptors", lambda device: None)
-    model = lora_on(family, rank=3, dropout=0.4)
-    tower = tower_of(model).train()
-    del tower.blocks[2 if family == "qwen2_vl" else 3 :]
-    actual = []
-    for dtype, patched in ((torch.float32, False), (torch.float16, False), (torch.float16, True)):
-        tower.to(dtype)
-        if patched:
-            hf_vit_accel.patch(model, strict=True)
-        torch.manual_seed(4)
-        actual.append(together(tower))
-    exact, stock, ours = actual
-    assert relative_error(ours[0], exact[0]) <= 1.2 * relative_error(stock[0], exact[0])
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="test_interpreted.py runs it")
 @pytest.mark.parametrize("family", alike("qwen2_5_vl", "qwen3_vl", "qwen2_vl"))
 def test_training_interpreted(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Train by the kernels in fp16: a layer as one node, checkpointed, half frozen, with plain parts."""
@@ -511,7 +474,7 @@ def test_training_interpreted(family: str, monkeypatch: pytest.MonkeyPatch) -> N
     nodes = one_node_a_layer(monkeypatch)
     model = lora_on(family, rank=3)
     tower = tower_of(model)
-    del tower.blocks[3 if family == "qwen3_vl" else 2 :]  # the interpreter is slow
+    del tower.blocks[3 if family == "qwen3_vl" else 1 :]  # the interpreter is slow
     tower.blocks[0].attn.proj = tower.blocks[0].attn.proj.base_layer
     exact = together(tower)
     tower.half()

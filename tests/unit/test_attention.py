@@ -5,26 +5,22 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from typing import Any
 
 import pytest
 import torch
 from support.saved import Saved, save
+from support.towers import alike
 from tiny import GRIDS, TINY, assert_close, left_padded, merged_of, outputs_of, pixels_for, run_tower, tower_of
-from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_vit_accel
-from hf_vit_accel import backends
-from hf_vit_accel.backends import Plan
-from hf_vit_accel.engine.route import ROUTE
 from hf_vit_accel.tower import attention as tower_attention
 from hf_vit_accel.tower.state import state_of
 
 AUTO = "flash_vit_auto"
 
 
-@pytest.fixture(scope="module", params=list(TINY))
+@pytest.fixture(scope="module", params=["qwen2_5_vl", *alike("qwen3_vl_moe", "qwen2_vl", "qwen3_vl")])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return save(TINY[request.param].build(), tmp_path_factory.mktemp(request.param))
 
@@ -76,33 +72,6 @@ def test_a_stock_tower_under_our_name_is_right_without_plans(saved: Saved) -> No
     assert_close(run_tower(tower, GRIDS["mixed"]), expected)
     with pytest.raises(ValueError, match="cu_seqlens to rise from 0"):
         run_tower(tower, GRIDS["image"], cu_seqlens=torch.tensor([0, 8], dtype=torch.int32))
-
-
-def test_plans_are_made_once_per_forward_and_shared(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also on the stock way: with hooks on the rotation, every layer gets the forward's plans as an argument."""
-    tower = tower_of(saved.load(attn_implementation=AUTO))
-    tower.rotary_pos_emb.register_forward_hook(lambda *_: None)
-    run_tower(tower, GRIDS["image"])  # runs the proof, which plans, too
-    sdpa = type(backends.backend_named("sdpa"))
-    original = sdpa.plan
-    plans: list[Plan] = []
-
-    def plan(*args: object) -> Plan:
-        plans.append(original(*args))
-        return plans[-1]
-
-    monkeypatch.setattr(sdpa, "plan", plan)
-    arguments: list[Any] = []
-
-    def keep_plans(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        arguments.append(kwargs[ROUTE])
-
-    for block in tower.blocks:
-        block.attn.register_forward_pre_hook(keep_plans, with_kwargs=True)
-    run_tower(tower, GRIDS["mixed"])
-    run_tower(tower, GRIDS["mixed"])
-    assert len(arguments) == 2 * len(tower.blocks) and len({id(argument) for argument in arguments}) == 1
-    assert len(plans) == len(arguments[0].plans)
 
 
 def test_dropout_is_stock(saved: Saved) -> None:

@@ -11,19 +11,16 @@ from dataclasses import replace
 import pytest
 import torch
 from support.attention_only import CLASSES, TINY, build, grid_name, inputs, takes_segments
-from tiny import assert_close, checkpoint_layers, relative_error
+from tiny import assert_close, relative_error
 from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel import FallbackError, FlexConfig
-from hf_vit_accel.backends import Plan, Request
-from hf_vit_accel.config import Settings
+from hf_vit_accel.backends import Plan
 from hf_vit_accel.engine import route as route_module
-from hf_vit_accel.engine.route import Route, Routes, SegmentPlans, Spec, make_route
 from hf_vit_accel.families import FAMILIES, Family, family_of
 from hf_vit_accel.layout import Geometry
-from hf_vit_accel.tower import attention as tower_attention
-from hf_vit_accel.tower.state import TowerState, state_of
+from hf_vit_accel.tower.state import state_of
 
 
 @pytest.fixture(params=CLASSES, ids=lambda family_module_class: family_module_class[2])
@@ -134,29 +131,6 @@ def test_another_layout_of_the_same_size_has_its_own_plan(tower: nn.Module) -> N
         assert_close(output, run(stock, **{name: layout}))
 
 
-@different_towers
-def test_every_layer_attends_by_known_segments(tower: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count the layers, with gradient checkpointing, too: it runs them again, with the segments of their call."""
-    attended = []
-    expected = run(tower, trained=True)
-    original = SegmentPlans.plan
-
-    def counted(plans: SegmentPlans, request: Request) -> Plan:
-        attended.append(request)
-        return original(plans, request)
-
-    monkeypatch.setattr(SegmentPlans, "plan", counted)
-    monkeypatch.setattr(tower_attention, "_plans_from_device", lambda *_: pytest.fail("offsets were read"))
-    hf_vit_accel.patch(tower, strict=True)
-    run(tower)
-    assert len(attended) == len(attentions_in(tower)) > 1
-    if tower.supports_gradient_checkpointing:
-        attended.clear()
-        checkpoint_layers(tower.train(), reentrant=False)
-        assert largest_error(run(tower, trained=True), expected) < 1e-4
-        assert len(attended) > len(attentions_in(tower))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("trained", [False, True], ids=["inference", "training"])
 def test_gpu_it_is_as_exact_as_stock(tower: nn.Module, trained: bool) -> None:
@@ -182,27 +156,6 @@ def test_odd_sizes_stay_stock() -> None:
     hf_vit_accel.patch(tower, strict=True)
     with pytest.raises(FallbackError, match="an odd height or width"):
         run(tower, **changed, use_vit_merger=False)
-
-
-def test_several_rows_of_a_batch_attend_as_stock() -> None:
-    """MiniCPM-V takes them where the caller leaves its merger out."""
-    tower = build("transformers.models.minicpmv4_6.modeling_minicpmv4_6", "MiniCPMV4_6VisionModel")
-    changed = dict(pixel_values=torch.randn(2, 3, 2, 2 * 24), target_sizes=torch.tensor([[4, 6]]))
-    expected = run(tower, **changed, use_vit_merger=False)
-    hf_vit_accel.patch(tower)
-    assert_close(run(tower, **changed, use_vit_merger=False), expected)
-    hf_vit_accel.patch(tower, strict=True)
-    with pytest.raises(FallbackError, match="no layer attended by segments"):
-        run(tower, **changed, use_vit_merger=False)
-
-
-@typical_towers
-def test_a_score_mod_is_refused_on_several_devices(tower: nn.Module) -> None:
-    """Hooks that move arguments between devices copy our offsets, and with them would go the score_mod."""
-    hf_vit_accel.patch(tower, attention=FlexConfig(score_mod=lambda score, *_: score * 0.1))
-    tower.elsewhere = nn.Parameter(torch.empty(1, device="meta"))
-    with pytest.raises(FallbackError, match="the tower lies on several devices"):
-        tower(**inputs(tower))
 
 
 @different_towers
@@ -241,15 +194,6 @@ def test_compiled_layers_count_as_stock(tower: nn.Module) -> None:
     hf_vit_accel.patch(tower, strict=True)
     with pytest.raises(FallbackError, match="no layer attended by segments"):
         run(tower, **call)
-
-
-@typical_towers
-def test_unpatched_it_is_stock_again(tower: nn.Module) -> None:
-    expected = run(tower)
-    hf_vit_accel.patch(tower)
-    hf_vit_accel.unpatch(tower)
-    assert_close(run(tower), expected, 0.0)
-    assert state_of(tower) is None and tower.config._attn_implementation == "sdpa"
 
 
 @typical_towers
@@ -342,42 +286,3 @@ def test_every_class_is_tested() -> None:
 def test_a_family_names_the_arguments_of_its_forward(tower: nn.Module) -> None:
     family: Family = next(family for family in FAMILIES if family.tower_class(tower))
     assert tuple(inspect.signature(tower.forward).parameters)[:2] == family.arguments
-
-
-def spec_of(geometry: Geometry) -> Spec:
-    """Return the spec of a tower of this geometry, whose attention alone is ours."""
-    state = TowerState(next(iter(FAMILIES)), Settings(), former_name=None)
-    return state.attention_spec(geometry, torch.device("cpu"))
-
-
-def route_of(sizes: tuple[int, int, int], geometry: Geometry) -> Route:
-    return make_route((sizes,), spec_of(geometry)).ready()
-
-
-def test_another_geometry_gets_other_offsets() -> None:
-    """A clip is one segment, or one segment per frame, of equal rows and grids."""
-    frames = Geometry(merge=1)
-    clips = Geometry(merge=1, clips=True)
-    routes = {geometry: route_of((2, 4, 6), geometry) for geometry in (frames, clips, replace(clips, class_tokens=1))}
-    offsets = [route.tensors["cu_seqlens"].tolist() for route in routes.values()]
-    assert offsets == [[0, 24, 48], [0, 48], [0, 49]]
-    quartered = route_of((2, 4, 6), replace(frames, window=2, quarters=True))
-    assert quartered.tensors["cu_window_seqlens"].tolist() == list(range(0, 52, 4))
-    of_the_tower = torch.zeros(1)
-    lengths = [quartered.segment_plans(of_the_tower, rows).segments.lengths_S.tolist() for rows in (48, 12)]
-    assert lengths == [[24, 24], [6, 6]]
-    assert quartered.segment_plans(of_the_tower, 20) is None
-
-
-def test_cached_layouts_are_bounded_by_their_bytes() -> None:
-    """The order of rows in windows takes 8 bytes a row."""
-    routes = Routes()
-    spec = spec_of(Geometry(merge=1, window=2))
-    for side in range(2, 202, 2):
-        routes.get(((1, side, 200),), spec)
-    [*cached] = (route for route, _ in routes.cache._values.values())
-    nbytes = [sum(array.nbytes for array in route.arrays.values()) for route in cached]
-    assert 0 < len(cached) < 100
-    assert sum(nbytes) == routes.cache.total_cost <= routes.cache.cost
-    routes.allow(500 << 20)
-    assert routes.cache.cost == 10 << 20

@@ -6,8 +6,6 @@ On a CPU a recorder stands in that replays by running again, on poisoned buffers
 from __future__ import annotations
 
 import copy
-import gc
-import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,14 +21,13 @@ from tiny import assert_close, outputs_of, pixels_for, run_tower, tower_of
 from torch import nn
 
 import hf_vit_accel
-from hf_vit_accel import FlexConfig, GraphConfig, ReuseConfig, api, backends
+from hf_vit_accel import FlexConfig, GraphConfig, ReuseConfig, backends
 from hf_vit_accel.backends import Plan, Request, Rule
 from hf_vit_accel.engine.route import Route
-from hf_vit_accel.graphs import budgets, memory
+from hf_vit_accel.graphs import memory
 from hf_vit_accel.graphs.budgets import Bin
 from hf_vit_accel.graphs.policy import NO_ROOM
 from hf_vit_accel.graphs.runner import Runner
-from hf_vit_accel.machine import keep_in_children
 from hf_vit_accel.tower import one_pass as one_pass_module
 from hf_vit_accel.tower.state import state_of
 
@@ -217,21 +214,6 @@ def test_a_named_backend_that_failed_leaves_its_calls_to_one_that_can_be_padded(
     assert status_of(model).replays == 4 and "torch_cudnn" in state_of(tower_of(model)).faults
 
 
-def test_warmup_captures_no_budget_that_calls_would_not_use(
-    slower_if_padded: None, model: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Large calls run eagerly where an eager call has a faster backend: graphs for them would only hold memory."""
-    monkeypatch.setattr(api, "_captures_budgets", lambda *_: True)
-    few = budgets.ladder(64)
-    monkeypatch.setattr(budgets, "ladder", lambda largest: few)
-    runner = patch(model, "auto")
-    runner.policy.thresholds = replace(runner.policy.thresholds, padded_rows=128)
-    hf_vit_accel.warmup(model, progress=False)
-    status = status_of(model)
-    assert 0 < status.captures < len(few)
-    assert set(status.eager) == {"no backend replays many layouts as fast as an eager call of this size runs"}
-
-
 def test_little_free_memory_prevents_captures(on_cpu: type[Recorder], model: nn.Module) -> None:
     on_cpu.free_bytes = 4000  # an eighth is less than one graph needs
     patch(model, "auto")
@@ -244,29 +226,6 @@ def test_little_free_memory_prevents_captures(on_cpu: type[Recorder], model: nn.
         run_tower(tower_of(model), grid)
     status = status_of(model)
     assert status.captures == 1 and NO_ROOM in status.eager
-
-
-@pytest.mark.parametrize("config", ["auto", GraphConfig(max_tokens=128, exact_after=2)], ids=["auto", "config"])
-def test_a_pass_is_decided_alike_twice_and_nothing_changes(
-    on_cpu: type[Recorder], model: nn.Module, config: GraphConfig | str
-) -> None:
-    """A decision may be asked for by anybody, at any time: asking counts nothing and captures nothing."""
-    runner = patch(model, config)
-    decide = runner.decide
-    decisions = []
-
-    def decide_twice(*arguments: Any) -> Any:
-        before = copy.deepcopy(vars(runner.policy)), runner.nbytes, list(runner._graphs)
-        first = decide(*arguments)
-        assert decide(*arguments) == first
-        assert before == (vars(runner.policy), runner.nbytes, list(runner._graphs))
-        decisions.append(first)
-        return first
-
-    runner.decide = decide_twice
-    for grid in [*[IMAGE] * 4, *[[(1, 4, 4)]] * 4, IMAGE, [(1, 20, 20)]]:
-        run_tower(tower_of(model), grid)
-    assert {decision.replay for decision in decisions} & {"exactly", "padded"}
 
 
 def encode_when_no_graph_is_held(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,33 +255,6 @@ def test_an_eager_call_finds_the_memory_of_graphs(
     with pytest.raises(torch.OutOfMemoryError):  # nothing is left that could be dropped
         monkeypatch.setattr(runner, "_graphs", {"held": "for ever"})
         run_tower(tower_of(model), new_size)
-
-
-def test_memory_runs_out_in_a_replayed_step(
-    on_cpu: type[Recorder], model: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A forward runs again without graphs. A backward raises what stock raises: the user's program may handle it."""
-    expected = train(tower_of(copy.deepcopy(model)), IMAGE)
-    tower = tower_of(model)
-
-    def run_out() -> None:
-        memory._give_up_graphs(0, 1 << 40, 0, 0)
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    for place in ("forward", "backward"):
-        hf_vit_accel.unpatch(model)
-        runner = patch_training(tower, "auto")
-        for _ in range(4):
-            train(tower, IMAGE)
-        (captured,) = runner._graphs.values()
-        if place == "forward":
-            captured.forward = run_out
-            torch.testing.assert_close(train(tower, IMAGE), expected, rtol=1e-4, atol=1e-5)
-        else:
-            captured.stages[1].replay = run_out
-            with pytest.raises(torch.OutOfMemoryError):
-                train(tower, IMAGE)
-            torch.testing.assert_close(train(tower, IMAGE), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_profiler_of_another_thread_prevents_captures(on_cpu: type[Recorder], model: nn.Module) -> None:
@@ -358,24 +290,6 @@ def test_new_sizes_are_replayed_after_graphs_of_others_filled_the_memory(
     assert status.nbytes <= 7 * on_cpu.nbytes
 
 
-@pytest.mark.parametrize("name", ["blocks.0.attn.proj.weight", "patch_embed.proj.weight"])
-def test_a_weight_that_is_transposed_in_place_is_not_replayed(
-    on_cpu: type[Recorder], model: nn.Module, name: str
-) -> None:
-    """Transposing keeps address and shape if two sizes are equal. A graph holds the strides as they were."""
-    hf_vit_accel.patch(model)
-    tower = tower_of(model)
-    for _ in range(4):
-        run_tower(tower, IMAGE)
-    replays = status_of(model).replays
-    weight = tower.get_parameter(name)
-    weight.data = weight.data.transpose(-1, -2)
-    stock = copy.deepcopy(model)
-    hf_vit_accel.unpatch(stock)
-    assert_close(run_tower(tower, IMAGE), run_tower(tower_of(stock), IMAGE))
-    assert status_of(model).replays == replays and status_of(model).last == "eager: a parameter is not contiguous"
-
-
 def test_a_score_mod_is_never_captured(on_cpu: type[Recorder], model: nn.Module) -> None:
     """It may read tensors and numbers that a graph would keep as they were."""
     hf_vit_accel.patch(model, attention=FlexConfig(score_mod=lambda score, b, h, q, k: score * 0.5))
@@ -397,17 +311,6 @@ def test_strict_accepts_calls_that_stay_eager(on_cpu: type[Recorder], model: nn.
     for _ in range(4):
         run_tower(tower_of(model), IMAGE)
     assert status_of(model).replays == 0
-
-
-def test_captures_that_fail_are_not_tried_for_ever(on_cpu: type[Recorder], model: nn.Module) -> None:
-    patch(model, "auto")
-    on_cpu.fail = RuntimeError("out of luck")
-    for width in (2, 4, 6, 8, 10, 12):
-        for _ in range(3):
-            run_tower(tower_of(model), [(1, 4, 2 * width)])
-    status = status_of(model)
-    assert "captures failed" in str(status.off) and "out of luck" in str(status.off)
-    assert "captures failed" in last_call(model)
 
 
 def test_graphs_go_when_memory_runs_out(on_cpu: type[Recorder], model: nn.Module) -> None:
@@ -488,33 +391,6 @@ def test_steps_are_captured_when_their_layout_comes_often(on_cpu: type[Recorder]
     assert "training" in str(hf_vit_accel.status(model))
 
 
-class Graph:
-    """Stand in for a CUDA graph: destroying it ends the process, as in a child without CUDA."""
-
-    def __del__(self) -> None:
-        os._exit(7)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
-def test_a_forked_child_destroys_no_graph() -> None:
-    """Garbage that was not yet collected at the fork is kept as well."""
-    pid = os.fork()
-    if pid:
-        assert os.waitpid(pid, 0)[1] == 0
-        return
-    graph = Graph()  # in a child of its own: this process must not end with it
-    garbage: list[object] = [Graph()]
-    garbage.append(garbage)
-    keep_in_children(graph)
-    keep_in_children(garbage[0])
-    grandchild = os.fork()
-    if grandchild:
-        os._exit(os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1]))
-    del graph, garbage
-    gc.collect()
-    os._exit(0)
-
-
 FOUR_SIZES: list[Grid] = [[(1, 4, 4)], [(1, 4, 8)], [(1, 8, 8)], [(1, 8, 12)]]
 TWO_PASSES: Grid = [(1, 6, 8), (1, 4, 4)]
 """Two passes where one has at most 48 rows."""
@@ -560,22 +436,6 @@ def test_status_names_the_way_of_the_last_call(
     assert last_call(model) == "eager: such calls are never replayed"
 
 
-def test_status_names_the_way_of_the_last_step(on_cpu: type[Recorder], model: nn.Module) -> None:
-    tower = tower_of(model)
-    runner = patch_training(tower, "auto", max_rows=48)
-    train(tower, [(2, 6, 8)])
-    assert runner.status().last == "eager: steps of several passes"
-    for _ in range(5):
-        train(tower, IMAGE)
-    assert str(runner.status().last).startswith("replayed")
-    train(tower, [(2, 6, 8)])
-    assert runner.status().last == "eager: steps of several passes"
-    train(tower, IMAGE)
-    with tower.rotary_pos_emb.register_forward_hook(lambda *_: None):
-        run_tower(tower, IMAGE)
-    assert "last step  replayed" in str(hf_vit_accel.status(model)), "a call without gradients is no step"
-
-
 def test_a_call_of_which_one_pass_runs_eagerly_is_reported_as_eager(on_cpu: type[Recorder], model: nn.Module) -> None:
     patch(model, GraphConfig(max_tokens=8, exact_after=0), max_rows=48)
     assert ways_of(model, [TWO_PASSES]) == ["eager"] and status_of(model).replays == 1
@@ -586,13 +446,6 @@ def test_a_call_whose_features_are_all_known_is_reported_as_neither(on_cpu: type
     for seed in (0, 1, 2, 3, 3):
         run_tower(tower_of(model), IMAGE, seed)
     assert last_call(model).startswith("no image was encoded")
-
-
-def test_counted_reasons_are_bounded(on_cpu: type[Recorder], model: nn.Module) -> None:
-    runner = patch(model, "auto")
-    for number in range(200):
-        runner.count_eager(f"capture failed: {number} bytes are free")
-    assert len(runner.status().eager) == 65 and runner.status().eager["other reasons"] == 136
 
 
 def test_strict_pads_a_call_whose_exact_capture_fails(on_cpu: type[Recorder], model: nn.Module) -> None:
@@ -632,29 +485,6 @@ def test_captures_that_never_fit_are_not_given_up(on_cpu: type[Recorder], model:
     assert 3 <= captures_that_ran_out(model) <= 6 and status_of(model).off is None
     on_cpu.fail = None
     assert any(ways_of(model, [grid]) == ["replayed"] for grid in calls)
-
-
-@BOTH_KINDS
-def test_exact_captures_that_never_fit_are_padded(
-    on_cpu: type[Recorder], model: nn.Module, monkeypatch: pytest.MonkeyPatch, config: GraphConfig | str
-) -> None:
-    capture = Runner._capture
-
-    def run_out_exactly(self: Runner, batch: Any, route: Route, bin_: Bin, recorder: Any) -> Any:
-        if bin_.budget is None:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return capture(self, batch, route, bin_, recorder)
-
-    patch(model, config)
-    with monkeypatch.context() as patches:
-        patches.setattr(Runner, "_capture", run_out_exactly)
-        ways = ways_of(model, [IMAGE] * 100)
-        assert ways[10:].count("eager") < 5, "only the calls that try a capture"
-        hf_vit_accel.warmup(model, sizes=[IMAGE], progress=False)
-    hf_vit_accel.warmup(model, sizes=[IMAGE], progress=False)
-    captures = status_of(model).captures
-    assert ways_of(model, [IMAGE] * 2) == ["replayed"] * 2 and status_of(model).captures == captures
-    assert any(label.startswith("48 patches exactly") for label, _, replays in status_of(model).graphs if replays)
 
 
 @BOTH_KINDS

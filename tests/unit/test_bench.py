@@ -5,10 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import pairwise, permutations
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +14,12 @@ import torch
 import transformers
 from click.testing import Result
 from support.backends import Spoil, add_spoiled, hide_gpu
-from support.families import tiny_tower
-from torch import nn
 from typer.testing import CliRunner
 
 from hf_vit_accel import backends, machine
-from hf_vit_accel.families import FAMILIES, Family
-from hf_vit_accel.layout import Grid
 from hf_vit_accel.tools import cli
 from hf_vit_accel.tools.bench import timing, towers, ways
-from hf_vit_accel.tools.bench.measure import KEYS, draw_pixels, forward, largest_error, measure
+from hf_vit_accel.tools.bench.measure import KEYS, draw_pixels, forward, largest_error
 
 Row = dict[str, Any]
 
@@ -119,19 +111,6 @@ def test_command(checkpoint: Path, tmp_path: Path) -> None:
     assert any("verifying flex" in line for line in result.stderr.splitlines())
 
 
-def test_the_default_on_a_cpu_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded: list[tuple[Any, ...]] = []
-
-    def record(model: str, tower: object, grids: dict[str, Grid], chosen: list[ways.Way], **options: Any) -> object:
-        recorded.append((model, list(grids), [way.name for way in chosen], options["rounds"]))
-        return iter(())
-
-    monkeypatch.setattr(cli, "measure", record)
-    monkeypatch.setattr(cli, "build_tower", lambda *_, **__: tiny.tower_of(tiny.TINY["qwen3_vl"].build()))
-    assert command().exit_code == 0
-    assert recorded == [("qwen3-vl-2b", ["1x4x4"], ["stock sdpa", "auto"], 1)]
-
-
 def test_every_key_is_documented() -> None:
     for key in ("versions", "device", "dtype", "rounds", "rows", *KEYS):
         assert key in (cli.bench.__doc__ or "")
@@ -186,31 +165,6 @@ def test_a_second_call_is_verified_too(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert command("--model", checkpoint, "--sizes", SIZE, "--rounds", 1, "--backends", "spoiled").exit_code == 1
 
 
-def test_ways_share_parameters_alone() -> None:
-    """Copies of the weights would not fit. Traces on modules are no other way's."""
-    tower = tiny.tower_of(tiny.TINY["qwen2_vl"].build()).requires_grad_(False)
-    del tower.blocks[DEPTH:]
-    twins: list[nn.Module] = []
-
-    @contextmanager
-    def opened(twin: nn.Module, grid: Grid) -> Iterator[ways.Run]:
-        twins.append(twin)
-        assert not any("trace" in vars(module) for module in twin.modules())
-        for module in twin.modules():
-            module.trace = "here"
-        with ways.stock("sdpa", twin, grid) as run:
-            yield run
-
-    both = [ways.Way(name=name, open=opened) for name in "ab"]
-    for rows in measure("tiny", tower, {"one": GRID, "two": GRID}, both, rounds=1):
-        assert [row["status"] for row in rows] == ["timed", "timed"]
-    assert len(twins) == 4
-    for twin in twins:
-        assert {*tower.modules()}.isdisjoint(twin.modules())
-        for parameter, shared in zip(tower.parameters(), twin.parameters(), strict=True):
-            assert parameter is shared
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -253,15 +207,6 @@ def test_weights_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     assert all(torch.equal(loaded[name], saved[name]) for name in saved)
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if not family.attention_only], ids=lambda f: f.name)
-def test_every_family_is_verified(family: Family) -> None:
-    """Patched tiny towers return stock's results."""
-    tower = tiny_tower(family, *family.towers[0]).requires_grad_(False)
-    chosen = ways.choose(tower, ["sdpa"], ["sdpa"])
-    (rows,) = measure("tiny", tower, {"size": ((1, 4, 8), (1, 8, 8))}, chosen, rounds=1)
-    assert [row["status"] for row in rows] == ["timed"] * 2 and max(row["error"] for row in rows) < 1e-5
-
-
 @pytest.mark.gpu
 def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(machine, "has_cuda", torch.cuda.is_available)
@@ -272,17 +217,6 @@ def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert (report["device"], report["dtype"]) == (torch.cuda.get_device_name(), "bfloat16")
     timed = {row["contender"] for row in report["rows"] if row["status"] == "timed"}
     assert {"stock sdpa", "stock compile", "auto"} <= timed, result.output
-
-
-def test_no_contender_always_follows_the_same_one() -> None:
-    """A neighbour that heats a GPU would slow down always the same contender."""
-    turns: list[str] = []
-    steps = {name: lambda name=name: turns.append(name) for name in "abc"}
-    timing.time_in_turns(steps, 100, cuda=False)
-    order = turns[::3]  # a turn is a warm-up and two timed steps
-    assert order.count("a") == order.count("b") == order.count("c") == 100
-    pairs = Counter(pairwise(order))
-    assert all(30 <= pairs[pair] <= 70 for pair in permutations("abc", 2)), pairs
 
 
 @pytest.mark.parametrize(

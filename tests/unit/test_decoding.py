@@ -263,11 +263,6 @@ def test_frameworks_that_call_generate_get_it_from_a_partial(model: Any) -> None
     assert counts_of(model).static_calls == 1
 
 
-def test_modes_of_the_hub_are_refused(model: Any) -> None:
-    with pytest.raises(ValueError, match="custom_generate"):
-        model.generate(**text([5, 6]), max_new_tokens=3, penalty_alpha=0.5, top_k=4, custom_generate=graphed_decoding)
-
-
 def test_an_assistant_that_generate_drops_changes_nothing(model: Any) -> None:
     both(model, text([5, 6, 7, 8]), max_new_tokens=12, assistant_model=model)
     assert counts_of(model).static_calls == 1
@@ -322,16 +317,6 @@ def test_a_model_that_trains_with_checkpoints_decodes_in_eval(model: PreTrainedM
     inputs = tiny.left_padded(model)
     for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
         with mode():
-            both(model, inputs, max_new_tokens=10, **ALL_OUTPUTS)
-    assert counts_of(model).static_calls == 3
-
-
-@both_ways
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
-def test_modes_of_autograd_may_change_between_calls(model: Any, mode: Any) -> None:
-    inputs = tiny.left_padded(model)
-    for context in (mode, torch.enable_grad, torch.inference_mode):
-        with context():
             both(model, inputs, max_new_tokens=10, **ALL_OUTPUTS)
     assert counts_of(model).static_calls == 3
 

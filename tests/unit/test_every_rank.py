@@ -274,19 +274,6 @@ def test_features_of_others_are_refused() -> None:
         hf_vit_accel.patch(model, every_rank=True)
 
 
-def test_transformers_without_features_as_an_object_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The method returns tensors, as in transformers 4.57."""
-    model = TINY["qwen2_5_vl"].build()
-    method = type(model.model).get_image_features
-
-    def features(self: nn.Module, pixel_values: torch.Tensor, image_grid_thw: torch.Tensor | None = None) -> object:
-        return method(self, pixel_values, image_grid_thw)
-
-    monkeypatch.setattr(type(model.model), "get_image_features", features)
-    with pytest.raises(ValueError, match=r"with Qwen2_5_VLModel: transformers .* is too old for it; upgrade: pip"):
-        hf_vit_accel.patch(model, every_rank=True)
-
-
 def test_what_cannot_be_one_call_is_refused() -> None:
     model = COMPOSITES["ernie4_5_vl_moe"].make()
     with pytest.raises(ValueError, match=r"every_rank=True does not work with Ernie4_5_VLMoeModel: .*one call"):

@@ -75,22 +75,6 @@ def assert_fast(tower: Any, calls: int = 1) -> None:
     assert (status.calls, status.stock_calls, status.against_fast, status.fallbacks) == (calls, 0, (), {})
 
 
-def test_gradients_of_the_outputs_include_the_merger(typical: Any) -> None:
-    """Hook the last rows, and take gradients with respect to them: they include the merger's share."""
-    family = family_of(typical)
-    stock = copy.deepcopy(typical)
-    hf_vit_accel.patch(typical, strict=True)
-    _, pixels, grid = inputs(typical, GRIDS[1])
-    actual = []
-    for tower in (stock, typical):
-        last, *others = family.tensors_of(tower(pixels, grid_thw=grid))
-        last.retain_grad()
-        sum(output.square().sum() for output in (last, *others)).backward()
-        actual.append(last.grad)
-        assert [output.requires_grad for output in (last, *others)] == [True] * (1 + len(others))
-    assert_close([actual[1]], [actual[0]])
-
-
 @pytest.mark.parametrize("reentrant", [None, True, pytest.param(False, marks=pytest.mark.matrix)])
 def test_frozen_layers_cost_no_backward(typical: Any, reentrant: bool | None) -> None:
     """Train the merger alone, as a projector is trained: layers compute no gradient and save nothing."""
@@ -245,7 +229,7 @@ def test_kernels_interpreted(name: str, autocast: bool, monkeypatch: pytest.Monk
     nodes = one_node_a_layer(monkeypatch)
     grid = [(1, 2, 4), (1, 2, 2)]
     layers = next(module for module in tower.modules() if isinstance(module, ModuleList))
-    del layers[2:]  # the interpreter is slow
+    del layers[1:]  # the interpreter is slow
     parts = family_of(tower).parts(tower)
     assert [block.module for block in parts.blocks] == [*layers]
     limit = getattr(parts.blocks[0].mlp, "swiglu_limit", None)

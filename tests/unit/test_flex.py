@@ -100,18 +100,6 @@ def test_block_masks_of_layouts(layout: str) -> None:
     assert len(arrays["segment_T"]) == max(sum(LAYOUTS[layout]), 256)
 
 
-def test_block_masks_of_many_sizes() -> None:
-    rng = np.random.default_rng(0)
-    for longest in (16, 64, 300, 1000):
-        for rows in (200, 256, 257, 640, 1500):
-            lengths = rng.integers(1, longest, 2000)
-            lengths = lengths[: np.searchsorted(np.cumsum(lengths), rows) + 1]
-            check_block_mask(lengths.tolist())
-    check_block_mask([1024])
-    check_block_mask([1000])
-    check_block_mask([1000, 24])
-
-
 lists = st.lists(st.integers(1, 40), min_size=1, max_size=25)
 
 
@@ -133,24 +121,6 @@ def test_shapes_depend_on_rows_and_longest_only(first: list[int], second: list[i
             arrays = check_block_mask(padded.lengths_S.tolist(), window or rows)
             shapes.append({name: (array.shape, array.dtype) for name, array in arrays.items()})
         assert shapes[0] == shapes[1]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_numbers_after_the_counts_are_not_read(layout: str) -> None:
-    lengths = LAYOUTS[layout]
-    rng = np.random.default_rng(0)
-    plan = plan_alone(Flex(), segments_of(lengths), request())
-    qkv = draw(sum(lengths), 80, torch.float32, "cpu", 0, True)
-    expected = plan.attend(*qkv)
-    for kind in KINDS:
-        counts_B, numbers_BC = (plan.tensors[f"{kind}_{what}"][0, 0] for what in ("counts_11B", "blocks_11BC"))
-        unused_BC = torch.arange(numbers_BC.shape[1]) >= counts_B[:, None]
-        numbers_BC[unused_BC] = torch.from_numpy(rng.integers(0, len(counts_B), int(unused_BC.sum()), dtype=np.int32))
-    assert torch.equal(plan.attend(*qkv), expected)
-    for kind in KINDS:
-        plan.tensors[f"{kind}_counts_11B"].clamp_(max=1)
-    if layout == "one segment":
-        assert not torch.allclose(plan.attend(*qkv), expected), "the counts are read"
 
 
 # --- compilations ---------------------------------------------------------------------------------------------------
@@ -190,28 +160,6 @@ def test_all_layouts_and_kinds_are_compiled_once(
             out = plan.attend(*qkv)
             assert relative_error(out, exact(qkv, lengths, call.scale)) < (1e-5 if dtype.itemsize == 4 else 1e-2)
             assert out.is_contiguous()
-    assert compilations.frame_count == 1
-
-
-def test_declared_lengths_and_gradient_modes_compile_nothing_more(compilations: CompileCounterWithBackend) -> None:
-    """Test the calls of a CUDA graph's capture and the calls of users."""
-    for longest in (None, 700, 1024):
-        for enabled in (True, False):
-            call = request(packed=True)
-            plan = plan_alone(Flex(), Segments(np.array([300, 200, 12], dtype=np.int32), longest), call)
-            with torch.set_grad_enabled(enabled):
-                plan.attend(*draw(512, 80, torch.float32, "cpu", 0, True))
-    assert compilations.frame_count == 1
-
-
-def test_plans_made_under_inference_mode_compile_nothing_more(compilations: CompileCounterWithBackend) -> None:
-    """Later calls use these plans without inference mode, too. (A call under it would compile once more.)"""
-    qkv = draw(512, 80, torch.float32, "cpu", 0, True)
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            plan = plan_alone(Flex(), segments_of([300, 200, 12]), request(packed=True))
-        with torch.no_grad():
-            plan.attend(*qkv)
     assert compilations.frame_count == 1
 
 
@@ -327,14 +275,6 @@ def test_config_is_checked(wrong: object) -> None:
         wrong = Unhashable()
     with pytest.raises(ValueError, match="expected score_mod to be a function of"):
         FlexConfig(score_mod=wrong)
-
-
-def test_config_takes_functions_of_five() -> None:
-    for right in (None, near, sloped(1), lambda *args: args[0], max, nn.Identity()):
-        if not isinstance(right, nn.Module):
-            assert FlexConfig(score_mod=right).score_mod is right
-    with pytest.raises(TypeError):
-        FlexConfig(near)  # type: ignore[misc]
 
 
 # --- towers ---------------------------------------------------------------------------------------------------------
@@ -456,25 +396,6 @@ def test_a_score_mod_is_never_left_out(model: nn.Module) -> None:
         tower(pixels, grid_thw=grid)
     tower.config._attn_implementation = our_name
     hook.remove()
-
-
-def test_a_score_mod_in_layers_that_differ(model: nn.Module) -> None:
-    """Layers that scale attention differently run as modules, and get plans of their own."""
-    tower = tower_of(model)
-    hf_vit_accel.patch(model, attention=STEEP)
-    pixels = pixels_for(tower, GRID)
-    grid = torch.tensor(GRID)
-    tower.blocks[1].attn.scaling = 0.2
-    expected = stock_with_score_mod(model, lambda: type(tower).forward(tower, pixels, grid_thw=grid))
-    assert_close(run_tower(tower, GRID), outputs_of(expected))
-
-
-def test_a_score_mod_that_cannot_be_served_shows_in_status(monkeypatch: pytest.MonkeyPatch, model: nn.Module) -> None:
-    hf_vit_accel.patch(model, attention=STEEP)
-    monkeypatch.setattr(Flex, "reasons_against", lambda self, request: ["it cannot"])
-    with pytest.raises(BackendUnavailableError, match="flex: it cannot"):
-        run_tower(tower_of(model), GRID)
-    assert "flex: it cannot" in str(hf_vit_accel.status(model))
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------

@@ -6,9 +6,7 @@ The interpreter truncates to bf16 where hardware rounds, and cannot multiply it:
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -16,8 +14,7 @@ from support.interpreter import INTERPRETED
 from support.kernels import Target, compile_for_hopper, draw, tables
 from tiny import relative_error
 
-from hf_vit_accel import machine
-from hf_vit_accel.ops import launch, linear_activation
+from hf_vit_accel.ops import launch
 from hf_vit_accel.ops.activation import (
     linear_gelu_tanh,
     pad_swiglu,
@@ -37,7 +34,7 @@ from hf_vit_accel.ops.fp8.quantize import (
     sample_reference,
 )
 from hf_vit_accel.ops.heads import shape_heads_, shape_heads_reference
-from hf_vit_accel.ops.launch import next_power_of_2, triton, why_not_descriptors, why_not_triton
+from hf_vit_accel.ops.launch import triton, why_not_triton
 from hf_vit_accel.ops.linear_activation import (
     linear_quick_gelu,
     linear_quick_gelu_reference,
@@ -46,7 +43,7 @@ from hf_vit_accel.ops.linear_activation import (
 )
 from hf_vit_accel.ops.positions import add_positions_, add_positions_reference
 from hf_vit_accel.ops.rope import rope_, rope_reference
-from hf_vit_accel.ops.window_attention import heads_per_program, window_attention, window_attention_reference
+from hf_vit_accel.ops.window_attention import window_attention, window_attention_reference
 
 SMALL = dict(device="cpu", rows=7, heads=2, dtype=torch.float16)
 LARGE = dict(device="cuda", rows=2053, heads=16)
@@ -222,21 +219,6 @@ def test_linear_quick_gelu(target: Target, width: int, inner: int, rows: int | N
     assert torch.isfinite(linear_quick_gelu(extreme, weight, bias)).all()
 
 
-@pytest.mark.parametrize(("rows", "stages"), [(1, 3), (512, 3), (513, 2), (896, 2), (897, 3), (16384, 3)])
-def test_two_stages_only_where_all_tiles_then_run_at_once(
-    monkeypatch: pytest.MonkeyPatch, rows: int, stages: int
-) -> None:
-    """Launch tiles of 128 rows, 54 side by side, on 132 multiprocessors that take three of two stages each."""
-    kernel = MagicMock()
-    monkeypatch.setattr(machine, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(linear_activation, "descriptor_of", lambda tensor, block: tensor)
-    monkeypatch.setattr(linear_activation, "_linear_activation_kernel", kernel)
-    weight = torch.zeros(3424, 8)
-    linear_swiglu(torch.zeros(rows, 8), weight, weight, None, None, weight.t().contiguous())
-    kernel.__getitem__.assert_called_once_with((-(-rows // 128) * 54,))
-    assert kernel[()].call_args.kwargs["STAGES"] == stages
-
-
 SWIGLUS = pytest.mark.parametrize(("width", "inner"), [(3420, 1280), (3424, 1280), (212, 160), (7, 9)])
 
 
@@ -303,12 +285,6 @@ def test_window_attention(target: Target, lengths: list[int], dim: int) -> None:
     assert relative_error(actual, exact) <= max(1.3 * relative_error(expected, exact), torch.finfo(actual.dtype).eps)
 
 
-@pytest.mark.parametrize(("windows", "expected"), [(1, 1), (16, 1), (32, 2), (64, 4), (256, 16), (288, 2), (2000, 16)])
-def test_heads_of_a_program(windows: int, expected: int) -> None:
-    """Plan heads for 132 multiprocessors with two programs each."""
-    assert heads_per_program(windows, 16, 264) == expected
-
-
 @where
 def test_gelu_epilogue(target: Target) -> None:
     x = draw(target["rows"], 1152, target=target)
@@ -318,11 +294,6 @@ def test_gelu_epilogue(target: Target) -> None:
     exact = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
     exact = torch.nn.functional.gelu(exact, approximate="tanh")
     assert relative_error(linear_gelu_tanh(x, weight, bias), exact) <= 1.05 * relative_error(steps, exact)
-
-
-@pytest.mark.parametrize(("value", "expected"), [(1, 1), (2, 2), (3, 4), (36, 64), (64, 64), (65, 128)])
-def test_next_power_of_2(value: int, expected: int) -> None:
-    assert next_power_of_2(value) == expected
 
 
 def test_reasons_against_triton(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,14 +307,6 @@ def test_reasons_against_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "bfloat16" in (why_not_triton(cpu, torch.bfloat16) or "") and why_not_triton(cpu, torch.float16) is None
     monkeypatch.setattr("hf_vit_accel.ops.launch.triton", None)
     assert "not installed" in (why_not_triton(cuda, torch.bfloat16) or "")
-
-
-def test_reasons_against_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert why_not_descriptors(torch.device("cpu"))
-    for capability, fits in (((8, 0), False), ((9, 0), True), ((10, 0), False)):
-        monkeypatch.setattr("hf_vit_accel.machine.cuda_capability", lambda index, capability=capability: capability)
-        assert (why_not_descriptors(torch.device("cuda", 0)) is None) == fits
 
 
 @pytest.fixture
@@ -405,7 +368,7 @@ def test_kernels_scale_by_the_same(exact_e4m3: None, target: Target) -> None:
     zeros_TD = torch.zeros(1, 16)
     used_1 = torch.ones(1, dtype=torch.int32, device=target["device"])
     zeros_TD = zeros_TD.to(target["device"])
-    for amax_3H in extremes().to(target["device"])[:: 97 if target["device"] == "cpu" else 1]:
+    for amax_3H in extremes().to(target["device"])[:: 197 if target["device"] == "cpu" else 1]:
         scaling_43H = torch.zeros(4, *amax_3H.shape, device=target["device"])
         scaling_43H[0] = amax_3H
         quantize(qkv, zeros_TD, zeros_TD, used_1, scaling_43H, 16, fixed_scales=True)
@@ -429,7 +392,7 @@ def test_quantize(exact_e4m3: None, target: Target, dim: int, padded: int, turne
 
 
 @where
-@pytest.mark.parametrize(("heads", "turned"), [(1, 1.0), (7, 100.0)])
+@pytest.mark.parametrize(("heads", "turned"), [(1, 1.0), (5, 100.0)])
 def test_quantize_any_number_of_heads(exact_e4m3: None, target: Target, heads: int, turned: float) -> None:
     """Quantise fewer and more than one program's 4 heads and 64 rows."""
     check_quantize(target | {"heads": heads, "rows": target["rows"] + 60}, 72, 128, turned)
@@ -654,23 +617,6 @@ def test_descriptors_are_those_that_triton_checks() -> None:
         descriptor = launch.descriptor_of(x, [8, 8])
         assert descriptor == launch.TensorDescriptor.from_tensor(descriptor.base, [8, 8])
         assert torch.equal(descriptor.base, x) and descriptor.base is not x
-
-
-@pytest.mark.skipif(triton is None, reason="needs Triton")
-def test_a_kernel_whose_file_changed_is_never_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refuse it: Triton would read the lines of another kernel."""
-    path = tmp_path / "changing.py"
-    kernels = ["def first(x):\n    pass\n", "def second(x):\n    return x\n"]
-    path.write_text("\n".join(kernels))
-    monkeypatch.syspath_prepend(tmp_path)
-    module = importlib.import_module("changing")
-    first = launch.kernel(module.first)
-    second = launch.kernel(module.second)
-    assert first.jit_function.fn is module.first
-    path.write_text("\n\n\n" + "\n".join(kernels))
-    with pytest.raises(RuntimeError, match=r"changing\.py has changed"):
-        second[(1,)](MEMORY)
-    assert first.jit_function.fn is module.first, "it was read before"
 
 
 @pytest.mark.skipif(triton is None or INTERPRETED, reason="needs Triton's compiler")

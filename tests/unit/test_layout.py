@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from support.versions import vision_function
 
-from hf_vit_accel.layout import Geometry, Segments, build, to_device
+from hf_vit_accel.layout import Geometry, build, to_device
 from hf_vit_accel.machine import LRU
 
 MERGE = 2
@@ -108,12 +106,6 @@ def test_other_merge_sizes(merge, sizes) -> None:
     )
 
 
-def test_metadata_is_frozen() -> None:
-    metadata = build(((1, 4, 4),), Geometry(merge=MERGE))
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        metadata.rows = 3
-
-
 def test_the_packed_copy_is_one_buffer_and_exact() -> None:
     arrays = build(((2, 6, 10), (1, 2, 2)), Geometry(merge=MERGE, window=2, table=6)).arrays()
     arrays["empty"] = np.zeros((0, 3), dtype=np.int32)
@@ -163,8 +155,3 @@ def test_lru_is_bounded_and_evicts_the_least_recently_used() -> None:
     assert lru.total_cost == 60
     lru.clear()
     assert len(lru) == 0 and lru.total_cost == 0
-
-
-def test_segments_of_one_row() -> None:
-    segments = Segments(np.array([1], dtype=np.int32))
-    assert (segments.rows, segments.count, segments.max_seqlen) == (1, 1, 1)

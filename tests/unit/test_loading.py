@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from support.saved import Saved, save
+from support.towers import alike
 from tiny import GRIDS, TINY, assert_close, run_tower, tower_of
 from torch import nn
 from transformers import (
@@ -40,7 +41,7 @@ by_both_spellings = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(scope="module", params=list(TINY))
+@pytest.fixture(scope="module", params=["qwen2_5_vl", *alike("qwen3_vl_moe", "qwen2_vl", "qwen3_vl")])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return save(TINY[request.param].build(), tmp_path_factory.mktemp(request.param))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -207,35 +206,6 @@ def check_calls_that_are_not_shared(rank: int) -> None:
 
 def test_reasons_not_to_share_a_call(on_ranks: OnRanks) -> None:
     on_ranks(check_calls_that_are_not_shared, 2)
-
-
-def check_tower_of_many_outputs(rank: int) -> None:
-    model = tower_of(TINY["qwen3_vl"].build())
-    config = copy.deepcopy(model.config)
-    config.depth = 12
-    config.deepstack_visual_indexes = list(range(12))
-    tower = type(model)._from_config(config).eval()
-    expected = run_tower(tower, MIXED)
-    hf_vit_accel.patch(tower, data_parallel=True, strict=True)
-    assert_close(run_tower(tower, MIXED), expected)
-    assert "1 calls shared" in status_of(tower).ranks
-
-
-def test_a_tower_of_many_outputs_is_shared(on_ranks: OnRanks) -> None:
-    on_ranks(check_tower_of_many_outputs, 2)
-
-
-def check_stock_under_fsdp(rank: int) -> None:
-    model = call_under_fsdp()
-    with torch.no_grad():
-        tower_of(model)(pixels_for(tower_of(model), MIXED), grid_thw=torch.tensor(MIXED), output_attentions=True)
-    status = status_of(model)
-    assert status.stock_calls == 1 and any("output_attentions" in reason for reason in status.fallbacks)
-    assert status.fallbacks["not shared by ranks: FSDP2 shards layers"] == 2
-
-
-def test_a_call_by_the_stock_forward_tells_also_why_it_is_not_shared(on_ranks: OnRanks) -> None:
-    on_ranks(check_stock_under_fsdp, 2)
 
 
 def check_checkpointed_call(rank: int) -> None:

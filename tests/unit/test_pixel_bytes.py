@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import gc
 import json
 import pickle
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from support.towers import alike
 from tiny import FAMILIES, TINY, all_equal, assert_close, chat_inputs, outputs_of, tower_of
 
 import hf_vit_accel
-from hf_vit_accel.tower.processors import normalisation_of
 
 IMAGE_SIZES = [(112, 84), (56, 140)]
 
@@ -161,14 +158,6 @@ def test_normalised_pixels_are_refused_where_bytes_are_expected(model: Any, proc
         tower_of(model)(pixels, grid_thw=grid)
 
 
-def test_zeros_of_warmup_are_no_check(model: Any, processor: Any) -> None:
-    pixels, grid = tower_inputs(processor)
-    hf_vit_accel.patch(model, processor=processor)
-    hf_vit_accel.warmup(model, sizes=[[(1, 4, 4)]], progress=False)
-    with torch.no_grad(), pytest.raises(ValueError, match="negative pixel values"):
-        tower_of(model)(pixels, grid_thw=grid)
-
-
 def test_the_processor_is_set_back(model: Any, processor: Any) -> None:
     expected = tower_inputs(processor)[0]
     other = copy.deepcopy(processor)
@@ -233,24 +222,6 @@ def test_gradients_reach_pixels(model: Any, processor: Any) -> None:
     assert pixels.grad is not None and in_bytes.grad is not None
     std = torch.tensor(processor.image_std).repeat_interleave(pixels.shape[1] // 3) * 255
     torch.testing.assert_close(in_bytes.grad * std, pixels.grad, rtol=1e-3, atol=1e-5)
-
-
-def test_long_calls_are_normalised_in_chunks(monkeypatch: pytest.MonkeyPatch, processor: Any) -> None:
-    pixels = torch.randint(0, 256, (1000, 96), dtype=torch.uint8)
-    normalisation = normalisation_of(processor)
-    expected = normalisation(pixels, torch.float32)
-    monkeypatch.setattr("hf_vit_accel.config._ROWS_AT_ONCE", 7)
-    assert torch.equal(normalisation(pixels, torch.float32), expected)
-
-
-def test_a_deleted_processor_is_freed(model: Any) -> None:
-    processor = pil_processor()
-    reference = weakref.ref(processor)
-    hf_vit_accel.patch(model, processor=processor)
-    del processor
-    gc.collect()
-    assert reference() is None
-    hf_vit_accel.unpatch(model)
 
 
 def refused() -> dict[str, tuple[Any, str]]:

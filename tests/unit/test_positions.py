@@ -25,9 +25,7 @@ from tiny import TINY, chat_inputs, left_padded, tower_of
 from torch import nn
 
 import hf_vit_accel
-from hf_vit_accel.machine import one_line
 from hf_vit_accel.model import around, host
-from hf_vit_accel.model.host import HostCopies
 
 Model: TypeAlias = Any
 """A model of transformers or an argument of its methods, which have no types."""
@@ -160,23 +158,6 @@ def test_images_are_numbered_at_once(name: str, seeds: range, on_device: type[On
     assert len(calls) < len(seeds) / 2
 
 
-def test_a_method_that_fails_later_fails_as_in_stock(
-    monkeypatch: pytest.MonkeyPatch, on_device: type[OnDevice]
-) -> None:
-    model = holder_of(hf_vit_accel.patch(build("qwen3_vl")))
-    batch = {name: value for name, value in left_padded(model).items() if not name.startswith("pixel")}
-    model.get_rope_index(**moved(batch))
-
-    def fail(*args: Model, **kwargs: Model) -> Model:
-        raise KeyError("mine")
-
-    monkeypatch.setattr(type(model), "get_vision_position_ids", fail)
-    for _ in range(2):
-        with pytest.raises(KeyError, match="mine"):
-            model.get_rope_index(**moved(batch))
-    assert status_of(model).stock_calls == 2
-
-
 def text_inputs(model: Model, inputs: Inputs) -> Inputs:
     """Return what the text model gets in a forward."""
     seen: Inputs = {}
@@ -227,22 +208,6 @@ def test_a_forward_waits_once(name: str, on_device: type[OnDevice]) -> None:
     assert ours == {"cpu": 1} and stock["__index__"] + stock["__int__"] + stock["item"] > 10, stock
 
 
-def test_copies_are_dropped_when_a_tensor_changes(on_device: type[OnDevice]) -> None:
-    copies = HostCopies()
-    ids = torch.arange(6).view(2, 3).as_subclass(OnDevice)
-    assert copies.find(ids) is None
-    copies.fetch([ids])
-    array = copies.find(ids)
-    assert array is not None and array.tolist() == [[0, 1, 2], [3, 4, 5]] and copies.find(ids) is array
-    assert copies.find(ids.clone()) is None
-    ids[0, 0] = 9
-    assert copies.find(ids) is None
-    copies.fetch([ids])
-    assert copies.on_host({"ids": ids}, ["ids"])["ids"][0, 0] == 9
-    copies.clear()
-    assert copies.find(ids) is None
-
-
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_forward_leaves_no_copies(mode: Model, on_device: type[OnDevice]) -> None:
     """The user may write to an inference tensor after a forward, and torch does not count that."""
@@ -253,15 +218,6 @@ def test_a_forward_leaves_no_copies(mode: Model, on_device: type[OnDevice]) -> N
         with mode(), nullcontext() if placeholder == tiny.IMAGE else pytest.raises(ValueError, match="do not match"):
             model(**moved(inputs))
         assert around.state_of(model.model).copies._copies == []
-
-
-def test_tensors_of_every_dtype_come_to_the_host_at_once(on_device: type[OnDevice]) -> None:
-    tensors = [torch.tensor([True, False, True]), torch.tensor([[0.55], [1.7]]), torch.arange(5, dtype=torch.int32)]
-    tensors += [torch.arange(6).view(2, 3).t(), torch.zeros(0, 3).long(), torch.tensor(7.25).double()]
-    copies = host.to_host([tensor.as_subclass(OnDevice) for tensor in tensors])
-    assert OnDevice.waits == {"cpu": 1}
-    for copy_, tensor in zip(copies, tensors, strict=True):
-        assert type(copy_) is torch.Tensor and copy_.dtype == tensor.dtype and torch.equal(copy_, tensor)
 
 
 def test_ids_that_change_within_a_forward(on_device: type[OnDevice]) -> None:
@@ -298,11 +254,6 @@ def test_another_number_of_placeholders_raises_the_error_of_stock(
             model(**moved(inputs))
         errors.append(str(raised.value))
     assert errors[0] == errors[1] and "do not match" in errors[0]
-
-
-def test_an_error_is_written_on_one_line_also_without_a_message() -> None:
-    assert one_line(StopIteration()) == "StopIteration"
-    assert one_line(ValueError("first\n  second")) == "ValueError: first second"
 
 
 def shifted(self: Model, *args: Model, **kwargs: Model) -> torch.Tensor:
@@ -345,21 +296,6 @@ def test_a_method_of_the_instance_before_patching_stays() -> None:
     assert hf_vit_accel.unpatch(model).model.get_rope_index is mine
 
 
-def test_calls_that_transformers_refuses_are_refused_alike() -> None:
-    model = hf_vit_accel.patch(TINY["qwen2_vl"].build()).model
-    inputs = {name: left_padded(model)[name] for name in ("input_ids", "mm_token_type_ids", "attention_mask")}
-    for wrong in ({}, {"image_grid_thw": torch.tensor([[1, 4, 6]])}, {"image_grid_thw": torch.tensor([[1, 2, 2]] * 2)}):
-        kinds = []
-        for method in (model.get_rope_index, type(model).get_rope_index.__get__(model)):
-            with pytest.raises(Exception) as raised:
-                method(**inputs, **wrong)
-            kinds.append((raised.type, str(raised.value)))
-        assert kinds[0] == kinds[1]
-    assert status_of(model).stock_calls == 3
-    with pytest.raises(TypeError):
-        model.get_rope_index(inputs["input_ids"], input_ids=inputs["input_ids"])
-
-
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, through_pickle, copy.copy], ids=["deepcopy", "pickle", "copy"])
 def test_copies_of_a_model_have_their_own_positions(duplicate: Model) -> None:
     model = hf_vit_accel.patch(TINY["qwen2_5_vl"].build())
@@ -389,17 +325,6 @@ def test_unpatching_leaves_nothing(tmp_path: Model) -> None:
         assert vars(module).keys() == vars(stock.get_submodule(path)).keys(), path
         assert not module._forward_pre_hooks and not module._forward_hooks
         assert not module._forward_pre_hooks_with_kwargs
-
-
-def test_patched_restores_the_former_state() -> None:
-    model = hf_vit_accel.patch(TINY["qwen3_vl"].build())
-    with hf_vit_accel.patched(model, every_rank=True):
-        assert status_of(model).every_rank == (0, 0)
-    assert status_of(model).every_rank is None
-    hf_vit_accel.unpatch(model)
-    with hf_vit_accel.patched(model):
-        assert status_of(model).calls == 0
-    assert hf_vit_accel.status(model).models == ()
 
 
 def test_a_deleted_model_is_freed_at_once() -> None:
@@ -447,21 +372,6 @@ def test_an_override_runs_as_it_is(order: str) -> None:
     status = status_of(model)
     assert status.calls == 0 and "get_rope_index" in status.unknown
     assert "get_rope_index is not transformers' own" in str(status)
-
-
-def test_a_function_of_another_class_of_transformers_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = hf_vit_accel.patch(TINY["qwen3_vl"].build())
-    other = type(TINY["qwen2_vl"].build().model)
-    monkeypatch.setattr(type(model.model), "get_rope_index", other.get_rope_index)
-    assert status_of(model).unknown == ("get_rope_index",)
-
-
-def test_a_wrapper_on_the_instance_gets_our_positions() -> None:
-    model = hf_vit_accel.patch(TINY["qwen3_vl"].build())
-    model.model.get_rope_index = functools.partial(model.model.get_rope_index)
-    with torch.no_grad():
-        model(**left_padded(model))
-    assert status_of(model).calls == 1
 
 
 @pytest.mark.parametrize(
@@ -557,18 +467,3 @@ def test_a_compiled_model(every_rank: bool, compiled: None) -> None:
         expected = stock(**inputs).logits
         torch.testing.assert_close(torch.compile(model, backend="eager")(**inputs).logits, expected)
     assert status_of(model).every_rank == ((2, 0) if every_rank else None)
-
-
-def test_another_arithmetic_of_the_class_counts(monkeypatch: pytest.MonkeyPatch, on_device: type[OnDevice]) -> None:
-    model = hf_vit_accel.patch(TINY["qwen2_vl"].build())
-    kind = type(model.model)
-    former = kind.get_rope_index
-    inputs = left_padded(model)
-    before = text_inputs(model, moved(inputs))["position_ids"]
-
-    def one_more(self: Model, *args: Model, **kwargs: Model) -> Model:
-        position_ids, deltas = former(self, *args, **kwargs)
-        return position_ids + 1, deltas
-
-    monkeypatch.setattr(kind, "get_rope_index", one_more)
-    assert torch.equal(text_inputs(model, moved(inputs))["position_ids"], before + 1)

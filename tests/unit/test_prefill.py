@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import inspect
 import itertools
 import random
 from collections.abc import Callable
@@ -133,15 +131,6 @@ def test_random_batches_give_stocks_tokens_whatever_the_groups(family: str, call
     assert f"prompts in {steps_of(model).groups} groups" in str(status(model))
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
-def test_videos_stay_with_their_rows(family: str) -> None:
-    model = TINY[family].build()
-    grids = [[(2, 4, 4)], [(1, 4, 4), (2, 4, 8)], [(1, 8, 8)], [(4, 4, 4), (2, 8, 4)]]
-    rows = [tiny.chat_inputs(model, grid, seed) for seed, grid in enumerate(grids)]
-    compare(model, joined(rows), max_new_tokens=9)
-    assert steps_of(model).groups >= 2
-
-
 @pytest.mark.parametrize("kind", ["Qwen2", "Qwen3"])
 def test_text_without_pictures_is_divided(kind: str) -> None:
     sizes = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=32)
@@ -168,23 +157,6 @@ def test_a_group_for_which_memory_runs_out_is_halved(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(prefill, "TOKENS_OF_A_FORWARD", 100)
     compare(model, batch(model, random.Random(2), 8), max_new_tokens=9)
     assert max(sizes) > 2 and sizes.count(1) == 8
-
-
-def test_a_first_batch_with_holes_in_its_mask_runs_without_padding() -> None:
-    """Keys of masked tokens are zero in ours, and nobody reads them."""
-    model = TINY["qwen2_5_vl"].build()
-    inputs = batch(model, random.Random(3), 9)
-    inputs["attention_mask"][:, -4:-2] = 0
-    compare(model, inputs, max_new_tokens=10)
-    assert list(steps_of(model).padded_reasons.values()) == [""]
-
-
-def test_a_prompt_with_pictures_has_a_proof_of_its_own() -> None:
-    model = TINY["qwen3_vl"].build()
-    ids_BT = torch.randint(3, 50, (4, 30))
-    compare(model, dict(input_ids=ids_BT, attention_mask=torch.ones_like(ids_BT)), max_new_tokens=10)
-    compare(model, batch(model, random.Random(3), 9), max_new_tokens=10)
-    assert list(steps_of(model).padded_reasons.values()) == ["", ""]
 
 
 @pytest.mark.usefixtures("way")
@@ -328,31 +300,6 @@ def test_code_that_sees_calls_of_the_tower_sees_stocks(change: Callable[[Any], N
     model = TINY["qwen3_vl"].build()
     change(model)
     compare(model, batch(model, random.Random(3), 6), max_new_tokens=9)
-    assert steps_of(model).groups == 0
-
-
-@pytest.mark.parametrize("lacking", ["image_token_id", "a list of features"])
-def test_pictures_that_cannot_be_counted_are_not_divided(lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Configs of Qwen2.5-Omni in older transformers name the token `image_token_index`."""
-    model = TINY["qwen3_vl"].build()
-    inputs = batch(model, random.Random(6), 5)
-    hidden = prefill._MODALITIES["image"]
-    if lacking == "image_token_id":
-        monkeypatch.setitem(prefill._MODALITIES, "image", dataclasses.replace(hidden, token="image_token_index"))
-    else:
-        # As a model that returns the features of all pictures in one tensor.
-        if "mm_encoder_outputs" not in inspect.signature(model.forward).parameters:
-            pytest.skip("this transformers encodes pictures in the forward of the prompt")
-        features_of = prefill.GroupedPrompt._features_of
-
-        def in_one_tensor(self: prefill.GroupedPrompt, modality: str) -> Any:
-            features = features_of(self, modality)
-            if features is None:
-                return None
-            return type(features)(pooler_output=torch.cat(list(features.pooler_output))[None])
-
-        monkeypatch.setattr(prefill.GroupedPrompt, "_features_of", in_one_tensor)
-    compare(model, inputs, max_new_tokens=9)
     assert steps_of(model).groups == 0
 
 

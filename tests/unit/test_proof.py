@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
 from multiprocessing.queues import Queue
 from pathlib import Path
 
@@ -176,19 +175,6 @@ def test_a_proof_that_could_not_run_is_tried_again(tower: nn.Module, monkeypatch
     assert moment.attempts == 2
 
 
-def test_a_tower_that_may_move_to_a_gpu_warns_later(tower: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A `Trainer` moves models that were patched on the CPU; Liger's rotation runs on a GPU only."""
-    Moment(monkeypatch)
-    first = prove(tower)
-    second = prove(tower)
-    monkeypatch.setattr(machine, "has_cuda", lambda: True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        proofs.warn_stock(type(tower), first, [])
-    with pytest.warns(UserWarning, match="later calls try again"):
-        proofs.warn_stock(type(tower), second, [])
-
-
 def test_attempts_become_rare(tower: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """Count one attempt at the patch, then one each after 1, 2, 4, 8 and 16 more calls."""
     moment = Moment(monkeypatch)
@@ -199,46 +185,6 @@ def test_attempts_become_rare(tower: nn.Module, monkeypatch: pytest.MonkeyPatch)
     assert len(caught) == 1
     assert moment.attempts == 6
     assert state_of(tower).stock_calls == 31
-
-
-def test_a_proof_is_shared_once_another_tower_has_made_it(tower: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    moment = Moment(monkeypatch)
-    other = type(tower)(tower.config).eval()
-    with pytest.warns(UserWarning):
-        hf_vit_accel.patch(tower)
-        for _ in range(4):
-            run_tower(tower, [(1, 2, 2)])
-    moment.is_bad = False
-    for _ in range(8):
-        prove(other)
-    attempts = moment.attempts
-    run_tower(tower, [(1, 2, 2)])
-    assert state_of(tower).fast_calls == 1 and moment.attempts == attempts
-
-
-def test_attempts_from_several_threads(tower: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    moment = Moment(monkeypatch)
-    expected = run_tower(tower, GRID)
-    with pytest.warns(UserWarning):
-        hf_vit_accel.patch(tower)
-    moment.is_bad = False
-    with ThreadPoolExecutor(2) as threads:
-        calls = [threads.submit(run_tower, tower, GRID) for _ in range(2)]
-        for call in calls:
-            assert_close(call.result(), expected)
-    assert prove(tower).why_not_fast is None
-
-
-def test_a_verdict_is_kept(tower: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A proof that compared numbers is not run again, whether they agreed or not."""
-    family = family_of(tower)
-    assert family is not None
-    first = prove(tower)
-    assert prove(tower) is first and first.backoff is None
-    monkeypatch.setattr(proofs, "_PROOFS", {})
-    monkeypatch.setattr(proofs, "_prove_twin", lambda *_: replace(first, why_not_fast="differs"))
-    differing = prove(tower)
-    assert (differing.why_not_fast, differing.backoff) == ("differs", None) and prove(tower) is differing
 
 
 @pytest.mark.usefixtures("nothing_proven")
@@ -330,14 +276,6 @@ def test_a_tower_of_a_class_with_an_overridden_method_stays_stock() -> None:
     before = run_tower(tower, GRID)
     kind = type(tower)
     tower.__class__ = type("Own", (kind,), {METHOD: scaled_input(getattr(kind, METHOD))})
-    check_that_it_stays_stock(tower, before)
-
-
-def test_a_replaced_method_of_transformers_class_keeps_later_towers_stock(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = run_tower(hf_vit_accel.patch(qwen2_5_tower()), GRID)
-    tower = qwen2_5_tower()
-    kind = type(tower)
-    monkeypatch.setattr(kind, METHOD, scaled_input(getattr(kind, METHOD)))
     check_that_it_stays_stock(tower, before)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import time
 from collections.abc import Callable
@@ -19,12 +18,9 @@ from tiny import TINY, assert_close, pixels_for, run_tower, tower_of
 import hf_vit_accel
 from hf_vit_accel import RankError, machine
 from hf_vit_accel.graphs import memory
-from hf_vit_accel.options import data_parallel
 from hf_vit_accel.options.split import Assignment
 from hf_vit_accel.tower import one_pass as tower_module
 from hf_vit_accel.tower.state import state_of
-
-GPU = torch.device("cuda")
 
 
 @pytest.fixture
@@ -43,34 +39,6 @@ def raiser(error: Exception) -> Callable[..., NoReturn]:
         raise error
 
     return fail
-
-
-class Cycle:
-    """Garbage that only the collector frees."""
-
-    def __init__(self, trace: Path) -> None:
-        self.trace = trace
-        self.itself = self
-
-    def __del__(self) -> None:
-        self.trace.write_text("freed")
-
-
-def test_a_fork_frees_no_garbage_of_its_parent(tmp_path: Path) -> None:
-    """A process group of gloo in such garbage waited for ever for its threads, which a fork does not have."""
-    trace = tmp_path / "trace"
-    gc.disable()
-    try:
-        Cycle(trace)
-        if not (child := os.fork()):
-            gc.collect()
-            os._exit(0)
-    finally:
-        gc.enable()
-    os.waitpid(child, 0)
-    assert not trace.exists()
-    gc.collect()
-    assert trace.exists()
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -191,31 +159,6 @@ def check_memory_retried(rank: int) -> None:
 
 def test_a_rank_whose_memory_ran_out_tries_again_only_while_the_others_wait(on_ranks: OnRanks) -> None:
     on_ranks(check_memory_retried, 3)
-
-
-def check_memory_before_the_share(rank: int) -> None:
-    """The others hear of a rank whose memory ran out before it encoded anything."""
-    tower = tower_of(TINY["qwen2_vl"].build())
-    expected = run_tower(tower, MIXED)
-    hf_vit_accel.patch(tower, data_parallel=True)
-    assert_close(run_tower(tower, MIXED), expected)
-    checksum = data_parallel.rows_checksum
-
-    def fail_once(*_: object, **__: object) -> NoReturn:
-        data_parallel.rows_checksum = checksum
-        raise torch.OutOfMemoryError("Tried to allocate 2 MiB")
-
-    if rank == 1:
-        data_parallel.rows_checksum = fail_once
-    start = time.monotonic()
-    with pytest.raises(torch.OutOfMemoryError):
-        run_tower(tower, MIXED)
-    assert time.monotonic() - start < 5
-    assert_close(run_tower(tower, MIXED), expected)
-
-
-def test_memory_that_runs_out_before_a_rank_encodes_its_share(on_ranks: OnRanks) -> None:
-    on_ranks(check_memory_before_the_share, 3)
 
 
 def check_memory_in_backward(rank: int) -> None:

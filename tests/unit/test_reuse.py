@@ -18,16 +18,13 @@ from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel import FallbackError, FlexConfig, ReuseConfig
-from hf_vit_accel.config import Settings
 from hf_vit_accel.engine.route import Route
-from hf_vit_accel.families import FAMILIES
 from hf_vit_accel.machine import KERNELS, guarded
 from hf_vit_accel.options import checksum
 from hf_vit_accel.options import reuse as reuse_module
 from hf_vit_accel.options.reuse import WeightTable, _layout_of, _Repeat
-from hf_vit_accel.status import ignored_options
 from hf_vit_accel.tower import one_pass as tower_module
-from hf_vit_accel.tower.state import TowerState, state_of
+from hf_vit_accel.tower.state import state_of
 
 ACROSS = ReuseConfig(across_calls=True)
 FUZZ = settings(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
@@ -93,7 +90,15 @@ def test_words_are_the_same_however_an_item_is_stored(dtype: torch.dtype) -> Non
 
 
 @kernel_devices
-@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 300), (torch.float16, 301), (torch.bfloat16, 6)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "width"),
+    [
+        (torch.float32, 300),
+        (torch.float16, 301),
+        pytest.param(torch.bfloat16, 6, marks=[pytest.mark.matrix] * (not torch.cuda.is_available())),  # 258 items
+    ],
+    ids=str,
+)
 def test_kernels_equal_their_references(device: str, dtype: torch.dtype, width: int) -> None:
     """Cover items of one block and of several, more items than are read together, and weights of several chunks."""
     grid = [(1, 2, 2), (2, 2, 4), (0, 2, 2), (1, 4, 4)] if width > 6 else [(0, 2, 2)] * 256 + [(1, 1, 1), (1, 2, 1)]
@@ -248,18 +253,6 @@ def test_pictures_of_different_sizes_are_not_compared(tower: nn.Module) -> None:
     assert "reuse      2 items: 1 encoded, 1 copies" in str(hf_vit_accel.status(tower))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int16], ids=str)
-def test_pixels_of_any_dtype_are_reused(tower: nn.Module, dtype: torch.dtype) -> None:
-    pixels = [(50 * pixels_for(tower, [(1, 4, 6)], seed)).to(dtype) for seed in range(2)]
-    items = [(pixels[index], (1, 4, 6)) for index in (0, 1, 0, 1, 1)]
-    expected = alone(tower, items)
-    hf_vit_accel.patch(tower, reuse=ACROSS)
-    for seen in (0, 5):
-        with torch.no_grad():
-            assert_close(call(tower, items), expected)
-        assert counts(tower) == (5 + seen, 2, seen)
-
-
 def use_constant_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give all items the same checksum; weights keep theirs."""
 
@@ -342,18 +335,6 @@ def test_gradients_are_those_of_stock(tower: nn.Module, pixels: bool) -> None:
     hf_vit_accel.patch(tower, reuse=ACROSS, strict=True)
     assert_close(gradients(tower, items, pixels=pixels), stock, 1e-6)  # the rotation is in fp32, in stock, too
     assert counts(tower) == ((0, 0, 0) if pixels else (6, 3, 0)), "copies of pixels have gradients of their own"
-
-
-@windows_and_deepstack
-def test_batched_gradients_equal_those_taken_one_by_one(tower: nn.Module) -> None:
-    bias = tower.blocks[0].attn.qkv.bias.requires_grad_()
-    hf_vit_accel.patch(tower, reuse=True, strict=True)
-    column = call(tower, [item(tower, (1, 4, 4)), item(tower, (1, 4, 4)), item(tower, (1, 4, 4), 1)])[-1][:, 0]
-    directions = torch.eye(len(column))
-    (batched,) = torch.autograd.grad(column, bias, directions, is_grads_batched=True, retain_graph=True)
-    for direction, row in zip(directions, batched, strict=True):
-        assert_close([row], list(torch.autograd.grad(column, bias, direction, retain_graph=True)))
-    assert counts(tower) == (3, 2, 0)
 
 
 @pytest.mark.parametrize(
@@ -512,11 +493,6 @@ def swap_contents(tower: nn.Module) -> None:
     two.copy_(former)
 
 
-def change_eps(tower: nn.Module) -> None:
-    for block in tower.blocks:
-        setattr(block.norm1, "variance_epsilon" if hasattr(block.norm1, "variance_epsilon") else "eps", 0.5)
-
-
 def add_lora(tower: nn.Module, **options: float) -> None:
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
@@ -533,21 +509,12 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
     "an exponential moving average": lambda tower: torch._foreach_lerp_(
         [weight_of(tower).data], [weight_of(tower) * 2], 0.5
     ),
-    "the sign of all": lambda tower: weight_of(tower).data.neg_(),
     "permuted rows": lambda tower: weight_of(tower).data.copy_(weight_of(tower).data.flip(0)),
-    "other data": lambda tower: setattr(weight_of(tower), "data", weight_of(tower) * 1.5),
     "a flat buffer": write_flat_buffer,
     "through numpy": lambda tower: weight_of(tower).numpy()[0].__iadd__(1),
     "swapped": swap_data,
     "contents swapped": swap_contents,
-    "transposed in place": lambda tower: setattr(weight_of(tower), "data", weight_of(tower).data.t()),
-    "a layer": lambda tower: setattr(tower.blocks[1].attn, "proj", copy.deepcopy(tower.blocks[0].attn.proj)),
-    "blocks in another order": lambda tower: tower.blocks.insert(0, tower.blocks.pop(1)),
     "another dtype": lambda tower: tower.to(torch.float16).to(torch.float32),
-    "a buffer's data": lambda tower: tower.rotary_pos_emb.inv_freq.data.mul_(1.5),
-    "an attribute": change_eps,
-    "a hook": lambda tower: tower.blocks[1].register_forward_hook(lambda module, args, output: output * 1.5),
-    "LoRA": add_lora,
 }
 """Changes of a tower between two calls of the same picture."""
 
@@ -589,16 +556,6 @@ def test_former_weights_bring_their_features_back(tower: nn.Module) -> None:
         weight.data = weight.data.t()
         assert same(call(tower, items), before)
     assert counts(tower) == (5, 2, 3)
-
-
-def test_a_weight_that_got_shorter_is_read_as_it_is_now() -> None:
-    weight = nn.Parameter(torch.randn(10, 20), requires_grad=False)
-    table = WeightTable([weight], _layout_of([weight]))
-    assert table.layout == _layout_of([weight])
-    weight.data = weight.data[:-1]
-    other = WeightTable([weight], _layout_of([weight]))
-    assert table.layout != other.layout and table.form != other.form
-    assert table.chunks_2C[1].tolist() == [200] and other.chunks_2C[1].tolist() == [180]
 
 
 # --- reasons and other features ---------------------------------------------------------------------------------------
@@ -658,19 +615,6 @@ def test_reasons_against_keeping_are_reported(tower: nn.Module) -> None:
     assert repeats.unmet == ["a score_mod may read what changes between calls"] and not repeats.keys
 
 
-def test_calls_of_the_stock_forward_reuse_nothing(tower: nn.Module) -> None:
-    items = [item(tower), item(tower)]
-    rows: list[int] = []
-    expected = alone(tower, items)
-    hf_vit_accel.patch(tower, reuse=ACROSS)
-    handle = tower.blocks[0].register_forward_hook(lambda module, args, output: rows.append(len(args[0])))
-    tower.rotary_pos_emb.register_forward_hook(lambda *_: None)  # keeps the call stock
-    with torch.no_grad():
-        assert_close(call(tower, items), expected)
-    handle.remove()
-    assert rows == [48] and counts(tower) == (0, 0, 0)
-
-
 def test_graphs_replay_new_items_only(on_cpu: type, tower: nn.Module) -> None:
     a, b, c = (item(tower, entry, seed) for seed, entry in enumerate([(1, 4, 6), (2, 4, 4), (1, 8, 8)]))
     calls = [[a, b, a, a], [c, c, a]]
@@ -723,12 +667,6 @@ def test_a_failed_kernel_is_replaced_by_its_reference(tower: nn.Module, monkeypa
         for _ in range(2):
             assert same(call(tower, items), expected)
     assert counts(tower) == (4, 2, 0) and "no C compiler" in state_of(tower).faults["kernels"]
-
-
-def test_attention_only_towers_reuse_nothing() -> None:
-    family = next(family for family in FAMILIES if family.attention_only)
-    assert TowerState(family, Settings(reuse=ReuseConfig()), former_name=None).reuse is None
-    assert "reuse" in ignored_options(Settings(reuse=ReuseConfig()))
 
 
 @pytest.mark.parametrize(

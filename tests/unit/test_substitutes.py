@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import replace
-from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
@@ -13,10 +10,9 @@ from support import substitutes
 from support.patching import gradients
 from support.substitutes import bind, bind_norms, exchanged
 from tiny import TINY, assert_close, pixels_for, randomise, run_tower, tower_of
-from torch import Tensor, nn
+from torch import nn
 
 import hf_vit_accel
-from hf_vit_accel.families import family_of
 from hf_vit_accel.ops import Context, mlp, norm
 from hf_vit_accel.tower import proof as proofs
 from hf_vit_accel.tower.state import state_of
@@ -75,16 +71,6 @@ def test_norms_bound_by_liger_are_plain(family: str, kind: type[nn.Module], when
     assert_same(tower, model)
 
 
-def test_norms_bound_after_a_call_are_proven_at_the_next() -> None:
-    model = build()
-    tower = tower_of(hf_vit_accel.patch(model))
-    run_tower(tower, GRID)
-    bind_norms(model, substitutes.RmsNorm)
-    run_tower(tower, GRID)
-    assert why_not_plain(tower) == []
-    assert state_of(tower).stock_calls == 0
-
-
 @pytest.mark.parametrize("name", ["OffsetNorm", "OtherEpsilonNorm", "DetachedNorm", "TrainedNorm", "MeanNorm"])
 def test_a_bound_norm_that_computes_something_else_is_called(name: str) -> None:
     model = build()
@@ -102,20 +88,6 @@ def test_a_bound_norm_that_writes_to_its_input_is_called() -> None:
     assert "forward of its own" in " ".join(why_not_plain(tower_of(model)))
 
 
-def test_a_closure_that_computes_the_same_is_called() -> None:
-    """A user's closure may count or draw; `tests.support.libraries.norms_bound` binds one that scales."""
-    model = build()
-    tower = tower_of(model)
-
-    def forward(self: nn.Module, x: Tensor) -> Tensor:
-        return type(self).forward(self, x)
-
-    tower.blocks[0].norm1.forward = MethodType(forward, tower.blocks[0].norm1)
-    hf_vit_accel.patch(model)
-    assert "forward of its own" in " ".join(why_not_plain(tower))
-    assert_same(tower, model)
-
-
 def test_an_epsilon_that_changes_later_is_noticed() -> None:
     model = build()
     tower = tower_of(model)
@@ -128,20 +100,6 @@ def test_an_epsilon_that_changes_later_is_noticed() -> None:
     assert why_not_plain(tower) == []
     hf_vit_accel.unpatch(model)
     assert_close(actual, run_tower(tower, GRID))
-
-
-def test_a_left_over_epsilon_of_liger_is_not_read() -> None:
-    """Liger gives LayerNorms a `variance_epsilon`; without its forward, torch reads `eps`."""
-    model = build("qwen2_vl")
-    tower = tower_of(model)
-    bind_norms(model, substitutes.LayerNorm)
-    for block in tower.blocks:
-        block.norm1.variance_epsilon = 0.5
-        del block.norm2.forward
-        block.norm2.variance_epsilon = 0.5
-    hf_vit_accel.patch(model)
-    assert "forward of its own" in " ".join(why_not_plain(tower))
-    assert_same(tower, model)
 
 
 def test_another_forward_bound_later_is_proven_anew() -> None:
@@ -234,18 +192,6 @@ def test_norms_bound_in_a_half_precision(dtype: torch.dtype) -> None:
     assert why_not_plain(tower_of(model)) == []
 
 
-def test_a_dtype_that_changes_later_is_proven_anew() -> None:
-    model = build()
-    tower = tower_of(model)
-    bind_norms(model, substitutes.RmsNorm)
-    hf_vit_accel.patch(model)
-    run_tower(tower, GRID)
-    model.to(torch.bfloat16)
-    run_tower(tower, GRID)
-    assert state_of(tower).rebuild_reason == "the device or the dtype changed"
-    assert why_not_plain(tower) == []
-
-
 def test_an_mlp_bound_by_liger_is_plain() -> None:
     """`apply_liger_kernel_to_glm4v(model=model)` binds a SwiGLU to the MLPs of the tower."""
     model = build()
@@ -287,51 +233,3 @@ def test_the_generator_of_the_process_stays_as_it_is() -> None:
 
 
 # --- twins on the device of the tower -------------------------------------------------------------------------------
-
-
-class Attempts:
-    """Records on which devices a proof was tried. On the CPU none can run, as with a Triton function."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.devices: list[str] = []
-        made = proofs.prove(tower_of(build()), family_of(tower_of(build())))
-        monkeypatch.setattr(proofs, "_PROOFS", {})
-
-        def prove(key: proofs.Key, device: torch.device, *args: object) -> proofs.Proof:
-            self.devices.append(str(device))
-            backoff = args[-1] if device.type == "cpu" else None
-            return replace(made, key=key, backoff=backoff, why_not_fast="no twin" if backoff else None)
-
-        monkeypatch.setattr(proofs, "_prove", prove)
-
-    def prove(self, device: str) -> proofs.Proof:
-        """Return the proof for a tower whose weights are on a device."""
-        tower = tower_of(build())
-        weights = [SimpleNamespace(device=torch.device(device))]
-        vars(tower)["parameters"] = lambda recurse=True: iter(weights)
-        return proofs.prove(tower, family_of(tower))
-
-
-@pytest.fixture
-def attempts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Attempts]:
-    yield Attempts(monkeypatch)
-
-
-def test_a_twin_that_cannot_run_on_the_cpu_runs_on_the_device_of_the_tower(attempts: Attempts) -> None:
-    proof = attempts.prove("cuda:1")
-    assert attempts.devices == ["cpu", "cuda:1"]
-    assert proof.why_not_fast is None and proof.key.device_type == "cuda"
-    assert not proofs.count_call(proof)
-    assert attempts.prove("cuda:0") is proof
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_proof_on_a_gpu_does_not_hold_on_a_cpu(attempts: Attempts, device: str) -> None:
-    attempts.prove("cuda:0")
-    assert attempts.prove(device).why_not_fast == "no twin"
-
-
-def test_a_tower_that_moves_to_a_gpu_is_proven_at_its_next_call(attempts: Attempts) -> None:
-    proof = attempts.prove("cpu")
-    assert attempts.devices == ["cpu"] and proofs.count_call(proof)
-    assert attempts.prove("cuda:0").why_not_fast is None

@@ -9,18 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.towers import both_towers, model
+from support.towers import both_towers
 from tiny import GRIDS, TINY, run_tower, tower_of
 from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel import versions
-from hf_vit_accel.config import Settings
-from hf_vit_accel.tower import checks
-from hf_vit_accel.tower.code import names_of_forwards
 from hf_vit_accel.tower.state import state_of
-
-__all__ = ["model"]
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTED = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hf-vit-accel"]["tested"]
@@ -135,20 +130,3 @@ def test_another_dtype_under_autocast_alone_keeps_such_calls_stock(
     assert state_of(tower).stock_calls == 1 and any("under autocast" in why for why in state_of(tower).fallbacks)
     run_tower(tower, GRIDS["image"])
     assert state_of(tower).fast_calls == 1
-
-
-def test_a_flash_attention_that_alone_gets_all_segments_keeps_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In 4.57 layers under our names attend once a segment, which is slower than FlashAttention-2."""
-    tower = tower_of(TINY["qwen2_vl"].build())
-    assert "flash_attention_2" in names_of_forwards({Former})
-    for segments_by_name, expected in ((False, "flash_attention_2"), (True, "flash_vit_auto")):
-        monkeypatch.setattr(versions, "knows_segments", lambda names, answer=segments_by_name: answer)
-        assert checks.attention_name(tower, Settings(attention="auto"), "flash_attention_2") == expected
-        assert checks.attention_name(tower, Settings(attention="auto"), "sdpa") == "flash_vit_auto"
-
-
-class Former(nn.Module):
-    """An attention of 4.57."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.config._attn_implementation == "flash_attention_2" else -x
