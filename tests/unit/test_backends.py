@@ -183,7 +183,19 @@ def test_cudnn_refuses_rows_beyond_int32_offsets(monkeypatch: pytest.MonkeyPatch
     assert choice.backend.name != "flashinfer_cudnn" and choice.rejected["flashinfer_cudnn"] == (why,)
 
 
-def test_needs_become_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+def fake_machine(
+    monkeypatch: pytest.MonkeyPatch, *, missing: tuple[str, ...] = (), capability: tuple[int, int] = (9, 0)
+) -> None:
+    """Pretend to be a machine with a GPU, every package but the missing ones, and a torch without cuDNN."""
+    monkeypatch.setattr(machine, "has_cuda", lambda: True)
+    monkeypatch.setattr(machine, "cuda_capability", lambda index=None: capability)
+    monkeypatch.setattr(machine, "why_missing", lambda package: "missing" if package.module in missing else None)
+    for backend in (FlashinferCudnn, FlashAttention3):
+        monkeypatch.setattr(backend, "probe", lambda self: [])
+    monkeypatch.setattr(TorchCudnn, "lacks", lambda self: ("this torch has no cuDNN",))
+
+
+def test_needs_become_reasons() -> None:
     class Picky(Sdpa):
         name = "picky"
         needs = Needs(
@@ -209,9 +221,7 @@ def test_needs_become_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("capability", [(10, 0), (10, 3), (12, 0)])
 def test_blackwell_on_paper(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
     """With everything installed, the capability rules out FlashAttention-3 alone, whose kernels are Hopper's."""
-    monkeypatch.setattr(machine, "has_cuda", lambda: True)
-    monkeypatch.setattr(machine, "why_missing", lambda package: None)
-    monkeypatch.setattr(machine, "cuda_capability", lambda index=None: capability)
+    fake_machine(monkeypatch, capability=capability)
     needs = {backend.name: backend.needs_on(torch.device("cuda")) for backend in (*BACKENDS, FP8)}
     missing = {name: missing_requirements(need) for name, need in needs.items()}
     refused = {name: reasons for name, reasons in missing.items() if reasons}
@@ -222,12 +232,8 @@ def test_blackwell_on_paper(monkeypatch: pytest.MonkeyPatch, capability: tuple[i
 
 
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if b.needs.cuda], ids=lambda b: b.name)
-def test_capability_and_cuda_are_checked(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "why_missing", lambda package: None)
-    monkeypatch.setattr(machine, "has_cuda", lambda: False)
-    assert any("no CUDA device" in why for why in backend.reasons_against_machine())
-    monkeypatch.setattr(machine, "has_cuda", lambda: True)
-    monkeypatch.setattr(machine, "cuda_capability", lambda index=None: (7, 5))
+def test_the_capability_is_checked(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_machine(monkeypatch, capability=(7, 5))
     assert any("compute capability is 7.5" in why for why in backend.reasons_against_machine())
 
 
@@ -246,16 +252,6 @@ def test_every_gpu_is_asked_for_its_own_capability(monkeypatch: pytest.MonkeyPat
             assert "compute capability is 7.5" in reasons[0][0] and not reasons[1], (backend.name, reasons)
             assert bool(missing_requirements(backend.needs)) == (current == 0)
     machine.reset()
-
-
-def fake_machine(monkeypatch: pytest.MonkeyPatch, *, missing: tuple[str, ...] = ()) -> None:
-    """Pretend to be a Hopper machine with every package but the missing ones, and a torch without cuDNN."""
-    monkeypatch.setattr(machine, "has_cuda", lambda: True)
-    monkeypatch.setattr(machine, "cuda_capability", lambda index=None: (9, 0))
-    monkeypatch.setattr(machine, "why_missing", lambda package: "missing" if package.module in missing else None)
-    for backend in (FlashinferCudnn, FlashAttention3):
-        monkeypatch.setattr(backend, "probe", lambda self: [])
-    monkeypatch.setattr(TorchCudnn, "lacks", lambda self: ("this torch has no cuDNN",))
 
 
 @pytest.mark.parametrize(
