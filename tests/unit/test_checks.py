@@ -1,4 +1,4 @@
-"""Test the checks of a call: it notices every change of a tower that matters, and every hook."""
+"""Test the checks of a call: every hook runs, and outputs have the form that the config says."""
 
 from __future__ import annotations
 
@@ -41,12 +41,6 @@ def counts(tower: nn.Module) -> tuple[int, int]:
     """Return the numbers of fast and of stock calls."""
     [status] = hf_vit_accel.status(tower).towers
     return status.calls, status.stock_calls
-
-
-# --- attributes -----------------------------------------------------------------------------------------------------
-
-
-# --- modules --------------------------------------------------------------------------------------------------------
 
 
 # --- hooks ----------------------------------------------------------------------------------------------------------

@@ -139,24 +139,17 @@ def raises(_: torch.Tensor) -> torch.Tensor:
     raise RuntimeError("no kernel\nfor this")
 
 
-def last_row_wrong(out_THD: torch.Tensor) -> torch.Tensor:
-    return torch.cat([out_THD[:-1], -out_THD[-1:]])
-
-
 @pytest.mark.usefixtures("short_segments")
 @pytest.mark.parametrize(
     ("spoil", "problem"),
     [
         (lambda out_THD: out_THD * 1.02, "relative error 2.0e-02"),
-        (last_row_wrong, "relative error"),
         (lambda out_THD: out_THD.index_fill(0, torch.tensor([7]), float("nan")), "NaN"),
-        (lambda out_THD: out_THD.index_fill(0, torch.tensor([7]), float("inf")), "infinity"),
         (lambda out_THD: out_THD[:1], "got float32 of shape (1, 2, 64)"),
-        (lambda out_THD: out_THD.double(), "got float64"),
         (lambda out_THD: None, "AttributeError"),
         (raises, "RuntimeError: no kernel for this"),
     ],
-    ids=["scaled", "last row", "nan", "inf", "shape", "dtype", "none", "raises"],
+    ids=["scaled", "nan", "shape", "none", "raises"],
 )
 def test_a_wrong_backend(monkeypatch: pytest.MonkeyPatch, no_gpu: None, spoil: Spoil, problem: str) -> None:
     add_spoiled(monkeypatch, spoil)

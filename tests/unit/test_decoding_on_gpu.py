@@ -117,19 +117,6 @@ def test_a_model_in_autocast_by_accelerate() -> None:
     assert counts_of(model).static_calls == 2
 
 
-def test_adapters_switched_back_and_forth_are_captured_once_each() -> None:
-    peft = pytest.importorskip("peft")
-    model = TINY["qwen3_vl"].build().cuda()
-    for name in ("one", "two"):
-        model.add_adapter(peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False, r=4), name)
-    model.eval()
-    inputs = on_gpu(tiny.left_padded(model))
-    for name in ("one", "two", "one", "two"):
-        model.set_adapter(name)
-        both(model, inputs, max_new_tokens=40)
-    assert counts_of(model).static_calls == 4 and steps_of(model).captures.total() == 2
-
-
 def test_keys_of_a_large_batch_are_in_memory_once() -> None:
     """Groups of the prompt write into the step's cache, and stock proves a new step with eight rows."""
     sizes = dict(num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=8, head_dim=128, hidden_size=256)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -481,37 +480,6 @@ def test_gpu_weights_and_memory(model: nn.Module) -> None:
     gc.collect()
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() <= before + (2 << 20)
-
-
-@pytest.mark.gpu
-def test_gpu_streams_and_threads(model: nn.Module) -> None:
-    tower = tower_of(model.to("cuda", torch.bfloat16))
-    rng = np.random.default_rng(1)
-    grids = [draw_grid(rng, 60) for _ in range(10)]
-    hf_vit_accel.patch(tower, cuda_graphs=GraphConfig(max_tokens=64, exact_after=0), strict=True)
-    expected = [run_tower(tower, grid, seed) for seed, grid in enumerate(grids)]
-    inputs = [pixels_for(tower, grid, seed, device="cuda", dtype=torch.bfloat16) for seed, grid in enumerate(grids)]
-    torch.cuda.synchronize()
-    wrong: list[BaseException] = []
-
-    def work(offset: int) -> None:
-        try:
-            with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
-                outputs = []
-                for seed in [*range(offset, 10), *range(offset)] * 5:
-                    outputs.append((seed, outputs_of(tower(inputs[seed], grid_thw=torch.tensor(grids[seed])))))
-                torch.cuda.current_stream().synchronize()
-            for seed, replayed in outputs:
-                assert_equal(replayed, expected[seed])
-        except BaseException as error:
-            wrong.append(error)
-
-    threads = [threading.Thread(target=work, args=(offset,)) for offset in (0, 4, 7)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong, wrong
 
 
 @pytest.mark.gpu

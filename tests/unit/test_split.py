@@ -1,18 +1,15 @@
-"""Test how a call's frames are split among ranks: all frames once, balanced loads, few pieces, rows in order."""
+"""Test how a call's frames are split among ranks: all frames once, balanced loads, rows in order."""
 
 from __future__ import annotations
 
 import random
-import statistics
-from collections.abc import Callable
 
 import pytest
 import torch
 from support.grids import drawn, frames_of
 
 from hf_vit_accel.layout import rows_of
-from hf_vit_accel.options.split import Assignment, Piece, Split, cost, loads, split
-from hf_vit_accel.tools.bench.towers import SIZES
+from hf_vit_accel.options.split import Assignment, Piece, Split, loads, split
 
 Entry = tuple[int, int, int]
 Grid = tuple[Entry, ...]
@@ -72,57 +69,3 @@ def test_equal_frames_are_split_into_consecutive_runs() -> None:
     images = split(((1, 32, 32),) * 16, 4, clips=False, full=1.0)
     entries = [[piece.image for piece in share] for share in images]
     assert entries == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
-
-
-def draw_image(generator: random.Random, megapixels: tuple[float, float], ratios: tuple[float, ...]) -> Entry:
-    """Draw an image in patches of 14 pixels, of an area in megapixels and a ratio of width to height."""
-    area = generator.uniform(*megapixels) * 1e6
-    ratio = generator.choice(ratios)
-    height = 2 * round((area / ratio) ** 0.5 / 28)
-    width = 2 * round((area * ratio) ** 0.5 / 28)
-    return 1, max(2, height), max(2, width)
-
-
-def draw_photo(generator: random.Random) -> Entry:
-    return draw_image(generator, (0.2, 1.0), (4 / 3, 3 / 4, 1.0, 16 / 9, 2 / 3, 3 / 2))
-
-
-def draw_page(generator: random.Random) -> Entry:
-    return draw_image(generator, (1.5, 3.8), (0.77, 0.71))
-
-
-def draw_photo_or_page(generator: random.Random) -> Entry:
-    return draw_photo(generator) if generator.random() < 0.7 else draw_page(generator)
-
-
-def draw_photo_or_video(generator: random.Random) -> Entry:
-    return draw_photo(generator) if generator.random() < 0.8 else (generator.choice((8, 16, 32, 64)), 36, 64)
-
-
-TRAFFIC: dict[str, Callable[[random.Random], Entry]] = {
-    "512²": lambda generator: (1, 32, 32),
-    "photos of 0.2 to 1 megapixels": draw_photo,
-    "pages of 1.5 to 3.8 megapixels": draw_page,
-    "the benchmark's mixed images": lambda generator: generator.choice(SIZES["8 mixed"]),
-    "photos, 30% pages": draw_photo_or_page,
-    "photos, 20% videos of 8 to 64 frames": draw_photo_or_video,
-}
-
-
-@pytest.mark.parametrize(
-    ("ranks", "images_per_rank", "calls", "bound"),
-    [(2, 4, 40, 1.10), (8, 4, 20, 1.10), (8, 8, 10, 1.03), (64, 4, 5, 1.10)],
-)
-@pytest.mark.parametrize("kind", TRAFFIC)
-def test_the_largest_load_is_near_the_mean_from_four_images_per_rank(
-    kind: str, ranks: int, images_per_rank: int, calls: int, bound: float
-) -> None:
-    """Compare with the costliest frame instead, where that alone exceeds the mean load."""
-    generator = random.Random(ranks)
-    ratios = []
-    for _ in range(calls):
-        grid = tuple(TRAFFIC[kind](generator) for _ in range(images_per_rank * ranks))
-        loads_by_rank = loads(grid, split(grid, ranks, clips=False, full=1.0), clips=False, full=1.0)
-        costliest = max(cost(height * width, 1.0) for _, height, width in grid)
-        ratios.append(max(loads_by_rank) / max(sum(loads_by_rank) / ranks, costliest))
-    assert statistics.mean(ratios) <= bound

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 
 import pytest
@@ -95,29 +93,6 @@ def test_a_replayed_call_enters_few_files(on_cpu: type[Recorder], tower: nn.Modu
     assert graphs is not None and str(graphs.last).startswith("replayed")
     files = {file for file, name, _ in functions if not file.startswith(OF_THE_STAND_IN) and (file, name) != OF_FAULTS}
     assert len(files) <= 11, files
-
-
-CHECKS = ("/tower/checks.py", "/tower/snapshot.py", "/engine/inputs.py")
-"""Files with the checks of a call."""
-BESIDE_CHECKS = {"autocast_dtype", "outputs_require_grad", "request"}
-"""Functions of these files that a fast call enters after its checks."""
-
-
-@pytest.mark.parametrize("grad", [False, True])
-def test_the_benchmark_of_checks_does_the_checks_of_a_call(
-    tower: nn.Module, grad: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    benchmark = importlib.import_module("checks")
-    pixels = pixels_for(tower, GRID)
-    grid = torch.tensor(GRID)
-    hf_vit_accel.patch(tower.requires_grad_(False))
-    assert 0 < benchmark.measure(tower, grad=grad, calls=20)["least"] < 1e6
-    with torch.set_grad_enabled(grad):
-        by_call = entered(lambda: tower(pixels, grid_thw=grid))
-        by_benchmark = entered(lambda: benchmark.checked(tower, pixels, grid))
-    checks_of_call = {key for key in by_call if key[0] in CHECKS and key[1] not in BESIDE_CHECKS}
-    assert checks_of_call == {key for key in by_benchmark if key[0] in CHECKS}
 
 
 def test_checks_do_not_grow_with_the_tower() -> None:

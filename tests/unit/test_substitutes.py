@@ -230,6 +230,3 @@ def test_the_generator_of_the_process_stays_as_it_is() -> None:
     state = torch.get_rng_state()
     hf_vit_accel.patch(model)
     assert torch.equal(torch.get_rng_state(), state)
-
-
-# --- twins on the device of the tower -------------------------------------------------------------------------------

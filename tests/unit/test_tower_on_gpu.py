@@ -14,7 +14,6 @@ from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel.backends import BACKENDS, backend_named
-from hf_vit_accel.backends import flashinfer_cudnn as cudnn_backend
 from hf_vit_accel.tower.state import state_of
 
 pytestmark = pytest.mark.gpu
@@ -92,17 +91,6 @@ def test_one_wait_per_forward(tower: nn.Module, attention: str, grid: str) -> No
         tower(pixels, grid_thw=on_gpu, output_attentions=True)
         places = waits(on_gpu, output_attentions=True)
         assert len(places) == 1, places
-
-
-def test_plans_are_built_once(tower: nn.Module) -> None:
-    skip_unless_usable("flashinfer_cudnn")
-    hf_vit_accel.patch(tower, attention="flashinfer_cudnn", cuda_graphs=False, strict=True)
-    run_tower(tower, GRIDS["mixed"])
-    misses = cudnn_backend.CUDNN_PLANS.misses
-    for seed in range(3):
-        run_tower(tower, GRIDS["mixed"], seed)
-    assert cudnn_backend.CUDNN_PLANS.misses == misses
-    assert state_of(tower).fast_calls == 4
 
 
 def gradients_of(tower: nn.Module) -> torch.Tensor:
