@@ -55,14 +55,15 @@ def recipe(file: str) -> str:
 def versions() -> str:
     """Write the oldest and the newest versions of each stack that ran, with transformers' and the date."""
     rows = []
-    for framework in json.loads(RECORD.read_text(encoding="utf-8")):
+    for framework in _requirements():
         package = _package(framework)
-        dates: dict[tuple[str, str], str] = {}
+        dates: dict[tuple[str, ...], str] = {}
         for _, run in _runs(framework):
-            key = (run["versions"][package], run["versions"]["transformers"])
+            names = dict.fromkeys((package, "transformers"))
+            key = tuple(run["versions"][name] for name in names)
             dates[key] = max(run["date"], dates.get(key, ""))
         ordered = sorted(dates, key=lambda key: [[int(part) for part in re.findall(r"\d+", name)] for name in key])
-        cells = [f"{own} with {transformers}, {dates[own, transformers]}" for own, transformers in ordered]
+        cells = [f"{' with '.join(key)}, {dates[key]}" for key in ordered]
         rows.append([package, cells[-1], cells[0] if len(cells) > 1 else ""])
     return grid(["package", "newest that ran, with transformers", "oldest that ran"], rows)
 
@@ -91,9 +92,14 @@ def _runs(framework: str) -> Iterator[tuple[str, dict[str, Any]]]:
             yield name, run | {"recipe": job["recipe"]}
 
 
+def _requirements() -> dict[str, list[str]]:
+    """Return what the environment of each framework installs."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    return dict(project["tool"]["hf-vit-accel"]["stacks"])
+
+
 def _package(framework: str) -> str:
-    """Return the first package that the environment of a framework installs."""
-    requirements = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hf-vit-accel"][
-        "stacks"
-    ]
-    return re.split(r"[=<>!\[ ;]", requirements[framework][0])[0]
+    """Return the first package that the environment of a framework installs; transformers is in all."""
+    if framework == "transformers":
+        return framework
+    return re.split(r"[=<>!\[ ;]", _requirements()[framework][0])[0]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from documents import MODELS, Document, Row, commit_of, conditions, digits, grid, is_measured, load, times, title
+from headline import PICTURES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +115,8 @@ def _line(label: str, ranges: Sequence[str], document: Document, file: str) -> s
     return f"- {label}: **{', '.join(ranges)}** (`{file}`, {commit}).\n"
 
 
+BATCH = "32 x 34x46"
+"""The batch of README's rows about embedding."""
 VLLM = "beside_vllm.json"
 """A row has a model, a job, its new tokens, a side ("vllm" or "ours") and "ms"; captions have "pictures/s", too."""
 Sides = dict[str, Row]
@@ -185,6 +188,11 @@ def beside_the_headline() -> str:
             cells.append("{} → {} ({})".format(*_both_sides(sides)) if sides else "")
         label = f"{_name_of_vllm(document)} → this library, {tokens} tokens, pictures per second"
         rows.append([label, both, *cells, _source(document, VLLM)])
+    if is_measured("embedding.json"):
+        embedding = load("embedding.json")
+        cells = [_embedded(by_contender) for (_, size), by_contender in times(embedding).items() if size == BATCH]
+        label = f"embedding a {PICTURES[BATCH]}"
+        rows.append([label, "`patch(model, text=True)`", *cells, _source(embedding, "embedding.json")])
     steps = load("training_step.json")
     by_way: dict[str, list[str]] = {}
     for row in steps["rows"]:
@@ -198,6 +206,12 @@ def beside_the_headline() -> str:
     return grid(["job", "you add", *names, "file, commit"], rows)
 
 
+def _embedded(by_contender: Mapping[str, Row]) -> str:
+    stock = by_contender["stock"]["ms"]
+    ours = by_contender["text=True"]["ms"]
+    return f"{digits(stock)} → {digits(ours)} ms ({stock / ours:.1f}x)"
+
+
 def _source(document: Document, file: str) -> str:
     return f"`{file}`, {commit_of(document, file)}"
 
@@ -207,7 +221,12 @@ def promise() -> str:
     calls = load("whole_call.json")["rows"]
     answers = [row["stock"] / row["decoding"] for row in calls if row["tokens"] > 1]
     answers += [row["patched"] / row["stock"] for row in load("captioning.json")["rows"] if row["tokens"] > 1]
-    embedding = [row["stock"] / row["patched"] for row in calls if row["tokens"] == 1 and row["size"].startswith("32")]
+    embedding = [row["stock"] / row["patched"] for row in calls if row["tokens"] == 1 and row["size"] == BATCH]
+    if is_measured("embedding.json"):
+        by_cell = times(load("embedding.json"))
+        embedding += [
+            row["stock"]["ms"] / row["text=True"]["ms"] for (_, size), row in by_cell.items() if size == BATCH
+        ]
     steps = [row["stock"]["step"] / row["patched"]["step"] for row in load("training_step.json")["rows"]]
     return (
         f"**Answers and captions up to {max(answers):.1f}x as fast as transformers' default, embedding up to "

@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +166,9 @@ class Job:
         record = read()
         job = record.setdefault(self.framework, {}).setdefault(self.name, {"runs": []})
         job["recipe"] = self.recipe
-        versions = {name: version(name) for name in (*_packages(self.framework), "transformers", "torch")}
+        installed = {distribution.name.replace("_", "-").lower() for distribution in distributions()}
+        names = [name for name in _packages(self.framework) if name in installed]
+        versions = {name: version(name) for name in (*names, "transformers", "torch")}
         today = {"date": datetime.now(UTC).date().isoformat(), "versions": versions}
         others = [run for run in job["runs"] if run["versions"] != versions]
         same_day = [run for run in job["runs"] if today.items() <= run.items()]
@@ -177,7 +179,8 @@ class Job:
 
     def _order(self, run: dict[str, Any]) -> tuple[Version, ...]:
         """Order runs by the version of the framework, then of transformers and torch."""
-        names = (_packages(self.framework)[0], "transformers", "torch")
+        own = "transformers" if self.framework == "transformers" else _packages(self.framework)[0]
+        names = (own, "transformers", "torch")
         return tuple(Version(run["versions"][name]) for name in names)
 
 
