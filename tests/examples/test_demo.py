@@ -7,25 +7,16 @@ import os
 import shutil
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from accelerate import PartialState
-from captioner import checkpoints
-from captioner.journal import Journal
 from PIL import Image
 from programs import CAPTIONERS, EXAMPLES, ROOT
-from read_once import load_processor_once, read_once
-from transformers import AutoModelForImageTextToText
-
-import hf_vit_accel
 
 sys.path[:0] = [str(ROOT / "benchmarks")]
 
-import captioning_benchmark  # noqa: E402
 import demo  # noqa: E402
 from tiny_captioner.scenes import draw, scene  # noqa: E402
 
@@ -68,20 +59,6 @@ def test_its_own_folder_is_written_anew(tmp_path: Path, monkeypatch: pytest.Monk
         demo.main([f"--output={tmp_path}"])
 
 
-def test_every_slow_step_of_make_demo_is_announced(tmp_path: Path) -> None:
-    command = ["make", "-n", "demo", f"VENV={tmp_path / 'venv'}"]
-    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
-    slow = [
-        number
-        for number, line in enumerate(printed)
-        if not line.startswith("echo ") and any(part in line for part in (" -m venv", " install ", "demo.py"))
-    ]
-    assert len(slow) == 3
-    for number in slow:
-        assert printed[number - 1].startswith("echo "), printed[number]
-    assert not any(" -q" in line for line in printed)  # pip shows what it downloads
-
-
 @pytest.mark.parametrize("name", ["captions.jsonl", "scenes/other.txt", ""])
 def test_the_demo_refuses_a_folder_with_other_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
@@ -94,23 +71,6 @@ def test_the_demo_refuses_a_folder_with_other_files(
         demo.main([f"--output={output}"])
     assert stopped.value.code == 2 and "name another folder" in capsys.readouterr().err
     assert other_file.read_text() == "as it was"
-
-
-def test_the_demo_installs_no_test_tools() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert "\ndemo: $(VENV)/.installed-examples\n" in (ROOT / "Makefile").read_text()
-    assert not {"mypy", "pytest", "pytest-xdist", "ruff", "hypothesis", "triton"} & set(extras["examples"])
-
-
-def test_the_contact_sheet_shows_right_captions_green_and_wrong_ones_red() -> None:
-    image = Image.new("RGB", (112, 112))
-    captions = {"stock": ["a large red star"], "patched": ["a small red circle"]}
-    sheet = np.asarray(demo.contact_sheet([image], ["a large red star"], captions)).astype(int)
-    stock_top = demo.HEADER + 212
-    halves = (sheet[stock_top : stock_top + 66], sheet[stock_top + 68 :])
-    greens = [(half[:, :, 1] - half[:, :, 0] > 60).sum() for half in halves]
-    reds = [(half[:, :, 0] - half[:, :, 1] > 60).sum() for half in halves]
-    assert greens[0] > 50 > greens[1] and reds[1] > 50 > reds[0]
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
@@ -139,50 +99,3 @@ def test_videos_are_captioned(tmp_path: Path, family: str) -> None:
     assert {key: record["status"] for key, record in records.items()} == dict.fromkeys(expected, "ok")
     right = sum(records[key]["caption"] == caption for key, caption in expected.items())
     assert right >= 6, {key: (records[key]["caption"], caption) for key, caption in expected.items()}
-
-
-@pytest.mark.matrix  # a benchmark, which users do not run
-def test_the_captioning_benchmark(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """All runs of the benchmark end, with a tiny model in place of the full-size one."""
-    runs = captioning_benchmark.runs_of([1, 5])
-    captioning_benchmark.load_model.cache_clear()
-    monkeypatch.setattr(captioning_benchmark, "_load_processor", load_processor_once)
-    read_once(monkeypatch, checkpoints)
-    tiny = AutoModelForImageTextToText.from_pretrained(captioning_benchmark.CHECKPOINTS["qwen2.5-vl-7b"])
-    built: list[tuple[str, tuple[int, ...]]] = []
-
-    def build(name: str, *tokens: int, device: torch.device) -> torch.nn.Module:
-        built.append((name, tokens))
-        return tiny
-
-    monkeypatch.setattr(captioning_benchmark, "build", build)
-    monkeypatch.setattr(captioning_benchmark, "LONGEST", 16)
-    for name in ("load_model", "load_processor", "Progress"):
-        monkeypatch.setattr(
-            captioning_benchmark.batch_caption, name, None
-        )  # restores them after the test: the benchmark replaces them
-    monkeypatch.setattr(PartialState, "destroy_process_group", None)
-    path = tmp_path / "rates.json"
-    captioning_benchmark.main(tmp_path, pictures=5, tokens="1,5", rounds=2, json_path=path)
-    assert built == [("qwen2.5-vl-7b", (tiny.config.image_token_id, tiny.config.video_token_id, *built[0][1][2:]))]
-    stdout = capsys.readouterr().out
-    assert stdout.count(": 5 of 5 items in") == 2 * len(runs), "a summary for every run, which takes all pictures"
-    for name_of_run in runs:
-        folder = tmp_path / "qwen2.5-vl-7b" / name_of_run.replace(", ", "_").replace(" ", "_")
-        assert [record.status for record in Journal(folder).records()] == ["ok"] * 5 * 2
-    names = list(runs)
-    assert [f"to warm up, {name}" for name in names[1::2]] == names[::2], "each run warms up right before it"
-    assert hf_vit_accel.status(tiny).towers[0].calls
-    document = json.loads(path.read_text())
-    assert document["images"] == 5 and document["gpus"] == 1
-    assert [(row["model"], row["tokens"]) for row in document["rows"]] == [("qwen2.5-vl-7b", 1), ("qwen2.5-vl-7b", 5)]
-    printed = stdout.split("### ")
-    for row in document["rows"]:
-        for way in ("stock", "patched"):
-            summaries = [text for text in printed if text.startswith(f"{way}, {row['tokens']} token")]
-            for summary, rate in zip(summaries, row["all"][way], strict=True):
-                assert f" {rate:.2f} items/s" in summary
-            assert row[way] == sum(row["all"][way]) / 2
-            assert 0 <= row["ms waiting"][way] <= 1e3 / min(row["all"][way])

@@ -8,7 +8,6 @@ import runpy
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -190,22 +189,6 @@ def test_merge_refuses_unknown_runs_and_targets(folder: Path) -> None:
     assert done.exit_code == 1 and "cannot write" in done.output and "0.png" in done.output, done.output
 
 
-def test_captions_beside_the_pictures(folder: Path) -> None:
-    caption(folder)
-    assert merge(folder, target=folder).exit_code == 0
-    texts = {f"{path.stem}.png": path.read_text() for path in folder.glob("*.txt")}
-    assert texts == {key: text + "\n" for key, text in right_captions(folder).items()}
-
-
-def test_missing_records_are_reported(folder: Path) -> None:
-    caption(folder)
-    (shard,) = Journal(captions_of(folder)).shards()
-    shard.write_bytes(b"\n".join(shard.read_bytes().split(b"\n")[:3]))  # two complete lines, and one without its end
-    done = merge(folder)
-    assert done.exit_code == 1 and "2 records are missing" in done.output
-    assert "4 items, 2 of them to caption" in caption(folder)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -226,14 +209,6 @@ def test_mistakes_are_refused(folder: Path, options: list[str], message: str) ->
     output = caption(folder, *(option.replace("{folder}", str(folder)) for option in options), code=2)
     assert re.search(message, output), output
     assert not list((folder.parent).glob("captions/captions-*"))
-
-
-@pytest.mark.parametrize("model", ["{folder}", "no-such/model", "{folder}/0.png"])
-def test_paths_without_a_model_are_refused(folder: Path, model: str) -> None:
-    arguments = ["caption", str(folder), f"--output={folder.parent / 'x'}"]
-    done = RUNNER.invoke(batch_caption.app, [*arguments, "--model", model.replace("{folder}", str(folder))])
-    assert done.exit_code == 2 and "Traceback" not in done.output and isinstance(done.exception, SystemExit)
-    assert re.search("holds no checkpoint|cannot load|name the folder of the checkpoint", done.output), done.output
 
 
 def test_a_model_without_a_chat_template_is_refused_before_pictures_are_read(folder: Path) -> None:
@@ -257,14 +232,6 @@ def test_samples_do_not_depend_on_batches_or_order(folder: Path) -> None:
     caption(folder, "--temperature=2.5", "--seed=4")
     of_other_seed = made_captions(folder)
     assert sum(of_other_seed[key] != text for key, text in one_by_one.items()) >= 3
-
-
-def test_every_line_is_a_record(folder: Path) -> None:
-    caption(folder)
-    (shard,) = Journal(captions_of(folder)).shards()
-    lines = [json.loads(line) for line in shard.read_text().splitlines()]
-    records = [asdict(record) for record in merged_records(folder).values()]
-    assert sorted(str(line) for line in lines) == sorted(str(record) for record in records)
 
 
 @pytest.mark.parametrize("command", ["", "caption", "merge"])

@@ -18,8 +18,6 @@ from hf_vit_accel.tools.bench import towers, ways
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-import measuring
-import profiling
 import shapes
 import slower
 import training
@@ -93,35 +91,6 @@ def test_slower_rows_are_listed() -> None:
     published = json.loads((Path(slower.__file__).parent / "towers.json").read_text())
     (line,) = slower.slower(published, published)
     assert line.endswith(" compared, 0 slower by more than 3% and the spread of their runs")
-
-
-def test_the_facts_of_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Answer:
-        stdout = "580.1, 1980, 1985, 700.00\n"
-
-    monkeypatch.setattr(measuring.subprocess, "run", lambda *_, **__: Answer)
-    facts = measuring.host()
-    assert (facts["driver"], facts["clock"], facts["power"]) == ("580.1", 1980, 700.0)
-    Answer.stdout = "[N/A]\n"
-    assert measuring.host().keys() == {"cpu", "cores"}
-
-
-@pytest.mark.parametrize(
-    ("kernel", "part"),
-    [
-        ("void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<...>>>", "attention"),
-        ("_window_attention_kernel", "attention"),
-        ("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_bias_gelu_TNT", "GEMM"),
-        ("implicit_convolveNd_sgemm", "GEMM"),
-        ("_add_norm_kernel", "norm"),
-        ("_rope_kernel", "rope"),
-        ("_quick_gelu_kernel", "activation"),
-        ("_add_positions_kernel", "positions"),
-        ("void at::native::elementwise_kernel<128, 4, property>", "other"),
-    ],
-)
-def test_parts(kernel: str, part: str) -> None:
-    assert profiling.part_of(kernel) == part
 
 
 @pytest.mark.skipif(len(towers.SHAPES) < 9 + len(shapes.OTHERS), reason="this transformers lacks some families")

@@ -14,7 +14,7 @@ from accelerate.hooks import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
-from support.patching import WAYS, check_calls, check_stock, patch_by, run, status_of
+from support.patching import check_calls, check_stock, patch_by, run, status_of
 from tiny import GRIDS, TINY, assert_close, chat_inputs, relative_error, tower_of
 from torch import nn
 
@@ -102,8 +102,7 @@ def test_accelerate_hooks_inside_run_as_in_stock(model: nn.Module, name: str) ->
     assert recorder.before == 2
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("when", ["offloaded before", "offloaded after"])
+@pytest.mark.parametrize(("when", "way"), [("offloaded before", "patch"), ("offloaded after", "name")])
 def test_cpu_offload_goes_the_stock_way(model: nn.Module, when: str, way: str) -> None:
     tower = tower_of(model)
     grid = GRIDS["mixed"]
@@ -215,9 +214,7 @@ def test_after_offloading_the_fast_path_is_used_again(model: nn.Module, patched_
     check_stock(model, grid, expected)
 
 
-@pytest.mark.parametrize(
-    "name", ["blocks.1", "blocks.2.attn", "blocks.0.attn.qkv", "patch_embed", "patch_embed.proj", "merger"]
-)
+@pytest.mark.parametrize("name", ["blocks.1", "blocks.0.attn.qkv", "patch_embed"])
 @pytest.mark.parametrize("patched_when", ["before", "after"])
 def test_removed_accelerate_hooks_leave_nothing_behind(patched_when: str, name: str) -> None:
     """accelerate leaves the class's bound forward on the instance when it removes a hook: that changes nothing."""

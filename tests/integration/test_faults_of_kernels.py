@@ -21,7 +21,8 @@ from support.flashinfer import Flashinfer
 from support.kernel_table import KERNELS
 from support.patching import status_of
 from support.references import put
-from tiny import FAMILIES, assert_close, outputs_of, pixels_for, run_tower, tower_of
+from support.towers import ONE_TOWER
+from tiny import assert_close, outputs_of, pixels_for, run_tower, tower_of
 from torch import nn
 
 import hf_vit_accel
@@ -138,7 +139,7 @@ def check_copies_and_strict(model: nn.Module, call: KernelCall, error: BaseExcep
     run_tower(tower_of(model), GRID)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ONE_TOWER)
 def test_kernels_and_the_backend_may_both_fail(
     break_kernel: BreakKernel,
     flashinfer: Flashinfer,
@@ -210,7 +211,7 @@ def test_threads_that_meet_a_fault_at_once(
 # --- faults with CUDA graphs ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ONE_TOWER)
 def test_a_kernel_that_fails_in_a_capture(
     on_cpu: type[Recorder], break_kernel: BreakKernel, stock_models: StockModels, family: str
 ) -> None:

@@ -6,18 +6,14 @@ import gc
 import importlib
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from itertools import pairwise
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from support.bad_inputs import outcome, spoil
 from support.cpu_graphs import Recorder
-from support.towers import alike
 from tiny import TINY, pixels_for, tower_of
 from torch import nn
 
@@ -25,20 +21,13 @@ import hf_vit_accel
 from hf_vit_accel import GraphConfig, machine
 from hf_vit_accel.backends import BACKENDS, Backend, Request
 from hf_vit_accel.backends import flashinfer_cudnn as cudnn_backend
-from hf_vit_accel.engine.call import Batch
-from hf_vit_accel.engine.route import Routes, Spec
-from hf_vit_accel.graphs import policy, store
-from hf_vit_accel.graphs import runner as runner_module
+from hf_vit_accel.graphs import policy
 from hf_vit_accel.layout import Geometry, build, to_device
-from hf_vit_accel.tower import forward
 from hf_vit_accel.tower.state import state_of
 
 Grid = tuple[tuple[int, int, int], ...]
 
 CALLS = 1_000
-ENTRIES = 64  # of a cache of routes, which is full soon: its memory hardly changes from then on
-SECTION = CALLS // 10
-BLOCKS = 4 * SECTION // 10  # four sections of calls may add one block of Python's memory in ten calls
 
 
 def new_grids() -> Iterator[Grid]:
@@ -50,22 +39,6 @@ def new_grids() -> Iterator[Grid]:
     order = np.random.default_rng(0).permutation(len(grids))[:CALLS]
     assert len(order) == CALLS, len(order)
     return (grids[index] for index in order)
-
-
-def growth_of(call: Callable[[Grid], object]) -> int:
-    """Return the blocks of Python's memory that the second half of CALLS calls adds.
-
-    The section of calls that adds most is left out: a process also allocates what it needs once, say for a module that
-    is imported late. What grows for ever grows in each section.
-    """
-    allocated_blocks = []
-    for index, grid in enumerate(new_grids()):
-        call(grid)
-        if index + 1 >= CALLS // 2 and (index + 1) % SECTION == 0:
-            gc.collect()
-            allocated_blocks.append(sys.getallocatedblocks())
-    growths = sorted(after - before for before, after in pairwise(allocated_blocks))
-    return sum(growths[:-1])
 
 
 def check_bounded(owner: object, bound: int) -> None:
@@ -84,67 +57,6 @@ def request_of(tower: nn.Module) -> Request:
         head_dim=attention.head_dim,
         scale=attention.scaling,
     )
-
-
-def test_grids_are_all_new() -> None:
-    assert len(set(new_grids())) == CALLS
-
-
-def spec_of(tower: nn.Module, *, fast: bool) -> Spec:
-    """Return the key of the routes of a patched tower."""
-    state = state_of(tower)
-    snapshot = state.snapshot(tower)
-    return forward.spec_of(state, snapshot, snapshot.weights()[1], torch.device("cpu"), fast=fast, grad=False)
-
-
-@pytest.mark.parametrize(("family", "attention"), alike(("qwen2_5_vl", "flex"), ("qwen3_vl", "auto")))
-def test_routes_do_not_grow(family: str, attention: str) -> None:
-    tower = hf_vit_accel.patch(tower_of(TINY[family].build()), attention=attention)
-    routes = state_of(tower).routes
-    spec = spec_of(tower, fast=False)
-    assert routes.cache.entries == 1024
-    routes.cache.entries = ENTRIES
-    growth = growth_of(lambda grid: routes.get(grid, spec).ready())
-    cache = routes.cache
-    assert cache.misses == CALLS and len(cache) <= ENTRIES and cache.total_cost <= cache.cost
-    cached_routes = [routes.get(grid, spec) for grid in list(new_grids())[-len(cache) :]]
-    assert cache.misses == CALLS
-    assert sum(x.nbytes for route in cached_routes for x in route.ready().tensors.values()) <= cache.total_cost
-    check_bounded(state_of(tower), 64)
-    assert growth < BLOCKS
-
-
-@pytest.mark.parametrize("fails", [True, False])
-def test_graphs_do_not_grow(on_cpu: type[Recorder], monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
-    """Run the runner alone, with an encoder that computes nothing; let captures succeed or fail."""
-    tower = hf_vit_accel.patch(tower_of(TINY["qwen3_vl"].build()))
-    plan = SimpleNamespace(
-        spec=replace(spec_of(tower, fast=True), against_graphs=None),
-        weights=SimpleNamespace(contiguous=True),
-        checkpoints=[],
-        parameters=[],
-        reading=SimpleNamespace(buffers=list, called_linears=[]),
-    )
-    routes = Routes()
-    routes.cache.entries = ENTRIES
-    runner = runner_module.Runner(GraphConfig(max_tokens=128, exact_after=1, max_graphs=8), routes)
-    monkeypatch.setattr(runner_module, "encode", lambda route, pixels_TP: [pixels_TP, pixels_TP[::4]])
-    monkeypatch.setattr(policy, "REMEMBERED", 128)  # reached before the first half is over
-    on_cpu.fail = RuntimeError("no capture") if fails else None
-
-    def call(grid: Grid) -> None:
-        rows = sum(t * h * w for t, h, w in grid)
-        result = runner.run(Batch(plan=plan, attempt=None, grid=grid, pixels_TP=torch.zeros(rows, 1)))
-        assert isinstance(result, store.Eager) == fails
-
-    growth = growth_of(call)
-    status = runner.status()
-    assert len(status.graphs) <= 8 and (status.captures == 0) == fails
-    assert len(routes.cache) <= ENTRIES and routes.cache.total_cost <= routes.cache.cost and len(status.eager) <= 64
-    check_bounded(runner, 128)
-    assert growth < BLOCKS
-    runner.drop_graphs()
-    check_bounded(runner, 64)
 
 
 def test_cudnn_plans_do_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,6 +86,15 @@ def test_a_plan_is_as_long_as_its_layout(backend: Backend) -> None:
                 arrays = backend.plan(segments, request).arrays
                 to_device(arrays, request.device)
                 assert sum(x.nbytes for x in arrays.values()) <= 32 * metadata.rows + 64 * segments.count + 4096
+
+
+def clear_caches() -> None:
+    """Clear the caches of functions, whose bounds `test_every_cache_declares_its_bound` checks."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("hf_vit_accel"):
+            for value in vars(module).values():
+                if hasattr(value, "cache_parameters"):
+                    value.cache_clear()
 
 
 def resident() -> int:
@@ -207,6 +128,7 @@ def test_a_tower_does_not_grow(
         with torch.no_grad():
             tower(pixels, grid_thw=torch.tensor(grid))
         if index + 1 in (40, 80, 120):
+            clear_caches()
             gc.collect()
             resident_bytes.append(resident())
             blocks.append(sys.getallocatedblocks())

@@ -72,6 +72,7 @@ REFUSED = {
     "ActsInInferenceMode": ("qwen2_vl", r"large images \(\d+ rows\) in eval mode, from layer 0 on"),
     "ActsOnOneImage": ("qwen2_vl", r"one image \(96 rows\)"),
     "ActsOnPairs": ("qwen2_vl", r"two images"),
+    "ActsOnAClipFirst": ("qwen2_vl", r"relative error"),
     "ActsOnThreeFrames": ("qwen2_vl", r"a clip of 3 frames"),
     "ActsOnSquares": ("qwen2_vl", r"a square image \(256 rows\)"),
     "ActsAtTheSizeOfTheTable": ("qwen3_vl", r"an image of the table's own size"),
@@ -80,19 +81,20 @@ REFUSED = {
 }
 
 
-ALIKE = {
-    "ActsAboveARowCount",
-    "ActsOnLongClips",
-    "ActsOnEqualSizes",
-    "ActsOnPairs",
-    "ActsOnSquares",
-    "ActsOnThumbnails",
+IN_EVERY_RUN = {
+    "ActsAboveASize",
+    "ActsFromLayer4",
+    "ActsInTraining",
+    "ActsInInferenceMode",
+    "ActsAtTheSizeOfTheTable",
+    "ScalesABit",
 }
-ALIKE |= {"ActsOnOneImage", "ActsOnThreeFrames", "ActsOnOneToken", "ActsOnThumbnails"}
-"""Those that act on some inputs, as `ActsAboveASize` does. Each input of the proof has one."""
+"""The others act on some inputs, as `ActsAboveASize` does. Each input of the proof has one."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.matrix] * (name in ALIKE)) for name in REFUSED])
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.matrix] * (x not in IN_EVERY_RUN)) for x in REFUSED]
+)
 def test_a_sabotaged_copy_is_refused_with_the_number(name: str) -> None:
     family, where = REFUSED[name]
     tower = build(getattr(copies, name), **({"depth": 6} if name == "ActsFromLayer4" else {}))
@@ -176,7 +178,7 @@ class Fields:
     scale: float = 1.0
 
 
-@pytest.mark.parametrize("where", ["namespace", *alike("plain", "dataclass"), "class"])
+@pytest.mark.parametrize("where", alike("plain", "dataclass", "namespace", "class"))
 def test_an_object_that_is_changed_in_place_is_noticed(where: str) -> None:
     tower = build(copies.ActsByOptions)
     made = {"namespace": types.SimpleNamespace(scale=1.0), "dataclass": Fields()}
@@ -191,7 +193,7 @@ def test_an_object_that_is_changed_in_place_is_noticed(where: str) -> None:
         assert_close(run(tower), run(stock), 0.0)
 
 
-@pytest.mark.parametrize("where", ["default", "closure"])
+@pytest.mark.parametrize("where", alike("closure", "default"))
 def test_what_a_method_holds_is_watched(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Options as a default value, or as a variable around the class, changed in place."""
     options = {"scale": 1.0}
@@ -241,11 +243,10 @@ def test_an_object_that_cannot_be_watched_is_refused_by_name() -> None:
 
 SERVED = (
     ("qwen2_vl", "4.57"),
-    ("qwen2_vl", "5.14"),
     ("qwen2_5_vl", "5.6"),
     ("qwen3_vl", "5.24"),
 )
-"""Copies of every family, with every manner among them. They stand for the others."""
+"""Copies of every family. `test_changes.py` has the fourth manner."""
 
 
 @pytest.mark.parametrize(
@@ -287,23 +288,19 @@ def test_a_copy_is_served_in_low_precision(dtype: torch.dtype) -> None:
         assert (ours - exact).norm() <= max(1.25 * (theirs - exact).norm(), 2e-3 * exact.norm())
 
 
-@pytest.mark.parametrize("name", ["RowsAlone", "WithoutMerger"])
+@pytest.mark.parametrize("name", alike("WithoutMerger", "RowsAlone"))
 def test_a_copy_that_merges_nothing_is_served(name: str) -> None:
-    """Its results are the rows of the last layer; without a merger, no kernel adds that layer's result."""
+    """Its results are the rows of the last layer. An argument that no proof covers reaches its own forward."""
     tower = build(getattr(copies, name))
     expected = run(tower)
-    hf_vit_accel.patch(tower, like={name: "qwen2_vl"}, strict=True)
+    hf_vit_accel.patch(tower, like={name: "qwen2_vl"})
     assert_close(run(tower), expected, 3e-6)
     assert status_of(tower).calls == 1
-
-
-def test_an_argument_that_no_proof_covers_reaches_the_copy() -> None:
-    tower = build(copies.WithoutMerger)
-    expected = run(tower, scale=2.0)
-    hf_vit_accel.patch(tower, like={"WithoutMerger": "qwen2_vl"})
-    assert_close(run(tower, scale=2.0), expected, 0.0)
-    [reason] = status_of(tower).fallbacks
-    assert reason == "the argument scale is given, which the proof of a copy does not cover"
+    if name == "WithoutMerger":
+        hf_vit_accel.unpatch(stock := copy.deepcopy(tower))
+        assert_close(run(tower, scale=2.0), run(stock, scale=2.0), 0.0)
+        [reason] = status_of(tower).fallbacks
+        assert reason == "the argument scale is given, which the proof of a copy does not cover"
 
 
 @pytest.mark.parametrize("name", ["ActsByAParameter", "ActsFromTheThirdCall", "DropsOut"])
@@ -336,16 +333,6 @@ def test_an_epsilon_that_counts_for_small_weights_alone_is_refused() -> None:
         hf_vit_accel.patch(tower, like={"AddsAnotherEpsilon": "qwen2_5_vl"})
 
 
-def test_a_constant_of_the_file_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    tower = build(copies.ActsByAConstant)
-    stock = copy.deepcopy(tower)
-    hf_vit_accel.patch(tower, like={"ActsByAConstant": "qwen2_vl"})
-    monkeypatch.setattr(copies, "STRENGTH", 0.1)
-    with pytest.warns(UserWarning, match="relative error"):
-        results = run(tower)
-    assert_close(results, run(stock), 0.0)
-
-
 # --- uses -------------------------------------------------------------------------------------------------------------
 
 NAME = COPIES["qwen2_vl", "4.57"].__name__
@@ -369,9 +356,6 @@ def test_a_whole_model_is_patched_and_restored() -> None:
         assert_close([run_model(model)], [expected], 3e-6)
         hf_vit_accel.patch(model, fuse=False)
         assert status_of(model).like == NAME, "patching again keeps it"
-        hf_vit_accel.patch(model, like=LIKE, strict=True)
-        run_model(model)
-        assert status_of(model).calls == 1
     assert vars(model.visual).keys() == attributes.keys()
     assert torch.equal(run_model(model), expected)
 
@@ -385,7 +369,7 @@ def test_duplicates_stay_patched(duplicate: Callable[[nn.Module], nn.Module]) ->
     assert (status_of(twin).calls, status_of(twin).like) == (1, NAME)
 
 
-@pytest.mark.parametrize("is_patched_first", alike(True, False))
+@pytest.mark.parametrize("is_patched_first", alike(False, True))
 def test_lora_inside_a_copy(is_patched_first: bool) -> None:
     peft = pytest.importorskip("peft")
     model = model_of()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -39,24 +38,11 @@ def exchange_by_function(tower: Any) -> None:
         block.mlp.act_fn = mean_activation
 
 
-def exchange_by_partial_function(tower: nn.Module) -> None:
-    for block in tower.blocks:
-        del block.mlp.act_fn
-        block.mlp.act_fn = functools.partial(mean_activation)
-
-
-def exchange_by_method(tower: nn.Module) -> None:
-    activation = MeanActivation()
-    for block in tower.blocks:
-        del block.mlp.act_fn
-        block.mlp.act_fn = activation.forward
-
-
 def count_rows_in_gradients(tower: Any) -> None:
     tower.pos_embed.scale_grad_by_freq = True
 
 
-CHANGES = exchange_by_function, exchange_by_partial_function, exchange_by_method, count_rows_in_gradients
+CHANGES = exchange_by_function, count_rows_in_gradients
 
 
 def results(model: nn.Module) -> list[torch.Tensor]:

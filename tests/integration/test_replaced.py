@@ -23,7 +23,6 @@ from tiny import (
     tower_of,
 )
 from torch import nn
-from torch.autograd import forward_ad
 from transformers import modeling_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import ModelOutput
@@ -68,27 +67,6 @@ def test_a_wrapper_of_the_forward_outlives_patching_again(tower: nn.Module) -> N
     hf_vit_accel.unpatch(tower)
     assert tower.forward is wrapper
     assert_close(run_tower(tower, GRID), expected)
-
-
-@pytest.mark.parametrize("named", [True, False])
-def test_a_wrapped_rotary_embedding_is_called_as_in_stock(tower: nn.Module, named: bool) -> None:
-    class Anything(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, *args: object, **kwargs: object) -> object:
-            return self.inner(*args, **kwargs)
-
-    class Named(Anything):
-        def forward(self, rows: object, *others: object) -> object:
-            return self.inner(rows, *others)
-
-    tower.rotary_pos_emb = (Named if named else Anything)(tower.rotary_pos_emb)
-    expected = run_tower(tower, GRID)
-    hf_vit_accel.patch(tower)
-    assert_close(run_tower(tower, GRID), expected)
-    assert state_of(tower).fast_calls == 1
 
 
 # --- gradients of other tensors than the parameters -------------------------------------------------------------------
@@ -138,13 +116,7 @@ def test_weights_that_are_no_parameters(tower: nn.Module) -> None:
 TRANSFORMS: dict[str, Callable[[nn.Module, torch.Tensor, torch.Tensor], list[torch.Tensor]]] = {
     "vmap": lambda tower, x, y: [torch.vmap(lambda pixels: features(tower, pixels))(torch.stack([x, y]))],
     "jvp": lambda tower, x, y: list(torch.func.jvp(lambda pixels: features(tower, pixels), (x,), (y,))),
-    "dual numbers": lambda tower, x, y: _dual(tower, x, y),
 }
-
-
-def _dual(tower: nn.Module, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
-    with forward_ad.dual_level():
-        return list(forward_ad.unpack_dual(features(tower, forward_ad.make_dual(x, y))))
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:.torch.jit.script. is deprecated")

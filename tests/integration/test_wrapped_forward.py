@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import math
 import pickle
 import warnings
 from collections.abc import Callable
@@ -78,54 +77,6 @@ class Handler:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.inner["forward"](*args, **kwargs)
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        return self(*args, **kwargs)
-
-
-def keep_in_default(tower: Any) -> None:
-    def forward(*args: Any, inner: Any = tower.forward, **kwargs: Any) -> Any:
-        return inner(*args, **kwargs)
-
-    tower.forward = forward
-
-
-def keep_in_positional_default(tower: Any) -> None:
-    def forward(pixels: Any, grid_thw: Any, inner: Any = tower.forward, **kwargs: Any) -> Any:
-        return inner(pixels, grid_thw, **kwargs)
-
-    tower.forward = forward
-
-
-def keep_beside_other_callables(tower: Any) -> None:
-    """Name values that are called, too, and have no attributes to look into."""
-    inner = tower.forward
-    kinds = list[int], {"length": len}
-
-    def forward(*args: Any, kind: Any = list[int], **kwargs: Any) -> Any:
-        kind(), kinds[0](), kinds[1]["length"](args), math.sqrt(1)
-        return inner(*args, **kwargs)
-
-    tower.forward = forward
-
-
-def keep_on_the_function(tower: Any) -> None:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return forward.inner(*args, **kwargs)
-
-    forward.inner = tower.forward
-    tower.forward = forward
-
-
-def keep_in_the_module(tower: Any) -> None:
-    """Keep the forward in a global, as a notebook does."""
-    global kept_forward
-    kept_forward = tower.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return kept_forward(*args, **kwargs)
-
-    tower.forward = forward
-
 
 def set_forward(make: Callable[[Any], Any]) -> Callable[[Any], None]:
     def wrap(tower: Any) -> None:
@@ -139,17 +90,8 @@ WRAPS: dict[str, Callable[[Any], None]] = {
     "closure": drop_text_arguments,
     "function of the class": bind_function_of_class,
     "partial": set_forward(lambda inner: functools.partial(hand_on, inner)),
-    "partial of it": set_forward(lambda inner: functools.partial(inner)),
-    "keyword of a partial": set_forward(lambda inner: functools.partial(lambda *a, f, **k: f(*a, **k), f=inner)),
     "object": set_forward(Handler),
-    "method": set_forward(lambda inner: Handler(inner).run),
-    "default": keep_in_default,
-    "positional default": keep_in_positional_default,
-    "beside other callables": keep_beside_other_callables,
-    "attribute of the function": keep_on_the_function,
-    "global": keep_in_the_module,
     "not compiled": set_forward(torch.compiler.disable),  # tenstorrent's wrapper of Qwen2.5-VL
-    "no gradients": set_forward(lambda inner: torch.set_grad_enabled(True)(inner)),
     "hook of accelerate": lambda tower: add_hook_to_module(tower, ModelHook()),
 }
 """Where a wrapper keeps the forward that it calls."""
@@ -197,7 +139,7 @@ def test_ours_runs_below_a_wrapper(model: nn.Module, wrap: Callable[[Any], None]
     ],
 )
 def test_the_order_of_patching_and_wrapping(wrap: Callable[[Any], None], order: str) -> None:
-    """The attribute and the global of such a wrapper would be overwritten by its second turn, also in stock."""
+    """The attribute of such a wrapper would be overwritten by its second turn, also in stock."""
     model = TINY["qwen3_vl"].build()
     tower = tower_of(model)
     expected = run(tower, GRID)
@@ -268,10 +210,6 @@ def test_a_wrapper_without_the_forward_of_the_class_stays(model: nn.Module, when
     hf_vit_accel.unpatch(model)
     if when == "before":
         assert traces_of(tower) == before
-
-
-def pickled(model: nn.Module) -> nn.Module:
-    return pickle.loads(pickle.dumps(model))
 
 
 @pytest.mark.parametrize("wrap", [keep_frozen, set_forward(Handler)], ids=["attribute", "object"])

@@ -47,9 +47,6 @@ PROOF = "tests/unit/test_proof.py tests/unit/test_newer_transformers.py"
 LIKE = "tests/integration/test_like.py"
 FP8 = "tests/unit/test_fp8.py"
 LORA = "tests/unit/test_adapter.py"
-POSITIONS = "tests/unit/test_positions.py"
-EVERY_RANK = "tests/unit/test_every_rank.py"
-DECODING = "tests/unit/test_decoding.py tests/unit/test_decode_attention.py tests/unit/test_decoding_fuzz.py"
 FAULTS_OF_PARTS = "tests/integration/test_faults.py tests/integration/test_faults_of_backends.py"
 
 FAULTS = (

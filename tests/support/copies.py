@@ -19,7 +19,6 @@ from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
-from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 from transformers.utils import ModelOutput
 
 from support import options_of_copies
@@ -526,17 +525,6 @@ class ActsByAParameter(CopyOfQwen3):
         return x + self.bonus
 
 
-STRENGTH = 0.0
-"""A constant of this file, which a sabotaged copy reads."""
-
-
-class ActsByAConstant(CopyOfQwen2):
-    """Scales rows by a constant of its file."""
-
-    def after_layer(self, x: Tensor, index: int, grid: Sizes) -> Tensor:
-        return x * (1 + STRENGTH)
-
-
 class ActsFromTheThirdCall(CopyOfQwen2):
     """Counts its calls, and changes rows from the third on."""
 
@@ -670,13 +658,6 @@ class WithoutMerger(CopiedTower):
         for block in self.blocks:
             x = block(x, self.frames(grid), tables)
         return BaseModelOutput(last_hidden_state=x * scale)
-
-
-class StockWithoutMerging(Qwen2VisionTransformerPretrainedModel):
-    """Inherits from a tower of transformers, and leaves its merger out."""
-
-    def forward(self, hidden_states: Tensor, grid_thw: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(hidden_states, grid_thw).last_hidden_state
 
 
 class Composite(nn.Module):

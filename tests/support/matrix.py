@@ -300,7 +300,7 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     ),
     "functions replaced in transformers' module": (
         "stock",
-        "integration/test_replaced.py::test_functions_replaced_in_transformers_module_are_used",
+        "integration/test_changes.py::test_no_call_of_a_tower_is_stale",
     ),
     "a patched forward that you wrapped, patched again": (
         "stock, inside your wrapper",

@@ -149,11 +149,6 @@ def test_pictures_that_cannot_be_read_keep_their_captions(
     assert update.key == "a.png" and update.stamp != records[0].stamp
 
 
-def test_pixel_limits_that_cross_are_not_the_models_fault(photos: Path, output: Path) -> None:
-    printed = words(caption(photos, output, "--min-pixels=100000", "--max-pixels=1000"))
-    assert "--min-pixels 100000 is above --max-pixels 1000; name both" in printed
-
-
 def start(folder: Path, arguments: list[str]) -> None:
     """Run the program in a forked process, as it runs as a script."""
     descriptor = os.open(folder / "printed", os.O_WRONLY | os.O_CREAT)

@@ -18,7 +18,6 @@ from support_captioning import (
     caption,
     captions_in,
     lines,
-    merged,
     put,
     start_anew,
     texts,
@@ -221,14 +220,6 @@ def test_a_partial_newest_run_is_merged_only_by_its_name(photos: Path, output: P
     assert call("merge", output, result).exit_code == 0 and len(lines(result)) == 3
 
 
-def test_errors_of_another_run_make_no_run_partial(photos: Path, output: Path, tmp_path: Path) -> None:
-    (photos / "cut.png").write_bytes(b"no picture")
-    caption(photos, output)
-    (photos / "cut.png").unlink()
-    caption(photos, output, "--attempt=2")
-    assert call("merge", output, tmp_path / "out.jsonl").exit_code == 0
-
-
 def test_merge_prints_what_it_wrote(photos: Path, output: Path) -> None:
     caption(photos, output)
     run = Journal(output).newest()["run"]
@@ -247,12 +238,6 @@ def test_two_pictures_of_one_text_get_no_advice_that_cannot_help(output: Path, t
     printed = words(call("merge", output, folder))
     assert "it would be the text of a.bmp and a.png 1 not written" in printed
     assert "--extension" not in printed and "wrote" not in printed
-
-
-def test_records_hold_the_text_that_was_asked(photos: Path, output: Path, tmp_path: Path) -> None:
-    caption(photos, output)
-    call("merge", output, tmp_path / "out.jsonl")
-    assert {line["asked"] for line in lines(tmp_path / "out.jsonl")} == {"describe this picture ."}
 
 
 def test_empty_captions_do_not_count_and_become_no_text_files(photos: Path, output: Path, tmp_path: Path) -> None:
@@ -278,14 +263,6 @@ def test_empty_captions_do_not_count_and_become_no_text_files(photos: Path, outp
         text.unlink()
     done = call("merge", output, photos)
     assert done.exit_code == 1 and f"nothing was written to {photos}: no record has" in words(done)
-
-
-def test_prompts_stand_in_the_order_that_was_asked(photos: Path, output: Path) -> None:
-    caption(photos, output, "--prompt=describe this video .", prompt="is the text above ?")
-    call("merge", output, photos)
-    by_prompt = {(record.key, record.prompt): record.caption for record in merged(output)}
-    expected = [by_prompt["a.png", prompt] for prompt in ("is the text above ?", "describe this video .")]
-    assert (photos / "a.txt").read_text().splitlines() == expected
 
 
 def test_missing_records_are_reported_after_other_inputs(photos: Path, output: Path, tmp_path: Path) -> None:

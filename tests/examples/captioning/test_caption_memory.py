@@ -9,9 +9,8 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -19,7 +18,6 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from captioner import model as captioner_module
 from captioner import pictures, worker
 from captioner.batches import Bounds
 from captioner.model import Captioner
@@ -211,19 +209,6 @@ def test_memory_is_planned_from_what_is_free(family: str, monkeypatch: pytest.Mo
 # --- the processor ---------------------------------------------------------------------------------------------------
 
 
-def test_pictures_are_prepared_on_a_gpu_by_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
-    processors = {
-        name: SimpleNamespace(image_processor=SimpleNamespace(backend=name)) for name in ("torchvision", "pil")
-    }
-    for has_torchvision in (True, False):
-        monkeypatch.setattr(captioner_module, "is_torchvision_available", lambda has=has_torchvision: has)
-        for device in ("cuda", "cpu"):
-            for name, processor in processors.items():
-                model = SimpleNamespace(device=torch.device(device))
-                on_gpu = Captioner(model, processor, patching=None).prepares_on_gpu
-                assert on_gpu == (has_torchvision and device == "cuda" and name == "torchvision")
-
-
 @pytest.mark.parametrize("size", [(70, 40), (40, 70), (33, 33)])
 def test_bytes_for_the_gpu_give_the_pixels_of_the_picture(size: tuple[int, int], processor: ProcessorMixin) -> None:
     image = draw(3)[0].resize(size)
@@ -261,44 +246,3 @@ def test_a_full_gpu_has_pictures_prepared_on_the_cpu(
 
     monkeypatch.setattr(captioner, "_process", process)
     assert captioner.encode([draw(1)[0]], ["p"])["pixel_values"].shape == (4, 8) and devices == ["cuda", "cpu"]
-
-
-def test_pixels_are_rounded_on_the_stream_that_made_them(
-    processor: ProcessorMixin, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    captioner = Captioner(load_once(str(MODEL), torch.bfloat16, torch.device("cpu")), processor, patching=None)
-    beside: list[str] = []
-
-    @contextmanager
-    def watch() -> Iterator[None]:
-        beside.append("in")
-        yield
-        beside.append("out")
-
-    class Pixels:
-        def to(self, dtype: torch.dtype) -> Pixels:
-            beside.append(str(dtype))
-            return self
-
-    monkeypatch.setattr(captioner, "_own_stream", watch)
-    monkeypatch.setattr(captioner, "_process", lambda *_: {"pixel_values": Pixels()})
-    captioner.encode([draw(1)[0]], ["p"])
-    assert beside == ["in", "torch.bfloat16", "out"]
-
-
-def test_the_device_reaches_the_image_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    devices = []
-
-    class Stub:
-        def apply_chat_template(self, *_: object, **__: object) -> str:
-            return "text"
-
-        def __call__(self, **kwargs: object) -> dict[str, torch.Tensor]:
-            devices.append(kwargs.get("device"))
-            return {"pixel_values": torch.zeros(1)}
-
-    captioner = Captioner(SimpleNamespace(device=torch.device("meta"), dtype=torch.float32), Stub(), patching=None)
-    for prepares_on_gpu in (False, True):
-        monkeypatch.setattr(Captioner, "prepares_on_gpu", prepares_on_gpu)
-        captioner.encode([draw(1)[0]], ["p"])
-    assert devices == [None, torch.device("meta")]

@@ -114,16 +114,6 @@ def test_files_that_are_passed_over_are_reported(photos: Path, output: Path, tmp
     assert "5 items, 2 of them to caption" in named
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every folder")
-def test_unreadable_folders_are_reported(photos: Path, output: Path) -> None:
-    put(photos / "closed", "c.png")
-    (photos / "closed").chmod(0)
-    try:
-        assert "1 unreadable folders" in words(caption(photos, output))
-    finally:
-        (photos / "closed").chmod(0o700)
-
-
 def test_folders_that_cannot_be_listed_are_reported(
     photos: Path, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,16 +239,6 @@ def test_progress_is_shown(photos: Path, output: Path) -> None:
     done = caption(photos, output)
     assert "100%" in done.stderr and "2 of 2 items" in done.stderr
     assert "process 0: 2 of 2 items in" in done.stdout and "the model waited for pictures" in done.stdout
-
-
-def test_errors_are_reported_with_their_reasons(photos: Path, output: Path) -> None:
-    (photos / "empty.png").touch()
-    done = caption(photos, output)
-    assert (
-        "error, 1 x ValueError: the file is empty (empty.png) "
-        "the records of status error in the output folder name all files" in words(done)
-    )
-    assert "2 of 3 records have captions" in words(done)
 
 
 def test_some_files_of_each_error_are_named(photos: Path, output: Path) -> None:

@@ -61,19 +61,6 @@ def test_prompts_share_the_encoded_pictures(family: str) -> None:
     assert right >= 5 and len({tuple(captions) for captions in together}) > 1
 
 
-def test_inputs_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inputs that did not fit on the GPU must not stay there while a smaller batch is tried."""
-    captioner = load("qwen2_vl")
-    inputs = captioner.encode([draw(0, 28)[0]], [PICTURE_PROMPT])
-    before = dict(inputs)
-    monkeypatch.setattr(type(captioner.model), "device", torch.device("meta"))
-    monkeypatch.setattr(captioner.model, "generate", lambda **kwargs: kwargs["input_ids"])
-    monkeypatch.setattr(captioner.processor.tokenizer, "batch_decode", lambda *_, **__: [])
-    with pytest.raises((ValueError, NotImplementedError, RuntimeError)):
-        captioner.generate(inputs, [0])
-    assert all(inputs[name] is before[name] for name in before)
-
-
 @pytest.mark.parametrize("patching", alike({}, None), ids=["patched", "stock"])
 def test_samples_do_not_depend_on_their_batch(patching: dict[str, object] | None) -> None:
     captioner = load("qwen3_vl", max_new_tokens=10, temperature=3.0, patching=patching)

@@ -130,19 +130,6 @@ def test_merged_records_become_a_table(tmp_path: Path) -> None:
     assert rows == [asdict(record) for record in records]
 
 
-def test_export_beside_the_pictures(tmp_path: Path) -> None:
-    bad = replace(record_of("b.jpg"), status="error", caption=None)
-    for name in ("a.jpg", "b.jpg", "b.png", "sub/c.d.png"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    names = [("a.jpg", "p"), ("a.jpg", "q"), ("sub/c.d.png", "p"), ("b.png", "p")]
-    records = [record_of(key, prompt, bytes=0) for key, prompt in names]
-    export([*records[:2], bad, *records[2:]], tmp_path)
-    texts = {path.relative_to(tmp_path).as_posix(): path.read_text() for path in tmp_path.rglob("*.txt")}
-    both = "caption of a.jpg\ncaption of a.jpg\n"
-    assert texts == {"a.txt": both, "b.txt": "caption of b.png\n", "sub/c.d.txt": "caption of sub/c.d.png\n"}
-
-
 @pytest.mark.parametrize("keys", [["../a.jpg"], ["/a.jpg"], ["x.parquet#0", "x.parquet#1"], ["../../a.jpg", "b\0.jpg"]])
 @pytest.mark.parametrize("source", [None, "x.tar"])
 def test_export_writes_no_text_that_is_not_beside_its_picture(
@@ -153,9 +140,3 @@ def test_export_writes_no_text_that_is_not_beside_its_picture(
     done = export([record_of(key, source=source) for key in keys], tmp_path / "folder")
     assert len(done.absent) + len(done.refused) == len(keys) and not done.written
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["a.jpg", "folder"]
-
-
-def test_export_to_something_else(tmp_path: Path) -> None:
-    for name in ("out.csv", "photos"):
-        with pytest.raises(ValueError, match=rf"there is no folder .*{name}; names of files end in \.jsonl"):
-            export([record_of()], tmp_path / name)

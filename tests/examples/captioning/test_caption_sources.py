@@ -91,26 +91,6 @@ def test_a_named_link_to_nowhere_says_so(tmp_path: Path) -> None:
         find_items([str(link)])
 
 
-def test_two_folders_with_equal_names(tree: Path, tmp_path: Path) -> None:
-    (tmp_path / "other" / "sub").mkdir(parents=True)
-    (tmp_path / "other" / "a.jpg").touch()
-    result = sources.find([str(tree), str(tmp_path / "other")])
-    assert {"tree/a.jpg", "other/a.jpg"} <= {item.key for item in result.items} and not result.clashes
-    assert result.root == str(tmp_path)
-
-
-def test_a_member_that_comes_twice_is_a_problem(tmp_path: Path) -> None:
-    with tarfile.open(tmp_path / "s.tar", "w") as archive:
-        for name in ("a.png", "b.png", "a.png"):
-            archive.addfile(tarfile.TarInfo(name))
-    result = sources.find([str(tmp_path / "s.tar"), f"{tmp_path}/../{tmp_path.name}/s.tar"])
-    assert [item.key for item in result.items] == ["s.tar/a.png", "s.tar/b.png"] and set(result.clashes) == {
-        "s.tar/a.png"
-    }
-    with pytest.raises(ValueError, match="more than one item has this name"):
-        open_item(result.items[0])
-
-
 MEMBERS = {
     "0001.jpg": b"first",
     "0001.json": b'{"title": "One", "n": 1}',
