@@ -296,7 +296,7 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     ),
     "a tower class of your own": (
         "stock",
-        "unit/test_tower.py::test_a_subclass_with_a_forward_of_its_own_goes_the_stock_way",
+        "integration/test_replaced.py::test_a_forward_of_your_own_keeps_its_arguments",
     ),
     "functions replaced in transformers' module": (
         "stock",
