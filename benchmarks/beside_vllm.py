@@ -115,9 +115,9 @@ def seconds_of(job: Callable[..., None], *arguments: Any) -> float:
 
 
 def milliseconds_of(job: Job, tokens: int, runs: int, warm_ups: int) -> Row:
-    """Return the median, the least and the most milliseconds of some runs, after others to warm up."""
+    """Return the median of some runs and all of them, in milliseconds, after others to warm up."""
     times = [1e3 * job(tokens) for _ in range(warm_ups + runs)][warm_ups:]
-    return {"ms": statistics.median(times), "ms_low": min(times), "ms_high": max(times)}
+    return {"ms": statistics.median(times), "all": times}
 
 
 def redraw(model: torch.nn.Module) -> None:
@@ -130,6 +130,7 @@ def redraw(model: torch.nn.Module) -> None:
 def jobs_of_vllm(model: str, folder: Path, pictures: Sequence[Path]) -> dict[str, Job]:
     """Start vLLM's engine; return its jobs by name."""
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # it carries `redraw` to the engine's process
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process may have used CUDA
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 
     checkpoint = checkpoint_of(model, folder / f"{model}-config")
