@@ -299,7 +299,7 @@ def test_neither_inputs_nor_earlier_outputs_are_changed(shared: PreTrainedModel)
 WAYS = ["wrapped", "replaced", "on the instance"]
 
 
-@pytest.mark.parametrize(("model", "way"), zip(FAMILIES, WAYS, strict=True), indirect=["model"])
+@pytest.mark.parametrize(("model", "way"), list(zip(FAMILIES, WAYS, strict=True)), indirect=["model"])
 def test_a_forward_replaced_after_patching(model: PreTrainedModel, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`test_ops` replaces forwards inside. `functools.wraps` hides the new function from signatures."""
     tower = tower_of(model)
