@@ -321,6 +321,22 @@ def test_a_forward_replaced_after_patching(model: PreTrainedModel, way: str, mon
     assert relative_error(outputs[0], before[0]) > 0.1
 
 
+def test_a_subclass_with_a_forward_of_its_own_goes_the_stock_way(model: PreTrainedModel) -> None:
+    tower = tower_of(model)
+    kind = type(tower)
+
+    class Sub(kind):  # type: ignore[misc,valid-type]
+        def forward(self, *args: object, **kwargs: object) -> ModelOutput:
+            return doubled(super().forward(*args, **kwargs))
+
+    tower.__class__ = Sub
+    expected = run_tower(tower, GRIDS["image"])
+    hf_vit_accel.patch(tower)
+    assert_close(run_tower(tower, GRIDS["image"]), expected)
+    with pytest.raises(FallbackError, match="forward of Sub"):
+        hf_vit_accel.patch(tower, strict=True)
+
+
 def test_under_another_default_device(shared: PreTrainedModel) -> None:
     tower = tower_of(shared)
     expected = run_tower(tower, GRIDS["mixed"])
