@@ -39,7 +39,7 @@ from hf_vit_accel.tower.on_import import after_import
 if TYPE_CHECKING:
     from hf_vit_accel.decoding.loop import graphed_decoding
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "BackendUnavailableError",
