@@ -567,8 +567,8 @@ def test_memory_that_runs_out_in_a_capture_leaves_other_graphs(
     assert graphs.given_up
 
 
-def test_no_undeclared_model_is_served() -> None:
-    """All classes of transformers that generate text, with and without pictures."""
+def test_no_undeclared_model_is_served(pytestconfig: pytest.Config) -> None:
+    """Classes of transformers that generate text, with and without pictures; the matrix imports all their files."""
     from transformers.models.auto import modeling_auto
 
     names = {
@@ -577,13 +577,15 @@ def test_no_undeclared_model_is_served() -> None:
         for value in getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES", {}).values()
         for name in ([value] if isinstance(value, str) else value)
     }
-    kinds = [getattr(transformers, name) for name in sorted(names - SERVED) if hasattr(transformers, name)]
-    assert len(kinds) > 150
-    for kind in kinds:
-        name = kind.__name__
+    undeclared = sorted(names - SERVED)
+    assert len(undeclared) > 150
+    for name in undeclared if pytestconfig.getoption("--matrix") else undeclared[::15]:
+        kind = getattr(transformers, name, None)
+        if kind is None:
+            continue
         model = kind.__new__(kind)
         nn.Module.__init__(model)
-        with pytest.raises(UnservedError, match=f"^{name} is no declared model$"):
+        with pytest.raises(UnservedError, match=f"^{kind.__name__} is no declared model$"):
             read_model(model)
 
 

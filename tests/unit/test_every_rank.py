@@ -39,7 +39,7 @@ def prove() -> None:
 )
 def test_two_ranks_train_as_one_process(family: str, wrapper: str, tmp_path: Path) -> None:
     prove()
-    run_on_ranks(check_training, 2, tmp_path, 2, family, wrapper, "all weights", 5)
+    run_on_ranks(check_training, 2, tmp_path, 2, family, wrapper, "all weights", 5 if wrapper == "fsdp" else 3)
 
 
 @pytest.mark.matrix
@@ -54,7 +54,7 @@ def test_fifty_steps(family: str, size: int, wrapper: str, tmp_path: Path) -> No
 def test_adapters_gather_weights_in_one_order(tmp_path: Path) -> None:
     """Ranks with and without pictures would wait for each other, if the dummy joined behind the text model."""
     prove()
-    run_on_ranks(check_training, 2, tmp_path, 2, "qwen3_vl", "fsdp", "lora", 3)
+    run_on_ranks(check_training, 2, tmp_path, 2, "qwen3_vl", "fsdp", "lora", 2)
 
 
 @pytest.mark.matrix
