@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from hf_vit_accel.families.base import Part
 from hf_vit_accel.ops.base import Apply, Context, Operation
-from hf_vit_accel.ops.linear import LinearFunction
 from hf_vit_accel.ops.patch_embed import READ, reasons_overlapping
+from hf_vit_accel.ops.product import trained_linear
 
 
 def _reasons_against(conv: Part, context: Context) -> list[str]:
@@ -19,7 +19,7 @@ def _reasons_against(conv: Part, context: Context) -> list[str]:
 
 
 def _fused(conv: Part, context: Context) -> Apply:
-    product = LinearFunction.apply if context.trains_by_kernels else F.linear
+    product = trained_linear if context.trains_by_kernels else F.linear
     cast = context.cast
     for name in READ:
         context.read(conv, name)

@@ -13,7 +13,8 @@ from hf_vit_accel.ops import linear
 from hf_vit_accel.ops import mlp as mlps
 from hf_vit_accel.ops import norm as norms
 from hf_vit_accel.ops.base import AddThen, Context, Operation
-from hf_vit_accel.ops.training.gelu_backward import GeluMlp
+from hf_vit_accel.ops.lora.modules import Lora
+from hf_vit_accel.ops.training import mlp as trained_mlp
 from hf_vit_accel.ops.training.nodes import NormWithBackward, OpWithBackward
 
 
@@ -103,8 +104,8 @@ def _differentiable(modules: list[Part], context: Context) -> OpWithBackward | N
             return None
     first, activation, last = modules
     kind = "gelu_tanh" if activation.approximate == "tanh" else "gelu"
-    weights = context.reader(*mlps.weight_names([first], last))
-    return OpWithBackward(function=GeluMlp, weights=weights, settings=(kind,), takes_norm=True)
+    trained = trained_mlp.build([Lora(base=first)], Lora(base=last), kind, None, context)
+    return trained if isinstance(trained, OpWithBackward) else None
 
 
 def _plain(merger: nn.Module, context: Context) -> AddThen:

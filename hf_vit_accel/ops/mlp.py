@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -16,12 +16,9 @@ from hf_vit_accel.ops.activation import ACTIVATIONS, linear_gelu_tanh, pad_swigl
 from hf_vit_accel.ops.base import Apply, Context, Operation, ReadWeights
 from hf_vit_accel.ops.launch import why_not_descriptors
 from hf_vit_accel.ops.linear_activation import linear_quick_gelu, linear_swiglu
-from hf_vit_accel.ops.lora import mlp as lora_mlp
 from hf_vit_accel.ops.lora.modules import Lora, lora_of
 from hf_vit_accel.ops.lora.modules import reasons_against as lora_reasons
-from hf_vit_accel.ops.training.gelu_backward import GeluMlp, gelu_mlp_reference
-from hf_vit_accel.ops.training.nodes import OpWithBackward
-from hf_vit_accel.ops.training.swiglu_backward import SwigluMlp, swiglu_mlp_reference
+from hf_vit_accel.ops.training import mlp as trained_mlp
 
 KINDS = "gelu_tanh", "quick_gelu", "silu"
 """The activations of layers for which there are kernels."""
@@ -104,11 +101,10 @@ def fused(mlp: Part, context: Context) -> Apply:
         lora = lora_of(linear, context)
         if lora is not None:
             loras.append(lora)
-    if any(lora.owner is not None for lora in loras):
-        return lora_mlp.mlp(loras[:-1], loras[-1], kind, limit, context)
-    if context.reference or context.grad:
-        return _differentiable(before, after, kind, limit, context)
-    weights = context.reader(*weight_names(before, after))
+    if context.reference or context.grad or any(lora.owner is not None for lora in loras):
+        return trained_mlp.build(loras[:-1], loras[-1], kind, limit, context)
+    names = [*((linear, "weight") for linear in before), *((linear, "bias") for linear in before)]
+    weights = context.reader(*names, (after, "weight"), (after, "bias"))
     fits_descriptors = why_not_descriptors(context.device) is None and before[0].weight.shape[1] % 8 == 0
     if kind == "silu":
         return _swiglu_in_one_launch(weights, limit) if fits_descriptors else _swiglu(weights, limit)
@@ -116,24 +112,6 @@ def fused(mlp: Part, context: Context) -> Apply:
         return _gelu(weights, linear_gelu_tanh)
     fits_descriptors = fits_descriptors and before[0].weight.shape[0] % 8 == 0
     return _gelu(weights, _quick_gelu_by_rows if fits_descriptors else _quick_gelu_in_two_launches)
-
-
-def _differentiable(before: list[Part], after: Part, kind: str, limit: float | None, context: Context) -> Apply:
-    """Build an MLP with gradients: by kernels that save little or, as reference, in plain torch."""
-    weights = context.reader(*weight_names(before, after))
-    setting = limit if kind == "silu" else kind
-    if context.reference:
-        reference: Callable[..., Tensor] = swiglu_mlp_reference if kind == "silu" else gelu_mlp_reference
-        return lambda x_TE: reference(x_TE, *weights(), setting)
-    function = SwigluMlp if kind == "silu" else GeluMlp
-    return OpWithBackward(function=function, weights=weights, settings=(setting,), takes_norm=True)
-
-
-def weight_names(before: Sequence[Part], after: Part) -> list[tuple[Part, str]]:
-    """List (module, name) of the weights and biases of an MLP, in the order of the functions' arguments."""
-    weights = [(linear, "weight") for linear in before]
-    biases = [(linear, "bias") for linear in before]
-    return [*weights, *biases, (after, "weight"), (after, "bias")]
 
 
 def _gelu(weights: ReadWeights, linear_activation: Callable[..., Tensor]) -> Apply:

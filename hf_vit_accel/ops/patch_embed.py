@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hf_vit_accel.families.base import Part, Parts
 from hf_vit_accel.ops.base import Apply, Context, Operation
-from hf_vit_accel.ops.linear import LinearFunction
+from hf_vit_accel.ops.product import trained_linear
 
 READ = "stride", "kernel_size", "groups", "padding", "dilation"
 """Attributes of a convolution beside its weights; a Linear has none of them."""
@@ -40,7 +40,7 @@ def _fused(parts: Parts, context: Context) -> Apply:
     convolution = parts.projection
     dtype = context.dtype
     cast = context.cast
-    product = LinearFunction.apply if context.trains_by_kernels else F.linear
+    product = trained_linear if context.trains_by_kernels else F.linear
     for name in READ:
         context.read(convolution, name)
 

@@ -438,7 +438,7 @@ FAULTS = (
     ),
     Fault(
         "LoRA's factor is left out",
-        "ops/lora/adapter.py",
+        "ops/product.py",
         "adapters.append(Adapter(linear, active.scaling))",
         "adapters.append(Adapter(linear, 1.0))",
         LORA,

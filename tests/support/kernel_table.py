@@ -27,8 +27,8 @@ from hf_vit_accel.ops import (
     window_attention,
 )
 from hf_vit_accel.ops.fp8 import quantize
-from hf_vit_accel.ops.lora import mlp as lora_mlp
 from hf_vit_accel.ops.training import column_sum, gelu_backward, norm_backward, swiglu_backward
+from hf_vit_accel.ops.training import mlp as trained_mlp
 from hf_vit_accel.options import checksum
 
 KernelPlace = tuple[ModuleType, str]
@@ -109,20 +109,16 @@ KERNELS: dict[str, Kernel] = {
         linear_activation.linear_swiglu, linear_activation.linear_swiglu_reference, LINEAR_ACTIVATION
     ),
     "activated": _row(
-        lora_mlp.Activated, lora_mlp.activated_reference, QUICK_GELU, SWIGLU, GELU_BACKWARD, SWIGLU_BACKWARD
+        trained_mlp.Activated, trained_mlp.activated_reference, QUICK_GELU, SWIGLU, GELU_BACKWARD, SWIGLU_BACKWARD
     ),
-    "adapted_mlp": _row(
-        lora_mlp.AdaptedMlp,
-        lora_mlp.adapted_mlp_reference,
+    "mlp": _row(
+        trained_mlp.MlpFunction,
+        trained_mlp.mlp_reference,
         QUICK_GELU,
         SWIGLU,
         PAD_SWIGLU,
         GELU_BACKWARD,
         SWIGLU_BACKWARD,
-    ),
-    "gelu_mlp": _row(gelu_backward.GeluMlp, gelu_backward.gelu_mlp_reference, QUICK_GELU, GELU_BACKWARD),
-    "swiglu_mlp": _row(
-        swiglu_backward.SwigluMlp, swiglu_backward.swiglu_mlp_reference, SWIGLU, PAD_SWIGLU, SWIGLU_BACKWARD
     ),
     "column_sum": _row(column_sum.column_sum, column_sum.column_sum_reference, COLUMN_SUM, ADD_UP),
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -25,29 +25,70 @@ from hf_vit_accel.ops import window_attention as window_attention_module
 from hf_vit_accel.ops.activation import ACTIVATIONS
 from hf_vit_accel.ops.heads import ShapeHeads, shape_heads_reference
 from hf_vit_accel.ops.launch import triton
-from hf_vit_accel.ops.linear import LinearFunction, linear_reference
+from hf_vit_accel.ops.lora.inputs import ONE_LINEAR, JoinedLinears
 from hf_vit_accel.ops.positions import AddPositions, add_positions_reference
+from hf_vit_accel.ops.product import ProductFunction, product_reference
 from hf_vit_accel.ops.project import ProjectFunction, project_reference
 from hf_vit_accel.ops.rope import Rope, rope_back_, rope_reference
 from hf_vit_accel.ops.training import column_sum as column_sum_module
 from hf_vit_accel.ops.training import norm_backward, norm_recipe
 from hf_vit_accel.ops.training.column_sum import column_sum, column_sum_reference, flattened
 from hf_vit_accel.ops.training.context import InnerContext
-from hf_vit_accel.ops.training.gelu_backward import GeluMlp, gelu_mlp_reference
+from hf_vit_accel.ops.training.mlp import MlpFunction, activated_reference
 from hf_vit_accel.ops.training.nodes import NormWithBackward, OpWithBackward, layer_node_of, trained_layer
 from hf_vit_accel.ops.training.norm_backward import AddNormFunction, add_norm_reference
 from hf_vit_accel.ops.training.norm_recipe import NormRecipe
-from hf_vit_accel.ops.training.swiglu_backward import SwigluMlp, swiglu_mlp_reference
 from hf_vit_accel.ops.window_attention import WindowAttention, window_attention_reference
 
 GELUS = [kind for kind in ACTIVATIONS if kind != "silu"]
-linear = LinearFunction.apply
-project = ProjectFunction.apply
+linear_reference = torch.nn.functional.linear
 add_norm = AddNormFunction.apply
-gelu_mlp = GeluMlp.apply
-swiglu_mlp = SwigluMlp.apply
 
 Tensors = dict[str, torch.Tensor]
+Weight = torch.Tensor | None
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: Weight, recipe: NormRecipe | None = None) -> torch.Tensor:
+    return ProductFunction.apply(x, weight, bias, (), ONE_LINEAR, recipe)
+
+
+def side_by_side(weights: Sequence[torch.Tensor], *, padded: bool = False, extra: int = 0) -> JoinedLinears:
+    return JoinedLinears(
+        widths=tuple(len(weight) for weight in weights),
+        padding=tuple(-len(weight) % 8 * padded for weight in weights),
+        in_features=weights[0].shape[1],
+        extra_features=extra,
+        dtype=weights[0].dtype,
+    )
+
+
+def mlp_weights(before: Sequence[Any], after: Sequence[Any]) -> list[Any]:
+    """List the arguments of an MLP without adapters: weights and biases before its activation, and those after it."""
+    return [len(before) + 1, *before, (), *after, ()]
+
+
+def mlp_settings(before: Sequence[Any], after: Sequence[Any], kind: str, limit: float | None = None) -> list[Any]:
+    weights = before[: len(before) // 2]
+    swiglu = kind == "silu"
+    last = side_by_side(after[:1], extra=-len(weights[0]) % 8 * swiglu)
+    return [side_by_side(weights, padded=swiglu), last, kind, limit]
+
+
+def mlp(x: torch.Tensor, before: Sequence[Any], after: Sequence[Any], *settings: Any, recipe: Any = None) -> Any:
+    return MlpFunction.apply(x, *mlp_weights(before, after), *mlp_settings(before, after, *settings), recipe)
+
+
+def mlp_reference(
+    x: torch.Tensor,
+    before: Sequence[Any],
+    after: Sequence[Any],
+    kind: str,
+    limit: float | None = None,
+    recipe: Any = None,
+) -> torch.Tensor:
+    count = len(before) // 2
+    z = torch.cat([linear_reference(x, before[index], before[count + index]) for index in range(count)], dim=-1)
+    return linear_reference(activated_reference(z, kind, limit), *after)
 
 
 @dataclass(frozen=True)
@@ -167,14 +208,11 @@ def gelu_case(
         drawn |= {"b1": drawn["b1"] + shift} if shift else {}
 
         def call(function: Any) -> Callable[[Tensors], Any]:
-            return lambda p: function(p["x"], p["w1"], p.get("b1"), p["w2"], p.get("b2"), kind)
+            return lambda p: function(p["x"], (p["w1"], p.get("b1")), (p["w2"], p.get("b2")), kind)
 
-        return Case(drawn, call(gelu_mlp), call(gelu_mlp_reference))
+        return Case(drawn, call(mlp), call(mlp_reference))
 
     return make
-
-
-SWIGLU = "x", "wg", "wu", "bg", "bu", "wd", "bd"
 
 
 def swiglu_case(
@@ -190,9 +228,13 @@ def swiglu_case(
         drawn |= leaves(target, **{name: (inner if name == "bd" else width,) for name in biases.split()})
 
         def call(function: Any) -> Callable[[Tensors], Any]:
-            return lambda p: function(*(p.get(name) for name in SWIGLU), limit)
+            def run(p: Tensors) -> Any:
+                before = p["wg"], p["wu"], p.get("bg"), p.get("bu")
+                return function(p["x"], before, (p["wd"], p.get("bd")), "silu", limit)
 
-        return Case(drawn, call(swiglu_mlp), call(swiglu_mlp_reference))
+            return run
+
+        return Case(drawn, call(mlp), call(mlp_reference))
 
     return make
 
@@ -208,25 +250,24 @@ def half_layer_case(kind: str, *, rms: bool, merge: int = 1) -> Callable[[Target
         drawn |= leaves(target, w=(inner, width * merge), w2=(width, inner), wg=(inner, width * merge))
         drawn |= {} if rms else leaves(target, bias=(width,))
 
-        def call(norm_function: Any, functions: dict[str, Any], recipe: Any) -> Callable[[Tensors], Any]:
+        def call(norm_function: Any, linear: Any, mlp: Any, recipe: Any) -> Callable[[Tensors], Any]:
             def run(p: Tensors) -> Any:
                 settings = p["scale"], p.get("bias"), 1e-6
                 total, x = norm_function(p["x"], p["delta"], *settings, rms)
                 norm = recipe(total, *settings, rms)
                 x = x.view(-1, width * merge)
                 if kind == "linear":
-                    return total, functions[kind](x, p["w"], p["b"], norm)
+                    return total, linear(x, p["w"], p["b"], norm)
                 if kind == "swiglu":
-                    return total, functions[kind](x, p["wg"], p["w"], None, p["b"], p["w2"], None, None, norm)
-                return total, functions[kind](x, p["w"], p["b"], p["w2"], None, "gelu_tanh", norm)
+                    return total, mlp(x, (p["wg"], p["w"], None, p["b"]), (p["w2"], None), "silu", recipe=norm)
+                return total, mlp(x, (p["w"], p["b"]), (p["w2"], None), "gelu_tanh", recipe=norm)
 
             return run
 
-        ours = {"linear": linear, "swiglu": swiglu_mlp, "gelu": gelu_mlp}
-        theirs = {"linear": linear_reference, "swiglu": swiglu_mlp_reference, "gelu": gelu_mlp_reference}
         used = {"linear": {"wg", "w2"}, "swiglu": set(), "gelu": {"wg"}}[kind]
         drawn = {name: value for name, value in drawn.items() if name not in used}
-        return Case(drawn, call(add_norm, ours, NormRecipe), call(add_norm_reference, theirs, lambda *_: None), 1.5)
+        theirs = call(add_norm_reference, lambda x, w, b, _: linear_reference(x, w, b), mlp_reference, lambda *_: None)
+        return Case(drawn, call(add_norm, linear, mlp, NormRecipe), theirs, 1.5)
 
     return make
 
@@ -249,20 +290,35 @@ def layer_case(kind: str, *, rms: bool, delta: bool, twice: bool = False) -> Cal
         shapes |= dict(wu=(inner, width), bu=(inner,)) if kind == "swiglu" else {}
         without = (set() if delta else {"delta"}) | ({"bias1", "bias2"} if rms else set())
         drawn = leaves(target, **{name: shape for name, shape in shapes.items() if name not in without})
-        mlp = ("w1", "wu", "b1", "bu", "w2", "b2") if kind == "swiglu" else ("w1", "b1", "w2", "b2")
-        settings = (None if kind == "swiglu" else kind,)
+        activation = "silu" if kind == "swiglu" else kind
+
+        def mlp_of(p: Tensors) -> tuple[list[Any], list[Any]]:
+            names = ("w1", "wu", "b1", "bu") if kind == "swiglu" else ("w1", "b1")
+            return [p[name] for name in names], [p["w2"], p["b2"]]
 
         def operation(p: Tensors) -> Any:
             def part(function: Any, *names: str, **options: Any) -> Any:
                 return OpWithBackward(function=function, weights=lambda: [p.get(name) for name in names], **options)
 
+            def linear_part(*names: str) -> Any:
+                weights = [*(p[name] for name in names), ()]
+                settings = (ONE_LINEAR,)
+                return OpWithBackward(
+                    function=ProductFunction, weights=lambda: weights, settings=settings, takes_norm=True
+                )
+
             norm = dict(settings=(1e-6, rms, None))
             layer = SimpleNamespace(
                 norm1=part(norm_backward.AddNormFunction, "scale1", "bias1", **norm),
-                qkv=part(LinearFunction, "wq", "bq", takes_norm=True),
-                proj=part(LinearFunction, "wp", "bp", takes_norm=True),
+                qkv=linear_part("wq", "bq"),
+                proj=linear_part("wp", "bp"),
                 norm2=part(norm_backward.AddNormFunction, "scale2", "bias2", **norm),
-                mlp=part(SwigluMlp if kind == "swiglu" else GeluMlp, *mlp, settings=settings, takes_norm=True),
+                mlp=OpWithBackward(
+                    function=MlpFunction,
+                    weights=lambda: mlp_weights(*mlp_of(p)),
+                    settings=tuple(mlp_settings(*mlp_of(p), activation)),
+                    takes_norm=True,
+                ),
             )
             attend = OpWithBackward(function=WindowAttention, settings=(offsets, dim**-0.5))
             trained = layer_node_of(layer, attend)
@@ -281,8 +337,7 @@ def layer_case(kind: str, *, rms: bool, delta: bool, twice: bool = False) -> Cal
             attended = window_attention_reference(qkv, cos, sin, offsets, dim**-0.5).flatten(1)
             delta = linear_reference(attended, p["wp"], p["bp"])
             total, normed = add_norm_reference(total, delta, p["scale2"], p.get("bias2"), 1e-6, rms=rms)
-            run = swiglu_mlp_reference if kind == "swiglu" else gelu_mlp_reference
-            return total, run(normed, *(p[name] for name in mlp), *settings)
+            return total, mlp_reference(normed, *mlp_of(p), activation)
 
         return Case(drawn, operation, reference, roundings=1.5)
 
@@ -338,20 +393,24 @@ def project_case(
         drawn |= leaves(target, scale=(inner,)) if layer else {}
         shaped = (heads, heads // groups, 1e-5) if normed or groups > 1 else None
 
-        def call(norm_function: Any, function: Any, recipe: Any) -> Callable[[Tensors], Any]:
+        def call(norm_function: Any, product: Any, project: Any, recipe: Any) -> Callable[[Tensors], Any]:
             def run(p: Tensors) -> Any:
-                weights = [p.get(f"{kind}{i}") for kind in "wb" for i in indices]
-                weights += [p["q"], p["k"]] if normed else []
-                if not layer:
-                    return function(p["x"], *weights, products, shaped, None)
-                settings = p["scale"], None, 1e-6
-                total, x = norm_function(p["x"], None, *settings, True)
-                return total, function(x, *weights, products, shaped, recipe(total, *settings, True))
+                weights = [p[f"w{i}"] for i in indices]
+                flat = [*weights, *(p.get(f"b{i}") for i in indices), ()]
+                settings = p["scale"] if layer else None, None, 1e-6
+                total, x = norm_function(p["x"], None, *settings, True) if layer else (None, p["x"])
+                norm = recipe(total, *settings, True) if layer else None
+                linears = side_by_side(weights)
+                if shaped is None:
+                    return product(x, *flat, linears, norm)
+                norms = (p["q"], p["k"]) if normed else ()
+                out = project(x, len(flat), *flat, *norms, linears, shaped, norm)
+                return (total, out) if layer else out
 
             return run
 
-        ours = call(add_norm, project, NormRecipe)
-        theirs = call(add_norm_reference, project_reference, lambda *_: None)
+        ours = call(add_norm, ProductFunction.apply, ProjectFunction.apply, NormRecipe)
+        theirs = call(add_norm_reference, product_reference, project_reference, lambda *_: None)
         return Case(drawn, ours, theirs, roundings=1.5)
 
     return make
@@ -726,7 +785,7 @@ def test_a_product_after_a_norm_keeps_no_normed_rows(target: Target) -> None:
     def layer(p: Tensors) -> Any:
         total, x = add_norm(p["x"], p["delta"], p["scale"], None, 1e-6, True)
         norm = NormRecipe(total, p["scale"], None, 1e-6, True)
-        return swiglu_mlp(x, p["wg"], p["wg"], None, None, p["w2"], None, None, norm)
+        return mlp(x, (p["wg"], p["wg"], None, None), (p["w2"], None), "silu", recipe=norm)
 
     assert saved(layer, set(p)) == rows * (width + 1 + 2 * 40)  # the sum, its statistics, gate and up
     assert saved(lambda p: linear(p["x"], p["wg"], None), {"wg"}) == 0
@@ -749,17 +808,19 @@ def test_a_layer_in_steps_equals_one_node_and_saves_the_same(target: Target) -> 
     def run_layer(attend: Callable[..., torch.Tensor]) -> tuple[int, dict[Any, torch.Tensor]]:
         p = fresh(drawn)
 
-        def part(function: Any, *names: str, **options: Any) -> Any:
-            return OpWithBackward(function=function, weights=lambda: [p.get(name) for name in names], **options)
+        of_mlp = (p["w1"], None), (p["w2"], None)
 
-        settings = None, 1e-6, True, None
-        norm = NormWithBackward(function=AddNormFunction, weights=lambda: [p["scale"]], settings=settings)
+        def part(function: Any, *weights: Any, settings: Any) -> Any:
+            return OpWithBackward(function=function, weights=lambda: weights, settings=settings, takes_norm=True)
+
+        norm_settings = None, 1e-6, True, None
+        norm = NormWithBackward(function=AddNormFunction, weights=lambda: [p["scale"]], settings=norm_settings)
         layer = SimpleNamespace(
             norm1=norm,
-            qkv=part(LinearFunction, "wq", "no bias", takes_norm=True),
-            proj=part(LinearFunction, "wp", "no bias", takes_norm=True),
+            qkv=part(ProductFunction, p["wq"], None, (), settings=(ONE_LINEAR,)),
+            proj=part(ProductFunction, p["wp"], None, (), settings=(ONE_LINEAR,)),
             norm2=norm,
-            mlp=part(GeluMlp, "w1", "no bias", "w2", "no bias", settings=("gelu_tanh",), takes_norm=True),
+            mlp=part(MlpFunction, *mlp_weights(*of_mlp), settings=tuple(mlp_settings(*of_mlp, "gelu_tanh"))),
         )
         saved = {}
 
@@ -832,7 +893,7 @@ COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
             "ops.training.gelu_backward",
             "_gelu_backward_kernel",
             "z:*bf16 dh:*bf16 dz:*bf16 h:*bf16 partial:*fp32 rows:i32 length:i32",
-            dict(WIDTH=4304, KIND=kind, NEED_Z=True, NEED_H=True) | _MLP,
+            dict(WIDTH=4304, KIND=kind, NEED_H=True) | _MLP,
         )
         for kind in GELUS
     },
@@ -840,7 +901,7 @@ COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         "ops.training.swiglu_backward",
         "_swiglu_backward_kernel",
         "both:*bf16 dh:*bf16 dboth:*bf16 partial:*fp32 rows:i32 length:i32 limit:fp32",
-        dict(LIMITED=True, WIDTH=3424, NEED_BOTH=True) | _MLP,
+        dict(LIMITED=True, WIDTH=3424) | _MLP,
     ),
     "positions": (
         "ops.positions",

@@ -14,7 +14,6 @@ import tiny
 import torch
 from support.composites import COMPOSITES, left_padded
 from support.decoding import both
-from test_decode_steps import DIFFERENT
 from test_prefill import batch
 from tiny import TINY
 from torch import Tensor, nn
@@ -103,9 +102,7 @@ def test_random_batches_give_stocks_hidden_states(family: str, calls: int) -> No
     assert f"{calls} calls without padding" in str(status(model))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.matrix] * (name not in DIFFERENT)) for name in COMPOSITES]
-)
+@pytest.mark.parametrize("name", COMPOSITES)
 def test_text_models_of_every_family(name: str) -> None:
     model = COMPOSITES[name].make()
     if type(model).__name__ not in SERVED:

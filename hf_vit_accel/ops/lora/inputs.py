@@ -31,8 +31,7 @@ class Adapter(NamedTuple):
     scaling: Any
 
 
-@dataclass(frozen=True, slots=True)
-class LoraInputs(Generic[V]):
+class LoraInputs(NamedTuple, Generic[V]):
     """One value (a tensor, its gradient, a flag) for each weight of a product.
 
     Attributes:
@@ -87,6 +86,11 @@ class JoinedLinears:
         adapters: tuple[Adapter, ...] = values[2 * len(self.widths)]
         return adapters
 
+    @property
+    def is_single(self) -> bool:
+        """Whether this is one Linear without padding: nothing is joined, and no gradient is split."""
+        return len(self.widths) == 1 and not self.padding[0] and not self.extra_features
+
     def columns(self, linear: int) -> slice:
         """Return the columns of a Linear in the product's result."""
         start = sum(self.widths[:linear]) + sum(self.padding[:linear])
@@ -98,6 +102,8 @@ class JoinedLinears:
 
     def join(self, weights: Sequence[Any], biases: Sequence[Any] | None) -> tuple[Tensor, Tensor | None]:
         """Return weight and bias of the product; no bias where none of the Linears has one."""
+        if self.is_single:
+            return weights[0], None if biases is None else biases[0]
         padded = []
         for weight, rows in zip(weights, self.padding, strict=True):
             padded.append(_padded(weight, self.extra_features, rows))
@@ -141,6 +147,10 @@ class JoinedLinears:
             torch.mul(b_FR, adapter.scaling, out=all_b_FR[self.columns(adapter.linear), first:last])
             first += rank
         return all_a_RE, all_b_FR
+
+
+ONE_LINEAR = JoinedLinears(widths=(0,), padding=(0,), in_features=0, extra_features=0, dtype=torch.float32)
+"""One Linear without adapters. Nothing is joined, so its sizes are not read."""
 
 
 def rounded_rank(rank: int) -> int:

@@ -1,6 +1,9 @@
-"""MLPs whose Linears have LoRA adapters: two products with an activation between them, or a SwiGLU.
+"""An MLP that is trained: two products with an activation between them, or a SwiGLU; Linears may have LoRA adapters.
 
-`T` rows, `E` width, `F` width of the MLP, `G` that width rounded up to a multiple of 8.
+The first product's result is saved, the activation is computed again: its result would need as much memory. The kernel
+of the activation's gradient computes the same factors, so it writes the activation, too.
+
+`T` rows, `E` width, `F` width of the MLP, `G` that width rounded up to a multiple of 8, `P` partial sums.
 """
 
 from __future__ import annotations
@@ -14,9 +17,10 @@ from torch import Tensor
 from hf_vit_accel import machine
 from hf_vit_accel.ops.activation import ACTIVATIONS, swiglu, swiglu_reference
 from hf_vit_accel.ops.base import Apply, Context
-from hf_vit_accel.ops.lora.adapter import adapted_backward, adapted_forward, adapted_reference, product
 from hf_vit_accel.ops.lora.inputs import JoinedLinears
 from hf_vit_accel.ops.lora.modules import Lora
+from hf_vit_accel.ops.product import product, product_backward, product_forward, product_reference
+from hf_vit_accel.ops.training.column_sum import add_up
 from hf_vit_accel.ops.training.context import FunctionContext, Gradients, InnerContext
 from hf_vit_accel.ops.training.gelu_backward import gelu, gelu_gradient
 from hf_vit_accel.ops.training.nodes import OpWithBackward
@@ -34,15 +38,20 @@ def _activate(z: Tensor, kind: str, limit: float | None) -> Tensor:
     return swiglu(*z.chunk(2, dim=-1), limit=limit) if kind == "silu" else gelu(z, kind)
 
 
-def _activate_backward(z: Tensor, dh_TF: Tensor, kind: str, limit: float | None) -> tuple[Tensor, Tensor]:
-    """Return the gradient of z, and h again. `dh_TF` is overwritten: by h for "silu", else by the gradient of z."""
+def _activate_backward(
+    z: Tensor, dh_TF: Tensor, kind: str, limit: float | None, *, needs_h: bool = False, needs_bias: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradient of z, h again, and partial sums of the gradient, if they are needed.
+
+    `dh_TF` is overwritten: by h for "silu", else by the gradient of z.
+    """
     if kind == "silu":
         dz = torch.empty_like(z)
-        swiglu_gradient_(z, dh_TF, dz, limit)
-        return dz, dh_TF
-    h_TF = torch.empty_like(z)
-    gelu_gradient(z, dh_TF, dh_TF, h_TF, kind, needs_h=True)
-    return dh_TF, h_TF
+        partial = swiglu_gradient_(z, dh_TF, dz, limit, needs_bias=needs_bias)
+        return dz, dh_TF, partial
+    h_TF = torch.empty_like(z) if needs_h else z
+    partial = gelu_gradient(z, dh_TF, dh_TF, h_TF, kind, needs_h=needs_h, needs_bias=needs_bias)
+    return dh_TF, h_TF, partial
 
 
 class Activated(torch.autograd.Function):
@@ -60,24 +69,27 @@ class Activated(torch.autograd.Function):
     def backward(ctx: FunctionContext, dh_TF: Tensor) -> Gradients:
         (z,) = ctx.saved_tensors
         own_dh_TF = dh_TF.clone(memory_format=torch.contiguous_format)  # the kernel overwrites it
-        dz, _ = _activate_backward(z, own_dh_TF, ctx.kind, ctx.limit)
-        return dz, None, None
+        return _activate_backward(z, own_dh_TF, ctx.kind, ctx.limit)[0], None, None
 
 
-def adapted_mlp_reference(x_TE: Tensor, *arguments: Any) -> Tensor:
-    """Compute an MLP whose Linears have adapters, (T, E).
+def mlp_reference(x_TE: Tensor, *arguments: Any) -> Tensor:
+    """Compute an MLP, (T, E).
 
     Args:
         arguments: the length of the first products' `LoraInputs.flat`. That list, and the last product's. The
             `JoinedLinears` of both. The activation and its limit. A `NormRecipe` or None.
     """
     count, *flat, first, last, kind, limit, recipe = arguments
-    z = adapted_reference(x_TE, *flat[:count], first, recipe)
-    return adapted_reference(activated_reference(z, kind, limit), *flat[count:], last, None)
+    z = product_reference(x_TE, *flat[:count], first, recipe)
+    return product_reference(activated_reference(z, kind, limit), *flat[count:], last, None)
 
 
-class AdaptedMlp(torch.autograd.Function):
-    """Run `adapted_mlp_reference` as one node of autograd's graph; the activation is computed again in the backward."""
+class MlpFunction(torch.autograd.Function):
+    """Run `mlp_reference` as one node of autograd's graph.
+
+    The widths of a SwiGLU's products are multiples of 8, in both directions: cuBLAS takes three times as long for
+    others. Weights are padded in every call (26 MB at 1280 x 3420, about 25 us on an H200) and not kept.
+    """
 
     @staticmethod
     def forward(ctx: FunctionContext, x_TE: Tensor, *arguments: Any) -> Tensor:
@@ -91,12 +103,13 @@ class AdaptedMlp(torch.autograd.Function):
         first_joined = last_joined = None
         if kind == "silu":
             first_joined, last_joined = _join_swiglu(first, flat[:count], flat[count], flat[count + 1])
-        z = adapted_forward(ctx.first, x_TE, flat[:count], first, recipe, joined=first_joined)
+        z = product_forward(ctx.first, x_TE, flat[:count], first, recipe, joined=first_joined)
+        del first_joined
         h_TF = _activate(z, kind, limit)
-        out_TE = adapted_forward(ctx.last, h_TF, flat[count:], last, None, joined=last_joined, saves_input=not needs_z)
+        out_TE = product_forward(ctx.last, h_TF, flat[count:], last, None, joined=last_joined, saves_input=not needs_z)
         of_first = ctx.first.release()
         of_last = ctx.last.release()
-        ctx.first_saved = len(of_first)
+        ctx.saved_of_first = len(of_first)
         ctx.save_for_backward(z if needs_z else None, *of_first, *of_last)
         return out_TE
 
@@ -106,25 +119,32 @@ class AdaptedMlp(torch.autograd.Function):
         z, *saved = ctx.saved_tensors
         first: Any = ctx.first
         last: Any = ctx.last
-        first.saved_tensors = saved[: ctx.first_saved]
-        last.saved_tensors = saved[ctx.first_saved :]
+        first.saved_tensors = saved[: ctx.saved_of_first]
+        last.saved_tensors = saved[ctx.saved_of_first :]
         first_weight = down_EG = None
         if ctx.kind == "silu" and first.needs_x:
             gate_FE, up_FE = first.saved_tensors[3:5]
             first_weight, _, down_EG = pad_swiglu_weights(gate_FE, up_FE, None, last.saved_tensors[3])
-        dz = None
+        dz = dbiases = None
 
         def compute_h(dh_TF: Tensor) -> Tensor:
-            nonlocal dz
-            dz, h_TF = _activate_backward(z, dh_TF, ctx.kind, ctx.limit)
+            nonlocal dz, dbiases
+            widths = first.linears.widths
+            needs_bias = any(first.needs[len(widths) : 2 * len(widths)])
+            dz, h_TF, partial = _activate_backward(
+                z, dh_TF, ctx.kind, ctx.limit, needs_h=last.reads_x, needs_bias=needs_bias
+            )
+            if needs_bias:
+                dbiases = add_up(partial, z.dtype, widths[0])
             return h_TF
 
         compute_input = None if z is None else compute_h
-        _, last_gradients = adapted_backward(last, dy_TE, joined_weight=down_EG, compute_input=compute_input)
+        last_gradients = product_backward(last, dy_TE, joined_weight=down_EG, compute_input=compute_input)[1]
+        del down_EG
         dx_TE = None
         first_gradients: list[Tensor | None] = [None] * (len(first.needs_input_grad) - 1)
         if dz is not None:
-            dx_TE, first_gradients = adapted_backward(first, dz, joined_weight=first_weight)
+            dx_TE, first_gradients = product_backward(first, dz, joined_weight=first_weight, dbiases=dbiases)
         first.release()
         last.release()
         return dx_TE, None, *first_gradients, *last_gradients, *[None] * 5
@@ -141,22 +161,26 @@ def _join_swiglu(
     return (weight, bias), (down_EG, down_E)
 
 
-def mlp(before: Sequence[Lora], after: Lora, kind: str, limit: float | None, context: Context) -> Apply:
-    """Build an MLP whose Linears may have adapters.
+def build(before: Sequence[Lora], after: Lora, kind: str, limit: float | None, context: Context) -> Apply:
+    """Build an MLP with gradients or adapters.
 
     Args:
         before: the Linear before the activation; gate and up for kind "silu".
         limit: see `swiglu_reference`.
     """
+    is_swiglu = kind == "silu"
     width = len(before[0].base.weight)
-    first = product(before, context)
-    last = product([after], context, in_features=-(-width // 8) * 8 if len(before) > 1 else width)
-    if not (isinstance(first, OpWithBackward) and isinstance(last, OpWithBackward)):
-        return lambda x_TE: last(Activated.apply(first(x_TE), kind, limit))
+    first = product(before, context, padded=is_swiglu)
+    last = product([after], context, in_features=width + -width % 8 if is_swiglu else None)
+    if isinstance(first, OpWithBackward) and isinstance(last, OpWithBackward):
+        read_first = first.weights
+        read_last = last.weights
 
-    def weights() -> list[Any]:
-        first_flat = first.weights()
-        return [len(first_flat), *first_flat, *last.weights()]
+        def weights() -> list[Any]:
+            first_flat = read_first()
+            return [len(first_flat), *first_flat, *read_last()]
 
-    settings = *first.settings, *last.settings, kind, limit
-    return OpWithBackward(function=AdaptedMlp, weights=weights, settings=settings, takes_norm=True)
+        settings = *first.settings, *last.settings, kind, limit
+        return OpWithBackward(function=MlpFunction, weights=weights, settings=settings, takes_norm=True)
+    activate = activated_reference if context.reference else Activated.apply
+    return lambda x_TE: last(activate(first(x_TE), kind, limit))

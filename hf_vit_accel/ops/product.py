@@ -1,0 +1,277 @@
+"""Linears side by side as one product, with LoRA adapters or without: x W^T + b + (x A^T) (s B)^T.
+
+s is an adapter's scaling. PEFT computes the adapter's share as one tensor, scales it to a second one, adds it to a
+third, and casts in between. Here one small product adds to the result of the large one, forward and backward. W has a
+gradient only where it is trained.
+
+`T` rows, `E` width of the input, `F` width of the output, `R` the ranks of all adapters of a product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_vit_accel import machine
+from hf_vit_accel.ops.base import Apply, Context
+from hf_vit_accel.ops.lora.inputs import ONE_LINEAR, Adapter, JoinedLinears, LoraInputs, rounded_rank, scaled
+from hf_vit_accel.ops.lora.modules import Lora
+from hf_vit_accel.ops.training.column_sum import column_sum
+from hf_vit_accel.ops.training.context import FunctionContext, Gradients
+from hf_vit_accel.ops.training.nodes import OpWithBackward
+from hf_vit_accel.ops.training.norm_recipe import NormRecipe, load_input, save_input
+
+
+def product_reference(x_TE: Tensor, *arguments: Any) -> Tensor:
+    """Compute Linears with adapters side by side, (T, F); one PEFT module's result, if it is one.
+
+    Args:
+        arguments: `LoraInputs.flat`, `JoinedLinears`, and a `NormRecipe` or None, which is ignored.
+    """
+    *flat, linears, _ = arguments
+    adapters = linears.adapters(flat)
+    inputs = linears.unflatten(flat, len(adapters))
+    out_TF = F.linear(x_TE, *linears.join(inputs.weights, inputs.biases))
+    all_a, all_b = linears.stack(adapters, inputs.a, inputs.b)
+    for a_RE, b_FR in zip(all_a, all_b, strict=True):
+        out_TF = out_TF + F.linear(F.linear(x_TE, a_RE), b_FR)
+    return out_TF
+
+
+class ProductFunction(torch.autograd.Function):
+    """Run `product_reference`; the shares of all adapters are one sum of products, which is rounded once.
+
+    Weights are saved only where x needs a gradient, x (or its recipe) only where a weight or A does.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionContext, x_TE: Tensor, *arguments: Any) -> Tensor:
+        *flat, linears, recipe = arguments
+        return product_forward(ctx, x_TE, flat, linears, recipe)
+
+    @staticmethod
+    @machine.once_differentiable
+    def backward(ctx: FunctionContext, dy_TF: Tensor) -> Gradients:
+        dx_TE, gradients = product_backward(ctx, dy_TF)
+        return dx_TE, *gradients, None, None
+
+
+def trained_linear(x_TE: Tensor, weight_FE: Tensor, bias_F: Tensor | None) -> Tensor:
+    """Compute x W^T + b as one node of autograd's graph."""
+    return ProductFunction.apply(x_TE, weight_FE, bias_F, (), ONE_LINEAR, None)
+
+
+def product_forward(
+    ctx: FunctionContext,
+    x_TE: Tensor,
+    flat: Sequence[Any],
+    linears: JoinedLinears,
+    recipe: NormRecipe | None,
+    *,
+    joined: tuple[Tensor, Tensor | None] | None = None,
+    saves_input: bool = True,
+) -> Tensor:
+    """Compute the product, and save for `product_backward`.
+
+    Args:
+        flat: `LoraInputs.flat`.
+        joined: weight and bias of the product, where the caller has joined them already.
+        saves_input: whether x is saved; otherwise the caller computes it again.
+    """
+    count = len(linears.widths)
+    weights = flat[:count]
+    adapters = linears.adapters(flat)
+    needs_x, *needs = ctx.needs_input_grad
+    ctx.linears = linears
+    ctx.adapters = adapters
+    ctx.needs = needs
+    ctx.needs_x = needs_x
+    ctx.reads_x = any(needs[:count])
+    out_TF = F.linear(x_TE, *(joined or linears.join(weights, flat[count : 2 * count])))
+    a_RE = b_FR = u_TR = None
+    if adapters:
+        inputs = linears.unflatten(flat, len(adapters))
+        ctx.adapter_needs = linears.unflatten(needs, len(adapters))
+        ctx.reads_x = ctx.reads_x or any(ctx.adapter_needs.a)
+        ctx.a_dtypes = [a_RE.dtype for a_RE in inputs.a]
+        ctx.b_dtypes = [b_FR.dtype for b_FR in inputs.b]
+        ctx.ranks = [len(a_RE) for a_RE in inputs.a]
+        a_RE, b_FR = linears.matrices(adapters, inputs.a, inputs.b)
+        u_TR = F.linear(x_TE, a_RE)
+        out_TF.addmm_(u_TR, b_FR.t())
+    input_tensors, ctx.input_settings = save_input(x_TE, recipe) if saves_input and ctx.reads_x else ((), None)
+    ctx.save_for_backward(a_RE, b_FR, u_TR, *(weights if needs_x else [None] * count), *input_tensors)
+    return out_TF
+
+
+def product_backward(
+    ctx: FunctionContext,
+    dy_TF: Tensor,
+    *,
+    joined_weight: Tensor | None = None,
+    compute_input: Callable[[Tensor], Tensor] | None = None,
+    dbiases: Sequence[Tensor] | None = None,
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """Compute the gradients of x and of `LoraInputs.flat`.
+
+    Args:
+        joined_weight: weight of the product, where the caller has joined it already.
+        compute_input: computes x again, from the gradient of x, where the forward did not save it. It may overwrite
+            that gradient.
+        dbiases: the gradients of all biases, where the caller has computed them already.
+    """
+    linears: JoinedLinears = ctx.linears
+    count = len(linears.widths)
+    needs_weights = ctx.needs[:count]
+    needs_biases = ctx.needs[count : 2 * count]
+    a_RE, b_FR, u_TR, *saved = ctx.saved_tensors
+    weights = saved[:count]
+    dy_TF = dy_TF.contiguous()
+    needs_a = bool(ctx.adapters) and any(ctx.adapter_needs.a)
+    du_TR = dy_TF @ b_FR if ctx.adapters and (ctx.needs_x or needs_a) else None
+    dx_TE = x_TE = dweight_FE = dbias_F = da_RE = db_FR = None
+    if compute_input is not None:
+        dx_TE = _input_gradient(linears, weights, joined_weight, dy_TF, du_TR, a_RE)
+        x_TE = compute_input(dx_TE)
+    elif ctx.reads_x:
+        x_TE = load_input(saved[count:], ctx.input_settings, len(dy_TF))
+    if x_TE is not None and any(needs_weights):
+        dweight_FE = dy_TF.t() @ x_TE
+    if x_TE is not None and du_TR is not None and needs_a:
+        da_RE = _product_in(ctx.a_dtypes, du_TR.t(), x_TE)
+    del x_TE
+    if dbiases is None and any(needs_biases):
+        dbias_F = column_sum(dy_TF)
+    if dx_TE is None and ctx.needs_x:
+        dx_TE = _input_gradient(linears, weights, joined_weight, dy_TF, du_TR, a_RE)
+    gradients = [dweight_FE, dbias_F, None]
+    if not linears.is_single or dbiases is not None:
+        all_dbiases = _split(linears, dbias_F) if dbiases is None else dbiases
+        gradients = _masked(_split(linears, dweight_FE), needs_weights) + _masked(all_dbiases, needs_biases) + [None]
+    if ctx.adapters:
+        if any(ctx.adapter_needs.b):
+            db_FR = _product_in(ctx.b_dtypes, dy_TF.t(), u_TR)
+        gradients += _adapter_gradients(ctx, da_RE, db_FR)
+    return dx_TE, gradients
+
+
+def _input_gradient(
+    linears: JoinedLinears,
+    weights: Sequence[Any],
+    joined_weight: Tensor | None,
+    dy_TF: Tensor,
+    du_TR: Tensor | None,
+    a_RE: Any,
+) -> Tensor:
+    """Return the gradient of x: that of the weights' product, and that of the adapters' first products."""
+    dx_TE = dy_TF @ (linears.join(weights, None)[0] if joined_weight is None else joined_weight)
+    return dx_TE if du_TR is None else dx_TE.addmm_(du_TR, a_RE)
+
+
+def _split(linears: JoinedLinears, gradient: Tensor | None) -> Sequence[Tensor | None]:
+    """Split the gradient of the joined weight or bias among the Linears."""
+    if gradient is None or linears.is_single:
+        return [gradient] * len(linears.widths)
+    parts: list[Tensor | None] = []
+    for linear, width in enumerate(linears.widths):
+        part = gradient if width == len(gradient) else gradient[linears.columns(linear)]
+        if part.ndim == 2 and linears.extra_features:
+            part = part[:, : linears.in_features].contiguous()
+        parts.append(part)
+    return parts
+
+
+def _masked(gradients: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor | None]:
+    """Return the needed gradients, None in the place of others."""
+    return [gradient if is_needed else None for gradient, is_needed in zip(gradients, needs, strict=True)]
+
+
+def _adapter_gradients(ctx: FunctionContext, da_RE: Tensor | None, db_FR: Tensor | None) -> list[Tensor | None]:
+    """Split the gradients of the stacked A and B among the adapters: all of A, then all of B."""
+    linears: JoinedLinears = ctx.linears
+    needs: LoraInputs[bool] = ctx.adapter_needs
+    all_da: list[Tensor | None] = []
+    all_db: list[Tensor | None] = []
+    first = 0
+    for index, adapter in enumerate(ctx.adapters):
+        last = first + ctx.ranks[index]
+        da = db = None
+        if needs.a[index] and da_RE is not None:
+            da = da_RE[first:last, : linears.in_features].to(ctx.a_dtypes[index])
+        if needs.b[index] and db_FR is not None:
+            db = scaled(db_FR[linears.columns(adapter.linear), first:last].to(ctx.b_dtypes[index]), adapter.scaling)
+        all_da.append(da)
+        all_db.append(db)
+        first += rounded_rank(ctx.ranks[index])
+    return [*all_da, *all_db]
+
+
+def _product_in(dtypes: Sequence[torch.dtype], x: Tensor, y: Tensor) -> Tensor:
+    """Multiply x by y; bf16 products keep their fp32 sum if all who receive a part of it have fp32 weights."""
+    if x.is_cuda and x.dtype == torch.bfloat16 and set(dtypes) == {torch.float32}:
+        return torch.mm(x, y, out_dtype=torch.float32)
+    return x @ y
+
+
+def product(loras: Sequence[Lora], context: Context, *, padded: bool = False, in_features: int | None = None) -> Apply:
+    """Build the product of Linears with the same input, side by side: one product is faster than several.
+
+    Args:
+        padded: whether every Linear is padded to a multiple of 8.
+        in_features: columns of the rows, where those after E are zeros; None for E.
+    """
+    bases = [lora.base for lora in loras]
+    widths = tuple(len(base.weight) for base in bases)
+    width_in = bases[0].in_features
+    linears = JoinedLinears(
+        widths=widths,
+        padding=tuple(-width % 8 if padded else 0 for width in widths),
+        in_features=width_in,
+        extra_features=(in_features or width_in) - width_in,
+        dtype=context.dtype,
+    )
+    read = context.reader(*((base, name) for name in ("weight", "bias") for base in bases))
+    has_adapters = any(lora.owner is not None for lora in loras)
+
+    if not has_adapters and not context.trains_by_kernels:
+
+        def run_joined(x_TE: Tensor) -> Tensor:
+            weights = read()
+            return F.linear(x_TE, *linears.join(weights[: len(bases)], weights[len(bases) :]))
+
+        return bases[0].forward if linears.is_single else run_joined
+
+    def flat_inputs() -> list[Any]:
+        adapters: list[Adapter] = []
+        a = []
+        b = []
+        for linear, lora in enumerate(loras):
+            for active in lora.active():
+                adapters.append(Adapter(linear, active.scaling))
+                a.append(active.a.weight)
+                b.append(active.b.weight)
+        return [*read(), tuple(adapters), *a, *b]  # read last: `active` may unmerge adapters from the weights
+
+    if context.trains_by_kernels and not any(lora.has_dropout for lora in loras):
+        weights = flat_inputs if has_adapters else lambda: [*read(), ()]
+        return OpWithBackward(function=ProductFunction, weights=weights, settings=(linears,), takes_norm=True)
+
+    def run(x_TE: Tensor) -> Tensor:
+        dropouts = [active.dropout for lora in loras for active in lora.active()]
+        flat = flat_inputs()
+        adapters = linears.adapters(flat)
+        inputs = linears.unflatten(flat, len(adapters))
+        if context.trains_by_kernels:  # the function saves no padded copy of the weights
+            out_TF: Tensor = ProductFunction.apply(x_TE, *inputs.weights, *inputs.biases, (), linears, None)
+        else:
+            out_TF = F.linear(x_TE, *linears.join(inputs.weights, inputs.biases))
+        all_a, all_b = linears.stack(adapters, inputs.a, inputs.b)
+        for dropout, a_RE, b_FR in zip(dropouts, all_a, all_b, strict=True):
+            out_TF.addmm_(F.linear(dropout(x_TE), a_RE), b_FR.t())
+        return out_TF
+
+    return run
