@@ -9,6 +9,7 @@ So a call is cut between frames, and every pass computes what one forward does, 
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -50,9 +51,9 @@ class _Unit(NamedTuple):
 
 @lru_cache(maxsize=128)
 def cut(grid: Grid, max_rows: int, *, clips: bool) -> tuple[Grid, ...]:
-    """Cut a call into as few passes as possible, in order and nearly equal.
+    """Cut a call into as few passes as possible, in order. The longest is as short as it can be.
 
-    Passes of one long video differ by a frame at most, so that they share routes.
+    All passes of one long video but the last are equal, so that they share routes.
 
     Args:
         max_rows: rows of a pass; only a frame that has more is a longer pass.
@@ -60,39 +61,23 @@ def cut(grid: Grid, max_rows: int, *, clips: bool) -> tuple[Grid, ...]:
     units: list[_Unit] = []
     for image, (t, h, w) in enumerate(grid):
         units += [_Unit(image, t, h, w)] if clips else [_Unit(image, 1, h, w)] * t
-    fewest = _fewest_passes(units, max_rows)
-    remaining_rows = rows_of(grid)
-    passes: list[Grid] = []
-    begin = 0
-    for remaining_passes in range(fewest[0], 0, -1):
-        target = -(-remaining_rows // remaining_passes)
-        rows = units[begin].rows
-        end = begin + 1
-        while end < len(units):
-            must_take = fewest[end] >= remaining_passes  # the later passes could not hold it
-            may_take = rows < target and rows + units[end].rows <= max_rows
-            if not (must_take or may_take):
-                break
-            rows += units[end].rows
-            end += 1
-        passes.append(_grid_of(units[begin:end]))
-        remaining_rows -= rows
-        begin = end
-    return tuple(passes)
+    most = min(max_rows, rows_of(grid))
+    fewest = len(_filled(units, most))
+    least = bisect_left(range(most), True, key=lambda rows: len(_filled(units, rows)) == fewest)
+    return tuple(_grid_of(units_of_pass) for units_of_pass in _filled(units, least))
 
 
-def _fewest_passes(units: Sequence[_Unit], max_rows: int) -> list[int]:
-    """Return, for every unit, how many passes it and all later ones need; 0 behind the last."""
-    fewest = [0] * (len(units) + 1)
-    end = len(units)
-    rows = 0  # of the units from the current one up to `end`, which fill one pass
-    for begin in reversed(range(len(units))):
-        rows += units[begin].rows
-        while rows > max_rows and end > begin + 1:
-            end -= 1
-            rows -= units[end].rows
-        fewest[begin] = 1 + fewest[end]
-    return fewest
+def _filled(units: Sequence[_Unit], max_rows: int) -> list[list[_Unit]]:
+    """Return the units of every pass, each filled before the next begins."""
+    passes: list[list[_Unit]] = []
+    room = 0
+    for unit in units:
+        if unit.rows > room:
+            passes.append([])
+            room = max_rows
+        passes[-1].append(unit)
+        room -= unit.rows
+    return passes
 
 
 def _grid_of(units: Sequence[_Unit]) -> Grid:

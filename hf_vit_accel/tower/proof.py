@@ -51,19 +51,6 @@ _DTYPES = (torch.float64, torch.float32)
 """Of twins: no setting reduces the precision of products in fp64; the grouped products of experts take fp32 only."""
 
 
-class Backoff:
-    """Counts the calls until a proof that could not run is tried again: after 1, then 2, 4, 8, ... of them."""
-
-    def __init__(self, calls: int = 1) -> None:
-        self.calls = calls
-        self._counted = 0
-
-    def count_call(self) -> bool:
-        """Count a call; return whether the next attempt is due."""
-        self._counted += 1
-        return self._counted >= self.calls
-
-
 class Key(NamedTuple):
     """What a proof is for: a class, the fields of its config that the run depended on, and the kind of device.
 
@@ -91,7 +78,7 @@ class Proof:
         why_not_hidden_states: Why our operations may not return hidden states; None where that is proven.
         returns_hidden_states: Whether its forward returns them at all. Older ones ignore the request.
         block_arguments: The names of the keyword arguments that it passes to blocks; None where ours are not equal.
-        backoff: When to try again, where no numbers could be compared; None for a verdict, which stands.
+        is_verdict: Whether numbers were compared. A verdict stands; else the next reading tries again.
         trusted: Classes of other code than torch's and transformers' that the run covers, for a copy.
     """
 
@@ -106,7 +93,7 @@ class Proof:
     why_not_hidden_states: str | None = "output_hidden_states is requested"
     returns_hidden_states: bool = False
     block_arguments: frozenset[str] | None = None
-    backoff: Backoff | None = None
+    is_verdict: bool = True
     trusted: frozenset[type] = frozenset()
 
 
@@ -123,30 +110,19 @@ def prove(tower: nn.Module, family: Family) -> Proof:
     kind = family.tower_class(tower)
     assert kind is not None, f"`towers` names no class of {type(tower).__name__} that has a forward"
     config: Config = tower.config
-    key = Key(kind, repr(sorted(_fields(config, family))))
-    proof = _current_proof(key, torch.device("cpu"), config, family)
+    fields = repr(sorted(_fields(config, family)))
     device = next((parameter.device for parameter in tower.parameters()), torch.device("meta"))
-    if proof.backoff is not None and device.type not in ("cpu", "meta"):
-        proof = _current_proof(key._replace(device_type=device.type), device, config, family)
+    devices = [torch.device("cpu")] + ([] if device.type in ("cpu", "meta") else [device])
+    keys = {Key(kind, fields, place.type): place for place in devices}
+    for key in keys:
+        if key in _PROOFS and _PROOFS[key].code.watch.unchanged():
+            return _PROOFS[key]
+    for key, place in keys.items():
+        proof: Proof = machine.run_isolated(_prove, key, place, config, family)
+        if proof.is_verdict:
+            _PROOFS[key] = proof
+            break
     return proof
-
-
-def _current_proof(key: Key, device: torch.device, config: Config, family: Family) -> Proof:
-    """Return the cached proof, or a new one if code has changed or another attempt is due."""
-    proof = _PROOFS.get(key)
-    if proof is None or not proof.code.watch.unchanged():
-        backoff = Backoff()
-    elif proof.backoff is not None and proof.backoff.count_call():
-        backoff = Backoff(2 * proof.backoff.calls)
-    else:
-        return proof
-    proof = _PROOFS[key] = machine.run_isolated(_prove, key, device, config, family, backoff)
-    return proof
-
-
-def count_call(proof: Proof) -> bool:
-    """Count a call; return whether a proof that could not run has been made since, or is to be tried again now."""
-    return proof.backoff is not None and (_PROOFS.get(proof.key) is not proof or proof.backoff.count_call())
 
 
 def warn_stock(kind: type, proof: Proof, reasons: list[str]) -> None:
@@ -161,10 +137,10 @@ def warn_stock(kind: type, proof: Proof, reasons: list[str]) -> None:
         text = f"{name} stays stock: {reasons[0]}. Only towers of transformers' own classes are accelerated."
     elif why is None:
         return
-    elif proof.backoff is not None:
-        if machine.has_cuda() and proof.key.device_type == "cpu" and proof.backoff.calls == 1:
+    elif not proof.is_verdict:
+        if machine.has_cuda() and proof.key.device_type == "cpu":
             return  # patched on the CPU, with code of others that runs on a GPU only: the tower will move there
-        text = f"{why}. {name} stays stock for now; later calls try again."
+        text = f"{why}. {name} stays stock until it is patched again, or changes."
     else:
         text = f"transformers {transformers.__version__}: {why}. {name} stays stock; look for a newer hf_vit_accel."
     warn_once(text)
@@ -191,8 +167,8 @@ _UNREAD_FIELDS |= {"attn_implementation", "attention_dropout"}
 _UNREAD_FIELDS |= {"return_dict", "output_hidden_states", "output_attentions"}
 
 
-def _prove(key: Key, device: torch.device, config: Config, family: Family, backoff: Backoff) -> Proof:
-    """Run a twin beside our operations; an error on the way is no verdict, and asks for another attempt."""
+def _prove(key: Key, device: torch.device, config: Config, family: Family) -> Proof:
+    """Run a twin beside our operations; an error on the way is no verdict."""
     kind = key.kind
     classes: frozenset[type] = frozenset()
     why = ""
@@ -208,7 +184,7 @@ def _prove(key: Key, device: torch.device, config: Config, family: Family, backo
             except Exception as error:
                 why = f"{kind.__name__} could not be run beside our operations: {one_line(error)}"
     code = Code(kind, classes)
-    return Proof(key=key, why_not_fast=why, why_not_metadata=why, classes=classes, code=code, backoff=backoff)
+    return Proof(key=key, why_not_fast=why, why_not_metadata=why, classes=classes, code=code, is_verdict=False)
 
 
 def _prove_twin(key: Key, twin: Tower, family: Family, code: Code) -> Proof:

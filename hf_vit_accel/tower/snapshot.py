@@ -140,7 +140,7 @@ class Snapshot:
             ran = [module for module in layers & set(found) if substitutes.twin_ran(module, self.proof.classes)]
             self.trusted |= frozenset(ran)
         self._known_classes = self.proof.classes | {type(module) for module in found if module in self.trusted}
-        self._is_proven_for_a_device = bool(found) or self.proof.key.device_type != "cpu"
+        self._is_proven_for_a_device = bool(found) or self.proof.key.device_type != "cpu" or not self.proof.is_verdict
 
     def _is_substitute(self, module: nn.Module) -> bool:
         kind = fsdp.class_of(module)
@@ -239,9 +239,7 @@ class Snapshot:
         return watch
 
     def current(self) -> bool:
-        """Return whether the tower is as it was read. It counts the call where a proof is to be tried again later."""
-        if self.proof.backoff is not None and proof.count_call(self.proof):
-            return False
+        """Return whether the tower is as it was read."""
         return all(watch.unchanged() for watch in self._watches)
 
     def can_return(self) -> bool:
@@ -249,7 +247,7 @@ class Snapshot:
 
         It cannot where a module, a function or a tensor was replaced: this reading would keep that object alive.
         """
-        if self.proof.backoff is not None or self._called_memory is not None:  # it holds the weights of called modules
+        if self._called_memory is not None:  # it holds the weights of called modules
             return False
         return all(watch.holds_same_objects() for watch in self._watches)
 

@@ -263,8 +263,8 @@ FAULTS = (
     Fault(
         "a pass begins a frame late",
         "options/passes.py",
-        "        begin = end\n    return tuple(passes)",
-        "        begin = end if len(units) < 3 else end + (remaining_passes == 2)\n    return tuple(passes)",
+        "            room = max_rows\n",
+        "            room = max_rows\n            if len(passes) > 2:\n                continue\n",
         PASSES,
     ),
     Fault(
