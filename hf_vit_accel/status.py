@@ -261,8 +261,8 @@ def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
         backends = {} if state.last_route is None else state.last_route.attended
         return TowerStatus(**fields, backends=backends, unfused=ignored_options(state.settings))
     snapshot = state.snapshot(tower)
-    if snapshot.copy_proof is not None:
-        fields["proven"] = str(snapshot.copy_proof.report)
+    if snapshot.is_copy:
+        fields["proven"] = str(snapshot.proof.report)
     fields |= dict(rebuilds=state.rebuilds, rebuild_reason=state.rebuild_reason)
     name = tower.config._attn_implementation
     former_forward = foreign_forward(tower)

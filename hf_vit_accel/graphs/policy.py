@@ -105,9 +105,10 @@ class Decision:
 
     Attributes:
         replay: By graphs of its own shape, by padded ones, or by none.
-        reason: Why by none.
+        reason: Why by none. `strict` raises it if the user asked for graphs, unless it is `Accepted`.
         bins: The images of each graph; empty for one graph of all.
-        routes: The route of each graph's images.
+        routes: The route of each graph's images. Without graphs, the one whose backend or kernel failed in a capture.
+            If it fails eagerly, too, it is disabled.
         signatures: What layouts of each graph share.
         keys: The key of each graph: its signature under an identity. Those that are missing are captured first.
         makes_room: Whether all other graphs are dropped before.

@@ -47,21 +47,6 @@ _SHARE = 8
 """The graphs of one kind may hold an eighth of the memory that is free."""
 
 
-@dataclass(frozen=True)
-class Eager:
-    """Why a pass runs without graphs.
-
-    Attributes:
-        why: The reason, as `status` prints it.
-        allowed_under_strict: Whether `strict` accepts it: an eager call is as fast, or graphs were not asked for.
-        failed: The route whose backend or kernel failed in the capture. If it fails eagerly, too, it is disabled.
-    """
-
-    why: str
-    allowed_under_strict: bool = False
-    failed: Route | None = None
-
-
 class Replayed(NamedTuple):
     """A pass that was replayed: fresh outputs, the route of its first images, and how `status` reports it."""
 
@@ -223,19 +208,19 @@ class GraphStore(ABC, Generic[G]):
                 last=self.last_way,
             )
 
-    def count_eager(self, why: str) -> Eager:
-        """Count a pass that no graph may serve, and return why."""
+    def count_eager(self, why: str) -> Decision:
+        """Count a pass that no graph may serve; return the decision against graphs."""
         with self._lock:
             self.policy.count(())
-            return self._run_eagerly(why)
+            return self._run_eagerly(Decision(reason=why))
 
-    def _run_eagerly(self, why: str, failed: Route | None = None) -> Eager:
-        """Count why a pass runs without graphs, and return it. `strict` accepts that where graphs are automatic."""
+    def _run_eagerly(self, decision: Decision) -> Decision:
+        """Count why a pass runs without graphs, and return the decision."""
+        why = decision.reason
         is_counted = why in self._eager or len(self._eager) < _MOST_REASONS
         self._eager[why if is_counted else "other reasons"] += 1
         self.policy.without_room += why == NO_ROOM
-        is_accepted = isinstance(why, Accepted) or not self.policy.thresholds.asked_for
-        return Eager(why, is_accepted, failed)
+        return decision
 
     @property
     def has_given_up(self) -> bool:
@@ -265,8 +250,8 @@ class GraphStore(ABC, Generic[G]):
             finally:
                 self._warming = None
 
-    def run(self, batch: Batch) -> Replayed | Eager:
-        """Replay a pass, from graphs that are captured where they are missing; or return why it runs eagerly."""
+    def run(self, batch: Batch) -> Replayed | Decision:
+        """Replay a pass, from graphs that are captured where they are missing; or return the decision against it."""
         plan = batch.plan
         spec = plan.spec
         device = spec.request.device
@@ -287,10 +272,9 @@ class GraphStore(ABC, Generic[G]):
             ready = self._steady.get((batch.grid, stream))
             is_steady = self._warming is None and self._given_up is None
             if ready is None or not is_steady or self._identities[-1] != identity:
-                decided = self._decide_and_capture(batch, identity, stream)
-                if isinstance(decided, Eager):
-                    return decided
-                decision, graphs = decided
+                decision, graphs = self._decide_and_capture(batch, identity, stream)
+                if decision.replay == "never":
+                    return self._run_eagerly(decision)
             else:
                 decision, graphs = ready
                 policy.calls += 1  # as `Policy.count` and `_follow`, without entering them
@@ -304,8 +288,8 @@ class GraphStore(ABC, Generic[G]):
             policy.credit += CREDIT_OF_REPLAY * len(graphs)
             return Replayed(self._replay(decision, graphs, batch), decision.routes[0], graphs[0].way)
 
-    def _decide_and_capture(self, batch: Batch, identity: Identity, stream: int) -> tuple[Decision, list[G]] | Eager:
-        """Count a pass and decide about it; return its graphs, captured where they are missing."""
+    def _decide_and_capture(self, batch: Batch, identity: Identity, stream: int) -> tuple[Decision, list[G]]:
+        """Count a pass and decide about it; return its graphs, captured where they are missing; none without."""
         grid = batch.grid
         spec = identity.spec
         bins = self._bins(grid, spec)
@@ -314,24 +298,22 @@ class GraphStore(ABC, Generic[G]):
         if self._given_up is not None:
             if self._recorder is not None:  # another thread could not drop them
                 self.drop_graphs()
-            return self._run_eagerly(self._given_up)
+            return Decision(reason=self._given_up), []
         self._follow(identity, grid)
         if self.policy.changes_too_often:
-            return self._run_eagerly(CHANGED)
-        why_failed: str | None = None
+            return Decision(reason=CHANGED), []
+        failure: Decision | None = None
         while True:
             decision = self.decide(grid, spec, bins)
             if decision.replay == "never":
-                return self._run_eagerly(why_failed or decision.reason)
+                return failure or decision, []
             if spec.settings.strict:
                 raise_if_any([why for route in decision.routes for why in route.unmet])
-            try:
-                self._capture_missing(decision, batch)
+            failure = self._capture_missing(decision, batch)
+            if failure is None:
                 break
-            except _CaptureError as error:
-                why_failed = str(error)
-                if error.failed is not None:
-                    return self._run_eagerly(why_failed, error.failed)
+            if failure.routes:
+                return failure, []
         ready = decision, [self._graphs[key] for key in decision.keys]
         if len(self._steady) >= self.policy.thresholds.most_graphs:
             self._steady = {}
@@ -385,8 +367,8 @@ class GraphStore(ABC, Generic[G]):
             return limits.most_bytes
         return min(free_bytes(spec.request.device) // _SHARE, limits.most_bytes)
 
-    def _capture_missing(self, decision: Decision, batch: Batch) -> None:
-        """Capture the missing graphs of a pass. Raises `_CaptureError` for the first that fails."""
+    def _capture_missing(self, decision: Decision, batch: Batch) -> Decision | None:
+        """Capture the missing graphs of a pass; return the decision against graphs if one fails, else None."""
         if decision.makes_room:
             self._make_room()
         bins = decision.bins or (None,) * len(decision.keys)
@@ -394,6 +376,8 @@ class GraphStore(ABC, Generic[G]):
             if key in self._graphs:
                 continue
             graph = self._capture_one(key, route, bin_, batch)
+            if isinstance(graph, Decision):
+                return graph
             self.captures += 1
             graph.way = f"replayed (captured at the {_ordinal(self.policy.calls)} call)"
             self.policy.note_capture(key, is_free=self._warming is not None)
@@ -406,9 +390,10 @@ class GraphStore(ABC, Generic[G]):
             self._recorder.settle()
             del self._graphs[min(others, key=lambda key: self._graphs[key].used_at)]
             self._steady = {}
+        return None
 
-    def _capture_one(self, key: Key, route: Route, bin_: Bin | None, batch: Batch) -> G:
-        """Capture a graph; note a failure."""
+    def _capture_one(self, key: Key, route: Route, bin_: Bin | None, batch: Batch) -> G | Decision:
+        """Return a graph of a route; or note a failure, and return the decision against graphs."""
         recorder = self._recorder
         if not self.policy.thresholds.asked_for:
             drop_when_memory_runs_out(self)
@@ -425,7 +410,7 @@ class GraphStore(ABC, Generic[G]):
                 self.policy.note_out_of_memory(key, for_all=self._warming is None)
             else:
                 self.policy.note_failure(key, why)
-            raise _CaptureError(why, failed=route if isinstance(error, Fault) else None) from error
+            return Decision(reason=why, routes=(route,) if isinstance(error, Fault) else ())
         finally:
             recorder.done()
 
@@ -472,11 +457,3 @@ class GraphStore(ABC, Generic[G]):
         if is_stale:
             self.drop_graphs()
         self.policy.forget_failures()
-
-
-class _CaptureError(RuntimeError):
-    """A graph could not be captured: why, and the route whose backend or kernel failed, if one did."""
-
-    def __init__(self, why: str, failed: Route | None) -> None:
-        super().__init__(why)
-        self.failed = failed

@@ -23,7 +23,6 @@ from hf_vit_accel.engine.call import Batch
 from hf_vit_accel.engine.recorded import Recorded
 from hf_vit_accel.engine.route import Route, Routes, Spec
 from hf_vit_accel.graphs.budgets import Bin
-from hf_vit_accel.graphs.identity import Identity
 from hf_vit_accel.graphs.policy import AUTOMATIC_STEPS, Accepted, Decision, thresholds_of_steps
 from hf_vit_accel.graphs.recorder import CudaRecorder
 from hf_vit_accel.graphs.step import (
@@ -34,7 +33,7 @@ from hf_vit_accel.graphs.step import (
     present,
     run_eagerly,
 )
-from hf_vit_accel.graphs.store import Bins, Eager, GraphStore
+from hf_vit_accel.graphs.store import Bins, GraphStore
 from hf_vit_accel.layout import Grid, rows_of
 from hf_vit_accel.ops.training.context import FunctionContext
 
@@ -91,19 +90,9 @@ class TrainingRunner(GraphStore[CapturedStep]):
         self._outputs_of_last_loss: tuple[bool, ...] = ()  # whether it used each output
         self._last: weakref.ref[_Call] | None = None
 
-        self._gradient_bytes = 0  # of all gradients, for the current identity
-
     def _drop(self) -> None:
         super()._drop()
         self._last = None
-
-    def _decide_and_capture(
-        self, batch: Batch, identity: Identity, stream: int
-    ) -> tuple[Decision, list[CapturedStep]] | Eager:
-        if not self._identities or self._identities[-1] != identity:
-            trained = [parameter.nbytes for parameter in batch.plan.parameters if parameter.requires_grad]
-            self._gradient_bytes = sum(trained)
-        return super()._decide_and_capture(batch, identity, stream)
 
     def static_buffers(self) -> Tensors:
         """List the tensors that the next call writes before a graph reads them."""
@@ -117,7 +106,10 @@ class TrainingRunner(GraphStore[CapturedStep]):
     def needed_bytes(self, grid: Grid, spec: Spec) -> int:
         """Estimate the device memory of a step: activations, and the gradients of two stages."""
         values_per_row = len(spec.full_layers) * spec.request.heads * spec.request.head_dim
-        return rows_of(grid) * values_per_row * _BYTES_PER_VALUE + self._gradient_bytes // 4
+        assert spec.ops is not None
+        weights = {weight for module in spec.ops.parts.modules() for weight in module.parameters(recurse=False)}
+        gradient_bytes = sum(weight.nbytes for weight in weights if weight.requires_grad)
+        return rows_of(grid) * values_per_row * _BYTES_PER_VALUE + gradient_bytes // 4
 
     def _capture(self, batch: Batch, route: Route, bin_: Bin | None, recorder: CudaRecorder) -> CapturedStep:
         parameters = batch.plan.parameters

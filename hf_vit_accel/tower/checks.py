@@ -79,7 +79,7 @@ def reasons_of(
         reasons.append(f"the tower has a forward of its own: {name_of(former_forward)} does not call the class's")
     if any(popped in options for popped in POPPED):
         reasons.append("the caller supplies sequence metadata")
-    is_own_code = snapshot.copy_proof is not None and name == "eager"  # which the proof of a copy ran
+    is_own_code = snapshot.is_copy and name == "eager"  # which the proof of a copy ran
     if name not in proof.NAMES and not is_own_code:
         reasons += reasons_custom_attention(tower, name)
     if is_tracing():  # a trace does not record tensors that numpy makes
@@ -89,7 +89,7 @@ def reasons_of(
     parameters, weights = snapshot.weights()
     if between_calls:
         weights = _as_gathered(tower, snapshot, weights)
-    if snapshot.copy_proof is not None:
+    if snapshot.is_copy:
         reasons = _reasons_of_copy(tower, family, snapshot, weights, options)
         if reasons:
             return Reasons(reasons)
@@ -119,12 +119,12 @@ def _reasons_of_copy(
     tower: Tower, family: Family, snapshot: Snapshot, weights: WeightMemory, options: Mapping[str, object]
 ) -> list[str]:
     """Return why a call of a copy must reach its own forward."""
-    assert snapshot.copy_proof is not None and isinstance(family, CopyFamily)
+    assert isinstance(family, CopyFamily)
     if weights.mixed is not None:
         return [weights.mixed]
     device = snapshot.parts.projection.weight.device
     dtypes = CallDtypes(weights.dtype, autocast_dtype(device, weights.dtype))
-    reasons = copies.reasons_of_call(tower, family, snapshot.copy_proof, dtypes, options)
+    reasons = copies.reasons_of_call(tower, family, snapshot.proof, dtypes, options)
     # Blocks that are checkpointed themselves are served; older code checkpoints them in the tower's forward.
     blocks = [block.module for block in snapshot.parts.blocks]
     is_checkpointed = tower.training and getattr(tower, "gradient_checkpointing", False)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -36,20 +35,7 @@ from hf_vit_accel.tower.trials import (
 from hf_vit_accel.tower.twin import clone_of, draw_weights, shrink_weights
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class CopyProof(Proof):
-    """The result of running a copy beside our operations.
-
-    Attributes:
-        reasons_by_dtypes: Why calls in these dtypes must run the copy's own forward; None where they need not.
-        report: The numbers.
-    """
-
-    reasons_by_dtypes: dict[CallDtypes, str | None]
-    report: Report
-
-
-def prove(tower: Tower, family: CopyFamily) -> CopyProof:
+def prove(tower: Tower, family: CopyFamily) -> Proof:
     """Run the proof of a copy as it is now, for calls in the dtype of its weights without autocast."""
     code = CopyCode(tower)
     report = Report()
@@ -64,7 +50,7 @@ def prove(tower: Tower, family: CopyFamily) -> CopyProof:
         why = str(error)
     if why is not None:
         why = _refusal(tower, family, why)
-    return CopyProof(
+    return Proof(
         key=Key(type(tower), ""),
         why_not_fast=why,
         why_not_metadata=why,
@@ -78,7 +64,7 @@ def prove(tower: Tower, family: CopyFamily) -> CopyProof:
 
 
 def reasons_of_call(
-    tower: Tower, family: CopyFamily, proof: CopyProof, dtypes: CallDtypes, options: Mapping[str, object]
+    tower: Tower, family: CopyFamily, proof: Proof, dtypes: CallDtypes, options: Mapping[str, object]
 ) -> list[str]:
     """Return why a call must run the copy's own forward: unknown arguments, or a dtype that was refused."""
     unknown = [name for name in options if name not in family.arguments]

@@ -262,7 +262,7 @@ def decide(tower: Tower, state: TowerState, call: Call) -> CallPlan:
         called = stock_way.called_blocks(state, call, spec, reasons)
     if called and state.settings.score_mod is not None:
         reasons_slow.append("hooks inside blocks, which may attend without the score_mod")
-    has_class = snapshot.copy_proof is None and snapshot.output_class is not None
+    has_class = not snapshot.is_copy and snapshot.output_class is not None
     plan = FastPlan(
         reasons=tuple(reasons),
         inputs=inputs,

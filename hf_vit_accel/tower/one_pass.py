@@ -11,6 +11,7 @@ from torch import Tensor
 from hf_vit_accel.engine.call import Batch, PassDone
 from hf_vit_accel.engine.encoder import encode
 from hf_vit_accel.engine.route import RouteKey, Routes
+from hf_vit_accel.graphs.policy import Accepted
 from hf_vit_accel.graphs.runner import Runner
 from hf_vit_accel.graphs.store import Replayed
 from hf_vit_accel.graphs.training import TrainingRunner
@@ -50,10 +51,11 @@ class OnePass:
             if isinstance(ran, Replayed):
                 batch.attempt.passes.append(PassDone(ran.route, ran.way))
                 return ran.outputs
-            why_eager = ran.why
-            if is_strict and not ran.allowed_under_strict:
+            why_eager = ran.reason
+            if is_strict and not (is_automatic or isinstance(why_eager, Accepted)):
                 raise_if_any([f"not replayed from a CUDA graph: {why_eager}"])
-            route = None if is_strict else ran.failed  # it fails again, and is disabled
+            if ran.routes and not is_strict:
+                (route,) = ran.routes  # it fails again, and is disabled
         if route is None:
             device = spec.request.device
             stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

@@ -18,7 +18,7 @@ import inspect
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -33,7 +33,7 @@ from hf_vit_accel.families.base import named_tensors
 from hf_vit_accel.families.copies import Form
 from hf_vit_accel.machine import one_line
 from hf_vit_accel.tower.code import Code
-from hf_vit_accel.tower.differences import CallDtypes, Results, furthest
+from hf_vit_accel.tower.differences import CallDtypes, Report, Results, furthest
 from hf_vit_accel.tower.exact import exact_products
 from hf_vit_accel.tower.trials import Subject, Trial, compare, first_trial, grids_of, trial_of_small_weights
 from hf_vit_accel.tower.twin import ARGUMENTS, STOCK, Isolated, build_twin, shrink_weights
@@ -80,6 +80,8 @@ class Proof:
         block_arguments: The names of the keyword arguments that it passes to blocks; None where ours are not equal.
         is_verdict: Whether numbers were compared. A verdict stands; else the next reading tries again.
         trusted: Classes of other code than torch's and transformers' that the run covers, for a copy.
+        reasons_by_dtypes: Why calls of a copy in these dtypes must run its own forward; None where they need not.
+        report: The numbers.
     """
 
     key: Key
@@ -95,6 +97,8 @@ class Proof:
     block_arguments: frozenset[str] | None = None
     is_verdict: bool = True
     trusted: frozenset[type] = frozenset()
+    reasons_by_dtypes: dict[CallDtypes, str | None] = field(default_factory=dict)
+    report: Report = field(default_factory=Report)
 
 
 _PROOFS: dict[Key, Proof] = {}

@@ -57,7 +57,7 @@ class Snapshot:
 
     Attributes:
         proof: What was proven of its class.
-        copy_proof: The proof of a copy, which ran this very tower; None for any other tower.
+        is_copy: Whether the proof ran this very tower, a copy of a family's.
         reasons_stock: Why its own forward must run as it is, without metadata of ours (`plan.Way.STOCK`).
         reasons_slow: Why its blocks must be called, on our metadata (`plan.Way.METADATA`).
         parts, geometry, full_layers, heads, head_dim, scale: Set only where `reasons_stock` is empty.
@@ -86,10 +86,8 @@ class Snapshot:
     expected: Expected
 
     def __init__(self, tower: Tower, family: Family, attention: str | None = None) -> None:
-        self.copy_proof: copies.CopyProof | None = None
-        if isinstance(family, CopyFamily):
-            self.copy_proof = copies.prove(tower, family)
-        self.proof = self.copy_proof or proof.prove(tower, family)
+        self.is_copy = isinstance(family, CopyFamily)
+        self.proof = copies.prove(tower, family) if isinstance(family, CopyFamily) else proof.prove(tower, family)
         self.module_attributes = Watch()
         self.specs: dict[Any, Spec] = {}
         self.output_class = self.proof.form
@@ -207,7 +205,7 @@ class Snapshot:
         self._sharded_others = [module for module in self._fsdp_modules if module not in self.sharded_layers.values()]
         self.uses_fsdp = isinstance(tower, fsdp.wrapper()) or bool(self.sharded_layers)
         self.reasons_slow = [] if self.reasons_stock else list(self._find_reasons_slow(tower))
-        parts = [] if self.reasons_stock or self.copy_proof else [self.parts.patch_embed, *self.parts.mergers()]
+        parts = [] if self.reasons_stock or self.is_copy else [self.parts.patch_embed, *self.parts.mergers()]
         parts += self.callable_blocks.values()
         self.callable_parts = {id(vars(module)): id(part) for part in parts for module in part.modules()}
 
@@ -258,7 +256,7 @@ class Snapshot:
     def _read_parts(self, tower: Tower, family: Family) -> list[str]:
         """Read the tower's parts, geometry and heads. Return `reasons_stock`; parts may be unread if there are any."""
         reasons = []
-        if self.copy_proof is None and not is_upstream(type(tower).forward):
+        if not self.is_copy and not is_upstream(type(tower).forward):
             reasons.append(f"the forward of {type(tower).__name__} is not transformers' own")
         reasons += self.proof.code.reasons_overridden(tower)
         if self.proof.why_not_metadata is not None:

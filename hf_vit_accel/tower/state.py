@@ -216,7 +216,7 @@ class TowerState:
             for reason in snapshot.reasons_slow:
                 if reason != snapshot.proof.why_not_fast:  # of which `warn_stock` tells more
                     proof.warn_once(f"{fsdp.class_of(tower).__name__} stays stock: {reason}.")
-            if snapshot.copy_proof is None:
+            if not snapshot.is_copy:
                 proof.warn_stock(fsdp.class_of(tower), snapshot.proof, snapshot.reasons_stock)
             elif snapshot.reasons_stock and state_of(tower) is self:  # `patch` raises instead
                 proof.warn_once(f"{type(tower).__name__} stays stock: {snapshot.reasons_stock[0]}")

@@ -255,8 +255,8 @@ FAULTS = (
     Fault(
         "a failed capture leaves the recorder in use",
         "graphs/store.py",
-        "isinstance(error, Fault) else None) from error\n        finally:\n            recorder.done()",
-        "isinstance(error, Fault) else None) from error\n        else:\n            recorder.done()",
+        "isinstance(error, Fault) else ())\n        finally:\n            recorder.done()",
+        "isinstance(error, Fault) else ())\n        else:\n            recorder.done()",
         AUTO,
     ),
     # --- passes, reuse, ranks ---
