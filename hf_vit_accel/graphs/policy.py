@@ -138,13 +138,10 @@ NO_ROOM = Accepted("graphs hold as much memory as they may")
 RAN_OUT = "memory ran out in a capture, another one is tried after more calls"
 CHANGED = Accepted("weights, modules or what gradients are given for changed at call after call")
 
-_ANY = "any key"
-_RETRIED = "keys that ran out of memory before"
-"""Keys of refusals that hold for several graphs."""
 _SHORTEST = 16
 _LONGEST = 1 << 14
 """Calls from a capture that ran out of memory to the next one of its key."""
-_LONGEST_OF_ANY = 64
+_LONGEST_OF_ALL = 48
 """Calls from a capture that ran out of memory to the next one of any key, at most twice as many."""
 _FAILURES = 3
 """Captures that fail in a row before no other is tried."""
@@ -170,7 +167,10 @@ class Policy:
         counts: Passes of each shape and budget; the least recent ones are forgotten.
         refusals: Why keys of graphs are not captured, and from which call on they may be.
         credit: What calls and replays have paid for captures that come.
+        off: Why no capture is tried any more; None while captures are tried.
         failures: Captures that failed in a row.
+        all_wait: Calls that all keys wait after the next capture that runs out of memory.
+        all_wait_until: The call before which no key is captured, since memory ran out.
         changes: Times that graphs went stale; every call without a change takes one off again.
         without_room: Calls that found no room for a graph.
         patience: So many of these before all graphs are dropped; doubled each time.
@@ -181,7 +181,10 @@ class Policy:
     counts: dict[Hashable, int] = field(default_factory=dict)
     refusals: dict[Hashable, Refusal] = field(default_factory=dict)
     credit: int = _FREE_CAPTURES * _CAPTURE
+    off: str | None = None
     failures: int = 0
+    all_wait: int = _SHORTEST
+    all_wait_until: int = 0
     changes: int = 0
     without_room: int = 0
     patience: int = _SHORTEST
@@ -213,13 +216,13 @@ class Policy:
 
     def why_refused(self, keys: Iterable[Hashable]) -> str | None:
         """Return why captures of these keys are not tried now, since others failed; None if they may be."""
+        if self.off is not None:
+            return self.off
         for key in keys:
-            scopes = (_ANY, key, _RETRIED) if key in self.refusals else (_ANY,)
-            for scope in scopes:
-                refusal = self.refusals.get(scope)
-                if refusal is not None and self.calls < refusal.not_before:
-                    return refusal.why
-        return None
+            refusal = self.refusals.get(key)
+            if refusal is not None and self.calls < refusal.not_before:
+                return refusal.why
+        return RAN_OUT if self.calls < self.all_wait_until else None
 
     def why_unpaid(self, captures: int) -> str | None:
         """Return why so many captures, which nobody asked for, are not tried now; None if they may be."""
@@ -227,18 +230,11 @@ class Policy:
             return "another graph is captured when replays have paid for those before"
         return "no graph is captured under a profiler" if _is_profiling() else None
 
-    @property
-    def off(self) -> str | None:
-        """Why no capture is tried any more, or None."""
-        refusal = self.refusals.get(_ANY)
-        return refusal.why if refusal is not None and refusal.not_before == NEVER else None
-
     def note_capture(self, key: Hashable, *, is_free: bool) -> None:
         """Note that a graph was captured: there is memory for others like it."""
         self.failures = 0
         self.refusals.pop(key, None)
-        if _ANY in self.refusals:
-            self.refusals[_ANY] = self.refusals[_ANY]._replace(calls=0)
+        self.all_wait = _SHORTEST
         self.credit -= 0 if is_free else _CAPTURE
 
     def note_failure(self, key: Hashable, why: str) -> None:
@@ -247,15 +243,12 @@ class Policy:
         self.refusals[key] = Refusal(why, NEVER)
         refused = sum(refusal.not_before == NEVER for refusal in self.refusals.values())
         if self.failures >= _FAILURES or refused >= _MOST_REFUSED:
-            self.refusals[_ANY] = Refusal(f"{refused} captures failed, the last: {why}", NEVER)
+            self.off = f"{refused} captures failed, the last: {why}"
 
     def note_out_of_memory(self, key: Hashable, *, for_all: bool) -> None:
         """Space out captures: other programs may give memory back soon, later or never.
 
-        - A key that ran out waits 16 calls, then 32, and so on: one that never fits costs ever less.
-        - Between two such keys there are some 16 calls, too.
-        - All others wait some 16 calls after a key that ran out for the first time, and longer after each further
-          one: where nothing fits, few captures are tried.
+        A key that ran out waits 16 calls, then 32, and so on. All others wait, too: up to 96 calls where nothing fits.
 
         Args:
             for_all: Whether other keys wait, too.
@@ -263,28 +256,25 @@ class Policy:
         former = self.refusals.pop(key, None)
         calls = _SHORTEST if former is None else min(2 * former.calls, _LONGEST)
         self.refusals[key] = Refusal(RAN_OUT, self.calls + calls, calls)
-        if for_all and former is None:
-            of_any = self.refusals.get(_ANY, Refusal(RAN_OUT, 0))
-            calls = of_any.calls or _SHORTEST
-            longer = min(2 * calls, _LONGEST_OF_ANY)
-            self.refusals[_ANY] = Refusal(RAN_OUT, self.calls + self._varied(calls), longer)
-        elif for_all:
-            self.refusals[_RETRIED] = Refusal(RAN_OUT, self.calls + self._varied(_SHORTEST))
+        if for_all:
+            # Waits that vary end elsewhere in calls that repeat.
+            self.all_wait_until = self.calls + self.all_wait + random.Random(self.calls).randrange(self.all_wait)
+            self.all_wait = min(2 * self.all_wait, _LONGEST_OF_ALL)
         while len(self.refusals) > REMEMBERED:
-            self.refusals.pop(next(key for key in self.refusals if key not in (_ANY, _RETRIED)))
-
-    def _varied(self, calls: int) -> int:
-        """Return so many calls, or up to twice as many: waits that vary end elsewhere in calls that repeat."""
-        return calls + random.Random(self.calls).randrange(calls)
+            self.refusals.pop(next(iter(self.refusals)))
 
     def forget_waits(self) -> None:
         """Let captures be tried that ran out of memory."""
         self.refusals = {key: refusal for key, refusal in self.refusals.items() if refusal.not_before == NEVER}
+        self.all_wait_until = 0
 
     def forget_failures(self) -> None:
         """Let every capture be tried that failed, or found no room."""
         self.refusals = {}
+        self.off = None
         self.failures = 0
+        self.all_wait = _SHORTEST
+        self.all_wait_until = 0
         self.without_room = 0
         self.patience = _SHORTEST
 
