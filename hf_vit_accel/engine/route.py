@@ -64,20 +64,6 @@ class Spec:
         return request if segments is None else replace(request, max_seqlen=segments.max_seqlen, rows=segments.rows)
 
 
-class Signature:
-    """Rows, array shapes and dtypes, and the host decisions of all plans. A call looks it up several times."""
-
-    def __init__(self, value: Hashable) -> None:
-        self._value = value
-        self._hash = hash(value)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Signature) and self._value == other._value
-
-
 @dataclass(kw_only=True, eq=False)
 class Route:
     """The decisions about one layout.
@@ -111,11 +97,11 @@ class Route:
     _equal_offsets: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False)
 
     @cached_property
-    def signature(self) -> Signature:
-        """The key of a CUDA graph: layouts of one signature share it."""
+    def signature(self) -> Hashable:
+        """Rows, array shapes and dtypes, and host decisions of all plans: layouts that share these share a graph."""
         arrays = tuple((name, array.shape, array.dtype.str) for name, array in self.arrays.items())
         plans = tuple((kind, plan.backend.name, tuple(sorted(plan.host.items()))) for kind, plan in self.plans.items())
-        return Signature((self.metadata.rows, arrays, plans))
+        return self.metadata.rows, arrays, plans
 
     @cached_property
     def packed(self) -> Tensor:

@@ -8,14 +8,14 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import RLock
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from hf_vit_accel import machine
 from hf_vit_accel.backends import Replay
-from hf_vit_accel.engine.call import Batch
+from hf_vit_accel.engine.call import Batch, PassDone
 from hf_vit_accel.engine.route import Route, Routes, Spec
 from hf_vit_accel.graphs.budgets import Bin
 from hf_vit_accel.graphs.called import reason_against_capture
@@ -45,14 +45,6 @@ _FREE_CHANGES = 4
 """Times that all may be captured anew, as when weights are replaced, before replays have to pay for it."""
 _SHARE = 8
 """The graphs of one kind may hold an eighth of the memory that is free."""
-
-
-class Replayed(NamedTuple):
-    """A pass that was replayed: fresh outputs, the route of its first images, and how `status` reports it."""
-
-    outputs: list[Tensor]
-    route: Route
-    way: str
 
 
 @dataclass(kw_only=True, eq=False)
@@ -250,8 +242,8 @@ class GraphStore(ABC, Generic[G]):
             finally:
                 self._warming = None
 
-    def run(self, batch: Batch) -> Replayed | Decision:
-        """Replay a pass, from graphs that are captured where they are missing; or return the decision against it."""
+    def run(self, batch: Batch) -> list[Tensor] | Decision:
+        """Replay a pass, by graphs that are captured where they are missing; or return the decision against it."""
         plan = batch.plan
         spec = plan.spec
         device = spec.request.device
@@ -286,7 +278,9 @@ class GraphStore(ABC, Generic[G]):
                 graph.used_at = policy.calls
             self.replays += len(graphs)
             policy.credit += CREDIT_OF_REPLAY * len(graphs)
-            return Replayed(self._replay(decision, graphs, batch), decision.routes[0], graphs[0].way)
+            outputs = self._replay(decision, graphs, batch)
+            batch.attempt.passes.append(PassDone(decision.routes[0], graphs[0].way))
+            return outputs
 
     def _decide_and_capture(self, batch: Batch, identity: Identity, stream: int) -> tuple[Decision, list[G]]:
         """Count a pass and decide about it; return its graphs, captured where they are missing; none without."""

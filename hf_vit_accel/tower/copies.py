@@ -27,7 +27,6 @@ from hf_vit_accel.tower.trials import (
     Subject,
     all_trials,
     compare,
-    first_layer_off,
     first_trial,
     grids_of,
     trial_of_small_weights,
@@ -130,8 +129,7 @@ def _run_trials(
             with exact_products():
                 theirs, why = compare(exact, trial)
                 if why is not None:
-                    layer = None if "gradient" in why else first_layer_off(exact, trial)
-                    return theirs.form, why if layer is None else f"{why}, from layer {layer} on"
+                    return theirs.form, why
             if own is not None and (dtypes.is_exact or trial.is_of_rounding):
                 why = compare(own, trial, None if dtypes.is_exact else theirs)[1]
                 if why is not None:

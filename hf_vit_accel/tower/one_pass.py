@@ -11,9 +11,8 @@ from torch import Tensor
 from hf_vit_accel.engine.call import Batch, PassDone
 from hf_vit_accel.engine.encoder import encode
 from hf_vit_accel.engine.route import RouteKey, Routes
-from hf_vit_accel.graphs.policy import Accepted
+from hf_vit_accel.graphs.policy import Accepted, Decision
 from hf_vit_accel.graphs.runner import Runner
-from hf_vit_accel.graphs.store import Replayed
 from hf_vit_accel.graphs.training import TrainingRunner
 from hf_vit_accel.machine import raise_if_any
 
@@ -48,9 +47,8 @@ class OnePass:
         route = None
         if runner is not None:
             ran = runner.run(batch)
-            if isinstance(ran, Replayed):
-                batch.attempt.passes.append(PassDone(ran.route, ran.way))
-                return ran.outputs
+            if not isinstance(ran, Decision):
+                return ran
             why_eager = ran.reason
             if is_strict and not (is_automatic or isinstance(why_eager, Accepted)):
                 raise_if_any([f"not replayed from a CUDA graph: {why_eager}"])

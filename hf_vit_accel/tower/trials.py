@@ -11,11 +11,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_vit_accel.backends import Request
 from hf_vit_accel.config import Settings
-from hf_vit_accel.engine.encoder import AfterLayer, Residual, encode
+from hf_vit_accel.engine.encoder import encode
 from hf_vit_accel.engine.route import Spec, make_route
 from hf_vit_accel.families import Family, Parts, Tower
 from hf_vit_accel.families.base import heads_of, named_tensors
@@ -26,7 +26,6 @@ from hf_vit_accel.tower.differences import (
     CallDtypes,
     Report,
     Results,
-    furthest,
     gradients_differ,
     outputs_differ,
 )
@@ -253,34 +252,3 @@ def _run(subject: Subject, trial: Trial, call: Callable[[Tensor, Grid], object])
             gradients = dict(zip(inputs, found, strict=True))
     form = subject.family.form_of(subject.tower, output, len(pixels_TP))
     return Results(outputs=outputs, gradients=gradients, kind=type(output), form=form)
-
-
-def first_layer_off(subject: Subject, trial: Trial) -> int | None:
-    """Return the first layer whose rows are off; None for none, and where layers are called in unknown ways."""
-    spec = subject.spec()
-    for grid in trial.grids.values():
-        theirs: list[Tensor] = []
-        ours: list[Tensor] = []
-
-        def keep_entering(_: nn.Module, arguments: tuple[Tensor, ...], rows: list[Tensor] = theirs) -> None:
-            rows.extend(arguments[:1])
-
-        def keep_leaving(_: int, residual: Residual, rows: list[Tensor] = ours) -> Residual:
-            x_TE, delta_TE = residual
-            rows.append(x_TE.clone() if delta_TE is None else x_TE + delta_TE)
-            return residual
-
-        hooks = [block.module.register_forward_pre_hook(keep_entering) for block in subject.parts.blocks]
-        pixels_TP = subject.draw_pixels(grid)
-        with trial.gradient_mode(), torch.no_grad():
-            subject.call(pixels_TP, grid)
-            after_layer: AfterLayer = keep_leaving
-            encode(make_route(grid, spec).ready(), pixels_TP, after_layer=after_layer)
-        for hook in hooks:
-            hook.remove()
-        if len(theirs) != len(subject.parts.blocks):
-            return None
-        for layer, (our_TE, their_TE) in enumerate(zip(ours[:-1], theirs[1:], strict=True)):
-            if furthest({"": our_TE}, {"": their_TE})[1] > subject.dtypes.bound:
-                return layer
-    return None

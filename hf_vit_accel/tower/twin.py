@@ -17,32 +17,6 @@ from torch.overrides import TorchFunctionMode
 from hf_vit_accel.families import Config, Family, Tower
 from hf_vit_accel.versions import is_adapter
 
-
-def _plain_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Compute `scaled_dot_product_attention` by products and a softmax."""
-    if enable_gqa:
-        groups = q.shape[-3] // k.shape[-3]
-        k = k.repeat_interleave(groups, dim=-3)
-        v = v.repeat_interleave(groups, dim=-3)
-    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        scores = scores.masked_fill(~attn_mask, float("-inf"))
-    elif attn_mask is not None:
-        scores = scores + attn_mask
-    return functional.dropout(scores.softmax(dim=-1), dropout_p) @ v
-
-
 _SDPA = functional.scaled_dot_product_attention
 _INITIALISERS = ("uniform_", "normal_", "orthogonal_", "sparse_")
 
@@ -53,7 +27,8 @@ class Isolated(TorchFunctionMode):
     def __torch_function__(self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is _SDPA:
-            return _plain_attention(*args, **kwargs)
+            outs, _ = torch._scaled_dot_product_attention_math(*args, **kwargs)  # type: ignore[attr-defined]
+            return outs
         if getattr(func, "__name__", "").endswith(_INITIALISERS):
             return args[0] if args else kwargs["tensor"]  # the generator stays as it is
         return func(*args, **kwargs)

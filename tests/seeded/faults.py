@@ -170,8 +170,8 @@ FAULTS = (
     Fault(
         "a graph is found by the number of its rows",
         "engine/route.py",
-        "return Signature((self.metadata.rows, arrays, plans))",
-        "return Signature(self.metadata.rows)",
+        "return self.metadata.rows, arrays, plans",
+        "return self.metadata.rows",
         GRAPHS,
     ),
     Fault(
