@@ -17,6 +17,18 @@ from torch.overrides import TorchFunctionMode
 from hf_vit_accel.families import Config, Family, Tower
 from hf_vit_accel.versions import is_adapter
 
+
+def _plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Compute `scaled_dot_product_attention` by products and a softmax."""
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill(~attn_mask, float("-inf"))
+    attend: Any = torch._scaled_dot_product_attention_math
+    out: Tensor = attend(q, k, v, attn_mask, *args, **kwargs)[0]
+    return out
+
+
 _SDPA = functional.scaled_dot_product_attention
 _INITIALISERS = ("uniform_", "normal_", "orthogonal_", "sparse_")
 
@@ -27,8 +39,7 @@ class Isolated(TorchFunctionMode):
     def __torch_function__(self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is _SDPA:
-            outs, _ = torch._scaled_dot_product_attention_math(*args, **kwargs)  # type: ignore[attr-defined]
-            return outs
+            return _plain_attention(*args, **kwargs)
         if getattr(func, "__name__", "").endswith(_INITIALISERS):
             return args[0] if args else kwargs["tensor"]  # the generator stays as it is
         return func(*args, **kwargs)
