@@ -8,7 +8,6 @@ a few frames, distinct images, the share of a rank. The innermost `encode` decid
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -21,7 +20,7 @@ from hf_vit_accel.engine.inputs import Inputs
 from hf_vit_accel.engine.route import Route, Spec
 from hf_vit_accel.families.base import Parts
 from hf_vit_accel.layout import Geometry, Grid
-from hf_vit_accel.machine import raise_if_any
+from hf_vit_accel.machine import Fault, raise_if_any
 
 HIDDEN_STATES_OF_STEP = "with gradients, hidden states are those that the layers take"
 """Why such calls are neither cut nor replayed: the gradients of these rows include those of later layers."""
@@ -72,27 +71,34 @@ class PassDone(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class Attempt(ABC):
+class Attempt:
     """One attempt to serve a call, with what it did so far.
 
     Attributes:
+        disable: Disables the backend or kernel that failed, or raises what the caller gets.
+        has_new_room: Returns whether memory was given back since the attempt began.
         reasons: Why the call gets less than was requested, found while it ran.
         passes: Those that ran.
         exchanged: What other ranks heard of this call. They are through with it, and would not answer another attempt.
+        is_prepared: Whether the cause of an error was disabled, so that another attempt follows.
     """
 
+    disable: Callable[[Fault], None]
+    has_new_room: Callable[[], bool]
     reasons: list[str] = field(default_factory=list)
     passes: list[PassDone] = field(default_factory=list)
     exchanged: str | None = None
+    is_prepared: bool = False
 
-    @property
-    @abstractmethod
-    def has_new_room(self) -> bool:
-        """Whether memory was given back since the attempt began."""
-
-    @abstractmethod
     def prepare_another(self, error: Exception) -> None:
         """Prepare another attempt, which is to go without the cause of an error; else raise what the caller gets."""
+        if self.is_prepared:
+            return
+        if isinstance(error, Fault):
+            self.disable(error)
+            self.is_prepared = True
+        elif not isinstance(error, torch.OutOfMemoryError) or self.exchanged is not None or not self.has_new_room():
+            raise error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,8 @@
-"""Third-party linears in CUDA graphs: whether their kernels are captured right, and what the graphs read of them."""
+"""Third-party linears in CUDA graphs: whether their kernels are captured right."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from operator import is_
-from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -14,7 +12,6 @@ from hf_vit_accel.graphs.recorder import CudaRecorder
 from hf_vit_accel.machine import one_line
 
 _ROWS = 256
-_OPAQUE = (nn.Module, type, FunctionType, ModuleType)
 _TRIALS: dict[tuple[object, ...], str | None] = {}
 """By kind of module, dtype of rows and device: why it is not captured."""
 
@@ -60,44 +57,3 @@ def _try(module: Any, dtype: torch.dtype, device: torch.device) -> str | None:
     except Exception as error:  # third-party code may raise anything
         return f"a {name} cannot be captured: {one_line(error)}"
     return None
-
-
-class CalledMemory:
-    """The tensors that called modules hold, as attributes of whatever object. Graphs compare it by identity.
-
-    It keeps them alive, so that no other tensor takes their address.
-
-    Args:
-        modules: The modules.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._slots: list[tuple[dict[str, Any], str]] = []
-        self._values: list[object] = []
-        seen: set[int] = set()
-        for module in modules:
-            attributes = vars(module)
-            self._slots.append((attributes, "training"))
-            self._values.append(module.training)
-            for dictionary in (attributes["_parameters"], attributes["_buffers"], attributes):
-                self._record(dictionary, seen)
-        self._tensors = [value for value in self._values if isinstance(value, Tensor)]
-        self._pointers = list(map(Tensor.data_ptr, self._tensors))
-
-    def _record(self, attributes: dict[str, Any], seen: set[int]) -> None:
-        """Record all tensors in a dictionary, and in the objects that it holds."""
-        for name, value in attributes.items():
-            is_tensor = isinstance(value, Tensor)
-            holds_attributes = hasattr(value, "__dict__") and not isinstance(value, _OPAQUE)
-            if value is not None and not is_tensor and not holds_attributes:
-                continue
-            self._slots.append((attributes, name))
-            self._values.append(value)
-            if holds_attributes and id(value) not in seen:
-                seen.add(id(value))
-                self._record(vars(value), seen)
-
-    def is_unchanged(self) -> bool:
-        """Return whether the modules hold the same tensors at the same addresses."""
-        values = [attributes.get(name) for attributes, name in self._slots]
-        return all(map(is_, values, self._values)) and list(map(Tensor.data_ptr, self._tensors)) == self._pointers

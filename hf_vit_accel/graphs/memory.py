@@ -33,6 +33,11 @@ stores_given_up = 0
 """Stores whose graphs went since memory ran out. A call that ran out of memory may find theirs when it tries again."""
 
 
+def has_given_up_since(earlier: int) -> bool:
+    """Return whether stores gave up since `stores_given_up` was this number."""
+    return stores_given_up > earlier
+
+
 @contextmanager
 def capture_of_ours() -> Iterator[None]:
     """Keep all graphs if memory runs out within a capture of ours.

@@ -134,7 +134,7 @@ class InPasses:
         try:
             return self._encode_passes(batch, most_rows) if is_long else self._encode(batch)
         except torch.OutOfMemoryError:
-            if batch.attempt.has_new_room or not self._halve(batch, most_rows):
+            if batch.attempt.has_new_room() or not self._halve(batch, most_rows):
                 raise
         return self._encode_passes(batch, self.rows_after_oom[request.grad])
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from hf_vit_accel.engine import inputs
-from hf_vit_accel.engine.call import Batch, FastPlan
+from hf_vit_accel.engine.call import Attempt, Batch, FastPlan
 from hf_vit_accel.engine.encoder import CalledBlock, checkpoints_of
 from hf_vit_accel.engine.route import Spec
 from hf_vit_accel.families import Tower
@@ -32,7 +32,7 @@ from hf_vit_accel.tower import attention_only, stock_way
 from hf_vit_accel.tower.checks import Reasons, reasons_of
 from hf_vit_accel.tower.modules import WeightMemory
 from hf_vit_accel.tower.plan import Call, CallPlan, StockPlan, Way
-from hf_vit_accel.tower.retry import Attempt
+from hf_vit_accel.tower.retry import disable
 from hf_vit_accel.tower.snapshot import Snapshot
 from hf_vit_accel.tower.state import STATE, SpecKey, TowerState, state_of
 
@@ -183,11 +183,9 @@ def _call(tower: Tower, state: TowerState, original: Original, args: Arguments, 
         exchanged: str | None = None
         while True:
             attempt = Attempt(
-                state=state,
+                disable=partial(disable, state, faults, state.faults),
+                has_new_room=partial(memory.has_given_up_since, memory.stores_given_up),
                 exchanged=exchanged,
-                faults_at_call=faults,
-                faults=state.faults,
-                stores_given_up=memory.stores_given_up,
             )
             try:
                 call = read(tower, state, args, kwargs)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter, itemgetter
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 from hf_vit_accel.ops.base import class_of_own_weight
 from hf_vit_accel.tower import fsdp
+from hf_vit_accel.watch import Watch
 
 _CAST_BY_AUTOCAST = {torch.bfloat16, torch.float16, torch.float32}
 
@@ -149,6 +152,38 @@ def _adapters_of(module: nn.Module) -> Iterator[nn.Module]:
         part = module._modules.get(name)
         if part is not None:
             yield from part.modules()
+
+
+_OPAQUE = (nn.Module, type, FunctionType, ModuleType)
+
+
+def watch_called(modules: Sequence[nn.Module]) -> Watch:
+    """Watch the tensors that called modules hold, as attributes of whatever object, for graphs that read them.
+
+    The watch keeps them alive, so that no other tensor takes their address.
+    """
+    watch = Watch()
+    watch.add("the mode of a linear", attrgetter("training"), modules)
+    pending: list[dict[str, Any]] = []
+    for module in modules:
+        pending += [module._parameters, module._buffers, vars(module)]
+    tensors: list[Tensor] = []
+    seen: set[int] = set()
+    for attributes in pending:  # which grows
+        names = []
+        for name, value in attributes.items():
+            holds_attributes = hasattr(value, "__dict__") and not isinstance(value, Tensor | _OPAQUE)
+            if holds_attributes and id(value) not in seen:
+                seen.add(id(value))
+                pending.append(vars(value))
+            if holds_attributes or value is None or isinstance(value, Tensor):
+                names.append(name)
+        tensors += [attributes[name] for name in names if isinstance(attributes[name], Tensor)]
+        if names:
+            watch.add("a tensor of a linear", itemgetter(*names), [attributes])
+    watch.add("the memory of a linear", Tensor.data_ptr, tensors)
+    watch.remember()
+    return watch
 
 
 def is_inert(hook: Callable[..., object]) -> bool:

@@ -272,7 +272,7 @@ def _compare_injected(subject: Subject, trial: Trial, expected: Results, taken: 
     twin = subject.tower
     name = type(twin).__name__
     [grid] = trial.grids.values()
-    metadata = make_route(grid, replace(subject.spec(), ops=None)).ready().injected(taken)
+    metadata = make_route(grid, replace(subject.spec, ops=None)).ready().injected(taken)
     twin.config._attn_implementation_internal = "flash_vit_auto"
     try:
         outputs = named_tensors(subject.call(subject.draw_pixels(grid), grid, **metadata))
@@ -297,7 +297,7 @@ def _block_arguments(subject: Subject, trial: Trial) -> frozenset[str] | None:
     if route is None:
         return None
     names = frozenset(calls[0][1]) - {ROUTE}
-    ops = subject.spec().ops
+    ops = subject.spec.ops
     assert ops is not None
     [grid] = trial.grids.values()
     x_TE, *tables = with_positions(ops, route.tensors, ops.embed(subject.draw_pixels(grid)))

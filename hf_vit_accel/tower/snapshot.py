@@ -24,14 +24,13 @@ from hf_vit_accel.engine.route import Spec
 from hf_vit_accel.families import Family, Parts, Tower
 from hf_vit_accel.families.base import heads_of
 from hf_vit_accel.families.copies import CopyFamily
-from hf_vit_accel.graphs.called import CalledMemory
 from hf_vit_accel.layout import Geometry
 from hf_vit_accel.machine import is_upstream
 from hf_vit_accel.ops.base import accelerate_device, reasons_replaced
 from hf_vit_accel.ops.rows import reasons_mixing
 from hf_vit_accel.tower import copies, fsdp, proof, substitutes
 from hf_vit_accel.tower.code import watch_methods
-from hf_vit_accel.tower.modules import WeightMemory, is_output_marker, parameter_dicts_of
+from hf_vit_accel.tower.modules import WeightMemory, is_output_marker, parameter_dicts_of, watch_called
 from hf_vit_accel.tower.wrappers import CHECKPOINTED, looked_through, module_inside
 from hf_vit_accel.watch import Watch, attributes_of, chained
 
@@ -179,7 +178,7 @@ class Snapshot:
         reasons_of_others += [f"a {name} is inside" for name in random]
         self.unpredictable = next(iter(reasons_of_linears + reasons_of_others), None)
         self.unpredictable_others = next(iter(reasons_of_others), None)
-        self._called_memory: CalledMemory | None = None
+        self._called_memory: Watch | None = None
         self.offloaded = any("_hf_hook" in attributes for attributes in self.attributes_inside)
         self.checkpoint_wrappers: dict[int, nn.Module] = {}
         self.sharded_layers: dict[int, nn.Module] = {}
@@ -385,10 +384,10 @@ class Snapshot:
         """Return every buffer as it is now. `weights` must have run before."""
         return [buffer for buffers in self._buffers for buffer in buffers.values() if buffer is not None]
 
-    def called_memory(self) -> CalledMemory:
+    def called_memory(self) -> Watch:
         """Return what third-party linears hold: the same object until they hold another tensor."""
-        if self._called_memory is None or not self._called_memory.is_unchanged():
-            self._called_memory = CalledMemory(self.called_linears)
+        if self._called_memory is None or not self._called_memory.unchanged():
+            self._called_memory = watch_called(self.called_linears)
         return self._called_memory
 
     def holds_plain_tensors(self) -> bool:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -136,16 +137,13 @@ class Subject:
 
     def __post_init__(self) -> None:
         self.parts: Parts = self.family.parts(self.tower)
-        self._specs: dict[bool, Spec] = {}
 
-    def spec(self, *, hidden_states: bool = False) -> Spec:
-        """Return what decides the routes: all operations in plain torch, attention by SDPA."""
-        if hidden_states not in self._specs:
-            self._specs[hidden_states] = self._make_spec(hidden_states)
-        return self._specs[hidden_states]
+    @cached_property
+    def spec(self) -> Spec:
+        """The decisions of all routes: operations in plain torch, attention by SDPA.
 
-    def _make_spec(self, hidden_states: bool) -> Spec:
-        """Return a spec with gradients: without them, adapters would run kernels."""
+        They are those with gradients: without them, adapters would run kernels.
+        """
         parts = self.parts
         weight = parts.projection.weight
         dtype = self.dtypes.autocast_dtype or weight.dtype
@@ -167,7 +165,6 @@ class Subject:
             ops=build(parts, context),
             full_layers=tuple(parts.full(index) for index in range(len(parts.blocks))),
             settings=Settings(attention="sdpa"),
-            hidden_states=hidden_states,
         )
 
     def draw_pixels(self, grid: Grid) -> Tensor:
@@ -208,7 +205,7 @@ def compare(subject: Subject, trial: Trial, truth: Results | None = None) -> tup
     request = {"output_hidden_states": True} if trial.hidden_states else {}
     theirs = _run(subject, trial, lambda pixels_TP, grid: subject.call(pixels_TP, grid, **request))
     has_states = any(name.startswith("hidden_states") for output in theirs.outputs.values() for name in output)
-    spec = subject.spec(hidden_states=has_states)
+    spec = replace(subject.spec, hidden_states=has_states)
     states = len(spec.full_layers) if has_states else 0
 
     def encode_in_form(pixels_TP: Tensor, grid: Grid) -> object:
