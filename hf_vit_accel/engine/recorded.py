@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -74,8 +75,8 @@ class _Entry:
         return former.requires_grad == self.value.requires_grad and former.data_ptr() == self._pointer
 
 
-class Recorded:
-    """What modules held during a forward that may run again for its gradients.
+class Recorded(AbstractContextManager[None]):
+    """What modules held during a forward that may run again for its gradients: they hold it again within the context.
 
     Args:
         slots: Where they store it.
@@ -96,12 +97,11 @@ class Recorded:
                 return f"a {kind} of the vision tower ({entry.name}) was modified in place"
         return None
 
-    @contextmanager
-    def restored(self) -> Iterator[None]:
+    def __enter__(self) -> None:
         """Put back what modules held during the forward; at the end, what they hold now.
 
         Programs may have assigned, frozen or removed weights meanwhile, or called `model.eval()`. Copies are always put
-        back, since some writes go unseen.
+        back, since some writes go unseen. It is entered by each backward, with `retain_graph` again and again.
 
         Raises:
             RuntimeError: The state of the forward is lost.
@@ -111,8 +111,11 @@ class Recorded:
             raise RuntimeError(f"{reason} since its forward, which runs again for its gradients; call backward first")
         changed = [entry for entry in self._entries if entry.is_copied or not entry.is_still_held]
         slots = [(entry.dictionary, entry.name) for entry in changed]
-        with replaced(slots, [entry.value for entry in changed]):
-            yield
+        self._replaced = replaced(slots, [entry.value for entry in changed])
+        self._replaced.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._replaced.__exit__(*error)
 
 
 class RecordedModules(Recorded):
@@ -134,25 +137,11 @@ class RecordedModules(Recorded):
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Return the contexts in which a pass runs first, and again."""
-        return nullcontext(), _Restored(self)
+        return nullcontext(), self
 
     def reason_lost(self) -> str | None:
         """Return why the forward cannot run again as it did, or None."""
         return "an adapter was switched or scaled" if not self._adapters.unchanged() else super().reason_lost()
-
-
-class _Restored(AbstractContextManager[None]):
-    """`Recorded.restored`, which can be entered again: by each backward with `retain_graph`."""
-
-    def __init__(self, recorded: Recorded) -> None:
-        self._recorded = recorded
-
-    def __enter__(self) -> None:
-        self._context = self._recorded.restored()
-        self._context.__enter__()
-
-    def __exit__(self, *_: object) -> None:
-        self._context.__exit__(None, None, None)
 
 
 def _alias(tensor: Tensor) -> Tensor:

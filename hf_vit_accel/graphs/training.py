@@ -281,7 +281,7 @@ class _Replay(torch.autograd.Function):
         def compute_again() -> Gradients:
             forward_TP = ctx.runner.pixels_of(ctx.call) if ctx.pixel_writes.is_written else pixels_TP
             leaf_TP = forward_TP.detach().requires_grad_(ctx.needs_input_grad[3])
-            with ctx.call.recorded.restored(), torch.autocast(**ctx.autocast):
+            with ctx.call.recorded, torch.autocast(**ctx.autocast):
                 return run_eagerly(ctx.call.step, ctx.route.ready(), leaf_TP, parameters, incoming)
 
         return None, None, None, *ctx.runner.backward(ctx.call, incoming, parameters, compute_again)
