@@ -30,16 +30,20 @@ class Code:
     Args:
         kind: The tower's class in transformers.
         classes: The classes of all its modules.
+        names: Of the functions in the tower's file; None for all.
 
     Attributes:
         watch: Notices a function that was replaced.
     """
 
-    def __init__(self, kind: type, classes: frozenset[type]) -> None:
+    def __init__(self, kind: type, classes: frozenset[type], names: list[str] | None = None) -> None:
         self.kind = kind
         self.classes = classes
         self.module_globals = vars(sys.modules[kind.__module__])
-        self.names = self._read_names()
+        functions = [
+            name for name, value in self.module_globals.items() if callable(value) and not isinstance(value, type)
+        ]
+        self.names = functions if names is None else names
         self.methods = [name for name, value in vars(kind).items() if isinstance(value, FunctionType | property)]
         self.methods.remove("forward")  # `Snapshot` checks it
         self.watch = Watch()
@@ -47,11 +51,6 @@ class Code:
         self.watch.add("a method of the tower's class", vars(kind).get, self.methods)
         watch_methods(self.watch, classes)
         self.watch.remember()
-
-    def _read_names(self) -> list[str]:
-        """Return the names of the functions in the tower's file."""
-        named = self.module_globals.items()
-        return [name for name, value in named if callable(value) and not isinstance(value, type)]
 
     def reasons_overridden(self, tower: nn.Module) -> list[str]:
         """List the methods that the instance or a subclass overrides: the proof ran without them."""
@@ -61,10 +60,6 @@ class Code:
             if getattr(kind, name) is not vars(self.kind).get(name) or name in vars(tower):
                 reasons.append(f"the tower has a {name} of its own")
         return reasons
-
-    def attributes_of(self, kind: type) -> frozenset[str]:
-        """Return every attribute name in the forward of a class, and in the methods that it may call."""
-        return names_of_method(kind, "forward")
 
     def called_names(self) -> frozenset[str]:
         """Return every name, and every string constant, in the forwards of all module classes."""
@@ -91,33 +86,13 @@ class Code:
         return frozenset(names)
 
 
-class CopyCode(Code):
-    """The functions and constants that the proof of a copy ran: the tower itself ran, whatever its class overrides.
-
-    Args:
-        tower: The copy.
-    """
-
-    def __init__(self, tower: nn.Module) -> None:
-        kind = next(owner for owner in type(tower).__mro__ if "forward" in vars(owner))
-        super().__init__(kind, frozenset(type(module) for module in tower.modules()))
-
-    def _read_names(self) -> list[str]:
-        """Return the names of the functions and constants in the tower's file that its code reads."""
-        names = frozenset[str]().union(*map(names_in_class, self.classes)) & self.module_globals.keys()
-        return sorted(name for name in names if not isinstance(self.module_globals[name], type | ModuleType))
-
-    def reasons_overridden(self, tower: nn.Module) -> list[str]:
-        """Return nothing: the proof ran the methods of this very tower."""
-        return []
-
-    def attributes_of_tower(self, tower: nn.Module) -> frozenset[str]:
-        """Return the same as for other towers, without the attributes that may hold our forward."""
-        return super().attributes_of_tower(tower) - {"forward"}
-
-    def config_fields(self, tower: Tower) -> list[str]:
-        """Return nothing: `watch_state` watches complete configs."""
-        return []
+def code_of_copy(tower: nn.Module) -> Code:
+    """Return the functions and constants that the proof of a copy ran: the tower itself ran, whatever it overrides."""
+    kind = next(owner for owner in type(tower).__mro__ if "forward" in vars(owner))
+    classes = frozenset(type(module) for module in tower.modules())
+    values = vars(sys.modules[kind.__module__])
+    names = frozenset[str]().union(*map(names_in_class, classes)) & values.keys()
+    return Code(kind, classes, sorted(name for name in names if not isinstance(values[name], type | ModuleType)))
 
 
 _FIELDS_OF_A_CALL = {"return_dict", "output_attentions", "output_hidden_states"}

@@ -154,7 +154,7 @@ def _adapters_of(module: nn.Module) -> Iterator[nn.Module]:
             yield from part.modules()
 
 
-_OPAQUE = (nn.Module, type, FunctionType, ModuleType)
+_OPAQUE = (Tensor, nn.Module, type, FunctionType, ModuleType)
 
 
 def watch_called(modules: Sequence[nn.Module]) -> Watch:
@@ -172,7 +172,7 @@ def watch_called(modules: Sequence[nn.Module]) -> Watch:
     for attributes in pending:  # which grows
         names = []
         for name, value in attributes.items():
-            holds_attributes = hasattr(value, "__dict__") and not isinstance(value, Tensor | _OPAQUE)
+            holds_attributes = hasattr(value, "__dict__") and not isinstance(value, _OPAQUE)
             if holds_attributes and id(value) not in seen:
                 seen.add(id(value))
                 pending.append(vars(value))

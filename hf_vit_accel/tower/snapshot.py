@@ -29,7 +29,7 @@ from hf_vit_accel.machine import is_upstream
 from hf_vit_accel.ops.base import accelerate_device, reasons_replaced
 from hf_vit_accel.ops.rows import reasons_mixing
 from hf_vit_accel.tower import copies, fsdp, proof, substitutes
-from hf_vit_accel.tower.code import watch_methods
+from hf_vit_accel.tower.code import names_of_method, watch_methods
 from hf_vit_accel.tower.modules import WeightMemory, is_output_marker, parameter_dicts_of, watch_called
 from hf_vit_accel.tower.wrappers import CHECKPOINTED, looked_through, module_inside
 from hf_vit_accel.watch import Watch, attributes_of, chained
@@ -149,14 +149,13 @@ class Snapshot:
 
         An attribute that no code of their classes names, as a user's counter, is not compared.
         """
-        code = self.proof.code
         for module in self._modules:
             kind = fsdp.class_of(module)
             if module in self.trusted:
                 self.module_attributes.read_all(module)
             elif kind in self.proof.classes:
                 attributes = vars(module)
-                for name in (code.attributes_of(kind) & attributes.keys()) - _BASE_NAMES:
+                for name in (names_of_method(kind, "forward") & attributes.keys()) - _BASE_NAMES:
                     if not isinstance(attributes[name], Tensor):
                         self.module_attributes.read(module, name)
         self.module_attributes.remember()
@@ -255,9 +254,10 @@ class Snapshot:
     def _read_parts(self, tower: Tower, family: Family) -> list[str]:
         """Read the tower's parts, geometry and heads. Return `reasons_stock`; parts may be unread if there are any."""
         reasons = []
-        if not self.is_copy and not is_upstream(type(tower).forward):
-            reasons.append(f"the forward of {type(tower).__name__} is not transformers' own")
-        reasons += self.proof.code.reasons_overridden(tower)
+        if not self.is_copy:  # the proof of a copy ran this very tower
+            if not is_upstream(type(tower).forward):
+                reasons.append(f"the forward of {type(tower).__name__} is not transformers' own")
+            reasons += self.proof.code.reasons_overridden(tower)
         if self.proof.why_not_metadata is not None:
             return [*reasons, self.proof.why_not_metadata]
         try:
