@@ -31,7 +31,7 @@ from hf_vit_accel.ops.base import replaced
 from hf_vit_accel.ops.training.context import FunctionContext
 from hf_vit_accel.options.checksum import words_of
 from hf_vit_accel.options.ranks import RankError, add_up, gather, to_all
-from hf_vit_accel.options.split import Assignment, loads, split
+from hf_vit_accel.options.split import Assignment, split
 
 LEAST = {"eager": 4096, "graphs": 1024}
 """Rows that sharing must save to pay: an exchange costs some hundred rows, an eager forward at least its launches.
@@ -133,14 +133,14 @@ class Sharing:
 
     def _is_too_small(self, plan: FastPlan) -> bool:
         """Return whether sharing a call would not pay. The grid of the whole call decides, so all ranks agree."""
-        clips, full = _rule(plan)
-        assignment = self._assignment(plan, plan.inputs.grid)
-        costs = loads(assignment.grid, assignment.shares, clips=clips, full=full)
-        return sum(costs) - max(costs) < self._least
+        rows = self._assignment(plan, plan.inputs.grid).rows
+        return sum(rows) - max(rows) < self._least
 
     def _assignment(self, plan: FastPlan, grid: Grid) -> Assignment:
-        clips, full = _rule(plan)
-        return Assignment(grid, split(grid, self._ranks.size, clips=clips, full=full))
+        """Split a grid among the ranks."""
+        full_layers = plan.reading.full_layers
+        clips = plan.reading.geometry.clips
+        return Assignment(grid, split(grid, self._ranks.size, clips=clips, full=sum(full_layers) / len(full_layers)))
 
     def _reasons_against(self, plan: FastPlan) -> list[str]:
         """Return reasons not to share a call; identical on every rank."""
@@ -219,12 +219,6 @@ class Sharing:
         """Send this rank's report and return those of all ranks, by rank."""
         attempt.exchanged = "this call was shared"
         return gather(self._ranks, report)
-
-
-def _rule(plan: FastPlan) -> tuple[bool, float]:
-    """Return whether the frames of a video stay together, and the part of layers that attend within whole frames."""
-    full_layers = plan.reading.full_layers
-    return plan.reading.geometry.clips, sum(full_layers) / len(full_layers)
 
 
 def _check(reports: Sequence[Report]) -> None:

@@ -53,6 +53,7 @@ def split(grid: Grid, ranks: int, *, clips: bool, full: float) -> Split:
     Args:
         grid: Frames, height and width of every image or video.
         clips: Whether all frames of a video attend to each other, and stay together.
+        full: The part of layers that attend within whole frames.
     """
     units: dict[float, list[Piece]] = {}
     for image, (t, h, w) in enumerate(grid):
@@ -112,21 +113,6 @@ def _joined(units: list[Piece]) -> tuple[Piece, ...]:
         else:
             joined.append(unit)
     return tuple(joined)
-
-
-def loads(grid: Grid, shares: Split, *, clips: bool, full: float) -> list[float]:
-    """Return the cost of each rank's pieces."""
-    costs = []
-    for share in shares:
-        load = 0.0
-        for piece in share:
-            _, height, width = grid[piece.image]
-            if clips:
-                load += cost(height * width * piece.frames, full)
-            else:
-                load += piece.frames * cost(height * width, full)
-        costs.append(load)
-    return costs
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from support.grids import drawn, frames_of
 
 from hf_vit_accel.layout import rows_of
-from hf_vit_accel.options.split import Assignment, Piece, Split, loads, split
+from hf_vit_accel.options.split import Assignment, Piece, Split, cost, split
 
 Entry = tuple[int, int, int]
 Grid = tuple[Entry, ...]
@@ -17,10 +17,7 @@ Grid = tuple[Entry, ...]
 
 def costs_of_units(grid: Grid, clips: bool) -> list[float]:
     """Return the cost of every frame, or of every video if videos stay together."""
-    costs = []
-    for unit in frames_of(grid, clips=clips):
-        costs += loads((unit,), split((unit,), 1, clips=clips, full=0.5), clips=clips, full=0.5)
-    return costs
+    return [cost(rows_of((unit,)), 0.5) for unit in frames_of(grid, clips=clips)]
 
 
 def frames_in(shares: Split) -> list[tuple[int, int]]:
@@ -41,7 +38,8 @@ def test_a_split_holds_every_frame_once_and_is_balanced(clips: bool) -> None:
             assert list(share) == sorted(share)
             assert not clips or all(piece.frames == grid[piece.image][0] for piece in share)
         costs = costs_of_units(grid, clips)
-        loads_by_rank = loads(grid, shares, clips=clips, full=0.5)
+        assignment = Assignment(grid, shares)
+        loads_by_rank = [sum(costs_of_units(assignment.grid_of(rank), clips)) for rank in range(ranks)]
         assert sum(loads_by_rank) == pytest.approx(sum(costs))
         # The bound of a schedule that gives each unit to the rank with the smallest load (Graham).
         assert max(loads_by_rank) <= sum(costs) / ranks + max(costs) * (1 - 1 / ranks) + 1e-6
