@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -154,7 +154,7 @@ def _adapters_of(module: nn.Module) -> Iterator[nn.Module]:
             yield from part.modules()
 
 
-_OPAQUE = (Tensor, nn.Module, type, FunctionType, ModuleType)
+_OPAQUE = (nn.Module, type, FunctionType, ModuleType)
 
 
 def watch_called(modules: Sequence[nn.Module]) -> Watch:
@@ -167,23 +167,25 @@ def watch_called(modules: Sequence[nn.Module]) -> Watch:
     pending: list[dict[str, Any]] = []
     for module in modules:
         pending += [module._parameters, module._buffers, vars(module)]
-    tensors: list[Tensor] = []
+    slots: list[tuple[dict[str, Any], str, object]] = []
     seen: set[int] = set()
     for attributes in pending:  # which grows
-        names = []
         for name, value in attributes.items():
             holds_attributes = hasattr(value, "__dict__") and not isinstance(value, _OPAQUE)
             if holds_attributes and id(value) not in seen:
                 seen.add(id(value))
                 pending.append(vars(value))
             if holds_attributes or value is None or isinstance(value, Tensor):
-                names.append(name)
-        tensors += [attributes[name] for name in names if isinstance(attributes[name], Tensor)]
-        if names:
-            watch.add("a tensor of a linear", itemgetter(*names), [attributes])
-    watch.add("the memory of a linear", Tensor.data_ptr, tensors)
+                slots.append((attributes, name, value))
+    watch.add("a tensor of a linear", _hold_the_same, [slots])
+    watch.add("the memory of a linear", Tensor.data_ptr, [value for *_, value in slots if isinstance(value, Tensor)])
     watch.remember()
     return watch
+
+
+def _hold_the_same(slots: Sequence[tuple[dict[str, Any], str, object]]) -> bool:
+    """Return whether dictionaries hold these very values."""
+    return all([attributes.get(name) is value for attributes, name, value in slots])
 
 
 def is_inert(hook: Callable[..., object]) -> bool:
