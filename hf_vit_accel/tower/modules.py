@@ -185,7 +185,7 @@ def watch_called(modules: Sequence[nn.Module]) -> Watch:
 
 def _hold_the_same(slots: Sequence[tuple[dict[str, Any], str, object]]) -> bool:
     """Return whether dictionaries hold these very values."""
-    return all([attributes.get(name) is value for attributes, name, value in slots])
+    return all(attributes.get(name) is value for attributes, name, value in slots)
 
 
 def is_inert(hook: Callable[..., object]) -> bool:
