@@ -8,12 +8,10 @@ undone. So one changed word always changes the checksum, and other changes go un
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_vit_accel.layout import to_device
 from hf_vit_accel.ops.launch import device_function, kernel_without_specialization, tl
 
 CHUNK = 16384
@@ -44,6 +42,12 @@ def _mix(words_I: Tensor, positions_I: Tensor) -> Tensor:
     return mixed_I
 
 
+def equal_pairs(pairs: list[tuple[Tensor, Tensor]]) -> list[bool]:
+    """Return for every pair of word tensors of one size whether all words are equal. One host sync."""
+    equal: list[bool] = torch.stack([(first == second).all() for first, second in pairs]).tolist()
+    return equal
+
+
 # --- references in plain torch ----------------------------------------------------------------------------------------
 
 
@@ -71,11 +75,6 @@ def sum_weights_reference(tensors: list[Tensor], table_2C: Tensor, out: Tensor) 
         for words_I in words_of(tensor.reshape(1, -1))[0].split(CHUNK):
             out[0] += _mix(words_I, position_I[: len(words_I)]).sum()
             position_I = position_I + CHUNK
-
-
-def equal_pairs_reference(pairs: list[tuple[Tensor, Tensor]]) -> list[bool]:
-    """Return for every pair of word tensors of one size whether all words are equal."""
-    return [torch.equal(first, second) for first, second in pairs]
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
@@ -136,22 +135,6 @@ def _weights_kernel(table, out, chunks):
     tl.atomic_add(out, sums, sem="relaxed")
 
 
-@kernel_without_specialization
-def _compare_kernel(table, out):
-    """Store 1 for a pair of runs of words that differ; the programs of its second axis take turns."""
-    pair = tl.program_id(0)
-    first = tl.load(table + 3 * pair).to(tl.pointer_type(tl.int32))
-    second = tl.load(table + 3 * pair + 1).to(tl.pointer_type(tl.int32))
-    count = tl.load(table + 3 * pair + 2)
-    differs = tl.zeros((1024,), tl.int32)
-    for start in range(tl.program_id(1).to(tl.int64) * 1024, count, tl.num_programs(1) * 1024):
-        index = start + tl.arange(0, 1024)
-        difference = tl.load(first + index, mask=index < count, other=0)
-        differs |= difference ^ tl.load(second + index, mask=index < count, other=0)
-    if tl.max((differs != 0).to(tl.int32), 0) != 0:
-        tl.store(out + pair, 1)
-
-
 def sum_images(words_TW: Tensor, grid_N3: Tensor, out: Tensor) -> None:
     """Run `sum_images_reference` as one kernel."""
     rows, width = words_TW.shape
@@ -165,13 +148,3 @@ def sum_weights(tensors: list[Tensor], table_2C: Tensor, out: Tensor) -> None:
     """Run `sum_weights_reference` as one kernel, over the table of addresses and counts."""
     chunks = table_2C.shape[1]
     _weights_kernel[(chunks,)](table_2C, out, chunks, num_warps=4)
-
-
-def equal_pairs(pairs: list[tuple[Tensor, Tensor]]) -> list[bool]:
-    """Run `equal_pairs_reference` as one kernel. One host sync."""
-    table = np.array([(first.data_ptr(), second.data_ptr(), first.numel()) for first, second in pairs], np.int64)
-    device = pairs[0][0].device
-    differs = torch.zeros(len(pairs), dtype=torch.int32, device=device)
-    stripes = min(-(-int(table[:, 2].max()) // _PROGRAM), 1024)
-    _compare_kernel[(len(pairs), stripes)](to_device({"pairs": table}, device)["pairs"], differs, num_warps=4)
-    return [not flag for flag in differs.tolist()]

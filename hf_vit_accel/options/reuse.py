@@ -12,7 +12,7 @@ not do: they miss writes through `.data`, by which adapters are merged and some 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import accumulate
@@ -34,14 +34,11 @@ from hf_vit_accel.options.checksum import CHUNK, words_of
 
 Fingerprint = tuple[int, ...]
 """Frames, height, width and checksum of an image."""
-EqualPairs = Callable[[list[tuple[Tensor, Tensor]]], list[bool]]
-"""Returns for every pair of word tensors whether they are equal."""
 
-_IN_TORCH = checksum.sum_images_reference, checksum.sum_weights_reference, checksum.equal_pairs_reference
+_IN_TORCH = checksum.sum_images_reference, checksum.sum_weights_reference
 _BY_KERNELS = (
     guarded(KERNELS, checksum.sum_images),
     guarded(KERNELS, checksum.sum_weights),
-    guarded(KERNELS, checksum.equal_pairs),
 )
 
 
@@ -199,7 +196,7 @@ class Reuse:
             return Repeats(sizes=sizes or grid_N3.tolist(), unmet=unmet)
 
         runs_kernels = no_kernels is None and why_not_triton(device, torch.float16) is None  # pixels of any dtype
-        sum_images, sum_weights, equal_pairs = _BY_KERNELS if runs_kernels else _IN_TORCH
+        sum_images, sum_weights = _BY_KERNELS if runs_kernels else _IN_TORCH
         words_TW = words_of(pixels_TP)
         sums = torch.zeros(1 + 4 * images, dtype=torch.int64, device=device)
         if table is not None:
@@ -219,7 +216,7 @@ class Reuse:
             autocast = autocast_dtype(device, weights.dtype)
             identity = weights_sum, table.form, pixels_TP.dtype, device, autocast, *machine.numerics()
             keys = [(identity, fingerprint) for fingerprint in present]
-        sources = self._find_sources(present, keys, bits, equal_pairs)
+        sources = self._find_sources(present, keys, bits)
         return Repeats(sizes=sizes, unmet=unmet, sources=sources, bits=bits, keys=keys)
 
     def _weights_to_sum(
@@ -253,7 +250,7 @@ class Reuse:
         return table, []
 
     def _find_sources(
-        self, fingerprints: list[Fingerprint], keys: list[Hashable], bits: tuple[Tensor, ...], equal_pairs: EqualPairs
+        self, fingerprints: list[Fingerprint], keys: list[Hashable], bits: tuple[Tensor, ...]
     ) -> list[int | Kept]:
         """Return the `sources` of a call. Every image is compared with one candidate; where they differ, it is new."""
         first_index: dict[Fingerprint, int] = {}
@@ -271,7 +268,7 @@ class Reuse:
             else:
                 first_index[fingerprint] = index
         sources: list[int | Kept] = list(range(len(fingerprints)))
-        are_equal = equal_pairs(pairs) if pairs else []
+        are_equal = checksum.equal_pairs(pairs) if pairs else []
         for (index, candidate), is_equal in zip(candidates.items(), are_equal, strict=True):
             if is_equal:
                 sources[index] = candidate

@@ -151,7 +151,6 @@ SEPARATE_KERNELS: dict[str, Kernel] = {
     ),
     "sum_images": _row(checksum.sum_images, checksum.sum_images_reference, (checksum, "_images_kernel")),
     "sum_weights": _row(checksum.sum_weights, checksum.sum_weights_reference, (checksum, "_weights_kernel")),
-    "equal_pairs": _row(checksum.equal_pairs, checksum.equal_pairs_reference, (checksum, "_compare_kernel")),
 }
 """Functions outside `ops.TABLE`, which `references` leaves alone.
 

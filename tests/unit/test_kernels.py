@@ -558,7 +558,6 @@ COMPILED = {
     ),
     "sum_images": ("options.checksum", "_images_kernel", "words:*i32 grid:*i64 out:*i64 rows:i32 width:i32", {}),
     "sum_weights": ("options.checksum", "_weights_kernel", "table:*i64 out:*i64 chunks:i32", {}),
-    "equal_pairs": ("options.checksum", "_compare_kernel", "table:*i64 out:*i32", {}),
 }
 
 

@@ -118,7 +118,7 @@ def test_kernels_equal_their_references(device: str, dtype: torch.dtype, width: 
         other = words.clone()
         other[changed] ^= -(2**31)
         pairs += [(words[:count], other[:count]), (words[1:count], words.clone()[1:count])]
-    assert checksum.equal_pairs(pairs) == checksum.equal_pairs_reference(pairs) == [True] + 4 * [False, True]
+    assert checksum.equal_pairs(pairs) == [True] + 4 * [False, True]
 
 
 @kernel_devices
@@ -282,16 +282,14 @@ def test_items_of_equal_checksums_are_distinguished_by_their_bits(
 def test_the_host_waits_once_and_with_candidates_twice(tower: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[int] = []
     tolist = torch.Tensor.tolist
-    equal = torch.equal
     hf_vit_accel.patch(tower, reuse=ACROSS, strict=True)
     monkeypatch.setattr(torch.Tensor, "tolist", lambda x: reads.append(x.numel()) or tolist(x))
-    monkeypatch.setattr(torch, "equal", lambda x, y: reads.append(-1) or equal(x, y))
     monkeypatch.setattr(torch.Tensor, "item", lambda x: pytest.fail("a wait of its own"))
     with torch.no_grad():
         call(tower, [item(tower), item(tower, seed=1)])
         assert reads == [6, 9], "a grid on the host, then everything on the device"
         call(tower, [item(tower), item(tower, seed=2)])
-        assert reads[2:] == [6, 9, -1], "one pair of candidates"
+        assert reads[2:] == [6, 9, 1], "one pair of candidates"
 
 
 @both_ways
@@ -659,7 +657,7 @@ def test_a_failed_kernel_is_replaced_by_its_reference(tower: nn.Module, monkeypa
         raise RuntimeError("no C compiler")
 
     monkeypatch.setattr(reuse_module, "why_not_triton", lambda device, dtype: None)
-    monkeypatch.setattr(reuse_module, "_BY_KERNELS", (guarded(KERNELS, fail),) * 3)
+    monkeypatch.setattr(reuse_module, "_BY_KERNELS", (guarded(KERNELS, fail),) * 2)
     items = [item(tower), item(tower)]
     expected = alone(tower, items)
     hf_vit_accel.patch(tower, reuse=True)
