@@ -14,15 +14,6 @@ from tiny import TINY, tower_of
 
 pytest.importorskip("peft")
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-TEXT = dict(
-    vocab_size=400,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=1,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
-)
 TOWER = dict(
     depth=2,
     hidden_size=32,
@@ -33,17 +24,6 @@ TOWER = dict(
     fullatt_block_indexes=[1],
     out_hidden_size=32,
 )
-IMAGE, START, END, VIDEO = range(390, 394)
-
-
-@pytest.fixture
-def whole_call(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    module = importlib.import_module("whole_call")
-    monkeypatch.setattr(module, "TEXT", {"tiny": ("Qwen2_5_VL", TEXT)})
-    monkeypatch.setattr(module, "SHAPES", {"tiny": ("Qwen2_5_VLVisionConfig", TOWER)})
-    yield module
-    sys.modules.pop("whole_call")
 
 
 @pytest.fixture

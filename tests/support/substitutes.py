@@ -7,7 +7,7 @@ that a patched module gets beside its own.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -161,6 +161,3 @@ def exchanged(model: nn.Module, name: str, value: object) -> Iterator[None]:
         yield
     finally:
         namespace[name] = former
-
-
-Rotation = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
