@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from hf_vit_accel import backends, machine
 from hf_vit_accel.tools import cli
-from hf_vit_accel.tools.bench import timing, towers, ways
+from hf_vit_accel.tools.bench import towers, ways
 from hf_vit_accel.tools.bench.measure import KEYS, draw_pixels, forward, largest_error
 
 Row = dict[str, Any]
@@ -217,19 +217,6 @@ def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert (report["device"], report["dtype"]) == (torch.cuda.get_device_name(), "bfloat16")
     timed = {row["contender"] for row in report["rows"] if row["status"] == "timed"}
     assert {"stock sdpa", "stock compile", "auto"} <= timed, result.output
-
-
-@pytest.mark.parametrize(
-    ("step_ms", "turns", "timed"), [(1600.0, 2, 1), (400.0, 4, 1), (60.0, 8, 1), (20.0, 8, 2), (4.0, 24, 7)]
-)
-def test_a_gpu_gets_more_timed_steps_than_a_cpu(
-    monkeypatch: pytest.MonkeyPatch, step_ms: float, turns: int, timed: int
-) -> None:
-    """Short steps are timed for as long as others, and in more rounds; slow ones in fewer turns."""
-    monkeypatch.setattr(timing, "milliseconds", lambda *_, **__: step_ms)  # no GPU here
-    assert timing.time_in_turns({"a": lambda: None}, 2, cuda=False)["a"] == [step_ms] * 4
-    assert timing.time_in_turns({"a": lambda: None}, 2, cuda=True)["a"] == [step_ms] * timed * turns
-    assert timing.time_in_turns({}, 1, cuda=True) == {}
 
 
 def test_fp8_is_timed_where_it_runs() -> None:

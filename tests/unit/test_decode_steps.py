@@ -36,7 +36,6 @@ from hf_vit_accel.decoding import loop as decoding
 from hf_vit_accel.decoding import step as step_module
 from hf_vit_accel.decoding.steps import steps_of
 from hf_vit_accel.decoding.text_models import TEXT_MODELS, UnservedError, read_model
-from hf_vit_accel.graphs import memory
 
 Recorder = type[OperationRecorder]
 TEXT = {"input_ids": torch.tensor([[5, 6, 7, 8], [9, 4, 3, 3]])}
@@ -537,34 +536,6 @@ def test_every_norm_of_a_declared_text_model_is_known() -> None:
                 norm = kind(8)
                 nn.init.normal_(norm.weight)
                 torch.testing.assert_close(layers.norm(norm, hidden), norm(hidden))
-
-
-def test_memory_that_runs_out_in_a_capture_leaves_other_graphs(
-    model: nn.Module, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The recorder frees cached memory and tries again; graphs of towers stay."""
-
-    class Graphs:
-        device: torch.device | None = None
-        given_up: str | None = None
-        has_given_up = False
-
-        def give_up(self, why: str) -> None:
-            self.given_up = why
-
-    graphs = Graphs()
-    memory._stores.add(graphs)
-    record = recorder.record
-
-    def record_at_the_second_try(self: Recorder, *runs: Callable[[], None]) -> object:
-        memory._give_up_graphs(0, 1 << 40, 0, 0)
-        return record(self, *runs)
-
-    monkeypatch.setattr(recorder, "record", record_at_the_second_try)
-    both(model, TEXT, max_new_tokens=12)
-    assert counts_of(model).static_calls == 1 and graphs.given_up is None
-    memory._give_up_graphs(0, 1 << 40, 0, 0)
-    assert graphs.given_up
 
 
 def test_no_undeclared_model_is_served(pytestconfig: pytest.Config) -> None:

@@ -118,15 +118,6 @@ def test_a_text_longer_than_its_cache_goes_on_in_a_larger_one(model: Any, monkey
     assert len(steps_of(model).kept) == 2
 
 
-def test_buckets_waste_at_most_a_quarter_from_512_tokens_on() -> None:
-    sizes = {decoding.slots_for(tokens) for tokens in range(1, 9000)}
-    assert min(sizes) == 128 and len(sizes) <= 21
-    for tokens in range(1, 9000):
-        slots = decoding.slots_for(tokens)
-        assert slots % 128 == 0 and tokens <= slots < tokens + max(128, tokens // 2)
-        assert tokens <= 512 or slots <= tokens * 1.25 + 1
-
-
 def test_stock_decodes_a_conversation_in_a_cache_that_is_passed(model: Any) -> None:
     """The user may read that cache at any time, as a criterion does that bounds its length."""
     inputs = tiny.chat_inputs(model, [(1, 4, 6)])

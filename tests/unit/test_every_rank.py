@@ -153,16 +153,6 @@ def test_a_tower_of_frames_gets_one_row_a_frame() -> None:
     assert relative_error(model(**inputs).logits, stock(**inputs).logits) < 1e-5
 
 
-def test_another_text_model_gets_the_dummy() -> None:
-    model = hf_vit_accel.patch(TINY["qwen3_vl"].build().train(), every_rank=True)
-    for _ in range(2):
-        model.zero_grad(set_to_none=True)
-        model(**batch_of(model, "none", 0)).loss.backward()
-        assert all(parameter.grad is not None for parameter in tower_of(model).parameters())
-        model.model.language_model = copy.deepcopy(model.model.language_model)
-    assert len(model.model.language_model._forward_pre_hooks) == 1
-
-
 @pytest.mark.parametrize("order", ["before patching", "after patching"])
 def test_a_tower_that_is_saved_beside_its_original_is_trained(order: str) -> None:
     """PEFT trains a copy of the tower: `LoraConfig(modules_to_save=["visual"])`, before and after `patch`."""

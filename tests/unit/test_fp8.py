@@ -16,8 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from support.attention import HEADS, LAYOUTS, draw, exact, request, segments_of
 from support.cpu_graphs import SMALL, Recorder, status_of
 from support.fp8 import GraphOnCpu, graph_on_cpu, quantize_on_cpu, run_fp8_on_cpu
@@ -28,7 +26,7 @@ from tiny import TINY, all_equal, largest_error, merged_of, outputs_of, pixels_f
 import hf_vit_accel
 from hf_vit_accel import BackendUnavailableError, FallbackError, FlexConfig, Fp8Config, GraphConfig
 from hf_vit_accel.backends import FP8, Request, cudnn_fp8, plan_alone, resolve
-from hf_vit_accel.backends.cudnn_fp8 import CudnnFp8, round_max_seqlen
+from hf_vit_accel.backends.cudnn_fp8 import CudnnFp8
 from hf_vit_accel.config import Amax, Settings
 from hf_vit_accel.graphs.buffers import pad_segments
 from hf_vit_accel.ops.fp8.e4m3 import fit
@@ -534,12 +532,6 @@ def test_empty_segments_are_left_to_others(fp8_on_cpu: None) -> None:
     assert resolve("auto", hopper_request(), full).backend is FP8
     for lengths in ([long] * 17, [long] * 37):
         assert FP8.plan(segments_of(lengths), hopper_request()).arrays["lengths"].all()
-
-
-@given(st.integers(1, 1 << 20))
-def test_longest_is_rounded_finely(length: int) -> None:
-    declared = round_max_seqlen(length)
-    assert length <= declared <= max(length * 33 / 32 + 1, length + 127) and round_max_seqlen(declared) == declared
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ import pytest
 import torch
 from support.cpu_graphs import SMALL, Recorder, status_of
 from support.graphs import Grid, draw_grid, patch
-from support.towers import both_towers
 from tiny import GRIDS, TINY, assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
 from torch import nn
 
@@ -39,7 +38,6 @@ ODD_INPUTS: dict[str, Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor,
 
 
 @pytest.mark.parametrize("case", ODD_INPUTS)
-@both_towers
 def test_odd_input_is_replayed(on_cpu: type[Recorder], model: nn.Module, case: str) -> None:
     """Inputs that stock casts and views itself, between calls of the usual form."""
     tower = tower_of(model)

@@ -11,8 +11,6 @@ import pytest
 import torch
 from support.cpu_graphs import Recorder
 from support.fused_parts import fuse_only
-from support.kernel_table import KERNELS
-from support.references import put
 from tiny import (
     FAMILIES,
     GRIDS,
@@ -29,7 +27,7 @@ from torch import nn
 import hf_vit_accel
 from hf_vit_accel.backends import backend_named
 from hf_vit_accel.families import family_of
-from hf_vit_accel.ops import PARTS, TABLE, Context, mlp, norm
+from hf_vit_accel.ops import PARTS, TABLE, mlp
 from hf_vit_accel.tower.state import state_of
 
 GRID = GRIDS["mixed"]
@@ -359,31 +357,6 @@ def test_inputs_that_modules_store_are_not_written_to(references: list[str], mod
     assert torch.equal(module_input, input_before) and status_of(model).calls == 1
     outputs[0].zero_()
     assert torch.equal(module_input, input_before)
-
-
-def test_embeddings_of_any_strides(references: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def contiguous_only(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        assert x.is_contiguous()
-        return KERNELS["add_norm_"].reference(x, *args, **kwargs)
-
-    put(monkeypatch, norm.add_norm_, contiguous_only)
-    model = TINY["qwen2_vl"].build()
-    expected = run_tower(tower_of(model), GRID)
-    surround(tower_of(model), "patch_embed", lambda inner, x: inner(x).t().contiguous().t())
-    hf_vit_accel.patch(model)
-    assert_close(run_tower(tower_of(model), GRID), expected)
-    assert "norms" in status_of(model).fused
-
-
-@pytest.mark.parametrize("how", [norm.fused, norm.plain])
-def test_norms_return_the_dtype_of_rows_under_autocast(references: list[str], how: Any) -> None:
-    """Return the rows' dtype from norms with fp32 weights, since products with own gradients do not cast."""
-    for module in (nn.LayerNorm(8), tower_of(TINY["qwen2_5_vl"].build()).blocks[0].norm1):
-        context = Context(device=torch.device("cpu"), dtype=torch.bfloat16, weights_dtype=torch.float32, grad=True)
-        x = torch.randn(3, *module.weight.shape)
-        with torch.autocast("cpu", torch.bfloat16):
-            total, normed = how(module, context)(x, x.bfloat16())
-        assert (total.dtype, normed.dtype) == (torch.float32, torch.bfloat16)
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------

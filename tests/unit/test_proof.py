@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import multiprocessing
 import time
 import warnings
@@ -11,12 +10,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from multiprocessing.queues import Queue
-from pathlib import Path
 
 import pytest
 import torch
 from support.towers import ONE_TOWER
-from tiny import GRIDS, TINY, assert_close, pixels_for, relative_error, run_tower, tower_of
+from tiny import GRIDS, TINY, assert_close, relative_error, run_tower, tower_of
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -27,7 +25,7 @@ import hf_vit_accel
 from hf_vit_accel import machine
 from hf_vit_accel.families import family_of
 from hf_vit_accel.tower import proof as proofs
-from hf_vit_accel.tower.state import TowerState, state_of
+from hf_vit_accel.tower.state import state_of
 
 GRID = GRIDS["mixed"]
 
@@ -314,20 +312,3 @@ def check_that_it_stays_stock(tower: nn.Module, before: list[torch.Tensor]) -> N
     assert_close(run_tower(tower, GRID), expected)
     status = hf_vit_accel.status(tower).towers[0]
     assert (status.calls, status.stock_calls) == (0, 1)
-
-
-def test_the_plugin_for_transformers_tests_does_not_patch_the_towers_of_a_proof(
-    tower: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To patch one would start the same proof, without end."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "upstream"))
-    plugin = importlib.import_module("patched")
-    arguments = (pixels_for(tower, GRID), torch.tensor(GRID))
-
-    def call_in_proof() -> TowerState | None:
-        plugin._call(tower, *arguments)
-        return state_of(tower)
-
-    assert machine.run_isolated(call_in_proof) is None
-    plugin._call(tower, *arguments)
-    assert state_of(tower) is plugin.STATES.pop()

@@ -671,18 +671,6 @@ def test_gpu_replayed_steps_equal_eager_steps(family: str, dtype: torch.dtype) -
 
 
 @pytest.mark.gpu
-def test_gpu_the_loss_may_use_deepstack_features_alone() -> None:
-    """The last layers then have no gradients, and their stage has nothing to compute."""
-    eager, tower = towers_on_gpu("qwen3_vl", torch.bfloat16)
-    hf_vit_accel.patch(tower, cuda_graphs=CONFIG, strict=True)
-    last = len(forward(eager, SMALL)) - 1
-    for seed in range(4):
-        gradients = train(tower, SMALL, seed, lambda index: index == last)
-        assert_same(gradients, train(eager, SMALL, seed, lambda index: index == last), bound=2e-2)
-    assert state_of(tower).training_runner.status().replays >= 3
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_gpu_changes_before_the_backward(family: str) -> None:
     """Gradients belong to the frequencies and the pixels of the forward."""
