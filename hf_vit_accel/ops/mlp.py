@@ -12,13 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_vit_accel.families.base import Part, Parts
-from hf_vit_accel.ops.activation import ACTIVATIONS, linear_gelu_tanh, pad_swiglu, quick_gelu_, swiglu
+from hf_vit_accel.ops.activation import ACTIVATIONS, linear_gelu_tanh, quick_gelu_, swiglu
 from hf_vit_accel.ops.base import Apply, Context, Operation, ReadWeights
 from hf_vit_accel.ops.launch import why_not_descriptors
 from hf_vit_accel.ops.linear_activation import linear_quick_gelu, linear_swiglu
 from hf_vit_accel.ops.lora.modules import Lora, lora_of
 from hf_vit_accel.ops.lora.modules import reasons_against as lora_reasons
 from hf_vit_accel.ops.training import mlp as trained_mlp
+from hf_vit_accel.ops.training.swiglu_backward import pad_swiglu_weights
 
 KINDS = "gelu_tanh", "quick_gelu", "silu"
 """The activations of layers for which there are kernels."""
@@ -158,11 +159,8 @@ def _swiglu(weights: ReadWeights, limit: float | None) -> Apply:
             gate_TF = F.linear(x_TE, gate_FE, gate_F)
             up_TF = F.linear(x_TE, up_FE, up_F)
             return F.linear(swiglu(gate_TF, up_TF, limit=limit), down_EF, down_E)
-        has_biases = gate_F is not None
-        unused_F = gate_FE.flatten()[: len(gate_FE)]  # the kernel always copies biases
-        biases = (gate_F, up_F) if has_biases else (unused_F, unused_F)
-        weight, bias, down_EG = pad_swiglu(gate_FE, up_FE, *biases, down_EF)
-        gate_and_up = F.linear(x_TE, weight, bias if has_biases else None).chunk(2, dim=-1)
+        weight, bias, down_EG = pad_swiglu_weights(gate_FE, up_FE, (gate_F, up_F), down_EF)
+        gate_and_up = F.linear(x_TE, weight, bias).chunk(2, dim=-1)
         h_TG = swiglu(*gate_and_up, limit=limit)
         del gate_and_up
         return F.linear(h_TG, down_EG, down_E)
