@@ -27,7 +27,7 @@ from hf_vit_accel.config import ranks_of
 from hf_vit_accel.options import data_parallel
 from hf_vit_accel.options.data_parallel import rows_checksum
 from hf_vit_accel.options.ranks import gather, to_all
-from hf_vit_accel.options.split import Assignment, loads, split
+from hf_vit_accel.options.split import Assignment, cost, split
 from hf_vit_accel.tools.bench import timing
 from hf_vit_accel.tools.bench.towers import build_tower, family_of_tower
 from hf_vit_accel.tower.state import state_of
@@ -151,7 +151,11 @@ def balance(tower: nn.Module, grid: Grid, count: int) -> dict[str, float]:
     clips = family.geometry(tower).clips
     full = sum(parts.full(index) for index in range(len(parts.blocks))) / len(parts.blocks)
     shares = split(tuple(grid), count, clips=clips, full=full)
-    costs = loads(tuple(grid), shares, clips=clips, full=full)
+    costs = []
+    for share_of_rank in shares:
+        pieces = [(grid[piece.image], piece.frames) for piece in share_of_rank]
+        frames = [(h * w * count, 1) if clips else (h * w, count) for (_, h, w), count in pieces]
+        costs.append(sum(count * cost(rows, full) for rows, count in frames))
     rank = dist.get_rank()
     share = list(Assignment(tuple(grid), shares).grid_of(rank)) if rank < count else []
     pixels = pixels_for(tower, share) if share else None
