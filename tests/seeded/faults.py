@@ -477,7 +477,7 @@ FAULTS = (
         "tower/checks.py",
         "if snapshot.dropout and any(",
         "if False and any(",
-        "tests/unit/test_checks.py " + CHANGES,
+        "tests/unit/test_attention.py " + OPS,
     ),
     # --- proofs ---
     Fault(
