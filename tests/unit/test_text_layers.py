@@ -6,6 +6,7 @@ import contextlib
 import copy
 import pickle
 import random
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,8 @@ import pytest
 import tiny
 import torch
 from support.composites import COMPOSITES, left_padded
-from support.decoding import both
+from support.decoding import Counts, both, counts_of
+from test_decode_steps import DIFFERENT
 from test_prefill import batch
 from tiny import TINY
 from torch import Tensor, nn
@@ -102,7 +104,26 @@ def test_random_batches_give_stocks_hidden_states(family: str, calls: int) -> No
     assert f"{calls} calls without padding" in str(status(model))
 
 
-@pytest.mark.parametrize("name", COMPOSITES)
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+def test_a_rotation_that_nothing_calls(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`apply_liger_kernel_to_qwen2_5_vl` of Liger sets a function for older transformers; newer never call it."""
+    model = TINY[family].build()
+    file = sys.modules[type(text_of(model)).__module__]
+    name = "apply_multimodal_rotary_pos_emb"
+    if hasattr(file, name):
+        pytest.skip("this transformers calls it")
+    monkeypatch.setattr(file, name, lambda *arguments: arguments[1:3], raising=False)
+    patch(model, text=True)
+    inputs = batch(model, random.Random(0), 2)
+    compare(model, inputs)
+    assert counts(model) == (1, {})
+    both(model, inputs, max_new_tokens=12, do_sample=False)
+    assert counts_of(model) == Counts(1, {})
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.matrix] * (name not in DIFFERENT)) for name in COMPOSITES]
+)
 def test_text_models_of_every_family(name: str) -> None:
     model = COMPOSITES[name].make()
     if type(model).__name__ not in SERVED:
