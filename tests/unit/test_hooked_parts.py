@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.towers import alike
 from tiny import GRIDS, TINY, assert_close, checkpoint_layers, outputs_of, pixels_for, run_tower, tower_of
 from torch import Tensor, nn
 
@@ -15,7 +16,7 @@ import hf_vit_accel
 GRID = GRIDS["mixed"]
 
 
-@pytest.fixture(params=["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.fixture(params=["qwen2_5_vl", *alike("qwen3_vl", "qwen2_vl")])
 def tower(request: pytest.FixtureRequest) -> Any:
     return tower_of(TINY[request.param].build())
 

@@ -44,18 +44,15 @@ def torchvision_processor() -> Any:
     return transformers.Qwen2VLImageProcessor(patch_size=4, min_pixels=16, max_pixels=1 << 16)
 
 
+TYPICAL = ("qwen2_5_vl", "pillow"), ("qwen3_vl", "torchvision")
 PAIRS = [
-    *(pytest.param((family, pil_processor), id=f"{family}-pillow") for family in FAMILIES),
-    *(
-        pytest.param(
-            (family, torchvision_processor),
-            id=f"{family}-torchvision",
-            marks=[pytest.mark.matrix] * (family != "qwen3_vl"),
-        )
-        for family in FAMILIES
-    ),
+    pytest.param(
+        (family, make), id=f"{family}-{backend}", marks=[pytest.mark.matrix] * ((family, backend) not in TYPICAL)
+    )
+    for family in FAMILIES
+    for backend, make in (("pillow", pil_processor), ("torchvision", torchvision_processor))
 ]
-"""Models and processors: in every run each model, and each processor."""
+"""Models and processors: in every run each processor."""
 
 
 @pytest.fixture(params=PAIRS)

@@ -47,8 +47,8 @@ def test_ever_new_sizes_that_never_fit_are_hardly_tried() -> None:
     assert len(failed) <= 10_000 // 64
 
 
-@pytest.mark.parametrize("place", [0, 3, 9, 17])
-@pytest.mark.parametrize("period", [2, 4, 8, 10, 16, 18, 32, 64, 127])
+@pytest.mark.parametrize("place", [0, 9])
+@pytest.mark.parametrize("period", [2, 8, 10, 18, 64, 127])
 def test_a_size_that_fits_gets_its_turn_in_every_cycle(period: int, place: int) -> None:
     cycle = list(range(period))
     fitting = cycle[place % period]

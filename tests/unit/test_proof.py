@@ -82,26 +82,34 @@ def default_device() -> Iterator[None]:
         torch.set_default_device(None)  # any device, the CPU too, would leave a mode behind
 
 
+@contextmanager
+def all_of(*contexts: AbstractContextManager[object]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
 MOMENTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "init_empty_weights": empty_weights,
     **{f"SDP kernel {kind.name}": lambda kind=kind: sdpa_kernel(kind) for kind in SDPBackend.__members__.values()},
     "global hooks": global_hooks,
     "default device": default_device,
-    "default dtype": lambda: setting(torch.get_default_dtype, torch.set_default_dtype, torch.float16),
-    "reduced precision": lambda: setting(
-        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"
-    ),
-    "deterministic": lambda: setting(
-        torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True
-    ),
-    "anomaly mode": lambda: torch.autograd.set_detect_anomaly(True),
-    "fake tensors": FakeTensorMode,
-    "counted FLOPs": lambda: FlopCounterMode(display=False),
-    "inference mode": torch.inference_mode,
-    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-    "no gradients": torch.no_grad,
     "device context": lambda: torch.device("meta"),
-    "saved-tensor hooks": lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: 1 / 0, lambda x: x),
+    "fake tensors": FakeTensorMode,
+    "settings": lambda: all_of(
+        setting(torch.get_default_dtype, torch.set_default_dtype, torch.float16),
+        setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"),
+        setting(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True),
+        torch.autograd.set_detect_anomaly(True),
+    ),
+    "modes": lambda: all_of(
+        FlopCounterMode(display=False),
+        torch.inference_mode(),
+        torch.no_grad(),
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        torch.autograd.graph.saved_tensors_hooks(lambda x: 1 / 0, lambda x: x),
+    ),
 }
 """Settings and contexts that users have around `patch`, most of them for the complete process."""
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.cpu_graphs import SMALL, Recorder
 from support.ranks import run_on_ranks, share_small_calls
+from support.towers import alike
 from tiny import TINY, assert_close, outputs_of, pixels_for, run_tower, tower_of
 from torch import nn
 from transformers import activations
@@ -141,7 +142,7 @@ def mixing_tower(family: str, mixer: str) -> Any:
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", alike("qwen2_5_vl", "qwen3_vl"))
 @pytest.mark.parametrize(
     "settings", [dict(max_rows=40), dict(reuse=True), dict(cuda_graphs=SMALL)], ids=lambda s: min(s)
 )
