@@ -299,16 +299,11 @@ def norm(norm: Model, hidden: Tensor) -> Tensor:
     return nn.functional.rms_norm(hidden, norm.weight.shape, norm.weight, epsilon)
 
 
-@lru_cache(maxsize=64)
-def _names_in_forward(kind: Any) -> frozenset[str]:
-    return frozenset(inspect.unwrap(kind.forward).__code__.co_names)
-
-
 def _rotation_of(attention: Model) -> tuple[Any, tuple[int, ...]]:
     """Return the function in the file of an attention that rotates, and what it asks for beside cosines and sines."""
     file: Any = sys.modules[type(attention).__module__]
     # Older forwards pick the axes themselves. Their function's name alone says nothing: Liger puts it into newer files.
-    if "apply_multimodal_rotary_pos_emb" in _names_in_forward(type(attention)):
+    if "apply_multimodal_rotary_pos_emb" in inspect.unwrap(type(attention).forward).__code__.co_names:
         return file.apply_multimodal_rotary_pos_emb, tuple(attention.config.rope_parameters["mrope_section"])
     return file.apply_rotary_pos_emb, ()
 
