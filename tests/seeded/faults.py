@@ -399,14 +399,14 @@ FAULTS = (
         "ops/base.py",
         "return [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in pairs]",
         "return [weight.new_ones(len(weight)) if bias is None else bias for weight, bias in pairs]",
-        OPS,
+        LORA,
     ),
     Fault(
         "weights are read once",
         "ops/base.py",
         "        if not (cast and self.casts_weights):\n            return read",
         "        if not (cast and self.casts_weights):\n            values = read()\n            return lambda: values",
-        CHANGES + " " + TOWER,
+        "tests/unit/test_fsdp.py",
     ),
     Fault(
         "a changed attribute of a module goes unseen",

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.families import build, trained
 from support.interpreter import INTERPRETED
 from support.kernels import Target
 from support.layers import one_node_a_layer
@@ -19,6 +20,7 @@ from tiny import GRIDS, TINY, checkpoint_layers, largest_error, pixels_for, rela
 from torch import nn
 
 import hf_vit_accel
+from hf_vit_accel.families import FAMILIES as FAMILIES_OF_TOWERS
 from hf_vit_accel.ops import mlp
 from hf_vit_accel.ops.lora import modules as lora
 from hf_vit_accel.ops.lora.inputs import Adapter, JoinedLinears
@@ -117,6 +119,23 @@ def test_adapters_on_single_linears(called: list[str]) -> None:
     for target in (r".*blocks\.1\.mlp\.up_proj", r".*blocks\.2\.mlp\.down_proj", r".*blocks\.0\.attn\.proj"):
         check(*pair("qwen2_5_vl", target=target))
         called.clear()
+
+
+def test_separate_projections_of_which_one_has_no_bias(called: list[str]) -> None:
+    """Queries, keys and values are one product, whose bias has zeros for the values."""
+    family = next(family for family in FAMILIES_OF_TOWERS if family.name == "paddleocr_vl")
+    tower = build(family, *family.towers[0])
+    for block in family.parts(tower).blocks:
+        block.qkv[2].bias = None
+    names = ["q_proj", "k_proj", "v_proj"]
+    peft.inject_adapter_in_model(peft.LoraConfig(r=3, target_modules=names, init_lora_weights=False), tower)
+    expected, gradients = trained(tower, GRID)
+    hf_vit_accel.patch(tower)
+    called.clear()
+    outputs, ours = trained(tower, GRID)
+    assert largest_error(outputs, expected) < 1e-5 and not called and state_of(tower).fast_calls == 1
+    for actual, stock in zip(ours, gradients, strict=True):
+        assert (actual is None) == (stock is None) and (stock is None or relative_error(actual, stock) < 1e-4)
 
 
 def test_base_weights_are_trained_as_well(called: list[str]) -> None:
