@@ -344,7 +344,7 @@ def attention_op(
     """Register `hf_vit_accel::<name>`, a forward-only operator whose output is a new tensor of q's shape.
 
     torch.compile sees the operator. Eager calls skip the dispatcher, which costs 7 us a layer
-    (`torch.library.custom_op`: 18 us), and call the function directly.
+    (`torch.library.custom_op`: 18 us), and call the function directly: 4% of an eager call of one 448².
 
     Args:
         name: The operator's name.
