@@ -123,7 +123,7 @@ class AcceleratedForward:
                 state = state_of(tower)
         else:
             tower = self._tower() or self.__self__
-        original: Original = partial(self._class.forward, tower)
+        original: Original = partial(type(tower).forward, tower)
         if state is not None and state.former_forward is not None:
             original = state.former_forward
         current: object = vars(tower).get(STATE)
