@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,10 +32,11 @@ from hf_vit_accel.backends import (
 )
 from hf_vit_accel.backends import flashinfer_cudnn as cudnn_backend
 from hf_vit_accel.backends.base import Needs, missing_requirements
-from hf_vit_accel.backends.flash_attention_3 import FlashAttention3
+from hf_vit_accel.backends.flash_attention_3 import FlashAttention3, causal_attention
 from hf_vit_accel.backends.flashinfer_cudnn import FlashinferCudnn, round_segments
 from hf_vit_accel.backends.sdpa import Sdpa
 from hf_vit_accel.backends.torch_cudnn import TorchCudnn
+from hf_vit_accel.decoding.layers import CausalAttention
 
 
 def stock(qkv: list[torch.Tensor], lengths: list[int], scale: float) -> torch.Tensor:
@@ -400,3 +402,24 @@ def test_custom_operators_have_fake_implementations(name: str) -> None:
         count = len(op._schema.arguments) - 5
         out = op(*qkv, *([offsets] * count), 64, 0.1)
     assert out.shape == (10, HEADS, 80) and out.is_contiguous() and out.dtype == torch.bfloat16
+
+
+def test_prompts_attend_by_flash_attention_3_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Causally, within rows, with groups of queries. The package is a stand-in by torch."""
+
+    def attend(q: Any, k: Any, v: Any, *bounds: Any, softmax_scale: float, causal: bool) -> Any:
+        of_queries, of_keys, *longest = bounds
+        assert of_queries is of_keys and longest == [4, 4]
+        outs = []
+        for row in zip(*(x.split(of_queries.diff().tolist()) for x in (q, k, v)), strict=True):
+            heads = [x.transpose(0, 1)[None] for x in row]
+            options: Any = dict(is_causal=causal, scale=softmax_scale, enable_gqa=True)
+            outs.append(nn.functional.scaled_dot_product_attention(*heads, **options)[0].transpose(0, 1))
+        return torch.cat(outs), None  # early releases return the log-sum-exp, too
+
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", SimpleNamespace(flash_attn_varlen_func=attend))
+    lengths = [4, 1, 3]
+    q, k, v = (torch.randn(8, heads, 16) for heads in (4, 2, 2))
+    cu_seqlens = torch.tensor([0, 4, 5, 8], dtype=torch.int32)
+    expected = CausalAttention(lengths, q.device)(0, q, k, v, 0.3)
+    assert relative_error(causal_attention(q, k, v, cu_seqlens, 4, 0.3), expected) < 1e-6
