@@ -16,7 +16,7 @@ from collections.abc import (
     MutableSet,
 )
 from itertools import chain, zip_longest
-from operator import itemgetter, methodcaller
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -51,10 +51,8 @@ class Watch:
     def read(self, module: nn.Module, name: str, default: object = None) -> Any:
         """Return an attribute of a module that is no weight, and watch it."""
         attributes = vars(module)
-        if name in attributes:
+        if name in attributes:  # `Snapshot` counts attributes, and so notices one that appears
             self._names.setdefault(id(attributes), (attributes, {}))[1][name] = None
-        else:
-            self.add(_ATTRIBUTE, methodcaller("get", name, _ABSENT), [attributes])
         return getattr(module, name, default)
 
     def read_all(self, module: nn.Module) -> None:

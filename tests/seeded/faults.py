@@ -417,8 +417,8 @@ FAULTS = (
     ),
     Fault(
         "an attribute that appears goes unseen",
-        "watch.py",
-        'self.add(_ATTRIBUTE, methodcaller("get", name, _ABSENT), [attributes])',
+        "tower/snapshot.py",
+        'watch.add("the number of a module\'s attributes", len, self.attributes_inside)',
         "pass",
         CHANGES,
     ),
