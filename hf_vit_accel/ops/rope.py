@@ -13,8 +13,7 @@ from torch import Tensor
 from hf_vit_accel import machine, versions
 from hf_vit_accel.families.base import Part, Parts
 from hf_vit_accel.ops.base import Context, Operation
-from hf_vit_accel.ops.launch import kernel, next_power_of_2, tl
-from hf_vit_accel.ops.training.column_sum import MANY_ROWS, attach_column_sum, runs, store_sum
+from hf_vit_accel.ops.launch import kernel, tl
 from hf_vit_accel.ops.training.context import FunctionContext, Gradients
 
 
@@ -37,11 +36,13 @@ def _rope_kernel(
     rows,
     row_stride,
     table_stride,
+    BACK: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
+    # BACK rotates by the negative angles.
     # q and k of a row are one run of pairs (d, d + DIM / 2). Half of 72 or 80 is no power of two; all heads together
     # fill every lane. A tile has at least as many pairs as threads: otherwise two threads would hold the same pair.
     half: tl.constexpr = DIM // 2
@@ -52,6 +53,8 @@ def _rope_kernel(
     table = t.to(tl.int64) * table_stride + d
     c = tl.load(cos + table, mask=inside, other=0.0).to(tl.float32)
     s = tl.load(sin + table, mask=inside, other=0.0).to(tl.float32)
+    if BACK:
+        s = -s
     first = qkv + t.to(tl.int64) * row_stride + (pair // half * DIM + d)
     x1 = tl.load(first, mask=inside, other=0.0).to(tl.float32)
     x2 = tl.load(first + half, mask=inside, other=0.0).to(tl.float32)
@@ -61,6 +64,10 @@ def _rope_kernel(
 
 def rope_(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     """Run `rope_reference` as one kernel, in place; the results are bit-equal, as products are not fused."""
+    return _rotate_in_place(qkv_T3HD, cos_TD, sin_TD, back=False)
+
+
+def _rotate_in_place(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor, *, back: bool) -> Tensor:
     rows, _, heads, dim = qkv_T3HD.shape
     block_t = 8
     block_p = 128
@@ -71,6 +78,7 @@ def rope_(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
         rows,
         qkv_T3HD.stride(0),
         cos_TD.stride(0),
+        BACK=back,
         HEADS=heads,
         DIM=dim,
         BLOCK_T=block_t,
@@ -81,106 +89,9 @@ def rope_(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     return qkv_T3HD
 
 
-@kernel
-def _rope_back_kernel(
-    dqkv,
-    cos,
-    sin,
-    partial,
-    rows,
-    length,
-    table_stride,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    NEED_COLUMN_SUM: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
-    # A program takes a run of rows. A lane takes a pair of q, of k and of v, so that the tables are read once; v is
-    # read for its sum only.
-    half: tl.constexpr = DIM // 2
-    width: tl.constexpr = HEADS * DIM
-    dtype: tl.constexpr = dqkv.dtype.element_ty
-    pair = (tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P))[None, :]
-    d = pair % half
-    is_pair = pair < HEADS * half
-    f = pair // half * DIM + d
-    q_sum1 = tl.zeros((BLOCK_T, BLOCK_P), tl.float32)
-    q_sum2 = q_sum1
-    k_sum1 = q_sum1
-    k_sum2 = q_sum1
-    v_sum1 = q_sum1
-    v_sum2 = q_sum1
-    for start in tl.range(0, length, BLOCK_T):
-        t = (tl.program_id(1) * length + start + tl.arange(0, BLOCK_T))[:, None].to(tl.int64)
-        inside = (t < rows) & is_pair
-        table = t * table_stride + d
-        c = tl.load(cos + table, mask=inside, other=0.0).to(tl.float32)
-        s = tl.load(sin + table, mask=inside, other=0.0).to(tl.float32)
-        q = dqkv + t * (3 * width) + f
-        k = q + width
-        v = q + 2 * width
-        dq1 = tl.load(q, mask=inside, other=0.0).to(tl.float32)
-        dq2 = tl.load(q + half, mask=inside, other=0.0).to(tl.float32)
-        dk1 = tl.load(k, mask=inside, other=0.0).to(tl.float32)
-        dk2 = tl.load(k + half, mask=inside, other=0.0).to(tl.float32)
-        q1 = dq1 * c + dq2 * s
-        q2 = dq2 * c - dq1 * s
-        k1 = dk1 * c + dk2 * s
-        k2 = dk2 * c - dk1 * s
-        if NEED_COLUMN_SUM:
-            v_sum1 += tl.load(v, mask=inside, other=0.0).to(tl.float32)
-            v_sum2 += tl.load(v + half, mask=inside, other=0.0).to(tl.float32)
-            q_sum1 += q1
-            q_sum2 += q2
-            k_sum1 += k1
-            k_sum2 += k2
-        tl.store(q, q1.to(dtype), mask=inside)
-        tl.store(q + half, q2.to(dtype), mask=inside)
-        tl.store(k, k1.to(dtype), mask=inside)
-        tl.store(k + half, k2.to(dtype), mask=inside)
-    if NEED_COLUMN_SUM:
-        run = tl.program_id(1)
-        f = tl.where(is_pair, f, 3 * width)
-        store_sum(partial, q_sum1, f, run, 3 * width)
-        store_sum(partial, q_sum2, f + half, run, 3 * width)
-        store_sum(partial, k_sum1, f + width, run, 3 * width)
-        store_sum(partial, k_sum2, f + width + half, run, 3 * width)
-        store_sum(partial, v_sum1, f + 2 * width, run, 3 * width)
-        store_sum(partial, v_sum2, f + 2 * width + half, run, 3 * width)
-
-
 def rope_back_(dqkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    """Rotate the gradients of rotated q and k back in place; with many rows, attach the sum of dq, dk and dv."""
-    rows, _, heads, dim = dqkv_T3HD.shape
-    assert dqkv_T3HD.is_contiguous() and cos_TD.stride() == sin_TD.stride() and cos_TD.stride(1) == 1
-    needs_column_sum = rows >= MANY_ROWS
-    # A tile of few complete rows takes 76 us at 16384 rows of 72; one of 8 rows by 64 pairs takes 111 (H200).
-    block_t = 2
-    block_p = min(1024, next_power_of_2(heads * dim // 2))
-    columns = -(-heads * dim // 2 // block_p)
-    length, count = runs(rows, columns, dqkv_T3HD.device, block_t=block_t)
-    width = 3 * heads * dim
-    partial_1PF = torch.empty(1, count * needs_column_sum, width, dtype=torch.float32, device=dqkv_T3HD.device)
-    _rope_back_kernel[(columns, count)](
-        dqkv_T3HD,
-        cos_TD,
-        sin_TD,
-        partial_1PF,
-        rows,
-        length,
-        cos_TD.stride(0),
-        HEADS=heads,
-        DIM=dim,
-        NEED_COLUMN_SUM=needs_column_sum,
-        BLOCK_T=block_t,
-        BLOCK_P=block_p,
-        num_warps=4 if dim % 16 == 0 else 8,  # as in `rope_`
-        enable_fp_fusion=False,
-    )
-    if needs_column_sum:
-        attach_column_sum(dqkv_T3HD, partial_1PF)
-    return dqkv_T3HD
+    """Rotate the gradients of rotated q and k back in place."""
+    return _rotate_in_place(dqkv_T3HD, cos_TD, sin_TD, back=True)
 
 
 @kernel

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from hf_vit_accel import machine
 from hf_vit_accel.ops.base import Context, Operation
-from hf_vit_accel.ops.launch import device_function, kernel, next_power_of_2, tl
+from hf_vit_accel.ops.launch import kernel, next_power_of_2, tl
 from hf_vit_accel.ops.rope import reasons_against_rotation, rope_reference
-from hf_vit_accel.ops.training.column_sum import MANY_ROWS, attach_column_sum
 from hf_vit_accel.ops.training.context import FunctionContext, Gradients
 from hf_vit_accel.ops.training.nodes import OpWithBackward
 
@@ -147,12 +146,10 @@ def _window_attention_backward_kernel(
     offsets,
     dout,
     dqkv,
-    partial,
     scale,
     table_stride,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    NEED_COLUMN_SUM: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -193,10 +190,8 @@ def _window_attention_backward_kernel(
     o2 = tl.load(o + half, mask=inside, other=0.0)
     dv = dqkv + cell + 2 * HEADS * DIM
     turned = tl.trans(weights.to(dtype))
-    sums = partial + tl.program_id(0).to(tl.int64) * (3 * HEADS * DIM) + tl.program_id(1) * DIM + d
-    y1 = tl.dot(turned, o1)
-    y2 = tl.dot(turned, o2)
-    _store(dv, y1, y2, sums + 2 * HEADS * DIM, inside, d, half, NEED_COLUMN_SUM)
+    tl.store(dv, tl.dot(turned, o1).to(dtype), mask=inside)
+    tl.store(dv + half, tl.dot(turned, o2).to(dtype), mask=inside)
 
     v1 = tl.load(v, mask=inside, other=0.0)
     v2 = tl.load(v + half, mask=inside, other=0.0)
@@ -208,22 +203,14 @@ def _window_attention_backward_kernel(
     s = tl.load(sin + row * table_stride + d[None, :], mask=inside, other=0.0).to(tl.float32)
     y1 = tl.dot(dscores, k1)
     y2 = tl.dot(dscores, k2)
-    _store(dqkv + cell, y1 * c + y2 * s, y2 * c - y1 * s, sums, inside, d, half, NEED_COLUMN_SUM)
+    tl.store(dqkv + cell, (y1 * c + y2 * s).to(dtype), mask=inside)
+    tl.store(dqkv + cell + half, (y2 * c - y1 * s).to(dtype), mask=inside)
     turned = tl.trans(dscores)
     y1 = tl.dot(turned, q1)
     y2 = tl.dot(turned, q2)
     dk = dqkv + cell + HEADS * DIM
-    _store(dk, y1 * c + y2 * s, y2 * c - y1 * s, sums + HEADS * DIM, inside, d, half, NEED_COLUMN_SUM)
-
-
-@device_function
-def _store(to, y1, y2, sums, inside, d, half: tl.constexpr, NEED_COLUMN_SUM: tl.constexpr):
-    """Store both halves of a gradient, and its sums over the window's rows; rows past the window's end are zeros."""
-    tl.store(to, y1.to(to.dtype.element_ty), mask=inside)
-    tl.store(to + half, y2.to(to.dtype.element_ty), mask=inside)
-    if NEED_COLUMN_SUM:
-        tl.store(sums, tl.sum(y1, 0), mask=d < half)
-        tl.store(sums + half, tl.sum(y2, 0), mask=d < half)
+    tl.store(dk, (y1 * c + y2 * s).to(dtype), mask=inside)
+    tl.store(dk + half, (y2 * c - y1 * s).to(dtype), mask=inside)
 
 
 class WindowAttention(torch.autograd.Function):
@@ -245,12 +232,9 @@ class WindowAttention(torch.autograd.Function):
     @machine.once_differentiable
     def backward(ctx: FunctionContext, dout_THD: Tensor) -> Gradients:
         qkv_T3HD, cos_TD, sin_TD, cu_seqlens_S1 = ctx.saved_tensors
-        rows, _, heads, dim = qkv_T3HD.shape
+        _, _, heads, dim = qkv_T3HD.shape
         dqkv_T3HD = torch.empty_like(qkv_T3HD)
         windows = cu_seqlens_S1.shape[0] - 1
-        needs_column_sum = rows >= MANY_ROWS
-        size = 1, windows * needs_column_sum, 3 * heads * dim
-        partial_1PF = torch.zeros(size, dtype=torch.float32, device=qkv_T3HD.device)  # empty windows write nothing
         _window_attention_backward_kernel[(windows, heads)](
             qkv_T3HD,
             cos_TD,
@@ -258,18 +242,14 @@ class WindowAttention(torch.autograd.Function):
             cu_seqlens_S1,
             dout_THD.contiguous(),
             dqkv_T3HD,
-            partial_1PF,
             ctx.scale,
             cos_TD.stride(0),
             HEADS=heads,
             DIM=dim,
-            NEED_COLUMN_SUM=needs_column_sum,
             BLOCK_T=LONGEST,
             BLOCK_D=max(next_power_of_2(dim // 2), 16),
             num_warps=4,
         )
-        if needs_column_sum:
-            attach_column_sum(dqkv_T3HD, partial_1PF)
         return dqkv_T3HD, None, None, None, None
 
 

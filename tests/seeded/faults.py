@@ -390,8 +390,8 @@ FAULTS = (
     Fault(
         "rotated gradients are not rotated back",
         "ops/window_attention.py",
-        "_store(dqkv + cell, y1 * c + y2 * s, y2 * c - y1 * s, sums, inside, d, half, NEED_COLUMN_SUM)",
-        "_store(dqkv + cell, y1, y2, sums, inside, d, half, NEED_COLUMN_SUM)",
+        "tl.store(dqkv + cell, (y1 * c + y2 * s).to(dtype), mask=inside)",
+        "tl.store(dqkv + cell, y1.to(dtype), mask=inside)",
         BACKWARD,
     ),
     Fault(

@@ -45,7 +45,6 @@ LINEAR_ACTIVATION = (linear_activation, "_linear_activation_kernel")
 ADD_POSITIONS = (positions, "_add_positions_kernel")
 ADD_TO_TABLE = (positions, "_add_to_table_kernel")
 ROPE = (rope, "_rope_kernel")
-ROPE_BACK = (rope, "_rope_back_kernel")
 ROPE_GATHER = (rope, "_rope_gather_kernel")
 COLUMN_SUM = (column_sum, "_column_sum_kernel")
 ADD_UP = (column_sum, "_add_up_kernel")
@@ -93,7 +92,7 @@ KERNELS: dict[str, Kernel] = {
     "shape_heads": _row(heads.ShapeHeads, heads.shape_heads_reference, SHAPE_HEADS, SHAPE_HEADS_BACKWARD),
     "project": _row(project.ProjectFunction, project.project_reference, SHAPE_HEADS, SHAPE_HEADS_BACKWARD),
     "rope_": _row(rope.rope_, rope.rope_reference, ROPE),
-    "rope": _row(rope.Rope, rope.rope_reference, ROPE, ROPE_BACK, ROPE_GATHER),
+    "rope": _row(rope.Rope, rope.rope_reference, ROPE, ROPE_GATHER),
     "window_attention": _row(
         window_attention.window_attention,
         window_attention.window_attention_reference,

@@ -20,8 +20,6 @@ from support.kernels import Target, compile_for_hopper, draw, tables
 from tiny import relative_error
 from torch.utils.checkpoint import checkpoint
 
-from hf_vit_accel.ops import rope as rope_module
-from hf_vit_accel.ops import window_attention as window_attention_module
 from hf_vit_accel.ops.activation import ACTIVATIONS
 from hf_vit_accel.ops.heads import ShapeHeads, shape_heads_reference
 from hf_vit_accel.ops.launch import triton
@@ -32,8 +30,7 @@ from hf_vit_accel.ops.project import ProjectFunction, project_reference
 from hf_vit_accel.ops.rope import Rope, rope_back_, rope_reference
 from hf_vit_accel.ops.training import column_sum as column_sum_module
 from hf_vit_accel.ops.training import norm_backward, norm_recipe
-from hf_vit_accel.ops.training.column_sum import column_sum, column_sum_reference, flattened
-from hf_vit_accel.ops.training.context import InnerContext
+from hf_vit_accel.ops.training.column_sum import column_sum, column_sum_reference
 from hf_vit_accel.ops.training.mlp import MlpFunction, activated_reference
 from hf_vit_accel.ops.training.nodes import NormWithBackward, OpWithBackward, layer_node_of, trained_layer
 from hf_vit_accel.ops.training.norm_backward import AddNormFunction, add_norm_reference
@@ -519,7 +516,7 @@ def cells(dtypes: list[Any], alike: Callable[[str, Target], bool]) -> list[Any]:
 @pytest.fixture(autouse=True)
 def kernels_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run kernels for few rows too, where operations otherwise use aten or save tensors."""
-    for module in (column_sum_module, norm_recipe, rope_module, window_attention_module):
+    for module in (column_sum_module, norm_recipe):
         monkeypatch.setattr(module, "MANY_ROWS", 0)
     # cuBLAS may add up halves of a product in fp16: the errors compared are then its choice of an algorithm.
     products = torch.backends.cuda.matmul
@@ -688,47 +685,15 @@ def test_column_sum(target: Target, rows: int, width: int) -> None:
         assert torch.equal(column_sum(dy), actual)
 
 
-def check_remembered(dy: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Expect the sum of all rows without reading them, until somebody writes to them."""
-
-    def check_sum() -> None:
-        dy_TF = flattened(dy)
-        check({"sum": column_sum(dy_TF)}, {"sum": column_sum_reference(dy_TF)}, {"sum": dy_TF.double().sum(0)})
-
-    with monkeypatch.context() as within:
-        within.setattr(column_sum_module, "runs", None)
-        check_sum()
-    dy.mul_(2)
-    check_sum()
-
-
 @pytest.mark.parametrize("target", [DTYPES[0], *DTYPES[2:]])
 @pytest.mark.parametrize("dim", [64, 72])
-def test_rope_back_in_place_and_its_sum(target: Target, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equal the reference's gradient bit for bit; few rows have no sum."""
+def test_rope_back_in_place(target: Target, dim: int) -> None:
+    """Equal the reference's gradient bit for bit."""
     cos, sin = tables(target["rows"], dim, target)
     dout = draw(target["rows"], 3, target["heads"], dim, target=target)
     qkv = draw(target["rows"], 3, target["heads"], dim, target=target, seed=1).requires_grad_()
     (expected,) = torch.autograd.grad(rope_reference(qkv, cos, sin), qkv, dout)
-    actual = rope_back_(dout.clone(), cos, sin)
-    assert torch.equal(actual, expected)
-    check_remembered(actual, monkeypatch)
-    monkeypatch.setattr(rope_module, "MANY_ROWS", target["rows"] + 1)
     assert torch.equal(rope_back_(dout.clone(), cos, sin), expected)
-
-
-@pytest.mark.parametrize("target", DTYPES)
-def test_windows_remember_their_sum(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attach the sum for windows of any length, and for empty ones before and after others."""
-    lengths = [0, 64, 16, 0, 1, 37, 0]
-    cos, sin = tables(sum(lengths), 80, target)
-    offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(target["device"])
-    qkv = draw(sum(lengths), 3, target["heads"], 80, target=target)
-    dout = draw(sum(lengths), target["heads"], 80, target=target, seed=1)
-    frame = InnerContext((True, False, False, False, False))
-    WindowAttention.forward(frame, qkv, cos, sin, offsets, 80**-0.5)
-    actual, *_ = WindowAttention.backward.__wrapped__(frame, dout)
-    check_remembered(actual, monkeypatch)
 
 
 @pytest.mark.parametrize("target", DTYPES[:1])
@@ -854,7 +819,7 @@ COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
             "dsum:*bf16 dout:*bf16 total:*bf16 weight:*bf16 statistics:*fp32 dx:*bf16 ddelta:*bf16 "
             "partial:*fp32 rows:i32 length:i32",
             dict(WIDTH=width, MAIN=main, TAIL=tail, BLOCK_T=1, STAGES=4, RMS=width == 1280, HAS_DSUM=True, NEED_X=True)
-            | dict(SPLIT=False, NEED_WEIGHT=True, NEED_BIAS=width != 1280, NEED_COLUMN_SUM=True),
+            | dict(SPLIT=False, NEED_WEIGHT=True, NEED_BIAS=width != 1280),
         )
         for width, main, tail in ((1152, 1024, 128), (1280, 1024, 256), (4608, 4096, 512))
     },
@@ -864,7 +829,7 @@ COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         "dsum:*fp32 dout:*bf16 total:*fp32 weight:*fp32 statistics:*fp32 dx:*fp32 ddelta:*bf16 partial:*fp32 rows:i32 "
         "length:i32",
         dict(WIDTH=1536, MAIN=1024, TAIL=512, BLOCK_T=1, STAGES=4, RMS=True, HAS_DSUM=True, NEED_X=True, SPLIT=True)
-        | dict(NEED_WEIGHT=True, NEED_BIAS=False, NEED_COLUMN_SUM=True),
+        | dict(NEED_WEIGHT=True, NEED_BIAS=False),
     ),
     "norm, forward": (
         "ops.add_norm",
@@ -875,9 +840,9 @@ COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     **{
         f"rope_back_ {dim}": (
             "ops.rope",
-            "_rope_back_kernel",
-            "dqkv:*bf16 cos:*fp32 sin:*fp32 partial:*fp32 rows:i32 length:i32 table_stride:i32",
-            dict(HEADS=16, DIM=dim, NEED_COLUMN_SUM=True, BLOCK_T=2, BLOCK_P=1024),
+            "_rope_kernel",
+            "qkv:*bf16 cos:*fp32 sin:*fp32 rows:i32 row_stride:i32 table_stride:i32",
+            dict(BACK=True, HEADS=16, DIM=dim, BLOCK_T=8, BLOCK_P=128),
         )
         for dim in (72, 80)
     },
@@ -919,8 +884,8 @@ COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "window_attention": (
         "ops.window_attention",
         "_window_attention_backward_kernel",
-        "qkv:*bf16 cos:*fp32 sin:*fp32 offsets:*i32 dout:*bf16 dqkv:*bf16 partial:*fp32 scale:fp32 table_stride:i32",
-        dict(HEADS=16, DIM=80, NEED_COLUMN_SUM=True, BLOCK_T=64, BLOCK_D=64),
+        "qkv:*bf16 cos:*fp32 sin:*fp32 offsets:*i32 dout:*bf16 dqkv:*bf16 scale:fp32 table_stride:i32",
+        dict(HEADS=16, DIM=80, BLOCK_T=64, BLOCK_D=64),
     ),
 }
 

@@ -462,7 +462,7 @@ COMPILED = {
         "ops.rope",
         "_rope_kernel",
         "qkv:*bf16 cos:*fp32 sin:*fp32 rows:i32 row_stride:i32 table_stride:i32",
-        dict(HEADS=16, DIM=72, BLOCK_T=8, BLOCK_P=128),
+        dict(BACK=False, HEADS=16, DIM=72, BLOCK_T=8, BLOCK_P=128),
     ),
     "linear_quick_gelu": (
         "ops.linear_activation",

@@ -19,11 +19,7 @@ BLOCK_T = 32
 BLOCK_F = 128
 """Columns of such a tile: 256 bytes of a row are complete lines of memory."""
 MANY_ROWS = 8192
-"""Number of rows from which on an extra kernel pays in a backward.
-
-A kernel sums columns here; `norm_recipe` computes normed rows again; `rope` and `window_attention` add up columns on
-the way.
-"""
+"""Number of rows from which on an extra kernel pays in a backward: it sums columns here, or makes normed rows again."""
 
 
 def column_sum_reference(dy_TF: Tensor) -> Tensor:
@@ -93,35 +89,8 @@ def add_up(partial_NPF: Tensor, dtype: torch.dtype, width: int | None = None) ->
     return out_NF.unbind(0)
 
 
-# A kernel that writes gradients of rows can add them up on the way. The bias that needs the sum belongs to another node
-# of autograd's graph, and from node to node autograd passes tensors only: so the sum is attached to the gradient.
-
-
-def attach_column_sum(dy: Tensor, sums: Tensor) -> None:
-    """Attach the precomputed column sum to `dy`, valid until `dy` is written to.
-
-    Args:
-        sums: (F,), or partial sums of `dy`, (1, P, F).
-    """
-    dy._hf_vit_accel_sum = dy._version, sums  # type: ignore[attr-defined]
-
-
-def flattened(dy: Tensor) -> Tensor:
-    """Flatten a gradient to contiguous rows (T, F), with the sum that is attached to it."""
-    dy_TF = dy.flatten(1)
-    if hasattr(dy, "_hf_vit_accel_sum"):
-        dy_TF._hf_vit_accel_sum = dy._hf_vit_accel_sum  # type: ignore[attr-defined]
-    return dy_TF
-
-
 def column_sum(dy_TF: Tensor) -> Tensor:
-    """Return the attached sum, or compute `column_sum_reference`: few rows by aten, many by a kernel.
-
-    aten takes 55 us for 16384 rows (H200).
-    """
-    version, sums = getattr(dy_TF, "_hf_vit_accel_sum", (None, None))
-    if version == dy_TF._version and isinstance(sums, Tensor):
-        return sums.to(dy_TF.dtype) if sums.ndim == 1 else add_up(sums, dy_TF.dtype)[0]
+    """Compute `column_sum_reference`: few rows by aten, many by a kernel. aten takes 55 us for 16384 rows (H200)."""
     rows, width = dy_TF.shape
     if rows < MANY_ROWS:
         return dy_TF.sum(0)  # aten adds up rows in fp32, whatever their dtype

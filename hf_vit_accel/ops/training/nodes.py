@@ -18,7 +18,6 @@ from torch import Tensor
 from hf_vit_accel import machine
 from hf_vit_accel.ops.add_norm import widened
 from hf_vit_accel.ops.base import AddThen, Apply
-from hf_vit_accel.ops.training.column_sum import flattened
 from hf_vit_accel.ops.training.context import FunctionContext, Gradients, InnerContext, Saved
 from hf_vit_accel.ops.training.norm_recipe import NormRecipe
 
@@ -308,7 +307,7 @@ class _Layer(torch.autograd.Function):
         (dattended_TF,), dproj = proj.backward(saved.pop(), dprojected_TE)
         dattended_THD = None if dattended_TF is None else dattended_TF.view(-1, *ctx.qkv_shape[1:])
         (dqkv_T3HD, _, _), dattend = attend.backward(saved.pop(), dattended_THD)
-        dqkv_TF = None if dqkv_T3HD is None else flattened(dqkv_T3HD)
+        dqkv_TF = None if dqkv_T3HD is None else dqkv_T3HD.flatten(1)
         (dnormed_TE,), dqkv = qkv.backward(saved.pop(), dqkv_TF)
         (dx_TE, ddelta_TE), dnorm1 = norm1.backward(saved.pop(), dsum_TE, dnormed_TE)
         if not ctx.needs_input_grad[6]:  # without delta

@@ -12,7 +12,7 @@ from hf_vit_accel import machine
 from hf_vit_accel.ops.add_norm import add_norm_reference as add_norm_reference
 from hf_vit_accel.ops.add_norm import add_norm_rows, pieces
 from hf_vit_accel.ops.launch import device_function, kernel, tl
-from hf_vit_accel.ops.training.column_sum import add_up, attach_column_sum, runs
+from hf_vit_accel.ops.training.column_sum import add_up, runs
 from hf_vit_accel.ops.training.context import FunctionContext, Gradients
 
 _PROGRAMS_PER_SM = 4  # each prefetches its next rows
@@ -41,7 +41,6 @@ def _add_norm_backward_kernel(
     SPLIT: tl.constexpr,
     NEED_WEIGHT: tl.constexpr,
     NEED_BIAS: tl.constexpr,
-    NEED_COLUMN_SUM: tl.constexpr,
 ):
     # A program takes a run of rows, BLOCK_T at a time, so that their reductions share barriers. A row is read in two
     # pieces, like in `_add_norm_kernel`.
@@ -51,7 +50,6 @@ def _add_norm_backward_kernel(
     w2 = tl.load(weight + e2, mask=e2 < WIDTH, other=0.0).to(tl.float32)
     dw1, dw2 = _zeros(MAIN, TAIL)
     db1, db2 = _zeros(MAIN, TAIL)
-    dx1, dx2 = _zeros(MAIN, TAIL)
     for start in tl.range(0, length, BLOCK_T, num_stages=STAGES):
         t = tl.program_id(0) * length + start + tl.arange(0, BLOCK_T)
         scale = tl.load(statistics + t, mask=t < rows, other=0.0)[:, None]
@@ -87,18 +85,12 @@ def _add_norm_backward_kernel(
             if SPLIT:  # delta has another dtype than x: its gradient is the same numbers in delta's dtype
                 tl.store(ddelta + row + e1, y1.to(ddelta.dtype.element_ty), mask=in1)
                 tl.store(ddelta + row + e2, y2.to(ddelta.dtype.element_ty), mask=in2)
-            if NEED_COLUMN_SUM:
-                dx1 += tl.sum(y1, 0)[None, :]
-                dx2 += tl.sum(y2, 0)[None, :]
     run = tl.program_id(0) * WIDTH
     if NEED_WEIGHT:
         _store_row(partial + run, dw1, dw2, e1, e2, WIDTH)
         run += tl.num_programs(0) * WIDTH
     if NEED_BIAS:
         _store_row(partial + run, db1, db2, e1, e2, WIDTH)
-        run += tl.num_programs(0) * WIDTH
-    if NEED_COLUMN_SUM:
-        _store_row(partial + run, dx1, dx2, e1, e2, WIDTH)
 
 
 @device_function
@@ -175,8 +167,7 @@ class AddNormFunction(torch.autograd.Function):
         ddelta_TE = dx_TE
         if dx_TE is not None and needs_delta and ctx.delta_dtype != dx_TE.dtype:
             ddelta_TE = torch.empty_like(dx_TE, dtype=ctx.delta_dtype)
-        needs_column_sum = needs_delta  # for the bias of the product that made delta
-        sets = needs_weight + needs_bias + needs_column_sum
+        sets = needs_weight + needs_bias
         partial_NPE = torch.empty(sets, count, width, dtype=torch.float32, device=sum_TE.device)
         _add_norm_backward_kernel[(count,)](
             dout_TE if dsum_TE is None else dsum_TE.contiguous(),
@@ -198,12 +189,9 @@ class AddNormFunction(torch.autograd.Function):
             SPLIT=ddelta_TE is not dx_TE,
             NEED_WEIGHT=needs_weight,
             NEED_BIAS=needs_bias,
-            NEED_COLUMN_SUM=needs_column_sum,
             num_warps=warps,
         )
         sums = list(add_up(partial_NPE, weight_E.dtype)) if sets else []
-        if ddelta_TE is not None and needs_column_sum:
-            attach_column_sum(ddelta_TE, sums.pop())
         dbias_E = sums.pop() if needs_bias else None
         dweight_E = sums.pop() if needs_weight else None
         return dx_TE if needs_x else None, ddelta_TE if needs_delta else None, dweight_E, dbias_E, None, None, None
