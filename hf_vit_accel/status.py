@@ -296,7 +296,7 @@ def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
         unfused=dict(ops.unfused) if ops is not None else {},
         against_fast=tuple(dict.fromkeys(against)),
         graphs=_graph_status(state),
-        training=None if training_runner is None or not training_runner.was_called else training_runner.status(),
+        training=None if training_runner is None or not training_runner.policy.calls else training_runner.status(),
         fp8=_report_of_option(spec, choices),
         passes=None if state.passes is None else str(state.passes) or None,
         ranks=None if state.sharing is None else str(state.sharing),
@@ -306,9 +306,10 @@ def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
 
 def _graph_status(state: TowerState) -> GraphStatus | None:
     """Return the counters of graphs of inference; None without, and for automatic ones before their first call."""
-    if state.inference_runner is None or (state.settings.graphs == "auto" and not state.inference_runner.was_called):
+    runner = state.inference_runner
+    if runner is None or (state.settings.graphs == "auto" and not runner.policy.calls):
         return None
-    return state.inference_runner.status()
+    return runner.status()
 
 
 def _last_route(state: TowerState, snapshot: Snapshot, spec: Spec | None) -> Route | None:

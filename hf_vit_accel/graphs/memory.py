@@ -6,27 +6,15 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-
-class DroppedWhenMemoryRunsOut(Protocol):
-    """A store whose graphs go when memory runs out."""
-
-    @property
-    def device(self) -> torch.device | None:
-        """The device of the graphs; None before the first call."""
-
-    @property
-    def has_given_up(self) -> bool:
-        """Whether memory ran out, so that no call uses graphs any more."""
-
-    def give_up(self, why: str) -> None:
-        """Drop all graphs and capture no other."""
+if TYPE_CHECKING:
+    from hf_vit_accel.graphs.store import GraphStore
 
 
-_stores: weakref.WeakSet[DroppedWhenMemoryRunsOut] = weakref.WeakSet()
+_stores: weakref.WeakSet[GraphStore[Any]] = weakref.WeakSet()
 _is_observing = False
 _capturing_threads: set[int] = set()
 stores_given_up = 0
@@ -60,7 +48,7 @@ def _is_within_capture() -> bool:
     return threading.get_ident() in _capturing_threads or (computes_gradients and bool(_capturing_threads))
 
 
-def drop_when_memory_runs_out(store: DroppedWhenMemoryRunsOut) -> None:
+def drop_when_memory_runs_out(store: GraphStore[Any]) -> None:
     """Register a store whose graphs go as soon as an allocation on their GPU fails. Trying again finds their memory.
 
     torch calls observers of failed allocations before it raises. Without such observers (their function is not

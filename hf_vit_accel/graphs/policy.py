@@ -6,11 +6,9 @@ free memory of the device counts beside them. Passes are numbered from 1; here e
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
@@ -125,24 +123,10 @@ class Decision:
     is_final: bool = False
 
 
-class Refusal(NamedTuple):
-    """Why no graph is captured, before which call, and for how many calls since memory ran out last (else 0)."""
-
-    why: str
-    not_before: int
-    calls: int = 0
-
-
 NO_ROOM = Accepted("graphs hold as much memory as they may")
 """Why a call is not captured until the graphs of other calls are dropped."""
-RAN_OUT = "memory ran out in a capture, another one is tried after more calls"
 CHANGED = Accepted("weights, modules or what gradients are given for changed at call after call")
 
-_SHORTEST = 16
-_LONGEST = 1 << 14
-"""Calls from a capture that ran out of memory to the next one of its key."""
-_LONGEST_OF_ALL = 48
-"""Calls from a capture that ran out of memory to the next one of any key, at most twice as many."""
 _FAILURES = 3
 """Captures that fail in a row before no other is tried."""
 _MOST_REFUSED = 32
@@ -152,10 +136,11 @@ _CHANGES = 4
 _FREE_CAPTURES = 5
 _CAPTURE = 256
 """The price of a capture, in calls: without them a tower whose graphs were dropped unpaid would stay eager."""
-CREDIT_OF_REPLAY = _CAPTURE // 8
+_REPLAYS_PER_CAPTURE = 8
 """Eight replays pay for a capture, which takes 25 to 75 ms. A replay saves 4 to 9 ms (H100, 98f4b93)."""
+CREDIT_OF_REPLAY = _CAPTURE // _REPLAYS_PER_CAPTURE
 REMEMBERED = 4096
-"""Shapes and budgets whose passes are counted, and keys whose captures are refused."""
+"""Shapes and budgets whose passes are counted."""
 
 
 @dataclass
@@ -163,31 +148,24 @@ class Policy:
     """The history of one kind of passes of one tower, and what it allows.
 
     Attributes:
-        calls: Passes so far.
         counts: Passes of each shape and budget; the least recent ones are forgotten.
-        refusals: Why keys of graphs are not captured, and from which call on they may be.
+        refusals: Keys whose capture failed, with the reason.
         credit: What calls and replays have paid for captures that come.
         off: Why no capture is tried any more; None while captures are tried.
         failures: Captures that failed in a row.
-        all_wait: Calls that all keys wait after the next capture that runs out of memory.
-        all_wait_until: The call before which no key is captured, since memory ran out.
         changes: Times that graphs went stale; every call without a change takes one off again.
         without_room: Calls that found no room for a graph.
-        patience: So many of these before all graphs are dropped; doubled each time.
     """
 
     thresholds: Thresholds
     calls: int = 0
     counts: dict[Hashable, int] = field(default_factory=dict)
-    refusals: dict[Hashable, Refusal] = field(default_factory=dict)
+    refusals: dict[Hashable, str] = field(default_factory=dict)
     credit: int = _FREE_CAPTURES * _CAPTURE
     off: str | None = None
     failures: int = 0
-    all_wait: int = _SHORTEST
-    all_wait_until: int = 0
     changes: int = 0
     without_room: int = 0
-    patience: int = _SHORTEST
 
     def count(self, keys: Iterable[Hashable]) -> None:
         """Count a pass, by its shape and its budgets."""
@@ -215,14 +193,10 @@ class Policy:
         return count >= limits.exact_calls and (is_common or not is_padded)
 
     def why_refused(self, keys: Iterable[Hashable]) -> str | None:
-        """Return why captures of these keys are not tried now, since others failed; None if they may be."""
+        """Return why captures of these keys are not tried, since they or others failed; None if they may be."""
         if self.off is not None:
             return self.off
-        for key in keys:
-            refusal = self.refusals.get(key)
-            if refusal is not None and self.calls < refusal.not_before:
-                return refusal.why
-        return RAN_OUT if self.calls < self.all_wait_until else None
+        return next((self.refusals[key] for key in keys if key in self.refusals), None)
 
     def why_unpaid(self, captures: int) -> str | None:
         """Return why so many captures, which nobody asked for, are not tried now; None if they may be."""
@@ -230,71 +204,32 @@ class Policy:
             return "another graph is captured when replays have paid for those before"
         return "no graph is captured under a profiler" if _is_profiling() else None
 
-    def note_capture(self, key: Hashable, *, is_free: bool) -> None:
-        """Note that a graph was captured: there is memory for others like it."""
+    def note_capture(self, *, is_free: bool) -> None:
+        """Note that a graph was captured."""
         self.failures = 0
-        self.refusals.pop(key, None)
-        self.all_wait = _SHORTEST
         self.credit -= 0 if is_free else _CAPTURE
 
     def note_failure(self, key: Hashable, why: str) -> None:
         """Note that a capture failed: its key is not tried again."""
         self.failures += 1
-        self.refusals[key] = Refusal(why, NEVER)
-        refused = sum(refusal.not_before == NEVER for refusal in self.refusals.values())
-        if self.failures >= _FAILURES or refused >= _MOST_REFUSED:
-            self.off = f"{refused} captures failed, the last: {why}"
-
-    def note_out_of_memory(self, key: Hashable, *, for_all: bool) -> None:
-        """Space out captures: other programs may give memory back soon, later or never.
-
-        A key that ran out waits 16 calls, then 32, and so on. All others wait, too: up to 96 calls where nothing fits.
-
-        Args:
-            for_all: Whether other keys wait, too.
-        """
-        former = self.refusals.pop(key, None)
-        calls = _SHORTEST if former is None else min(2 * former.calls, _LONGEST)
-        self.refusals[key] = Refusal(RAN_OUT, self.calls + calls, calls)
-        if for_all:
-            # Waits that vary end elsewhere in calls that repeat.
-            self.all_wait_until = self.calls + self.all_wait + random.Random(self.calls).randrange(self.all_wait)
-            self.all_wait = min(2 * self.all_wait, _LONGEST_OF_ALL)
-        while len(self.refusals) > REMEMBERED:
-            self.refusals.pop(next(iter(self.refusals)))
-
-    def forget_waits(self) -> None:
-        """Let captures be tried that ran out of memory."""
-        self.refusals = {key: refusal for key, refusal in self.refusals.items() if refusal.not_before == NEVER}
-        self.all_wait_until = 0
+        self.refusals[key] = why
+        if self.failures >= _FAILURES or len(self.refusals) >= _MOST_REFUSED:
+            self.off = f"{len(self.refusals)} captures failed, the last: {why}"
 
     def forget_failures(self) -> None:
         """Let every capture be tried that failed, or found no room."""
         self.refusals = {}
         self.off = None
         self.failures = 0
-        self.all_wait = _SHORTEST
-        self.all_wait_until = 0
         self.without_room = 0
-        self.patience = _SHORTEST
 
     def start_anew(self) -> None:
         """Let some captures be free, as at the start: none of the graphs before is replayed any more."""
         self.credit += _FREE_CAPTURES * _CAPTURE
 
-    @property
-    def will_make_room(self) -> bool:
-        """Whether so many calls found no room that graphs of others are dropped for the next one."""
-        return self.without_room >= self.patience
-
-    def note_room_made(self, dropped: int) -> None:
-        """Note that so many graphs were dropped for others: replays need not pay for those that take their place.
-
-        The patience doubles, so that captures never outweigh replays.
-        """
-        self.without_room = 0
-        self.patience *= 2
-        self.credit += dropped * _CAPTURE
+    def will_make_room(self, held: int) -> bool:
+        """Return whether so many calls found no room as would have paid for all graphs that are dropped for them."""
+        return self.without_room >= held * _REPLAYS_PER_CAPTURE
 
 
 def _is_profiling() -> bool:

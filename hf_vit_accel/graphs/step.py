@@ -70,7 +70,6 @@ class CapturedStep(StoredGraph):
         other_slots: Where they store other tensors: buffers and plain attributes.
         requires_grad: Whether each parameter requires a gradient.
         pointers: The memory address of each parameter.
-        last_call: Returns the call whose pixels lie in `pixels_TP`; None once it is freed.
     """
 
     differentiable: list[bool]
@@ -82,11 +81,6 @@ class CapturedStep(StoredGraph):
     other_slots: Slots
     requires_grad: tuple[bool, ...]
     pointers: list[int]
-    last_call: Callable[[], object] | None = None
-
-    def has_pixels_of(self, call: object) -> bool:
-        """Return whether the static pixels are still those of a call."""
-        return self.last_call is not None and self.last_call() is call
 
     def backward(self) -> Gradients:
         """Replay the backward. Return copies of the gradients of the pixels and of every trained parameter."""

@@ -37,8 +37,6 @@ from hf_vit_accel.graphs.status import GraphStatus
 from hf_vit_accel.layout import Grid
 from hf_vit_accel.machine import Fault, raise_if_any
 
-_MOST_REASONS = 64
-"""Reasons that are counted one by one: an error's text may name numbers, which differ from call to call."""
 _IDENTITIES = 4
 """Identities whose graphs are kept beside each other: what a trainer switches at every step."""
 _FREE_CHANGES = 4
@@ -180,11 +178,6 @@ class GraphStore(ABC, Generic[G]):
         """The device of the graphs; None before the first call."""
         return self._identities[-1].spec.request.device if self._identities else None
 
-    @property
-    def was_called(self) -> bool:
-        """Whether any call was replayed, or counted as eager."""
-        return self.policy.calls > 0 or self.last_way is not None
-
     def status(self) -> GraphStatus:
         """Return the counters so far."""
         with self._lock:
@@ -200,18 +193,10 @@ class GraphStore(ABC, Generic[G]):
                 last=self.last_way,
             )
 
-    def count_eager(self, why: str) -> Decision:
-        """Count a pass that no graph may serve; return the decision against graphs."""
-        with self._lock:
-            self.policy.count(())
-            return self._run_eagerly(Decision(reason=why))
-
     def _run_eagerly(self, decision: Decision) -> Decision:
         """Count why a pass runs without graphs, and return the decision."""
-        why = decision.reason
-        is_counted = why in self._eager or len(self._eager) < _MOST_REASONS
-        self._eager[why if is_counted else "other reasons"] += 1
-        self.policy.without_room += why == NO_ROOM
+        self._eager[decision.reason] += 1
+        self.policy.without_room += decision.reason == NO_ROOM
         return decision
 
     @property
@@ -235,7 +220,7 @@ class GraphStore(ABC, Generic[G]):
     def warming_up(self, replay: Replay) -> Iterator[None]:
         """Capture what the calls within the with block need, by exact shapes or by budgets: calls of `warmup`."""
         with self._lock:  # calls of other threads wait
-            self.policy.forget_waits()
+            self.policy.forget_failures()
             self._warming = replay
             try:
                 yield
@@ -252,7 +237,8 @@ class GraphStore(ABC, Generic[G]):
         with self._lock:
             why = self._why_eager(batch)
             if why is not None:
-                return self.count_eager(why)
+                self.policy.count(())
+                return self._run_eagerly(Decision(reason=why))
             memory: list[object] = [plan.weights, *[buffer.data_ptr() for buffer in plan.reading.buffers()]]
             if plan.reading.called_linears:
                 memory.append(plan.reading.called_memory())
@@ -327,7 +313,7 @@ class GraphStore(ABC, Generic[G]):
             keys = tuple((id(self._identities[-1]), signature) for signature in candidate.signatures)
             missing = {key for key in keys if key not in self._graphs}
             why = self._why_not_captured(grid, candidate, missing) if missing else None
-            makes_room = why == NO_ROOM and self.policy.will_make_room
+            makes_room = why == NO_ROOM and self.policy.will_make_room(len(self._graphs))
             if why is None or makes_room:
                 return replace(
                     candidate,
@@ -374,7 +360,7 @@ class GraphStore(ABC, Generic[G]):
                 return graph
             self.captures += 1
             graph.way = f"replayed (captured at the {_ordinal(self.policy.calls)} call)"
-            self.policy.note_capture(key, is_free=self._warming is not None)
+            self.policy.note_capture(is_free=self._warming is not None)
             self._graphs[key] = graph
             self.nbytes += graph.nbytes
             self._steady = {}
@@ -400,17 +386,14 @@ class GraphStore(ABC, Generic[G]):
                 return self._capture(batch, route, bin_, recorder)
         except Exception as error:
             why = f"capture failed: {type(error).__name__}: {error}".split("\n")[0]
-            if isinstance(error, torch.OutOfMemoryError):  # other programs may give memory back
-                self.policy.note_out_of_memory(key, for_all=self._warming is None)
-            else:
-                self.policy.note_failure(key, why)
+            self.policy.note_failure(key, why)
             return Decision(reason=why, routes=(route,) if isinstance(error, Fault) else ())
         finally:
             recorder.done()
 
     def _make_room(self) -> None:
         """Drop all graphs at once: they share one pool, so dropping one would give nothing back."""
-        self.policy.note_room_made(len(self._graphs))
+        self.policy.without_room = 0
         self._recorder.settle()
         self._drop()
         torch.cuda.empty_cache()  # the allocator would keep their pool until memory runs out

@@ -60,23 +60,6 @@ class _Call:
         self.parameters = parameters
 
 
-class _WriteCounter:
-    """Count the writes to a tensor without keeping its memory.
-
-    Programs that keep losses would otherwise keep the pixels of all steps: only saved tensors are freed by a backward.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._alias = tensor.detach()  # shares the version counter
-        self._alias.data = tensor.new_empty(0)  # the counter stays
-        self._version = self._alias._version
-
-    @property
-    def is_written(self) -> bool:
-        """Whether the tensor was written to since."""
-        return self._alias._version != self._version
-
-
 class TrainingRunner(GraphStore[CapturedStep]):
     """The graphs of forward and backward of one tower.
 
@@ -96,10 +79,11 @@ class TrainingRunner(GraphStore[CapturedStep]):
 
     def static_buffers(self) -> Tensors:
         """List the tensors that the next call writes before a graph reads them."""
+        last = None if self._last is None else self._last()
         buffers: Tensors = []
         for step in self._graphs.values():
             buffers += [tensor.detach() for tensor in step.incoming]
-            if step.last_call is None or step.last_call() is None:  # gradients of a call may need its pixels
+            if last is None or last.step is not step:  # gradients of that call may need its pixels
                 buffers.append(step.pixels_TP)
         return buffers
 
@@ -172,7 +156,6 @@ class TrainingRunner(GraphStore[CapturedStep]):
         finally:
             recorder.done()
         self._last = weakref.ref(call)
-        step.last_call = self._last
         return call
 
     def backward(
@@ -207,28 +190,6 @@ class TrainingRunner(GraphStore[CapturedStep]):
                 return compute_again()
             return self._backward(step, present(incoming))
 
-    def pixels_of(self, call: _Call) -> Tensor:
-        """Return a copy of a call's pixels, from the memory that its graph read.
-
-        Raises:
-            RuntimeError: A later replay overwrote that memory.
-        """
-        with self._lock:
-            step = call.step
-            if not step.has_pixels_of(call):
-                raise RuntimeError(
-                    "The pixel values were modified by an inplace operation after their forward, and a later step "
-                    "overwrote their copy. Call backward first, or write the pixels of the next step to other memory."
-                )
-            recorder = self._recorder
-            if recorder is None:  # all graphs were dropped
-                return step.pixels_TP.clone()
-            recorder.wait()
-            try:
-                return step.pixels_TP.clone()
-            finally:
-                recorder.done()
-
     def _backward(self, step: CapturedStep, incoming: Tensors) -> Gradients:
         """Replay a backward and copy its gradients out."""
         recorder = self._recorder
@@ -254,10 +215,8 @@ class _Replay(torch.autograd.Function):
         *trained_parameters: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        # Saved weights raise if they change before the backward, as in stock. Frozen ones count: gradients pass them.
-        # Saved pixels do not raise, since `.data` has a version counter of its own: the graph has a copy of them.
-        ctx.save_for_backward(pixels_TP.data, *call.parameters)
-        ctx.pixel_writes = _WriteCounter(pixels_TP)
+        # Saved tensors raise if they change before the backward, as in stock. Gradients pass frozen weights, too.
+        ctx.save_for_backward(pixels_TP, *call.parameters)
         call.parameters = ()
         device = pixels_TP.device.type
         ctx.runner = runner
@@ -279,8 +238,7 @@ class _Replay(torch.autograd.Function):
         pixels_TP, *parameters = ctx.saved_tensors
 
         def compute_again() -> Gradients:
-            forward_TP = ctx.runner.pixels_of(ctx.call) if ctx.pixel_writes.is_written else pixels_TP
-            leaf_TP = forward_TP.detach().requires_grad_(ctx.needs_input_grad[3])
+            leaf_TP = pixels_TP.detach().requires_grad_(ctx.needs_input_grad[3])
             with ctx.call.recorded, torch.autocast(**ctx.autocast):
                 return run_eagerly(ctx.call.step, ctx.route.ready(), leaf_TP, parameters, incoming)
 

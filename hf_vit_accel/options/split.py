@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from heapq import heapreplace
 from itertools import accumulate
 
 import torch
@@ -19,8 +19,6 @@ from hf_vit_accel.layout import Grid, rows_of
 BALANCED_ROWS = 6000
 """Rows of a frame whose attention takes as long as everything else: 4,700 to 6,700 in all three families (H200, bf16,
 times at 1,024 and 14,416 rows a frame)."""
-
-_STEPS = 256
 
 
 @dataclass(frozen=True, order=True)
@@ -43,10 +41,7 @@ def cost(rows: int, full: float) -> float:
 
 @lru_cache(maxsize=128)
 def split(grid: Grid, ranks: int, *, clips: bool, full: float) -> Split:
-    """Assign frames to ranks such that the largest load is nearly minimal.
-
-    MULTIFIT (Coffman, Garey, Johnson 1978) searches the lowest bound under which all frames fit. Each rank in
-    its turn takes the costliest frames that still fit under the bound.
+    """Assign frames to ranks, the costliest first, each to the rank with the least load (LPT, Graham 1969).
 
     Frames of equal cost are interchangeable, so each rank gets consecutive ones: few pieces, which share a layout.
 
@@ -60,48 +55,19 @@ def split(grid: Grid, ranks: int, *, clips: bool, full: float) -> Split:
         frames = t if clips else 1
         equal_units = units.setdefault(cost(h * w * frames, full), [])
         equal_units += [Piece(image, first, frames) for first in range(0, t, frames)]
-    counts = {unit_cost: len(equal_units) for unit_cost, equal_units in units.items()}
-    # No split is better than `least`. All units fit under twice `least`: a unit is at most `least`, and it fits nowhere
-    # only if every rank carries more than `least`, which is more than there is. The search takes for granted that units
-    # which fit under a bound fit under a larger one.
-    total = sum(unit_cost * count for unit_cost, count in counts.items())
-    least = max(total / ranks, max(counts)) * (1 + 1e-9)
-    bounds = [least * (1 + step / _STEPS) for step in range(_STEPS + 1)]
-    lowest = bisect_left(range(_STEPS), True, key=lambda step: not _fit(counts, ranks, bounds[step])[1])
-    shares = []
-    for taken in _fit(counts, ranks, bounds[lowest])[0]:
-        share = []
-        for unit_cost, count in taken.items():
-            share += units[unit_cost][:count]
-            del units[unit_cost][:count]
-        shares.append(_joined(sorted(share)))
-    return tuple(shares)
-
-
-def _fit(counts: Mapping[float, int], ranks: int, bound: float) -> tuple[list[dict[float, int]], dict[float, int]]:
-    """Let each rank take the costliest units that fit under a bound.
-
-    Returns:
-        For every rank its number of units of each cost, and the numbers of units that fit nowhere.
-    """
-    unplaced = dict(counts)
-    costs = sorted(counts)
-    by_rank = []
-    for _ in range(ranks):
-        room = bound
-        taken: dict[float, int] = {}
-        index = bisect_right(costs, room) - 1
-        while index >= 0:
-            unit_cost = costs[index]
-            count = min(unplaced[unit_cost], int(room / unit_cost))
-            taken[unit_cost] = taken.get(unit_cost, 0) + count
-            unplaced[unit_cost] -= count
-            room -= count * unit_cost
-            if not unplaced[unit_cost]:
-                del unplaced[unit_cost], costs[index]
-            index = bisect_right(costs, room) - 1
-        by_rank.append(taken)
-    return by_rank, unplaced
+    loads = [(0.0, rank) for rank in range(ranks)]  # a heap
+    shares: list[list[Piece]] = [[] for _ in range(ranks)]
+    for unit_cost in sorted(units, reverse=True):
+        counts = [0] * ranks
+        for _ in units[unit_cost]:
+            load, rank = loads[0]
+            heapreplace(loads, (load + unit_cost, rank))
+            counts[rank] += 1
+        first = 0
+        for share, count in zip(shares, counts, strict=True):
+            share += units[unit_cost][first : first + count]
+            first += count
+    return tuple(_joined(sorted(share)) for share in shares)
 
 
 def _joined(units: list[Piece]) -> tuple[Piece, ...]:
