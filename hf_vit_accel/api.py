@@ -91,12 +91,36 @@ def patch(
         BackendUnavailableError: If a named backend or FP8 cannot run on this machine.
         FallbackError: Under `strict`, if a tower cannot take the fast path.
     """
-    settings = _settings(
-        attention, fuse, cuda_graphs, fp8, max_rows, data_parallel, reuse, like, every_rank, processor, text, strict
+    score_mod = None
+    if isinstance(attention, FlexConfig):
+        score_mod = attention.score_mod
+        attention = "flex"
+    if attention != "auto":
+        backend_named(attention)
+    fp8_config = _config("fp8", fp8, Fp8Config)
+    settings = Settings(
+        attention=attention,
+        score_mod=score_mod,
+        fuse=fuse,
+        graphs="auto" if cuda_graphs == "auto" else _config("cuda_graphs", cuda_graphs, GraphConfig),
+        fp8=fp8_config,
+        amax=None if fp8_config is None or fp8_config.amax_file is None else Amax.load(fp8_config.amax_file),
+        max_rows=max_rows,
+        ranks=ranks_of(data_parallel),
+        reuse=_config("reuse", reuse, ReuseConfig),
+        like=_families_of_copies(like),
+        every_rank=every_rank,
+        normalisation=None if processor is None else normalisation_of(processor),
+        text=text,
+        strict=strict,
     )
     towers = towers_of(model, settings.like)
     holders = _checked_holders(model, settings.every_rank)
-    texts = _checked_texts(model, strict) if settings.text else {}
+    texts: dict[str, Any] = {}
+    if text:
+        from hf_vit_accel.decoding.text_forward import forwards_for  # imports transformers' models
+
+        texts = forwards_for(model, strict)
     require(settings.attention, fp8=settings.fp8 is not None)
     prepared = [_prepare(path, tower, family, settings) for path, tower, family in towers]
     for tower, state, name in prepared:
@@ -108,13 +132,6 @@ def patch(
         around.install(holder, around.ModelState(every_rank))
     _set_text_forwards(model, texts)
     return model
-
-
-def _checked_texts(model: nn.Module, strict: bool) -> dict[str, Any]:
-    """Return new forwards for the declared text models in a model, by their paths; ValueError without any."""
-    from hf_vit_accel.decoding.text_forward import forwards_for  # imports transformers' models
-
-    return forwards_for(model, strict)
 
 
 def _set_text_forwards(model: nn.Module, forwards: Mapping[str, Any]) -> None:
@@ -353,54 +370,6 @@ def _config(name: str, option: object, kind: type[C]) -> C | None:
     if option is True:
         return kind()
     return option if isinstance(option, kind) else None
-
-
-def _settings(
-    attention: Any,
-    fuse: object,
-    cuda_graphs: object,
-    fp8: object,
-    max_rows: Any,
-    data_parallel: object,
-    reuse: object,
-    like: object,
-    every_rank: Any,
-    processor: object,
-    text: Any,
-    strict: Any,
-) -> Settings:
-    """Check the options of `patch`, alone and together."""
-    graph_config: GraphConfig | Literal["auto"] | None = "auto"
-    if cuda_graphs != "auto":
-        graph_config = _config("cuda_graphs", cuda_graphs, GraphConfig)
-    fp8_config = _config("fp8", fp8, Fp8Config)
-    reuse_config = _config("reuse", reuse, ReuseConfig)
-    score_mod = None
-    if isinstance(attention, FlexConfig):
-        score_mod = attention.score_mod
-        attention = "flex"
-    if attention != "auto":
-        backend_named(attention)
-    if not isinstance(fuse, bool):
-        raise ValueError(f"expected fuse to be True or False, got {fuse!r}")
-    if score_mod is not None and fp8_config is not None:
-        raise ValueError("expected fp8=False beside a score_mod, which attention in FP8 does not apply")
-    return Settings(
-        attention=attention,
-        score_mod=score_mod,
-        fuse=fuse,
-        graphs=graph_config,
-        fp8=fp8_config,
-        amax=None if fp8_config is None or fp8_config.amax_file is None else Amax.load(fp8_config.amax_file),
-        max_rows=max_rows,
-        ranks=ranks_of(data_parallel),
-        reuse=reuse_config,
-        like=_families_of_copies(like),
-        every_rank=every_rank,
-        normalisation=None if processor is None else normalisation_of(processor),
-        text=text,
-        strict=strict,
-    )
 
 
 def _families_of_copies(like: object) -> dict[str, str]:

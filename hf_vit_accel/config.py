@@ -324,18 +324,9 @@ class Settings:
     """The options of `hf_vit_accel.patch`, checked.
 
     Args:
-        attention: "auto" or the name of a backend.
-        score_mod: Changes every score of the attention; None for unchanged scores.
-        fuse: Whether parts are fused where they can be.
         graphs: How to capture CUDA graphs; "auto" where that pays, None for none.
-        fp8: The FP8 settings; None for none.
         amax: The absolute maxima in the file of `fp8`; None without a file.
-        max_rows: Patch rows of a pass; None for one pass.
-        ranks: The ranks that share calls; None for none.
-        reuse: How to encode equal images once; None for not at all.
         every_rank: Whether every training forward of the model calls the tower exactly once.
-        text: Whether our operations run the language model's layers where neither gradients nor a cache are asked for.
-        strict: Whether a fallback raises.
         normalisation: Of pixel values, which are bytes; None where the processor normalises them.
         like: The family of every class of a tower that is a copy, by name.
 
@@ -361,9 +352,11 @@ class Settings:
     def __post_init__(self) -> None:
         if self.max_rows not in ("auto", None):
             _check_integer("max_rows, unless 'auto' or None,", self.max_rows, least=1)
-        for name in ("every_rank", "text", "strict"):
+        for name in ("fuse", "every_rank", "text", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"expected {name} to be True or False, got {getattr(self, name)!r}")
+        if self.score_mod is not None and self.fp8 is not None:
+            raise ValueError("expected fp8=False beside a score_mod, which attention in FP8 does not apply")
         if self.ranks is not None and self.reuse is not None and self.reuse.across_calls:
             raise ValueError(
                 "ReuseConfig(across_calls=True) does not work with data_parallel: ranks with different kept features "

@@ -95,10 +95,6 @@ class VisionMetadata:
     """The sequence metadata of one call, on the host.
 
     Args:
-        grid: The grid of the call.
-        rows: Patch rows T.
-        merged: Merged tokens M.
-        full: The segments of full layers: one per frame, or one per clip.
         position_ids_T2: The (row, column) of every patch in its frame, int32, in packing order (merge blocks).
         window: The segments of window layers; None for towers without windows, as in the next two fields.
         window_index_M: The permutation of merged tokens that makes every window consecutive, int64.
@@ -144,10 +140,6 @@ def build(grid: Grid, geometry: Geometry) -> VisionMetadata:
 
     Args:
         grid: (frames, height, width) in patches; height and width are multiples of `geometry.merge`.
-
-    Returns:
-        The metadata: arrays of T rows or M merged tokens, in packing order. `full` has a segment for every frame, or
-        for every grid entry if they are clips.
     """
     merge = geometry.merge
     t_F, h_F, w_F = np.array(grid, dtype=np.int64).T
@@ -272,12 +264,7 @@ def pack(arrays: Mapping[str, Array]) -> Array:
 
 
 def unpack(packed: Tensor, arrays: Mapping[str, Array]) -> dict[str, Tensor]:
-    """Return views into packed bytes on any device, by name.
-
-    Args:
-        packed: The uint8 bytes that `pack` made of these arrays, on any device.
-        arrays: The arrays on the host, which give names, dtypes and shapes.
-    """
+    """Return views into packed bytes on any device, by name."""
     starts, _ = _starts(arrays)
     tensors = {}
     for (name, array), start in zip(arrays.items(), starts, strict=True):

@@ -71,7 +71,6 @@ class Package:
     """A third-party package that a backend needs.
 
     Args:
-        module: The module that a backend imports.
         distribution: The name of the distribution that provides the module.
         install: How to install it, for error messages.
     """
@@ -211,15 +210,7 @@ class FallbackError(RuntimeError):
 
 
 def raise_if_any(reasons: list[str], what: str = "this call", *, because: str = "strict=True") -> None:
-    """Raise a FallbackError if there are any reasons.
-
-    Args:
-        reasons: Why the fast path is left; empty for nothing to raise.
-        what: The call or the tower, for the message.
-
-    Raises:
-        FallbackError: If `reasons` is not empty.
-    """
+    """Raise a FallbackError if there are any reasons."""
     if reasons:
         raise FallbackError(f"{because} and {what} cannot be served as asked: " + "; ".join(reasons))
 
@@ -231,12 +222,7 @@ def one_line(error: Exception) -> str:
 
 
 class Fault(RuntimeError):
-    """A backend or the kernels raised an error when they ran.
-
-    Args:
-        name: The name of the backend, or `KERNELS`.
-        error: The error that was raised; `why` describes it in one line.
-    """
+    """A backend or the kernels raised an error when they ran."""
 
     def __init__(self, name: str, error: Exception) -> None:
         self.name = name
@@ -244,10 +230,8 @@ class Fault(RuntimeError):
         super().__init__(f"{name} {self.why}")
 
 
-_NO_FAULTS: tuple[type[BaseException], ...] = (Fault, MemoryError, torch.OutOfMemoryError)
-# Checkpointing raises this error to end a recomputed forward early. It has no public name (torch 2.11 to 2.15).
-if hasattr(checkpoint, "_StopRecomputationError"):
-    _NO_FAULTS += (checkpoint._StopRecomputationError,)
+# Checkpointing raises the last of these to end a recomputed forward early. It has no public name (torch 2.11 to 2.15).
+_NO_FAULTS = (Fault, MemoryError, torch.OutOfMemoryError, checkpoint._StopRecomputationError)
 
 
 def once_differentiable(backward: Function) -> Function:
@@ -333,7 +317,6 @@ class LRU(Generic[V]):
     Several threads may use it; two of them may then make the same value.
 
     Args:
-        entries: The largest number of entries.
         cost: The largest sum of the entries' costs, in bytes for instance. A single value above it is never cached.
     """
 

@@ -12,18 +12,18 @@ from torch import nn
 
 from hf_vit_accel.backends import BACKENDS, BackendUnavailableError, Choice, LayerKind, Replay
 from hf_vit_accel.config import GraphConfig, Settings
-from hf_vit_accel.engine.route import Route, Spec, choose
+from hf_vit_accel.engine.route import Spec, choose
 from hf_vit_accel.families import FAMILIES, FAMILIES_OF_COPIES, Family, Tower
 from hf_vit_accel.families.copies import CopyFamily, suggest_families
 from hf_vit_accel.graphs.status import GraphStatus
+from hf_vit_accel.graphs.store import GraphStore
 from hf_vit_accel.model import around
 from hf_vit_accel.ops import PARTS, TABLE, why_not_triton
 from hf_vit_accel.options.reuse import ReuseStatus
 from hf_vit_accel.tower.checks import reasons_of
 from hf_vit_accel.tower.forward import spec_of
 from hf_vit_accel.tower.install import foreign_forward, towers_in
-from hf_vit_accel.tower.snapshot import Snapshot
-from hf_vit_accel.tower.state import TowerState, state_of
+from hf_vit_accel.tower.state import state_of
 from hf_vit_accel.versions import untested
 
 _CPU = torch.device("cpu")
@@ -40,8 +40,8 @@ class TowerStatus:
         proven: The numbers of the proof of a copy.
         patched: Whether the tower is patched. If not, only `attention` follows.
         attention: The requested attention, or the name of stock's.
-        backends: The backend of every kind of layer, in the last call. Before any call with such weights: the backend
-            that would be chosen now.
+        backends: The backend of every kind of layer, in the last call; before any call the backend that would be chosen
+            now.
         rejected: By kind of layer and backend, the reasons against backends that come first.
         fused: The parts that run fused.
         unfused: The parts that do not run fused, with the reason.
@@ -272,7 +272,7 @@ def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
     if reasons.weights is not None:
         device = snapshot.parts.projection.weight.device
         spec = spec_of(state, snapshot, reasons.weights, device, fast=not against, grad=False)
-    last = _last_route(state, snapshot, spec)
+    last = state.last_route
     choices = {} if last is None else last.choices
     if spec is not None and not choices:
         try:
@@ -281,7 +281,6 @@ def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
             against = [*against, str(error)]
             spec = None
     ops = None if spec is None else spec.ops
-    training_runner = state.training_runner
     if ops is not None and last is not None and last.spec.ops is not None:
         ops = last.spec.ops
     backends = {str(kind): choice.backend.name for kind, choice in choices.items()}
@@ -295,8 +294,8 @@ def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
         fused=tuple(part for part in PARTS if ops is not None and part in ops.fused),
         unfused=dict(ops.unfused) if ops is not None else {},
         against_fast=tuple(dict.fromkeys(against)),
-        graphs=_graph_status(state),
-        training=None if training_runner is None or not training_runner.policy.calls else training_runner.status(),
+        graphs=_graph_status(state.inference_runner, is_asked_for=state.settings.graphs != "auto"),
+        training=_graph_status(state.training_runner),
         fp8=_report_of_option(spec, choices),
         passes=None if state.passes is None else str(state.passes) or None,
         ranks=None if state.sharing is None else str(state.sharing),
@@ -304,21 +303,11 @@ def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
     )
 
 
-def _graph_status(state: TowerState) -> GraphStatus | None:
-    """Return the counters of graphs of inference; None without, and for automatic ones before their first call."""
-    runner = state.inference_runner
-    if runner is None or (state.settings.graphs == "auto" and not runner.policy.calls):
+def _graph_status(runner: GraphStore[Any] | None, *, is_asked_for: bool = False) -> GraphStatus | None:
+    """Return the counters of graphs; None without, and before their first call unless they were asked for."""
+    if runner is None or not (runner.policy.calls or is_asked_for):
         return None
     return runner.status()
-
-
-def _last_route(state: TowerState, snapshot: Snapshot, spec: Spec | None) -> Route | None:
-    """Return the route of the last call; None if the weights were on another device then, or of another dtype."""
-    last = state.last_route
-    if last is None or spec is None:
-        return last
-    targets = {id(known_spec): (key.device, key.weights_dtype) for key, known_spec in snapshot.specs.items()}
-    return last if targets.get(id(last.spec)) == targets.get(id(spec)) else None
 
 
 def _choices_for(spec: Spec, family: Family) -> dict[LayerKind, Choice]:
@@ -355,8 +344,6 @@ def towers_of(
     """Return (path, tower, family) of every supported tower in a model.
 
     Args:
-        model: The model.
-        like: The families of copies by the name of their class, as `patch` takes them.
         or_decoded: Whether a model without a tower will do if `graphed_decoding` was called for it.
 
     Raises:

@@ -77,8 +77,6 @@ class Attempt:
     Attributes:
         disable: Disables the backend or kernel that failed, or raises what the caller gets.
         has_new_room: Returns whether memory was given back since the attempt began.
-        reasons: Why the call gets less than was requested, found while it ran.
-        passes: Those that ran.
         exchanged: What other ranks heard of this call. They are through with it, and would not answer another attempt.
         is_prepared: Whether the cause of an error was disabled, so that another attempt follows.
     """
@@ -106,18 +104,10 @@ class FastPlan:
     """The decisions about a call that runs our operations.
 
     Attributes:
-        reasons: Why the call gets less than was requested.
-        inputs: Pixels and grid of the whole call.
-        reading: The tower as it is now.
-        parameters: Of the tower, as they are now.
         weights: Their addresses, dtypes and sizes.
-        spec: Of every route.
         checkpoints: By layer, None for a layer that keeps what its gradient needs.
         called: The blocks that run by their own call, by the index of the layer.
-        is_hooked: Whether hooks see the calls of a part.
         outputs_require_grad: Whether the outputs of a frozen tower must require gradients.
-        output_class: The stock output class; None for a tower that returns bare tensors.
-        as_tuple: Whether a tuple of the output is asked for.
     """
 
     reasons: tuple[str, ...] = ()
@@ -151,11 +141,7 @@ class Batch:
     """Whole images and frames to be encoded.
 
     Attributes:
-        plan: Of the call.
-        attempt: To serve the call.
-        grid: Of the images.
         pixels_TP: Their pixels, or their embedded rows (T, E).
-        is_embedded: Whether these are embedded rows.
         is_part: Whether it is one of several passes of a call.
         output_slices: The slices of the call's outputs for this batch, where outputs may be written; else empty.
     """

@@ -30,12 +30,7 @@ AfterLayer = Callable[[int, Residual], Residual]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Run a layer again in the backward pass, as transformers does, instead of keeping what its gradient needs.
-
-    Attributes:
-        function: The function that transformers calls with a function and its arguments.
-        block: The module of the layer.
-    """
+    """Run a layer again in the backward pass, as transformers does, instead of keeping what its gradient needs."""
 
     function: Callable[..., Tensor]
     block: nn.Module
@@ -58,11 +53,7 @@ class Checkpoint:
 
 
 def checkpoints_of(parts: Parts, wrappers: Mapping[int, Any]) -> list[Checkpoint | None]:
-    """Return the checkpoint of every layer; None for a layer that stock does not run again.
-
-    Args:
-        wrappers: The modules around blocks that checkpoint them, by the index of the layer.
-    """
+    """Return the checkpoint of every layer; None for a layer that stock does not run again."""
     checkpoints: list[Checkpoint | None] = []
     for index, block in enumerate(parts.blocks):
         module = block.module
@@ -105,8 +96,6 @@ def encode(
     are freed as early as possible, since they limit the rows that fit. The returned tensors belong to the caller.
 
     Args:
-        route: The operations, the attention of every layer, and the metadata on the device.
-        pixels_or_rows: The pixels (T, P), or their embedded rows (T, E).
         checkpoints: By layer, None for a layer that keeps what its gradient needs.
         blocks_to_call: By layer, the block whose call must surround the layer, since hooks on it gather the weights, or
             that runs in place of the layer.
@@ -205,7 +194,6 @@ def _layer(
     """Run one layer, operation by operation.
 
     Args:
-        qkv_shape: (3, H, D).
         handed_over: A list of one element, delta, which is popped here. So no caller holds delta, and its memory is
             freed: after torch.compile, the frames of callers keep arguments alive.
     """
@@ -232,12 +220,7 @@ def _in_steps(
 def _run_wrapped(
     run: RunLayer, block: nn.Module | None, checkpoint: Checkpoint | None, x_TE: Tensor, delta_TE: Tensor | None
 ) -> Residual:
-    """Run a layer inside its block's call, or checkpointed, or both.
-
-    Args:
-        block: The block whose hooks must run; None for none.
-        checkpoint: The checkpoint of the layer; None for none.
-    """
+    """Run a layer inside its block's call, or checkpointed, or both."""
     if block is not None:
         run = partial(_run_through, block, run)
     if checkpoint is None:

@@ -23,8 +23,6 @@ class Expected:
     Attributes:
         merge: Patches per merged token along one side.
         width: P; None where a quantiser packed the weight that embeds patches.
-        device: Of the weights; None where inputs are moved there.
-        names: The parameters of its forward: pixels and grid.
         dims: Dimensions of the pixels as its processor returns them.
     """
 
@@ -56,8 +54,6 @@ class Inputs:
 
     Attributes:
         pixels: (T, P), a view of the caller's tensor.
-        grid: Frames, height and width of each image and video, in patches, on the host.
-        options: The other keyword arguments.
         host_grid: What an option read with the grid; None without one.
     """
 
@@ -69,9 +65,6 @@ class Inputs:
 
 def read(expected: Expected, read_grid: ReadGrid | None, /, *args: object, **options: object) -> Inputs | None:
     """Return the inputs of a tower's forward, with the grid on the host: the one sync of a call.
-
-    Args:
-        read_grid: Of an option that reads more in the same sync; None to read the grid alone.
 
     Returns:
         None for a call that the stock forward must take as it is: arguments are missing, too many or given twice, or
@@ -95,7 +88,6 @@ def read(expected: Expected, read_grid: ReadGrid | None, /, *args: object, **opt
             f"patch), got {_describe(pixels)}; pass what the processor returns, images packed along dim 0"
         )
     if pixels.dim() != expected.dims or type(pixels) not in _PLAIN:
-        _check_no_images(pixels, grid_thw, expected)
         return None
     if isinstance(grid_thw, Tensor) and type(grid_thw) not in _PLAIN:
         return None
@@ -121,18 +113,6 @@ def read(expected: Expected, read_grid: ReadGrid | None, /, *args: object, **opt
             f"move them with .to({str(expected.device)!r})"
         )
     return Inputs(pixels=pixels, grid=grid, options=options, host_grid=host_grid)
-
-
-def _check_no_images(pixels: Tensor, grid_thw: object, expected: Expected) -> None:
-    """Raise ValueError for images (B, C, H, W). Stock takes patches in any shape that has their number of values."""
-    if pixels.dim() != 4 or expected.width is None or not isinstance(grid_thw, Tensor) or grid_thw.dim() != 2:
-        return
-    rows = int(grid_thw.prod(dim=1).sum())
-    if pixels.numel() != rows * expected.width:
-        raise ValueError(
-            f"expected pixel values of shape ({rows}, {expected.width}), packed patches of this grid_thw, got "
-            f"images of shape {tuple(pixels.shape)}; pass the pixel values that the processor of this model returns"
-        )
 
 
 def _read_grid(

@@ -39,10 +39,6 @@ class _Entry:
 
     A parameter is not copied: stock keeps it for the gradient, and raises if it is written to. Stock does not keep
     small buffers, so they are copied.
-
-    Attributes:
-        value: What to run the forward with again.
-        is_copied: Whether `value` is a copy.
     """
 
     def __init__(self, dictionary: Attributes, name: str) -> None:
@@ -76,11 +72,7 @@ class _Entry:
 
 
 class Recorded(AbstractContextManager[None]):
-    """What modules held during a forward that may run again for its gradients: they hold it again within the context.
-
-    Args:
-        slots: Where they store it.
-    """
+    """What modules held during a forward; within the context they hold it again, to run it for its gradients."""
 
     def __init__(self, slots: Slots) -> None:
         self._entries = [_Entry(dictionary, name) for dictionary, name in slots]
@@ -119,12 +111,7 @@ class Recorded(AbstractContextManager[None]):
 
 
 class RecordedModules(Recorded):
-    """The tensors, training flags and adapters of modules during a forward whose passes run again for its gradients.
-
-    Args:
-        parts: The modules that passes run.
-        has_adapters: Whether adapters of PEFT may be among them.
-    """
+    """The tensors, training flags and adapters of modules during a forward whose passes run again for its gradients."""
 
     def __init__(self, parts: Parts, *, has_adapters: bool) -> None:
         modules = list(parts.modules())

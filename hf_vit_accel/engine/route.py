@@ -36,14 +36,11 @@ class Spec:
     """The decisions behind a route that do not depend on the grid. A tower has one for every kind of call.
 
     Attributes:
-        geometry: The part of the tower's config that decides metadata.
         request: The request to backends, without a layout. Without layers, it holds the device alone.
         ops: The operations; None where stock's blocks run on our metadata and attention.
         full_layers: Whether each layer attends per frame, not per window. Empty where attention alone is ours: layers
             are unknown, and each makes a request of its own.
         faults: What failed when it ran, with the reason. It is not chosen again.
-        settings: The settings of the tower.
-        hidden_states: Whether the rows that each layer takes are returned, too.
         against_graphs: Why no CUDA graph serves such calls; None where one may.
         called_linears: The linears of third parties, which a trial must prove safe in CUDA graphs.
     """
@@ -69,15 +66,9 @@ class Route:
     """The decisions about one layout.
 
     Attributes:
-        spec: The decisions that do not depend on the layout.
         replay: How a CUDA graph may replay the route, which decides its backends.
-        metadata: The metadata of the layout.
-        arrays: The arrays that the device needs, by name.
-        plans: The plan of the backend for every kind of layer, except windows that our kernel attends.
         choices: The choice of that backend, with the reasons against others.
         unmet: Requested features that the route cannot use, with reasons.
-        tensors: The arrays on the device; empty before `bind`.
-        attends: The attention of every layer; empty before `bind`.
         trained: Every layer with gradients; None where no gradient flows. Empty before `bind`.
         bound: This route bound to its own arrays on the device; None before `ready`.
     """
@@ -158,9 +149,6 @@ class Route:
         """Return the plans for these offsets; None for others, since equal sizes may be other layouts.
 
         Offsets that a tower computed by itself are compared once, by a host sync, for all layers that get them.
-
-        Args:
-            rows: The number of rows that attend.
         """
         if self.spec.geometry.quarters:
             return self._plans_of_quarters(rows)
@@ -271,10 +259,6 @@ class SegmentPlans:
     """Attention within segments that the host knows: a plan for each kind of layers that asks for one.
 
     Attributes:
-        kind: The kind of the layers that attend by them.
-        segments: The segments.
-        settings: The settings of the tower.
-        faults: What failed in this tower when it ran, with the reason.
         own: The plan of the tower's route; None without a route.
         plans: The other plans made so far, by stream and request.
     """

@@ -64,7 +64,6 @@ class Bin:
     Attributes:
         first: Index of the first image.
         last: Index after the last image.
-        tokens: Merged tokens of the images.
         budget: Tokens of the graph, or None for a graph of the exact shape.
     """
 

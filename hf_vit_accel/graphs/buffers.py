@@ -17,16 +17,7 @@ from hf_vit_accel.layout import Array, Segments, VisionMetadata
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The sizes that a layout is padded to.
-
-    Attributes:
-        rows: Patch rows of the budget.
-        tokens: Merged tokens of the budget.
-        segments: Segments of full layers.
-        max_seqlen: Rows of the longest segment of full layers.
-        windows: Segments of window layers.
-        window_max_seqlen: Rows of the longest window.
-    """
+    """The sizes that a layout is padded to."""
 
     rows: int
     tokens: int

@@ -16,8 +16,6 @@ class Identity(NamedTuple):
     Attributes:
         spec: Stands for modules, settings, device and dtypes: one object while these stay.
         memory: Equal while weights and buffers stay at their addresses.
-        pixel_width: Values per patch (P).
-        numerics: torch's settings of precision and determinism.
         requires_grad: Whether the pixels and every parameter require gradients; empty in inference.
     """
 

@@ -71,7 +71,7 @@ def _give_up_graphs(device: int, requested: int, allocated: int, free: int) -> N
         is_elsewhere = store.device is not None and store.device.index not in (None, device)
         if is_elsewhere:
             continue
-        if not store.has_given_up:
-            stores_given_up += 1
+        stores_given_up += 1
+        _stores.discard(store)
         with suppress(RuntimeError):  # CUDA refuses to wait for replays within a capture: the next call drops them
             store.give_up("device memory ran out after graphs were captured")

@@ -40,8 +40,6 @@ class Thresholds:
         common_share: unless one in so many calls has it.
         most_rows: Patch rows of the largest pass that is captured.
         padded_rows: Patch rows up to which a padded replay pays, even with a slower backend than an eager call.
-        most_graphs: Graphs that are kept.
-        most_bytes: Device memory above which no graph is captured.
         asked_for: Whether the user asked for graphs. Else replays have to pay for captures, none runs under a profiler,
             and graphs hold a share of the memory that is free.
     """
@@ -102,14 +100,10 @@ class Decision:
     """How a pass runs.
 
     Attributes:
-        replay: By graphs of its own shape, by padded ones, or by none.
         reason: Why by none. `strict` raises it if the user asked for graphs, unless it is `Accepted`.
-        bins: The images of each graph; empty for one graph of all.
         routes: The route of each graph's images. Without graphs, the one whose backend or kernel failed in a capture.
             If it fails eagerly, too, it is disabled.
-        signatures: What layouts of each graph share.
         keys: The key of each graph: its signature under an identity. Those that are missing are captured first.
-        makes_room: Whether all other graphs are dropped before.
         is_final: Whether the pass is replayed alike as long as no graph is captured or dropped.
     """
 
@@ -153,8 +147,6 @@ class Policy:
         credit: What calls and replays have paid for captures that come.
         off: Why no capture is tried any more; None while captures are tried.
         failures: Captures that failed in a row.
-        changes: Times that graphs went stale; every call without a change takes one off again.
-        without_room: Calls that found no room for a graph.
     """
 
     thresholds: Thresholds

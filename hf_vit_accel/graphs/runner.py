@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from hf_vit_accel.backends import backend_named
 from hf_vit_accel.config import GraphConfig
 from hf_vit_accel.engine.call import Batch
 from hf_vit_accel.engine.encoder import encode
@@ -42,7 +43,6 @@ class _Graph(StoredGraph):
     """A graph of inference. Its pixels are longer than a call's, whose tail is zeros.
 
     Attributes:
-        packed: The route's arrays in one buffer of bytes.
         rows_per_token: The rows of every output for one merged token: 1 for merged outputs.
     """
 
@@ -51,12 +51,7 @@ class _Graph(StoredGraph):
 
 
 class Runner(GraphStore[_Graph]):
-    """The graphs of one tower without gradients: chooses, captures and replays them.
-
-    Args:
-        config: What the user asked for; None for automatic graphs.
-        routes: The routes of the tower.
-    """
+    """The graphs of one tower without gradients: chooses, captures and replays them."""
 
     def __init__(self, config: GraphConfig | None, routes: Routes) -> None:
         super().__init__(AUTOMATIC if config is None else thresholds_of(config), routes)
@@ -130,26 +125,20 @@ class Runner(GraphStore[_Graph]):
         if isinstance(bins, str):
             return bins
         named = spec.settings.attention
+        serves_one_layout = named != "auto" and not backend_named(named).replays_other_layouts
+        if serves_one_layout and named not in dict(spec.faults):
+            return _EXACT_ONLY if self.policy.thresholds.exact_calls < NEVER else _NEVER_EXACT
         routes = []
         for bin_ in bins:
             images = grid[bin_.first : bin_.last]
             plain = self._routes.get(images, spec, "padded")
             for choice in plain.choices.values():
-                if choice.backend.replays_other_layouts and named not in choice.rejected:
-                    continue
-                if self._is_served_by(named, grid, spec):
-                    return _EXACT_ONLY if self.policy.thresholds.exact_calls < NEVER else _NEVER_EXACT
                 if not choice.backend.replays_other_layouts:
                     return f"{choice.backend.name} cannot be captured for other layouts"
             layout = partial(pad, plain.metadata, _shape(bin_, plain))
             routes.append(self._routes.get(images, spec, "padded", bin_.budget, layout))
         signatures = tuple(route.signature for route in routes)
         return Decision(replay="padded", bins=bins, routes=tuple(routes), signatures=signatures)
-
-    def _is_served_by(self, named: str, grid: Grid, spec: Spec) -> bool:
-        """Return whether an eager call has the backend that the user named, though no other layout can be replayed."""
-        choices = self._routes.get(grid, spec).choices.values()
-        return any(choice.backend.name == named and not choice.backend.replays_other_layouts for choice in choices)
 
     def _why_worse(self, grid: Grid, candidate: Decision) -> str | None:
         if candidate.replay == "exactly" or rows_of(grid) <= self.policy.thresholds.padded_rows:

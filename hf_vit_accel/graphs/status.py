@@ -13,8 +13,6 @@ class GraphStatus:
     Attributes:
         budgets: Merged tokens that graphs are captured for; empty for graphs of training steps.
         graphs: For every stored graph its label, the bytes that it added, and its replays.
-        replays: Graph launches.
-        captures: Graphs that were captured.
         eager: Reason -> passes that ran without graphs.
         stale: Reason -> times that all graphs went stale.
         kept: Reason -> times that graphs could not be replayed, and stay for a time when they can.

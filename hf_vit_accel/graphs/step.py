@@ -61,15 +61,10 @@ class CapturedStep(StoredGraph):
     """The graphs of a layout: `replay` launches the forward, `stages` launch the backward.
 
     Attributes:
-        differentiable: Whether each output can have a gradient.
         used: Whether the loss uses each output, so that a gradient arrives for it.
         incoming: Static gradients of the used outputs, read by the backward.
-        stages: The stages of the backward, in their order.
         trained: The indices of the distinct trained parameters.
-        slots: Where modules store the tower's parameters.
         other_slots: Where they store other tensors: buffers and plain attributes.
-        requires_grad: Whether each parameter requires a gradient.
-        pointers: The memory address of each parameter.
     """
 
     differentiable: list[bool]
@@ -99,10 +94,7 @@ class StepCapture:
     tensors that the last one left. Lists change in place, since the captured step holds the same lists.
 
     Args:
-        route: The call's route.
         pixels_TP: The call's pixels, of which only shape and `requires_grad` count.
-        parameters: All parameters of the tower.
-        slots: Where modules store them, in this order.
         used: Whether the last loss used each output; empty before any backward.
     """
 
@@ -261,8 +253,6 @@ def run_eagerly(
     """Run forward and backward without graphs.
 
     Args:
-        step: The graphs that cannot be replayed.
-        parameters: All parameters of the tower, as they were in the forward.
         incoming: The gradient of every output, None for an output that the loss does not use.
 
     Returns:

@@ -54,11 +54,6 @@ class StoredGraph:
         way: How a call that it serves is reported: at which call it was captured.
         grid: The one grid that it replays; None for the graph of a budget.
         route: The route that was captured. It keeps the tensors alive that the graph reads.
-        pixels_TP: Static pixels.
-        outputs: Static outputs.
-        replay: Launches the graph.
-        nbytes: Device memory that it took.
-        replays: How often it was launched.
         used_at: The last call that launched it.
     """
 
@@ -90,10 +85,6 @@ class GraphStore(ABC, Generic[G]):
     """The graphs of one kind of passes of one tower. They share one memory pool.
 
     Those of several identities are kept beside each other while there is room. All go stale if weights move.
-
-    Args:
-        thresholds: When a pass is captured, and the bounds of all graphs.
-        routes: The routes of the tower.
     """
 
     def __init__(self, thresholds: Thresholds, routes: Routes) -> None:
@@ -198,11 +189,6 @@ class GraphStore(ABC, Generic[G]):
         self._eager[decision.reason] += 1
         self.policy.without_room += decision.reason == NO_ROOM
         return decision
-
-    @property
-    def has_given_up(self) -> bool:
-        """Whether memory ran out, so that no call uses graphs any more."""
-        return self._given_up is not None
 
     def give_up(self, why: str) -> None:
         """Drop all graphs and capture no other: a program needs their memory.

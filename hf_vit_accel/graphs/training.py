@@ -45,8 +45,6 @@ class _Call:
     """A replayed forward whose backward may still come.
 
     Attributes:
-        step: The graphs that were replayed.
-        recorded: The buffers of the forward.
         is_over: Whether its backward ran, or can no longer be replayed.
         outputs: The call's outputs, until they are returned.
         parameters: The tower's parameters, until autograd has saved them.
@@ -61,12 +59,7 @@ class _Call:
 
 
 class TrainingRunner(GraphStore[CapturedStep]):
-    """The graphs of forward and backward of one tower.
-
-    Args:
-        config: What the user asked for; None for automatic graphs.
-        routes: The routes of the tower.
-    """
+    """The graphs of forward and backward of one tower."""
 
     def __init__(self, config: GraphConfig | None, routes: Routes) -> None:
         super().__init__(AUTOMATIC_STEPS if config is None else thresholds_of_steps(config), routes)
@@ -169,7 +162,6 @@ class TrainingRunner(GraphStore[CapturedStep]):
 
         Args:
             incoming: The gradient of every output, None for an output that the loss does not use.
-            parameters: All parameters of the tower, as they were in the forward.
         """
         step = call.step
         used = tuple(gradient is not None for gradient in incoming)

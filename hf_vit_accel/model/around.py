@@ -55,12 +55,6 @@ class ModelState:
     """Runtime state of a patched model. Copies and pickles keep the settings only.
 
     Attributes:
-        every_rank: Whether every training forward calls the tower exactly once.
-        calls: How often positions were computed on the host.
-        stock_calls: How often transformers computed them on the device.
-        fallbacks: Why it did.
-        copies: Tensors of a forward on the host.
-        features: Features of a forward that were encoded in one call of the tower.
         takes_host_grids: Whether the methods for features take a grid on the host; None before they were tried.
         compared_functions: The functions that `numbers_images_alike` compared with ours.
         is_numbering_proven: Whether they number images as ours.

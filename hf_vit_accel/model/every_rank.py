@@ -33,8 +33,6 @@ class Features:
     Attributes:
         outputs: The pixels that the latest forward was given, and their part of the output.
         zero: The sum of its dummy's features with weight zero; None with real pictures.
-        calls: Forwards that called the tower once.
-        dummies: How many of them encoded a dummy.
         tower_calls: Calls of the tower until the end of the latest forward.
     """
 

@@ -52,10 +52,6 @@ class Report:
     """What a rank tells the others about a call.
 
     Attributes:
-        grid: Of the whole call, equal on all ranks.
-        why_alone: Why this rank encodes the whole call alone.
-        error: Why it failed.
-        is_out_of_memory: Whether it failed since memory ran out.
         kind: Gradients, dtype and trained weights, equal on all ranks that are done.
         checksum: Of the pixels of the whole call and of the weight that embeds them.
         outputs: Shapes of the outputs of its share; empty for a rank without a share.
@@ -75,16 +71,7 @@ class _NotSharedError(Exception):
 
 
 class Sharing:
-    """Encodes this rank's share of a batch, and returns the outputs of all ranks.
-
-    Args:
-        encode: Encodes a share.
-        ranks: The process group.
-        graphs: Whether CUDA graphs were asked for.
-
-    Attributes:
-        counts: Calls by their result.
-    """
+    """Encodes this rank's share of a batch, and returns the outputs of all ranks."""
 
     def __init__(self, encode: Encode, ranks: Ranks, *, graphs: bool) -> None:
         self.counts: Counter[str] = Counter()
@@ -276,9 +263,6 @@ class Share:
 
     Gradients of an alias reach `_TakeShare`, which sums them over the ranks.
 
-    Args:
-        exchange: Sends the shapes of this rank's outputs, and returns the reports of all ranks.
-
     Attributes:
         batch: What this rank encodes; empty for a rank without a share. Its plan has aliases of the trained weights.
         kind: What must be equal on all ranks beside the call.
@@ -316,11 +300,7 @@ class Share:
         self.batch = replace(batch, plan=plan, grid=assignment.grid_of(ranks.rank), pixels_TP=share_TP)
 
     def gather(self, outputs: list[Tensor]) -> list[Tensor]:
-        """Return all rows of all outputs on every rank.
-
-        Args:
-            outputs: Of this rank's share; empty for a rank without one.
-        """
+        """Return all rows of all outputs on every rank."""
         return self.exchange(outputs) if self._token is None else list(_Gather.apply(self, self._token, *outputs))
 
     def exchange(self, outputs: list[Tensor]) -> list[Tensor]:

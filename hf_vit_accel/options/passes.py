@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_vit_accel.engine.call import HIDDEN_STATES_OF_STEP, Batch, Encode, FastPlan
 from hf_vit_accel.engine.recorded import RecordedModules
 from hf_vit_accel.layout import Grid, rows_of
+from hf_vit_accel.options.split import Piece, grid_of, joined, units_of
 
 AUTO_ROWS = 36864
 """Rows of a pass under `max_rows="auto"` on CUDA, so that a forward takes at most 0.8 GB beyond weights and outputs.
@@ -35,20 +36,6 @@ NO_LIMIT = sys.maxsize
 """Rows of a pass that is cut only after memory ran out."""
 
 
-class _Unit(NamedTuple):
-    """Frames that stay together: one frame, or all frames of a video."""
-
-    image: int
-    frames: int
-    height: int
-    width: int
-
-    @property
-    def rows(self) -> int:
-        """Packed patch rows of the frames."""
-        return self.frames * self.height * self.width
-
-
 @lru_cache(maxsize=128)
 def cut(grid: Grid, max_rows: int, *, clips: bool) -> tuple[Grid, ...]:
     """Cut a call into as few passes as possible, in order. The longest is as short as it can be.
@@ -58,18 +45,16 @@ def cut(grid: Grid, max_rows: int, *, clips: bool) -> tuple[Grid, ...]:
     Args:
         max_rows: rows of a pass; only a frame that has more is a longer pass.
     """
-    units: list[_Unit] = []
-    for image, (t, h, w) in enumerate(grid):
-        units += [_Unit(image, t, h, w)] if clips else [_Unit(image, 1, h, w)] * t
+    units = units_of(grid, clips=clips)
     most = min(max_rows, rows_of(grid))
     fewest = len(_filled(units, most))
     least = bisect_left(range(most), True, key=lambda rows: len(_filled(units, rows)) == fewest)
-    return tuple(_grid_of(units_of_pass) for units_of_pass in _filled(units, least))
+    return tuple(grid_of(joined(units_of_pass)) for units_of_pass in _filled(units, least))
 
 
-def _filled(units: Sequence[_Unit], max_rows: int) -> list[list[_Unit]]:
+def _filled(units: Sequence[Piece], max_rows: int) -> list[list[Piece]]:
     """Return the units of every pass, each filled before the next begins."""
-    passes: list[list[_Unit]] = []
+    passes: list[list[Piece]] = []
     room = 0
     for unit in units:
         if unit.rows > room:
@@ -78,15 +63,6 @@ def _filled(units: Sequence[_Unit], max_rows: int) -> list[list[_Unit]]:
         passes[-1].append(unit)
         room -= unit.rows
     return passes
-
-
-def _grid_of(units: Sequence[_Unit]) -> Grid:
-    """Join the frames of every image again."""
-    images: dict[int, tuple[int, int, int]] = {}
-    for unit in units:
-        frames = images[unit.image][0] if unit.image in images else 0
-        images[unit.image] = (frames + unit.frames, unit.height, unit.width)
-    return tuple(images.values())
 
 
 def reasons_not_cut(plan: FastPlan) -> list[str]:
@@ -105,15 +81,8 @@ def reasons_not_cut(plan: FastPlan) -> list[str]:
 class InPasses:
     """Encodes batches in passes of a largest number of rows, which is halved when memory runs out; counts them.
 
-    Args:
-        encode: Encodes a pass.
-        max_rows: The setting of the user.
-        drop_graphs: Gives the memory of CUDA graphs back.
-
     Attributes:
         rows_after_oom: By whether gradients flow, the rows of a pass since memory ran out; empty before.
-        calls: How many calls were cut.
-        passes: How many passes they had.
     """
 
     def __init__(self, encode: Encode, max_rows: int | Literal["auto"], drop_graphs: Callable[[], None]) -> None:

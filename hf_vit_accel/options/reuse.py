@@ -92,10 +92,8 @@ class Repeats(HostGrid):
     """The repeated images of a call: where the features of every image come from.
 
     Attributes:
-        unmet: Why less is reused than was requested.
         sources: For every image: its own index if it must be encoded, the index of an equal image of this call, or
             features of an earlier call. Empty where nothing is reused.
-        bits: The words of every image, (rows of the image, W).
         keys: The keys under which features are kept; empty where they are not.
     """
 
@@ -115,13 +113,7 @@ class Repeats(HostGrid):
 
 
 class Reuse:
-    """Encodes the distinct images of a batch alone; holds the features that one tower has kept, and counts.
-
-    Args:
-        encode: Encodes distinct images.
-        config: The setting of the user.
-        has_score_mod: Whether a score_mod changes the scores of attention.
-    """
+    """Encodes the distinct images of a batch alone; holds the features that one tower has kept, and counts."""
 
     def __init__(self, encode: Encode, config: ReuseConfig, *, has_score_mod: bool) -> None:
         self._encode = encode
@@ -171,9 +163,6 @@ class Reuse:
         """Read the grid in one host sync, and find equal images. With candidates, their comparison is a second sync.
 
         Args:
-            reading: The tower as it is now.
-            parameters: Its parameters.
-            weights: Their memory.
             no_kernels: Why Triton kernels are not tried; None if they are.
         """
         sizes = grid_N3.tolist() if grid_N3.device.type == "cpu" else None
@@ -284,11 +273,7 @@ class Reuse:
         return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
     def _collect(self, repeats: Repeats, grid: Grid, fresh: list[Tensor]) -> list[Tensor]:
-        """Return the outputs of a call.
-
-        Args:
-            fresh: The outputs of the distinct images; empty if there were none.
-        """
+        """Return the outputs of a call."""
         sources = repeats.sources
         encoded = repeats.encoded
         self._images += len(sources)

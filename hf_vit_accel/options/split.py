@@ -1,4 +1,4 @@
-"""Split the images and frames of a call among ranks, from the grid alone, and find the rows of every rank.
+"""Take calls apart between frames, and share frames among ranks, from the grid alone.
 
 `T` packed patch rows.
 """
@@ -23,11 +23,43 @@ times at 1,024 and 14,416 rows a frame)."""
 
 @dataclass(frozen=True, order=True)
 class Piece:
-    """Consecutive frames of one image or video: its index in the grid, the first frame, and their number."""
+    """Consecutive frames of one image or video: its index in the grid, the first frame, their number and size."""
 
     image: int
     first: int
     frames: int
+    height: int
+    width: int
+
+    @property
+    def rows(self) -> int:
+        """The packed patch rows of the frames."""
+        return self.frames * self.height * self.width
+
+
+def units_of(grid: Grid, *, clips: bool) -> list[Piece]:
+    """Return the frames of a call, one by one; those of a video together if all frames of it attend to each other."""
+    units = []
+    for image, (t, h, w) in enumerate(grid):
+        frames = t if clips else 1
+        units += [Piece(image, first, frames, h, w) for first in range(0, t, frames)]
+    return units
+
+
+def joined(units: Sequence[Piece]) -> tuple[Piece, ...]:
+    """Join neighbouring frames of a video to one piece."""
+    pieces: list[Piece] = []
+    for unit in units:
+        if pieces and (pieces[-1].image, pieces[-1].first + pieces[-1].frames) == (unit.image, unit.first):
+            pieces[-1] = replace(pieces[-1], frames=pieces[-1].frames + unit.frames)
+        else:
+            pieces.append(unit)
+    return tuple(pieces)
+
+
+def grid_of(pieces: Sequence[Piece]) -> Grid:
+    """Return pieces as a grid."""
+    return tuple((piece.frames, piece.height, piece.width) for piece in pieces)
 
 
 Split = tuple[tuple[Piece, ...], ...]
@@ -46,15 +78,12 @@ def split(grid: Grid, ranks: int, *, clips: bool, full: float) -> Split:
     Frames of equal cost are interchangeable, so each rank gets consecutive ones: few pieces, which share a layout.
 
     Args:
-        grid: Frames, height and width of every image or video.
         clips: Whether all frames of a video attend to each other, and stay together.
         full: The part of layers that attend within whole frames.
     """
     units: dict[float, list[Piece]] = {}
-    for image, (t, h, w) in enumerate(grid):
-        frames = t if clips else 1
-        equal_units = units.setdefault(cost(h * w * frames, full), [])
-        equal_units += [Piece(image, first, frames) for first in range(0, t, frames)]
+    for unit in units_of(grid, clips=clips):
+        units.setdefault(cost(unit.rows, full), []).append(unit)
     loads = [(0.0, rank) for rank in range(ranks)]  # a heap
     shares: list[list[Piece]] = [[] for _ in range(ranks)]
     for unit_cost in sorted(units, reverse=True):
@@ -67,35 +96,19 @@ def split(grid: Grid, ranks: int, *, clips: bool, full: float) -> Split:
         for share, count in zip(shares, counts, strict=True):
             share += units[unit_cost][first : first + count]
             first += count
-    return tuple(_joined(sorted(share)) for share in shares)
-
-
-def _joined(units: list[Piece]) -> tuple[Piece, ...]:
-    """Join neighbouring frames of a video to one piece."""
-    joined: list[Piece] = []
-    for unit in units:
-        if joined and (joined[-1].image, joined[-1].first + joined[-1].frames) == (unit.image, unit.first):
-            joined[-1] = replace(joined[-1], frames=joined[-1].frames + unit.frames)
-        else:
-            joined.append(unit)
-    return tuple(joined)
+    return tuple(joined(sorted(share)) for share in shares)
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Which rank encodes which pieces of a call, and where their rows are among those of the call.
-
-    Attributes:
-        grid: The grid of the call.
-        shares: The pieces of every rank.
-    """
+    """Which rank encodes which pieces of a call, and where their rows are among those of the call."""
 
     grid: Grid
     shares: Split
 
     def grid_of(self, rank: int) -> Grid:
         """Return the grid that a rank encodes."""
-        return tuple((piece.frames, *self.grid[piece.image][1:]) for piece in self.shares[rank])
+        return grid_of(self.shares[rank])
 
     @cached_property
     def total(self) -> int:
@@ -115,9 +128,8 @@ class Assignment:
         for share in self.shares:
             runs_of_rank = []
             for piece in share:
-                _, height, width = self.grid[piece.image]
-                first_row = starts[piece.image] + piece.first * height * width
-                runs_of_rank.append((first_row, first_row + piece.frames * height * width))
+                first_row = starts[piece.image] + piece.first * piece.height * piece.width
+                runs_of_rank.append((first_row, first_row + piece.rows))
             runs.append(runs_of_rank)
         return runs
 

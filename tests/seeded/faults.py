@@ -269,9 +269,9 @@ FAULTS = (
     ),
     Fault(
         "clips are cut between their frames",
-        "options/passes.py",
-        "units += [_Unit(image, t, h, w)] if clips else [_Unit(image, 1, h, w)] * t",
-        "units += [_Unit(image, 1, h, w)] * t",
+        "options/split.py",
+        "frames = t if clips else 1",
+        "frames = 1",
         PASSES,
     ),
     Fault(

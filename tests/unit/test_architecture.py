@@ -29,7 +29,7 @@ IMPORTS = {
     "options": "config engine layout machine ops",
     "decoding": "backends graphs machine ops versions watch",
     "tower": "backends config engine families graphs layout machine ops options versions watch",
-    "model": "decoding families machine tower versions watch",
+    "model": "families machine tower versions watch",
     "status": "backends config engine families graphs model ops options tower versions",
     "api": "backends config decoding families layout machine model status tower",
     "calibration": "api backends config ops status tower",

@@ -63,7 +63,7 @@ def test_rows_are_taken_and_put_back_in_order() -> None:
 
 def test_equal_frames_are_split_into_consecutive_runs() -> None:
     video = split(((64, 36, 64),), 2, clips=False, full=1.0)
-    assert video == ((Piece(0, 0, 32),), (Piece(0, 32, 32),))
+    assert video == ((Piece(0, 0, 32, 36, 64),), (Piece(0, 32, 32, 36, 64),))
     images = split(((1, 32, 32),) * 16, 4, clips=False, full=1.0)
     entries = [[piece.image for piece in share] for share in images]
     assert entries == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
