@@ -9,6 +9,7 @@ import runpy
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from multiprocessing import get_context
 from pathlib import Path
@@ -21,6 +22,7 @@ from accelerate.state import AcceleratorState
 from click.testing import Result
 from PIL import Image
 from torch.multiprocessing import start_processes
+from tqdm import tqdm
 from typer.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,6 +31,10 @@ CAPTIONERS = ROOT / "tests" / "tiny_captioner"
 HELD_OUT = 1 << 40
 UNIT = 32
 RUNNER = CliRunner(env={"ACCELERATE_USE_CPU": "true", "COLUMNS": "1000"})
+
+# Forks share tqdm's lock with their parent, which would wait for ever for one that was killed while it held it.
+os.register_at_fork(after_in_child=lambda: tqdm.set_lock(threading.RLock()))
+
 WAYS = ["forked", pytest.param("accelerate launch", marks=pytest.mark.matrix)]
 """Ways to start two processes. Forked ones start faster, with the environment that `accelerate launch` would set."""
 

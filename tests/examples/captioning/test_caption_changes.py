@@ -45,7 +45,9 @@ def test_another_picture_of_the_same_name_and_size_is_captioned_anew(tmp_path: P
     start_anew()
     assert sum(path.stat().st_size for path in tmp_path.glob("x.*")) == size
     if kind == "file":  # a merge before the next run pairs no picture with the caption of another one
-        assert call("merge", output, tmp_path).exit_code == 1 and not texts(tmp_path, "x.txt")
+        done = call("merge", output, tmp_path)
+        assert done.exit_code == 1 and not texts(tmp_path, "x.txt")
+        assert f"{place}: it changed after `caption`" in words(done)
     printed = words(caption(place, output))
     assert "1 of them to caption" in printed and "1 captions are outdated" in printed
     after = next(iter(captions_in(output).values()))

@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from captioner.checkpoints import checksums_of
-from captioner.files import fingerprint, lock, replace_file
+from captioner.files import lock, replace_file
 from programs import EXAMPLES
 
 
@@ -27,35 +24,6 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(KeyboardInterrupt):
         replace_file(path, b"new")
     assert path.read_text() == "old"
-
-
-def test_fingerprints_differ_with_settings() -> None:
-    assert fingerprint({"a": 1, "b": [2, None]}) == fingerprint({"b": [2, None], "a": 1})
-    assert len({fingerprint({"a": value}) for value in (1, 2, "1", None, 0.5)}) == 5
-
-
-LOCKED = """
-import sys, time
-sys.path.insert(0, sys.argv[1])
-from pathlib import Path
-from captioner.files import lock
-with lock(Path(sys.argv[2]), alone=sys.argv[3] == "alone"):
-    print("locked", flush=True)
-    time.sleep(60)
-"""
-
-
-@pytest.mark.parametrize("how", ["alone", "with others"])
-def test_the_lock_dies_with_its_process(tmp_path: Path, how: str) -> None:
-    command = [sys.executable, "-c", LOCKED, str(EXAMPLES), str(tmp_path), how]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "locked\n"
-        with pytest.raises(ValueError, match="another run is writing to"), lock(tmp_path, alone=True):
-            pass
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    with lock(tmp_path, alone=True):
-        pass
 
 
 def test_locks_are_shared_within_a_run(tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ def photos(tmp_path: Path) -> Path:
 
 def test_metadata_for_imagefolder(photos: Path, output: Path, tmp_path: Path) -> None:
     caption(photos, output, "--prompt=describe this video .")
-    assert call("merge", output, photos / "metadata.jsonl").exit_code == 0
+    done = call("merge", output, photos / "metadata.jsonl")
+    assert done.exit_code == 0 and "wrote lines for 2 pictures of run" in words(done)
     rows = lines(photos / "metadata.jsonl")
     assert [line["file_name"] for line in rows] == ["a.png", "sub/b.c.png"]
     assert all(line.keys() == {"file_name", "text", "text_2"} for line in rows)

@@ -26,9 +26,9 @@ from captioner.processors import limit_pixels, load_processor, reduced
 from captioner.worker import prepared_ahead
 from PIL import Image
 from programs import CAPTIONERS, draw, encode
-from read_once import load_once, read_once
+from read_once import load_once
 from support.towers import alike
-from support_captioning import FAMILIES, MODEL, caption, captions_in
+from support_captioning import FAMILIES, MODEL, caption
 from torch.multiprocessing import start_processes
 from transformers import ProcessorMixin
 
@@ -125,19 +125,6 @@ def test_reduced_jpegs_are_nearly_the_processors(processor: ProcessorMixin) -> N
         full, _ = read_image(io.BytesIO(data))
         expected = full.resize(read.size, Image.Resampling.BICUBIC)
         assert np.abs(np.asarray(read).astype(int) - np.asarray(expected)).mean() < 1.5
-
-
-def test_captions_of_large_photos_stay_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read_once(monkeypatch)
-    (tmp_path / "photos").mkdir()
-    for seed in range(6):
-        image = draw(seed)[0]
-        image = image.resize((image.width * 8, image.height * 8), Image.Resampling.BICUBIC)
-        image.save(tmp_path / "photos" / f"{seed}.jpg", quality=92)
-    caption(tmp_path / "photos", tmp_path / "o", "--max-pixels=50176")
-    monkeypatch.setattr(worker, "reduced", lambda *_: lambda *_: None)
-    caption(tmp_path / "photos", tmp_path / "whole", "--max-pixels=50176")
-    assert captions_in(tmp_path / "o") == captions_in(tmp_path / "whole") and len(captions_in(tmp_path / "o")) == 6
 
 
 def test_pictures_that_the_processor_refuses_or_enlarges_are_not_reduced(processor: ProcessorMixin) -> None:

@@ -70,16 +70,6 @@ def test_a_prompt_without_records_is_refused(output: Path, result: Path) -> None
     assert f"'{PROMPT}'" in words(mistyped) and f"'{TRIED}'" in words(mistyped)
 
 
-def test_a_named_prompt_is_complete_or_reported(output: Path, result: Path) -> None:
-    """The count of missing records is that of the prompt's own last start."""
-    assert call("merge", output, result, f"--prompt={PROMPT}").exit_code == 0
-    shard = Journal(output).shards()[0]
-    first, *others = shard.read_text().splitlines(keepends=True)
-    shard.write_text("".join(others))
-    done = call("merge", output, result, f"--prompt={PROMPT}")
-    assert done.exit_code == 1 and "1 records are missing" in words(done), first
-
-
 def test_missing_records_are_counted_by_prompt(photos: Path, output: Path, tmp_path: Path) -> None:
     """Surplus records of one prompt hide no missing ones of another."""
     both = [f"--prompt={PROMPT}", f"--prompt={TRIED}"]

@@ -95,6 +95,10 @@ def test_shards_of_earlier_versions_come_first(tmp_path: Path) -> None:
         Journal(tmp_path, 1).append(process, [record_of(f"{process}", caption="new")])
         (tmp_path / f"captions-{process:05d}.jsonl").write_bytes(json_lines([record_of(f"{process}", caption="old")]))
     assert {record.caption for record in Journal(tmp_path).records()} == {"new"}
+    former = {"key": "a.png", "prompt": "p", "status": "ok", "caption": "c", "error": None, "run": "r"}
+    (tmp_path / "captions-00000.jsonl").write_text(json.dumps(former) + "\n")
+    record = Journal(tmp_path).records()[0]
+    assert (record.key, record.caption, record.asked) == ("a.png", "c", None), "they lack newer fields"
 
 
 def test_selected_records_are_of_one_run(tmp_path: Path) -> None:
