@@ -249,30 +249,6 @@ def test_a_file_that_is_missing_leaves_out_its_table(monkeypatch: pytest.MonkeyP
     assert tables.text_of("liger") == "Not measured: `liger.json` is missing.\n"
 
 
-def test_vllm_is_shown_where_it_was_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(file: str) -> Document:
-        if file != summary.VLLM:
-            return read(file)
-        rates = {("qwen2.5-vl-7b", "vllm"): 30.0, ("qwen2.5-vl-7b", "ours"): 36.0}
-        rates |= {("qwen3-vl-8b", "vllm"): 40.0, ("qwen3-vl-8b", "ours"): 30.0}
-        rows: list[Row] = []
-        for (model, side), rate in rates.items():
-            rows.append(
-                {"model": model, "job": "captioning", "tokens": 32, "side": side, "ms": 1.0, "pictures/s": rate}
-            )
-            rows.append({"model": model, "job": "one 64x64", "tokens": 64, "side": side, "ms": 10 * rate})
-        written = {"versions": machine.versions() | {"vllm": "0.33.0"}, "device": "H200", "dtype": "bfloat16"}
-        return written | {"commit": "abc1234", "command": "python benchmarks/beside_vllm.py", "rows": rows}
-
-    monkeypatch.setattr(summary, "is_measured", lambda file: True)
-    monkeypatch.setattr(summary, "load", load)
-    line = "| vLLM 0.33.0 → this library, 32 tokens, pictures per second | `patch`, `graphed_decoding` |"
-    cells = "30.0 → 36.0 (1.20x) | 40.0 → 30.0 (0.75x) | `beside_vllm.json`, abc1234 |"
-    assert f"{line} {cells}" in summary.beside_the_headline()
-    assert "| Qwen3-VL-8B | captions, pictures a second | 32 | 40.0 | 30.0 (0.75x) |" in summary.beside_vllm()
-    assert "| Qwen3-VL-8B | one call, one 64x64 | 64 | 400 ms | 300 ms (1.33x) |" in summary.beside_vllm()
-
-
 def test_options_that_are_faster_than_the_default_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     ms_of = {"stock sdpa": 20.0, "auto": 10.0, "auto+graph": 9.8, "flash_attention_4": 9.0, "auto+fp8": 1.0}
     rows = [dict(model="qwen2-vl-7b", size=size, ms=10.0, ms_low=9.0, contender="auto") for size in ("a", "b")]

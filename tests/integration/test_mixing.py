@@ -97,7 +97,12 @@ METHODS: dict[str, dict[str, Any]] = {
 """Methods of PEFT, with options that tiny models need."""
 
 
-@pytest.mark.parametrize("method", METHODS)
+COMMON = "IA3", "Lora", "Lora with DoRA", "OFT"
+
+
+@pytest.mark.parametrize(
+    "method", [pytest.param(method, marks=[pytest.mark.matrix] * (method not in COMMON)) for method in METHODS]
+)
 def test_adapters_that_treat_each_row_by_itself_run_in_passes(method: str) -> None:
     """None of them is known by name: a trial tells."""
     kind = getattr(peft, f"{method.split()[0]}Config")

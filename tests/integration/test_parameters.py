@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.patching import AUTO, check_calls, check_stock, patch_by, run, status_of
 from support.tensors import flat
-from support.towers import ONE_TOWER
+from support.towers import ONE_TOWER, alike
 from tiny import GRIDS, TINY, assert_close, left_padded, pixels_for, relative_error, tower_of
 from torch import nn
 
@@ -30,7 +30,7 @@ UPCAST = {
 
 
 @pytest.mark.parametrize("upcast", UPCAST)
-@pytest.mark.parametrize("trained", [False, True], ids=["inference", "trained"])
+@pytest.mark.parametrize("trained", alike(True, False), ids=["trained", "inference"])
 def test_parts_in_fp32_beside_bf16_are_fast_under_autocast(model: nn.Module, upcast: str, trained: bool) -> None:
     tower = tower_of(model).bfloat16()
     grid = GRIDS["mixed"]
@@ -97,7 +97,7 @@ TUNERS: dict[str, Callable[[ModuleType], object]] = {
 
 @pytest.mark.parametrize(
     ("tuner", "autocast"),
-    [("LoRA", False), ("LoRA", True), ("DoRA", True), ("LoHa", False), ("IA3", True)],
+    [*alike(("LoRA", False), ("LoRA", True), ("LoHa", False), ("IA3", True)), ("DoRA", True)],
 )
 def test_adapters_in_fp32_beside_weights_in_bf16(tuner: str, autocast: bool) -> None:
     """PEFT gives a bf16 model fp32 adapters, which cast their inputs and outputs."""

@@ -91,8 +91,14 @@ def embed(model: nn.Module, family: str, *, padded: bool) -> torch.Tensor:
 MAKERS = {"ColQwen2ForRetrieval": col_qwen2, "as colpali-engine's": colpali, "AutoModel": embedder}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    [
+        pytest.param(kind, family, marks=[pytest.mark.matrix] * (row != column))
+        for row, kind in enumerate(MAKERS)
+        for column, family in enumerate(FAMILIES)
+    ],
+)
 def test_embeddings_of_pages_equal_stock(kind: str, family: str) -> None:
     make = MAKERS[kind]
     padded = kind != "AutoModel"

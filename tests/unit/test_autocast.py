@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.towers import ONE_TOWER
-from tiny import GRIDS, TINY, assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
+from tiny import TINY, assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
 from torch import nn
 
 import hf_vit_accel
@@ -70,14 +70,3 @@ def test_autocast_leaves_fp64_alone(tower: nn.Module) -> None:
     assert {tensor.dtype for tensor in tensors} == {torch.float64}
     assert_close(tensors, expected, 1e-6)  # RMSNorm works in fp32
     assert (state_of(tower).fast_calls, state_of(tower).stock_calls) == (1, 0)
-
-
-def test_autocast_on_and_off_share_nothing(tower: nn.Module) -> None:
-    expected = run_tower(tower, GRIDS["mixed"])
-    hf_vit_accel.patch(tower, strict=True)
-    for _ in range(2):
-        assert_close(run_tower(tower, GRIDS["mixed"]), expected)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            run_tower(tower, GRIDS["mixed"])
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=False):
-            assert_close(run_tower(tower, GRIDS["mixed"]), expected)

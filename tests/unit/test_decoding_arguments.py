@@ -44,7 +44,7 @@ def test_an_argument_gives_what_stock_gives(model: Any, argument: Argument, call
         inputs = tiny.chat_inputs(model, [(1, 4, 6)])
     if {"prefill_chunk_size", "use_cache"} & set(call):  # for text alone
         inputs = {"input_ids": inputs["input_ids"][1:] % 50}
-    both(model, inputs, **{"max_new_tokens": 12} | call)
+    both(model, inputs, **{"max_new_tokens": 8} | call)
     after = counts_of(model)
     new_reasons = {why for why, count in after.reasons.items() if count > before.reasons.get(why, 0)}
     assert after.static_calls - before.static_calls == (argument.outcome == "served"), new_reasons

@@ -420,14 +420,14 @@ def towers_that_state(name: str, change: Any) -> list[Any]:
 def test_a_family_that_states_something_wrong_is_caught(what: str, pytestconfig: pytest.Config) -> None:
     """Prove a family with one false statement: the proof fails. (With true statements every tower is fast.)
 
-    Every eighth tower that states something of the kind shows it; in the matrix all of them.
+    One tower that states something of the kind shows it; in the matrix all of them.
     """
     name, change = ("parts", WRONG[what]) if what in WRONG else ("geometry", GEOMETRY[what])
     entries = towers_that_state(name, change)
     if not entries and Version(transformers.__version__) < Version("5.15"):
         pytest.skip("no tower of this transformers states it")
     assert entries
-    for entry in entries if pytestconfig.getoption("--matrix") else entries[::8]:
+    for entry in entries if pytestconfig.getoption("--matrix") else entries[:1]:
         tower = build(*entry)
         family = family_of(tower)
         assert family is not None

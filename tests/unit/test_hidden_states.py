@@ -91,7 +91,7 @@ def test_gradients_of_hidden_states_include_those_of_later_layers(tower: Any, re
     assert_fast(tower)
 
 
-@every_tower
+@one_tower
 def test_states_under_autocast(tower: Any) -> None:
     stock = copy.deepcopy(tower)
     hf_vit_accel.patch(tower, strict=True)
@@ -101,7 +101,7 @@ def test_states_under_autocast(tower: Any) -> None:
     assert_close(flat(actual), flat(expected), 5e-2)
 
 
-@every_tower
+@deep_tower
 def test_passes_are_joined(tower: Any) -> None:
     expected = call(tower)
     hf_vit_accel.patch(tower, max_rows=64, strict=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ import transformers
 from support.saved import Saved, save
 from support.towers import alike
 from tiny import GRIDS, TINY, assert_close, run_tower, tower_of
-from torch import nn
 from transformers import (
     AutoModelForImageTextToText,
     LlamaConfig,
@@ -199,109 +197,7 @@ def test_only_our_names_skip_the_import_of_flash_attention() -> None:
         modeling_utils.lazy_import_flash_attention("no/such-flash-kernel")
 
 
-# --- composites whose text model is from another package --------------------------------------------------------------
-
-
-class MixedConfig(PretrainedConfig):
-    """A known tower beside a Llama."""
-
-    model_type = "mixed_for_tests"
-    sub_configs = {"vision_config": transformers.Qwen3VLConfig.sub_configs["vision_config"], "text_config": LlamaConfig}  # noqa: RUF012
-
-    def __init__(
-        self,
-        vision_config: dict[str, Any] | PretrainedConfig | None = None,
-        text_config: dict[str, Any] | PretrainedConfig | None = None,
-        **kwargs: Any,
-    ) -> None:
-        vision = self.sub_configs["vision_config"]
-        self.vision_config = vision_config if isinstance(vision_config, vision) else vision(**(vision_config or {}))
-        self.text_config = text_config if isinstance(text_config, LlamaConfig) else LlamaConfig(**(text_config or {}))
-        super().__init__(**kwargs)
-
-
-class Mixed(PreTrainedModel):
-    config_class = MixedConfig
-    _supports_sdpa = _supports_flash_attn = True
-
-    def __init__(self, config: MixedConfig) -> None:
-        super().__init__(config)
-        self.visual = transformers.AutoModel.from_config(config.vision_config)
-        self.language_model = transformers.AutoModel.from_config(config.text_config)
-        self.post_init()
-
-
-LLAMA = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
-
-
-def mixed() -> tuple[type[PreTrainedModel], PretrainedConfig]:
-    config = MixedConfig(vision_config=TINY["qwen3_vl"].vision, text_config=LLAMA)
-    if type(config.vision_config) not in transformers.MODEL_MAPPING:
-        pytest.skip("this transformers makes no tower of Qwen3-VL by AutoModel")
-    return Mixed, config
-
-
-def hyperclovax() -> tuple[type[PreTrainedModel], PretrainedConfig]:
-    if not hasattr(transformers, "HyperCLOVAXVisionV2Config"):
-        pytest.skip("this transformers has no HyperCLOVAX")
-    vision = TINY["qwen2_5_vl"].vision | {"model_type": "qwen2_5_vl_vision"}
-    text = LLAMA | {"model_type": "hyperclovax", "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0}
-    config = transformers.HyperCLOVAXVisionV2Config(vision_config=vision, text_config=text, image_token_id=60)
-    return transformers.HyperCLOVAXVisionV2ForConditionalGeneration, config
-
-
-def language_of(model: PreTrainedModel) -> nn.Module:
-    return next(module for name, module in model.named_modules() if name.endswith("language_model"))
-
-
-def hidden_states_of(language: nn.Module) -> torch.Tensor:
-    """Return the hidden states of a text that is padded on the left, without those of the padding."""
-    ids = torch.arange(3, 9)[None]
-    mask = torch.tensor([[0, 0, 1, 1, 1, 1]])
-    return language(input_ids=ids, attention_mask=mask).last_hidden_state[:, 2:]
-
-
-WAYS_OF_TEXT = ["loaded", "loaded, dict", "set", "set, dict", "text eager"]
-
-
-@pytest.mark.parametrize(
-    ("make", "way", "name"),
-    [
-        pytest.param(make, way, name, marks=[pytest.mark.matrix] * ((row + column + index) % 2))
-        for row, make in enumerate((mixed, hyperclovax))
-        for column, way in enumerate(WAYS_OF_TEXT)
-        for index, name in enumerate(loading.NAMES)
-    ],
-)
-def test_text_of_another_package_keeps_its_attention(
-    make: Callable[[], tuple[type[PreTrainedModel], PretrainedConfig]],
-    way: str,
-    name: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(loading, "require", lambda *args, **kwargs: None)  # this machine may lack the backend
-    kind, config = make()
-    stock = kind._from_config(config).eval()
-    stock.save_pretrained(tmp_path)
-    expected = run_tower(tower_of(stock), GRIDS["mixed"])
-    spelling: Spelling = name if way in ("loaded", "set") else {"vision_config": name}
-    if way == "text eager":
-        spelling = {"vision_config": name, "text_config": "eager"}
-    if way.startswith("loaded"):
-        model = kind.from_pretrained(tmp_path, attn_implementation=spelling)
-    else:
-        model = kind.from_pretrained(tmp_path)
-        model.set_attn_implementation(spelling)
-    text_name = "eager" if way == "text eager" else "sdpa"
-    assert names(model)["vision"] == name and names(model)["text"] == text_name
-    assert_close(run_tower(tower_of(model), GRIDS["mixed"]), expected)
-    assert state_of(tower_of(model)).fast_calls == 1
-    language = language_of(model)
-    assert language.config._attn_implementation == text_name
-    assert_close([hidden_states_of(language)], [hidden_states_of(language_of(stock))])
-    hf_vit_accel.unpatch(model)
-    assert not any(loading.is_ours(value) for value in names(model).values())
+# --- towers of other classes, and errors ------------------------------------------------------------------------------
 
 
 class Wrapper(Qwen2VLPreTrainedModel):

@@ -13,7 +13,6 @@ from tiny import TINY, outputs_of, pixels_for, relative_error, tower_of
 from torch import nn
 
 import hf_vit_accel
-from hf_vit_accel.engine import recorded
 
 GRID = [(1, 4, 6), (7, 4, 4), (1, 2, 18)]
 FAMILIES = ["qwen2_5_vl", "qwen3_vl"]
@@ -59,13 +58,8 @@ def assign(tower: Any) -> None:
     tower.rotary_pos_emb.inv_freq = tower.rotary_pos_emb.inv_freq * 0.5
 
 
-def remove(tower: Any) -> None:
-    """Remove the frequencies."""
-    del tower.rotary_pos_emb.inv_freq
-
-
-@pytest.mark.parametrize("is_buffer", [True, False], ids=["buffer", "plain attribute"])
-@pytest.mark.parametrize("change", [write, write_data, assign, remove])
+@pytest.mark.parametrize("is_buffer", alike(True, False), ids=["buffer", "plain attribute"])
+@pytest.mark.parametrize("change", [write, write_data, assign])
 @pytest.mark.parametrize("family", alike(*FAMILIES))
 def test_frequencies_changed_before_the_backward(family: str, change: Callable[[Any], None], is_buffer: bool) -> None:
     stock = tower_of(TINY[family].build())
@@ -79,16 +73,6 @@ def test_frequencies_changed_before_the_backward(family: str, change: Callable[[
         loss.backward()
         assert getattr(model.rotary_pos_emb, "inv_freq", None) is now
     assert_same_gradients(tower, stock)
-
-
-def test_a_large_buffer_written_before_the_backward_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Raise, since no copy of a large buffer exists."""
-    monkeypatch.setattr(recorded, "_COPIED", 4)
-    tower = patched(tower_of(TINY["qwen3_vl"].build()))
-    loss = loss_of(tower)
-    write(tower)
-    with pytest.raises(RuntimeError, match=r"a buffer of the vision tower \(inv_freq\) was modified in place since"):
-        loss.backward()
 
 
 # --- pixels -----------------------------------------------------------------------------------------------------------
@@ -137,7 +121,7 @@ def test_of_a_frozen_embedding_rows_are_kept_instead_of_pixels() -> None:
 
 
 @pytest.mark.parametrize("trains_first", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", alike(*FAMILIES))
 def test_dropout_of_adapters_acts_as_in_the_forward(family: str, trains_first: bool) -> None:
     """Change the model's mode before the backward: our masks stay those of the forward, and stock draws others."""
     peft = pytest.importorskip("peft")

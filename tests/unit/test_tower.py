@@ -222,27 +222,19 @@ def test_hidden_states_of_the_language_model_leave_the_tower_fast(model: PreTrai
         assert state_of(tower_of(model)).fast_calls == 3
 
 
-@pytest.mark.parametrize("where", ["kwargs", "config"])
-def test_requested_attentions_are_stock(model: PreTrainedModel, where: str) -> None:
-    option = "output_attentions"
+def test_requested_attentions_are_stock(model: PreTrainedModel) -> None:
+    """`test_attention.py` requests them by the config."""
     tower = tower_of(model)
     grid = torch.tensor(GRIDS["mixed"])
     pixels = pixels_for(tower, GRIDS["mixed"])
-    kwargs = {option: True} if where == "kwargs" else {}
-    field = f"_{option}"  # its setter refuses any attention but eager
-    if where == "config":
-        setattr(tower.config, field, True)
     with torch.no_grad():
-        expected = tower(pixels, grid_thw=grid, **kwargs)
+        expected = tower(pixels, grid_thw=grid, output_attentions=True)
         if isinstance(expected, torch.Tensor | tuple):
             pytest.skip("this transformers returns merged features alone, whatever is requested")
         hf_vit_accel.patch(model)
-        outputs = tower(pixels, grid_thw=grid, **kwargs)
-    name = option.removeprefix("output_")
-    assert_close(list(outputs[name]), list(expected[name]))
-    assert len(outputs[name]) >= 4 and option in fallbacks(model)
-    if where == "config":
-        setattr(tower.config, field, False)
+        outputs = tower(pixels, grid_thw=grid, output_attentions=True)
+    assert_close(list(outputs.attentions), list(expected.attentions))
+    assert len(outputs.attentions) >= 4 and "output_attentions" in fallbacks(model)
     run_tower(tower, GRIDS["mixed"])
     assert state_of(tower).fast_calls == 1, "capturing hooks stay installed and must not keep the fast path off"
 
