@@ -200,8 +200,8 @@ def _reasons_slow(
         hooked_parts: Receives the `id` of every callable part with hooks: these run as modules.
     """
     reasons = [*snapshot.reasons_slow, *weights.reasons]
-    if grad and snapshot.without_gradients:
-        reasons.append(f"the forward of a {snapshot.without_gradients[0]} was replaced by one without gradients")
+    if grad and snapshot.proof.why_not_gradients is not None:
+        reasons.append(snapshot.proof.why_not_gradients)
     if any(_GLOBAL_HOOKS):
         reasons.append("global module hooks")
     for hooks_of in HOOKS if grad else HOOKS[:2]:  # without gradients, hooks of the forward alone

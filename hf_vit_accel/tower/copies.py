@@ -120,8 +120,8 @@ def _run_trials(
         The form of its results; and how far it is off, and where. None if it is not.
     """
     with torch.cuda.stream(stream):
-        exact = Subject(clone_of(tower, torch.float32), family, CallDtypes(torch.float32), report)
-        own = None if dtypes == exact.dtypes else Subject(clone_of(tower), family, dtypes, report)
+        exact = Subject(clone_of(tower, torch.float32), family, CallDtypes(torch.float32), report=report)
+        own = None if dtypes == exact.dtypes else Subject(clone_of(tower), family, dtypes, report=report)
         grids = grids_of(exact.tower, family)
         for trial in all_trials(grids):
             if not is_first and not trial.is_of_rounding:

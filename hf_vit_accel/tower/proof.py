@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -26,7 +26,7 @@ import transformers
 from torch import nn
 
 from hf_vit_accel import machine, versions
-from hf_vit_accel.engine.encoder import with_positions
+from hf_vit_accel.engine.encoder import encode, with_positions
 from hf_vit_accel.engine.route import ROUTE, make_route
 from hf_vit_accel.families import Config, Family, Tower
 from hf_vit_accel.families.base import named_tensors
@@ -35,6 +35,7 @@ from hf_vit_accel.machine import one_line
 from hf_vit_accel.tower.code import Code
 from hf_vit_accel.tower.differences import CallDtypes, Report, Results, furthest
 from hf_vit_accel.tower.exact import exact_products
+from hf_vit_accel.tower.exchanged import form_of, place_of
 from hf_vit_accel.tower.trials import Subject, Trial, compare, first_trial, grids_of, trial_of_small_weights
 from hf_vit_accel.tower.twin import ARGUMENTS, STOCK, Isolated, build_twin, shrink_weights
 
@@ -47,6 +48,8 @@ def name_for(attention: str) -> str:
     return attention if attention in NAMES else "flash_vit_auto"
 
 
+Exchanged = Mapping[str, Sequence[nn.Module]]
+"""Modules that other code put in, by their place: see `tower.exchanged`."""
 _DTYPES = (torch.float64, torch.float32)
 """Of twins: no setting reduces the precision of products in fp64; the grouped products of experts take fp32 only."""
 
@@ -54,11 +57,12 @@ _DTYPES = (torch.float64, torch.float32)
 class Key(NamedTuple):
     """What a proof is for: a class, the fields of its config that the run depended on, and the kind of device.
 
-    A proof on the CPU serves all devices.
+    A proof on the CPU serves all devices. `exchanged` has the forms of modules that other code put in, by their place.
     """
 
     kind: type
     fields: str
+    exchanged: frozenset[tuple[str, Hashable]] = frozenset()
     device_type: str = "cpu"
 
 
@@ -76,6 +80,8 @@ class Proof:
         classes: The classes of all its modules.
         code: The functions that ran.
         why_not_hidden_states: Why our operations may not return hidden states; None where that is proven.
+        why_not_gradients: Why our operations may not run with gradients; None where that is proven.
+        replaced: The places of modules that other code put in, which our operations did without.
         returns_hidden_states: Whether its forward returns them at all. Older ones ignore the request.
         block_arguments: The names of the keyword arguments that it passes to blocks; None where ours are not equal.
         is_verdict: Whether numbers were compared. A verdict stands; else the next reading tries again.
@@ -88,6 +94,8 @@ class Proof:
     why_not_fast: str | None
     why_not_metadata: str | None
     why_not_autocast: str | None = None
+    why_not_gradients: str | None = None
+    replaced: frozenset[str] = frozenset()
     taken: frozenset[str] = frozenset()
     form: Form | type | None = None
     classes: frozenset[type]
@@ -105,24 +113,32 @@ _PROOFS: dict[Key, Proof] = {}
 _WARNED: set[str] = set()
 
 
-def prove(tower: nn.Module, family: Family) -> Proof:
+def prove(tower: nn.Module, family: Family, exchanged: Exchanged | None = None) -> Proof:
     """Return the proof for a tower's class and config, made once per process and code in 50 to 150 ms.
 
     The caller's random numbers stay as they are. Two threads may both make a proof: nothing is locked, so forks are
-    safe.
+    safe. If the modules that other code put in keep our operations from running, they are left out.
     """
+    exchanged = exchanged or {}
     kind = family.tower_class(tower)
     assert kind is not None, f"`towers` names no class of {type(tower).__name__} that has a forward"
     config: Config = tower.config
     fields = repr(sorted(_fields(config, family)))
     device = next((parameter.device for parameter in tower.parameters()), torch.device("meta"))
     devices = [torch.device("cpu")] + ([] if device.type in ("cpu", "meta") else [device])
-    keys = {Key(kind, fields, place.type): place for place in devices}
-    for key in keys:
-        if key in _PROOFS and _PROOFS[key].code.watch.unchanged():
-            return _PROOFS[key]
-    for key, place in keys.items():
-        proof: Proof = machine.run_isolated(_prove, key, place, config, family)
+    forms = frozenset((place, form_of(modules[0])) for place, modules in exchanged.items())
+    keys = {Key(kind, fields, forms, device.type): device for device in devices}
+    known = [_PROOFS[key] for key in keys if key in _PROOFS and _PROOFS[key].code.watch.unchanged()]
+    proof = known[0] if known else _prove_on_devices(keys, config, family, exchanged)
+    if exchanged and not (proof.is_verdict and proof.why_not_fast is None):
+        return prove(tower, family)
+    return proof
+
+
+def _prove_on_devices(keys: Mapping[Key, torch.device], config: Config, family: Family, exchanged: Exchanged) -> Proof:
+    """Return the first verdict, and keep it."""
+    for key, device in keys.items():
+        proof: Proof = machine.run_isolated(_prove, key, device, config, family, exchanged)
         if proof.is_verdict:
             _PROOFS[key] = proof
             break
@@ -171,7 +187,7 @@ _UNREAD_FIELDS |= {"attn_implementation", "attention_dropout"}
 _UNREAD_FIELDS |= {"return_dict", "output_hidden_states", "output_attentions"}
 
 
-def _prove(key: Key, device: torch.device, config: Config, family: Family) -> Proof:
+def _prove(key: Key, device: torch.device, config: Config, family: Family, exchanged: Exchanged) -> Proof:
     """Run a twin beside our operations; an error on the way is no verdict."""
     kind = key.kind
     classes: frozenset[type] = frozenset()
@@ -182,16 +198,16 @@ def _prove(key: Key, device: torch.device, config: Config, family: Family) -> Pr
         for dtype in _DTYPES:
             try:
                 with Isolated():
-                    twin = build_twin(kind, config, family, device, dtype)
+                    twin = build_twin(kind, config, family, exchanged, device, dtype)
                     classes = frozenset(type(module) for module in twin.modules())
-                    return _prove_twin(key, twin, family, Code(kind, classes))
+                    return _prove_twin(key, twin, family, Code(kind, classes), exchanged)
             except Exception as error:
                 why = f"{kind.__name__} could not be run beside our operations: {one_line(error)}"
     code = Code(kind, classes)
     return Proof(key=key, why_not_fast=why, why_not_metadata=why, classes=classes, code=code, is_verdict=False)
 
 
-def _prove_twin(key: Key, twin: Tower, family: Family, code: Code) -> Proof:
+def _prove_twin(key: Key, twin: Tower, family: Family, code: Code, exchanged: Exchanged) -> Proof:
     """Return why our operations are not the twin's forward, and which metadata of ours its forward takes."""
     parameters = inspect.signature(type(twin).forward).parameters
     unknown = [name for name in family.arguments if name not in parameters]
@@ -206,7 +222,8 @@ def _prove_twin(key: Key, twin: Tower, family: Family, code: Code) -> Proof:
         return Proof(key=key, why_not_fast=why, why_not_metadata=why, classes=code.classes, code=code)
     name = type(twin).__name__
     other = f"{name} computes something else than our operations"
-    subject = Subject(twin, family, CallDtypes(family.parts(twin).projection.weight.dtype))
+    modules = {module: place for path, module in twin.named_modules() if (place := place_of(path)) in exchanged}
+    subject = Subject(twin, family, CallDtypes(family.parts(twin).projection.weight.dtype), frozenset(modules))
     grids = grids_of(twin, family)
     first = first_trial(grids)
     why_not_fast: str | None = None
@@ -216,6 +233,10 @@ def _prove_twin(key: Key, twin: Tower, family: Family, code: Code) -> Proof:
         why_not_states = f"{name} does not take the request ({one_line(error)})"
     if why_not_states is not None:
         expected, why_not_fast = compare(subject, first)
+    why_not_gradients: str | None = None
+    if why_not_fast is not None and exchanged:
+        why_not_gradients = why_not_fast
+        expected, why_not_fast = compare(subject, replace(first, grad=False))
     taken, why_not_metadata = _injectable(subject, first, expected, versions.popped_by(code.called_names()))
     block_arguments = _block_arguments(subject, first)
     if why_not_fast is None:
@@ -223,20 +244,21 @@ def _prove_twin(key: Key, twin: Tower, family: Family, code: Code) -> Proof:
         why_not_fast = compare(subject, one_image)[1]
     why_not_autocast: str | None = None
     if why_not_fast is None:
-        cast = Subject(twin.float(), family, CallDtypes(torch.float32, torch.bfloat16), subject.report)
+        cast = replace(subject, tower=twin.float(), dtypes=CallDtypes(torch.float32, torch.bfloat16))
         trial = replace(first, grad=False, hidden_states=why_not_states is None)
         why_not_autocast = compare(cast, trial)[1]
         if why_not_autocast is not None and why_not_states is None:
             why_not_states = why_not_autocast
             why_not_autocast = compare(cast, replace(trial, hidden_states=False))[1]
         shrink_weights(twin.to(subject.dtypes.weights_dtype))
-        small = Subject(twin, family, subject.dtypes, subject.report)
-        why_not_fast = compare(small, trial_of_small_weights(grids))[1]
+        why_not_fast = compare(replace(subject), trial_of_small_weights(grids))[1]
     return Proof(
         key=key,
         why_not_fast=why_not_fast and f"{other}: {why_not_fast}",
         why_not_metadata=why_not_metadata,
         why_not_autocast=why_not_autocast and f"{other} under autocast: {why_not_autocast}",
+        why_not_gradients=why_not_gradients and f"proven without gradients alone: {why_not_gradients}",
+        replaced=_places_replaced(subject, first, modules) if why_not_fast is None else frozenset(),
         taken=taken,
         form=expected.form,
         classes=code.classes,
@@ -287,6 +309,17 @@ def _compare_injected(subject: Subject, trial: Trial, expected: Results, taken: 
     if largest <= subject.dtypes.bound:
         return None
     return f"{name} computes something else with our metadata (relative error {largest:.1e})"
+
+
+@torch.no_grad()
+def _places_replaced(subject: Subject, trial: Trial, places: Mapping[nn.Module, str]) -> frozenset[str]:
+    """Return the places of those modules that our operations never call."""
+    for module in places:
+        vars(module).pop(ARGUMENTS, None)
+    [grid] = trial.grids.values()
+    encode(make_route(grid, subject.spec).ready(), subject.draw_pixels(grid))
+    called = {place for module, place in places.items() if ARGUMENTS in vars(module)}
+    return frozenset(places.values()) - called
 
 
 @torch.no_grad()

@@ -28,8 +28,9 @@ from hf_vit_accel.layout import Geometry
 from hf_vit_accel.machine import is_upstream
 from hf_vit_accel.ops.base import accelerate_device, reasons_replaced
 from hf_vit_accel.ops.rows import reasons_mixing
-from hf_vit_accel.tower import copies, fsdp, proof, substitutes
+from hf_vit_accel.tower import copies, fsdp, proof
 from hf_vit_accel.tower.code import names_of_method, watch_methods
+from hf_vit_accel.tower.exchanged import exchanged_modules, row_wise_modules
 from hf_vit_accel.tower.modules import WeightMemory, is_output_marker, parameter_dicts_of, watch_called
 from hf_vit_accel.tower.wrappers import CHECKPOINTED, looked_through, module_inside
 from hf_vit_accel.watch import Watch, attributes_of, chained
@@ -86,7 +87,13 @@ class Snapshot:
 
     def __init__(self, tower: Tower, family: Family, attention: str | None = None) -> None:
         self.is_copy = isinstance(family, CopyFamily)
-        self.proof = copies.prove(tower, family) if isinstance(family, CopyFamily) else proof.prove(tower, family)
+        exchanged: dict[str, list[nn.Module]] = {}
+        if isinstance(family, CopyFamily):
+            self.proof = copies.prove(tower, family)
+        else:
+            exchanged = exchanged_modules(tower)
+            self.proof = proof.prove(tower, family, exchanged)
+        self.trusted = self.proof.trusted.union(*(exchanged[place] for place in self.proof.replaced))
         self.module_attributes = Watch()
         self.specs: dict[Any, Spec] = {}
         self.output_class = self.proof.form
@@ -97,7 +104,11 @@ class Snapshot:
         self._pixel_dims = family.pixel_dims
         self.reasons_stock = self._read_parts(tower, family)
         self._read_modules(tower)
-        self._prove_substitutes(tower)
+        others = [module for module in self._modules if reasons_replaced(module, trusted=self.trusted)]
+        is_fast = not self.reasons_stock and self.proof.why_not_fast is None
+        self.row_wise = row_wise_modules(others, self.parts) if is_fast and others else set()
+        is_of_class = self.proof.is_verdict and self.proof.key.device_type == "cpu"
+        self._is_proven_for_a_device = bool(exchanged or others) or not is_of_class
         self._read_parameters()
         self._read_attributes()
         self._find_reasons(tower)
@@ -114,35 +125,13 @@ class Snapshot:
         """Note where modules hold parameters."""
         self._fsdp_modules = [module for module in self._modules if isinstance(module, fsdp.wrapper())]
         tower: Tower = self._tower()
-        dicts = parameter_dicts_of([tower, *self._modules], self._fsdp_modules, self._known_classes)
+        dicts = parameter_dicts_of([tower, *self._modules], self._fsdp_modules, self.proof.classes)
         self.parameter_dicts = [*dicts.complete, *dicts.partial, *dicts.adapters, *dicts.called]
         self._parameters = [parameters.values() for parameters in dicts.complete]
         self._partial = [parameters.values() for parameters in dicts.partial]
         self._others = [parameters.values() for parameters in (*dicts.adapters, *dicts.called)]
         self._called_ids = tuple(map(id, dicts.called))
         self._sharded_parameters = [parameters.values() for parameters in dicts.sharded]
-
-    def _prove_substitutes(self, tower: Tower) -> None:
-        """Prove the modules whose forwards the proof of the class has not run: see `tower.substitutes`."""
-        is_fast = not self.reasons_stock and self.proof.why_not_fast is None
-        found = [module for module in self._modules if is_fast and self._is_substitute(module)]
-        self.trusted: frozenset[Any] = self.proof.trusted
-        self.without_gradients: list[str] = []
-        self.row_wise: set[int] = set()
-        if found:
-            self.row_wise = substitutes.row_wise_modules(found, self.parts)
-            proven = substitutes.prove(found, self.proof.classes, self.trusted, next(tower.parameters()))
-            self.trusted, self.without_gradients = proven
-            layers = {part for block in self.parts.blocks for part in (block.module, block.attention)}
-            ran = [module for module in layers & set(found) if substitutes.twin_ran(module, self.proof.classes)]
-            self.trusted |= frozenset(ran)
-        self._known_classes = self.proof.classes | {type(module) for module in found if module in self.trusted}
-        self._is_proven_for_a_device = bool(found) or self.proof.key.device_type != "cpu" or not self.proof.is_verdict
-
-    def _is_substitute(self, module: nn.Module) -> bool:
-        kind = fsdp.class_of(module)
-        is_exchanged = kind not in self.proof.classes and kind.__module__.startswith("transformers.")
-        return is_exchanged or bool(reasons_replaced(module, trusted=self.proof.trusted))
 
     def _read_attributes(self) -> None:
         """Read the attributes of modules inside that a forward may read.

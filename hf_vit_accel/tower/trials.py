@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,11 +129,12 @@ def trial_of_small_weights(grids: Mapping[str, Grid]) -> Trial:
 
 @dataclass(eq=False)
 class Subject:
-    """A tower that runs beside our operations."""
+    """A tower that runs beside our operations, which may replace the trusted modules."""
 
     tower: Tower
     family: Family
     dtypes: CallDtypes
+    trusted: frozenset[Any] = frozenset()
     report: Report = field(default_factory=Report)
 
     def __post_init__(self) -> None:
@@ -149,14 +151,14 @@ class Subject:
         dtype = self.dtypes.autocast_dtype or weight.dtype
         names = ("num_heads", "head_dim", "scaling")
         heads, head_dim, scale = heads_of(parts, [getattr(parts.blocks[0].attention, name, None) for name in names])
-        trusted = self.family.trusted_classes(self.tower)
+        trusted = self.family.trusted_classes(self.tower) | self.trusted
         context = Context(
             device=weight.device,
             dtype=dtype,
             weights_dtype=weight.dtype,
             reference=True,
             grad=True,
-            classes=frozenset(type(module) for module in self.tower.modules()) | trusted,
+            classes=frozenset(type(module) for module in self.tower.modules()),
             trusted=trusted,
         )
         return Spec(

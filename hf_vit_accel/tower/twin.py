@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from hf_vit_accel.families import Config, Family, Tower
+from hf_vit_accel.tower.exchanged import exchange, place_of
 from hf_vit_accel.versions import is_adapter
 
 
@@ -50,9 +51,18 @@ STOCK = "hf_vit_accel_stock"
 
 
 def build_twin(
-    kind: Callable[[Config], Tower], config: Config, family: Family, device: torch.device, dtype: torch.dtype
+    kind: Callable[[Config], Tower],
+    config: Config,
+    family: Family,
+    exchanged: Mapping[str, Sequence[nn.Module]],
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> Tower:
-    """Build a tiny tower of a class, whose weights are random: none zero, and no norm's one."""
+    """Build a tiny tower of a class, whose weights are random: none zero, and no norm's one.
+
+    Args:
+        exchanged: Modules that other code put in, whose like the twin gets, by their place.
+    """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward  # slow; models have imported it
 
     transformers.modeling_utils.AttentionInterface.register(STOCK, sdpa_attention_forward)
@@ -67,7 +77,9 @@ def build_twin(
     with torch.device(device):
         twin = kind(config).to(dtype).eval()
     generator = torch.Generator("cpu").manual_seed(0)
-    for module in twin.modules():
+    for path, module in twin.named_modules():
+        if place_of(path) in exchanged:
+            exchange(module, exchanged[place_of(path)][0])
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 values = random_weight(name, parameter.shape, generator).to(device, dtype)

@@ -21,6 +21,7 @@ _INSIDE = {
     ("torch._dynamo.eval_frame", "OptimizedModule"): "_orig_mod",
 }
 """The classes, and the name of the module inside."""
+WRAPPED = frozenset(_INSIDE.values())
 
 
 def module_inside(module: nn.Module) -> nn.Module | None:

@@ -10,7 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from support import quantised
+from support import quantised, substitutes
 from tiny import TINY, assert_close, merged_of, outputs_of, pixels_for, tower_of
 from torch import nn
 from transformers.activations import ACT2FN
@@ -68,14 +68,16 @@ def test_what_is_put_into_a_tower(change: Callable[[Any], None], options: dict[s
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["max_rows", "reuse"])
+@pytest.mark.parametrize("kind", [MeanActivation, substitutes.RowsActivation])
 def test_an_activation_that_is_registered_with_transformers(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    kind: type[nn.Module], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tiny tower of a proof has it, too, but that proves nothing about rows."""
-    monkeypatch.setitem(ACT2FN, "mean_of_rows", MeanActivation)
-    assert isinstance(ACT2FN["mean_of_rows"], MeanActivation)
+    name = kind.__name__
+    monkeypatch.setitem(ACT2FN, name, kind)
+    assert isinstance(ACT2FN[name], kind)
     tiny = TINY["qwen2_5_vl"]
-    model = type(tiny)(tiny.model, tiny.config, tiny.vision | {"hidden_act": "mean_of_rows"}, tiny.text).build()
+    model = type(tiny)(tiny.model, tiny.config, tiny.vision | {"hidden_act": name}, tiny.text).build()
     stock = copy.deepcopy(model)
     hf_vit_accel.patch(model, **options)
     assert_close(results(model), results(stock))

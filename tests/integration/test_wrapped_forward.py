@@ -55,7 +55,7 @@ def drop_text_arguments(tower: Any) -> None:
 
 
 def bind_function_of_class(tower: Any) -> None:
-    """Call the class's function, and keep it by `__func__`."""
+    """Call the class's function, and keep it by `__func__`, as accelerate's mixed precision does."""
     inner = tower.forward.__func__
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -64,18 +64,14 @@ def bind_function_of_class(tower: Any) -> None:
     tower.forward = MethodType(forward, tower)
 
 
-def hand_on(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return inner(*args, **kwargs)
-
-
 class Handler:
-    """An object that keeps the forward, as ms-swift's offloading of activations does."""
+    """An object that keeps the forward, as accelerate's `ConvertOutputsToFp32` does."""
 
     def __init__(self, inner: Callable[..., Any]) -> None:
-        self.inner = {"forward": inner}
+        self.inner = inner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner["forward"](*args, **kwargs)
+        return self.inner(*args, **kwargs)
 
 
 def set_forward(make: Callable[[Any], Any]) -> Callable[[Any], None]:
@@ -89,7 +85,6 @@ WRAPS: dict[str, Callable[[Any], None]] = {
     "attribute": keep_frozen,
     "closure": drop_text_arguments,
     "function of the class": bind_function_of_class,
-    "partial": set_forward(lambda inner: functools.partial(hand_on, inner)),
     "object": set_forward(Handler),
     "not compiled": set_forward(torch.compiler.disable),  # tenstorrent's wrapper of Qwen2.5-VL
     "hook of accelerate": lambda tower: add_hook_to_module(tower, ModelHook()),

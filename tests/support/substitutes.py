@@ -76,13 +76,6 @@ class WritingNorm(RmsNorm):
         return normed
 
 
-class DetachedNorm(RmsNorm):
-    """A norm through which no gradient of the rows flows."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return RmsNormFunction.apply(x.detach(), self.weight, self.variance_epsilon)
-
-
 class TrainedNorm(RmsNorm):
     """A norm that computes something else in training mode."""
 
@@ -110,6 +103,13 @@ class InferenceActivation(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             return functional.gelu(x, approximate="tanh")
+
+
+class RowsActivation(nn.Module):
+    """An activation that depends on all rows, and for which there is no operation: it is called."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows * rows.mean(dim=0).sigmoid()
 
 
 class Mlp(nn.Module):

@@ -71,7 +71,7 @@ def test_norms_bound_by_liger_are_plain(family: str, kind: type[nn.Module], when
     assert_same(tower, model)
 
 
-@pytest.mark.parametrize("name", ["OffsetNorm", "OtherEpsilonNorm", "DetachedNorm", "TrainedNorm", "MeanNorm"])
+@pytest.mark.parametrize("name", ["OffsetNorm", "OtherEpsilonNorm", "TrainedNorm", "MeanNorm"])
 def test_a_bound_norm_that_computes_something_else_is_called(name: str) -> None:
     model = build()
     tower = tower_of(model)
