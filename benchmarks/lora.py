@@ -14,39 +14,43 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Annotated
 
 import peft
 import torch
-import typer
 from baselines import BASELINES
-from measuring import Grid, Row, document_of, largest_error, time_rows, write_json
+from measuring import DEVICE, Grid, Row, largest_error, measure_models, time_rows
 from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel.layout import rows_of
-from hf_vit_accel.tools.bench.towers import build_tower, family_of_tower, parse_size, weight_of
+from hf_vit_accel.tools.bench.towers import SIZES, build_tower, family_of_tower, weight_of
 
+SIZE = "16 x 512²"
+RANK = 16
 Forward = Callable[..., object]
 
 
-def adapted(model: str, device: torch.device, rank: int) -> nn.Module:
-    """Build a tower with adapters; only the adapters require gradients."""
-    torch.manual_seed(0)
-    tower = build_tower(model, device, torch.bfloat16).requires_grad_(False)
-    in_blocks = {
-        id(module) for block in family_of_tower(tower).parts(tower).blocks for module in block.module.modules()
-    }
-    linears = [name for name, module in tower.named_modules() if type(module) is nn.Linear and id(module) in in_blocks]
-    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=linears, init_lora_weights=False)
+def add_adapters(tower: nn.Module, linears: list[str]) -> nn.Module:
+    """Add adapters in fp32 to Linears; only the adapters require gradients."""
+    config = peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=linears, init_lora_weights=False)
     peft.inject_adapter_in_model(config, tower)
     for name, parameter in tower.named_parameters():
         if "lora_" in name:
             parameter.data = 0.1 * parameter.data.float()
             parameter.requires_grad_()
-    tower.set_attn_implementation("sdpa")
     return tower.train()
+
+
+def adapted(model: str) -> nn.Module:
+    """Build a tower with adapters on all Linears of its blocks."""
+    torch.manual_seed(0)
+    tower = build_tower(model, DEVICE, torch.bfloat16).requires_grad_(False)
+    tower.set_attn_implementation("sdpa")
+    in_blocks = {
+        id(module) for block in family_of_tower(tower).parts(tower).blocks for module in block.module.modules()
+    }
+    linears = [name for name, module in tower.named_modules() if type(module) is nn.Linear and id(module) in in_blocks]
+    return add_adapters(tower, linears)
 
 
 @dataclass(frozen=True)
@@ -127,11 +131,11 @@ def contenders(tower: nn.Module, grid: Grid, steps: Steps, stack: ExitStack) -> 
     return ways
 
 
-def measure(model: str, size: str, rank: int, rounds: int, device: torch.device) -> list[Row]:
+def measure(model: str, rounds: int) -> list[Row]:
     """Return a row for every contender."""
-    name, grid = parse_size(size)
-    tower = adapted(model, device, rank)
-    steps = Steps(tower, grid, device)
+    grid = SIZES[SIZE]
+    tower = adapted(model)
+    steps = Steps(tower, grid, DEVICE)
     exact = copy.deepcopy(tower).float()
     expected = steps.results(steps.plain(exact), exact=True)
     del exact
@@ -143,27 +147,10 @@ def measure(model: str, size: str, rank: int, rounds: int, device: torch.device)
             measured[way] = dict(error=error, peak_gb=steps.peak_gigabytes(contender))
         runs = {way: partial(steps.run, contender) for way, contender in ways.items()}
         before = {way: contender.clear for way, contender in ways.items()}
-        common = dict(model=model, size=name, patches=rows_of(grid), rank=rank)
-        rows = time_rows(runs, rounds, device, before=before, **common)
+        common = dict(model=model, size=SIZE, patches=rows_of(grid), rank=RANK)
+        rows = time_rows(runs, rounds, DEVICE, before=before, **common)
     return [row | measured[row["contender"]] for row in rows]
 
 
-def main(
-    models: Annotated[str, typer.Option(help="Comma-separated.")] = "qwen3-vl-8b,qwen2.5-vl-7b,qwen2-vl-7b",
-    size: str = "16 x 512²",
-    rank: int = 16,
-    rounds: int = 2,
-    device: str = "cuda",
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write one JSON object to this file.")] = None,
-) -> None:
-    """Time every model, and print and write the rows."""
-    place = torch.device(device)
-    rows: list[Row] = []
-    document = document_of(rows, place)
-    for model in models.split(","):
-        rows += measure(model, size, rank, rounds, place)
-        write_json(json_path, document)
-
-
 if __name__ == "__main__":
-    typer.run(main)
+    measure_models(__doc__, "qwen3-vl-8b,qwen2.5-vl-7b,qwen2-vl-7b", measure)

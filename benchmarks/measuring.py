@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import nn
 
 from hf_vit_accel import machine
 from hf_vit_accel.tools.bench.timing import Step, time_in_turns
@@ -74,6 +75,16 @@ def in_turn(contenders: Iterable[str], index: int) -> list[str]:
     """Order the contenders of a round: backwards in every other round, so that drift favours nobody."""
     names = list(contenders)
     return names[::-1] if index % 2 else names
+
+
+def switch_checkpointing(tower: nn.Module, *, enable: bool, reentrant: bool = False) -> None:
+    """Switch gradient checkpointing, by the name that this version of transformers gives it."""
+    word = "activation" if hasattr(tower, "activation_checkpointing_enable") else "gradient"
+    if enable:
+        options = {f"{word}_checkpointing_kwargs": {"use_reentrant": reentrant}}
+        getattr(tower, f"{word}_checkpointing_enable")(**options)
+    else:
+        getattr(tower, f"{word}_checkpointing_disable")()
 
 
 def device_name(device: torch.device) -> str:

@@ -13,9 +13,8 @@ from copy import deepcopy
 from functools import partial
 
 import bitsandbytes as bnb
-import peft
 import torch
-from lora import Contender, Steps
+from lora import Contender, Steps, add_adapters
 from measuring import DEVICE, ERROR_BAR, STEPS_UNTIL_STEADY, Row, largest_error, measure_models, time_rows
 from torch import nn
 
@@ -64,13 +63,7 @@ def with_adapters(tower: nn.Module, bits: int) -> nn.Module:
     """Make QLoRA of a quantised tower; only the adapters require gradients."""
     setattr(upcast(tower), f"is_loaded_in_{bits}bit", True)  # by which PEFT chooses its classes
     linears = [name for name, module in tower.named_modules() if isinstance(module, nn.Linear)]
-    config = peft.LoraConfig(r=16, lora_alpha=32, target_modules=linears, init_lora_weights=False)
-    peft.inject_adapter_in_model(config, tower)
-    for name, parameter in tower.named_parameters():
-        if "lora_" in name:
-            parameter.data = 0.1 * parameter.data.float()
-            parameter.requires_grad_()
-    return tower.train()
+    return add_adapters(tower, linears)
 
 
 def exact_copy(tower: nn.Module) -> nn.Module:

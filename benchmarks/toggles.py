@@ -12,7 +12,7 @@ from copy import deepcopy
 from functools import partial
 
 import torch
-from measuring import DEVICE, ERROR_BAR, Row, largest_error, measure_models, time_rows
+from measuring import DEVICE, ERROR_BAR, Row, largest_error, measure_models, switch_checkpointing, time_rows
 from torch import nn
 
 from hf_vit_accel import patch, status
@@ -23,16 +23,6 @@ from hf_vit_accel.tools.bench.towers import SIZES, build_tower
 INPUTS = "one 448²", "one 1024²"
 FORWARDS = 3
 """Calls without gradients in a round."""
-
-
-def switch_checkpointing(tower: nn.Module, *, enable: bool) -> None:
-    """Switch it as trainers do. transformers 5.23 renamed the methods."""
-    word = "activation" if hasattr(tower, "activation_checkpointing_enable") else "gradient"
-    if enable:
-        options = {f"{word}_checkpointing_kwargs": {"use_reentrant": False}}
-        getattr(tower, f"{word}_checkpointing_enable")(**options)
-    else:
-        getattr(tower, f"{word}_checkpointing_disable")()
 
 
 def rollout(tower: nn.Module, pixels_TP: torch.Tensor, grid: torch.Tensor) -> list[torch.Tensor]:

@@ -22,7 +22,7 @@ import shapes  # noqa: F401
 import torch
 import typer
 from baselines import BASELINES
-from measuring import DEVICE, DTYPE, Row, document_of, write_json
+from measuring import DEVICE, DTYPE, Row, document_of, switch_checkpointing, write_json
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -210,9 +210,8 @@ def main(
     document = document_of([], train=True, checkpointing=checkpointing)
     for name in models.split(","):
         tower = build_tower(name, DEVICE, DTYPE).requires_grad_(True).train()
-        if checkpointing:  # newer transformers call it activation checkpointing
-            enable = getattr(tower, "activation_checkpointing_enable", None) or tower.gradient_checkpointing_enable
-            enable()
+        if checkpointing:
+            switch_checkpointing(tower, enable=True)
         chosen = ways.choose(tower, backends.split(","), baselines.split(","))
         grids = dict(parse_size(size) for size in sizes.split(","))
         document["rows"] += measure(name, tower, grids, chosen, rounds)

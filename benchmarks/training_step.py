@@ -13,15 +13,13 @@ from __future__ import annotations
 import gc
 import json
 import statistics
-import sys
 import tempfile
 import time
 from functools import partial
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-import typer
+from measuring import DEVICE, STEPS_UNTIL_STEADY, Row, measure_models
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import (
@@ -33,14 +31,15 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from whole_call import END, IMAGE, START, TEXT, build
 
 import hf_vit_accel
 from hf_vit_accel.tools.bench.timing import milliseconds
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from measuring import DEVICE, STEPS_UNTIL_STEADY, Row, document_of, write_json
-from whole_call import END, IMAGE, START, TEXT, build
-
+IMAGES = 16
+SIDE = 32
+"""Patches along one side of an image."""
+STEPS = 6
 WARM_UPS = 2
 WAYS = ("LoRA on the language model, tower frozen", "tower trained, language model frozen")
 SMALL_SIDE = 28
@@ -148,23 +147,23 @@ def tower_alone(tower: nn.Module, sample: Sample, rounds: int = 5) -> float:
     return statistics.median(times[WARM_UPS:]) / 1e3
 
 
-def prepared(model: PreTrainedModel, way: str, rank: int) -> nn.Module:
+def prepared(model: PreTrainedModel, way: str) -> nn.Module:
     """Freeze the model but for the weights that a way trains; add adapters where it trains those."""
     model.requires_grad_(False)
     if way == WAYS[0]:
         linears = r"model\.language_model\..*(q|k|v|o|gate|up|down)_proj"
-        return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=linears))
+        return get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=linears))
     model.model.visual.requires_grad_(True)
     return model
 
 
-def measure(name: str, way: str, images: int, side: int, steps: int, rounds: int, rank: int) -> Row:
+def measure(name: str, way: str, rounds: int) -> Row:
     """Time stock and patched in turns; return the row of one model and way to train."""
     set_seed(0)
     bare = build(name, device=DEVICE.type)
     tower = bare.model.visual
-    model = prepared(bare, way, rank)
-    sample = batch(tower, images, side)
+    model = prepared(bare, way)
+    sample = batch(tower, IMAGES, SIDE)
     seconds: dict[str, list[float]] = {"stock": [], "patched": []}
     alone: dict[str, list[float]] = {"stock": [], "patched": []}
     for _ in range(rounds):
@@ -172,7 +171,7 @@ def measure(name: str, way: str, images: int, side: int, steps: int, rounds: int
             hf_vit_accel.unpatch(model)
             if contender == "patched":
                 hf_vit_accel.patch(model)
-            seconds[contender] += train(model, sample, WARM_UPS + steps)
+            seconds[contender] += train(model, sample, WARM_UPS + STEPS)
             alone[contender].append(tower_alone(tower, sample))
     status = hf_vit_accel.status(model).towers[0]
     row: Row = {"model": name, "way": way, "fast_calls": status.calls, "stock_calls": status.stock_calls}
@@ -192,25 +191,15 @@ def measure(name: str, way: str, images: int, side: int, steps: int, rounds: int
     return row
 
 
-def main(
-    models: Annotated[str, typer.Option(help="Comma-separated names of whole_call.TEXT.")] = ",".join(TEXT),
-    images: int = 16,
-    side: Annotated[int, typer.Option(help="Patches along one side of an image.")] = 32,
-    steps: int = 6,
-    rounds: int = 2,
-    rank: int = 16,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write one JSON object to this file.")] = None,
-) -> None:
-    """Time both ways to train every model, and print and write the rows."""
-    rows: list[Row] = []
-    document = document_of(rows, images=images, patches=side * side)
-    for model in models.split(","):
-        for way in WAYS:
-            rows.append(measure(model, way, images, side, steps, rounds, rank))
-            print(json.dumps(rows[-1]), flush=True)
-            write_json(json_path, document)
-            if DEVICE.type == "cuda":
-                torch.cuda.empty_cache()
+def measure_model(model: str, rounds: int) -> list[Row]:
+    """Time both ways to train a model."""
+    rows = []
+    for way in WAYS:
+        rows.append(measure(model, way, rounds))
+        print(json.dumps(rows[-1]), flush=True)
+        if DEVICE.type == "cuda":
+            torch.cuda.empty_cache()
+    return rows
 
 
 def _wait() -> None:
@@ -219,4 +208,4 @@ def _wait() -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    measure_models(__doc__, ",".join(TEXT), measure_model, images=IMAGES, patches=SIDE * SIDE)

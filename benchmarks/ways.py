@@ -25,7 +25,7 @@ from typing import Annotated, Literal
 import torch
 import torch.distributed as dist
 import typer
-from measuring import STEPS_UNTIL_STEADY, Grid, Row, document_of, in_turn, write_json
+from measuring import STEPS_UNTIL_STEADY, Grid, Row, document_of, in_turn, switch_checkpointing, write_json
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -56,10 +56,8 @@ def same(tower: nn.Module) -> nn.Module:
 
 
 def checkpointed(tower: nn.Module, *, reentrant: bool) -> nn.Module:
-    """Enable checkpointing, by the name that this version of transformers gives it."""
-    word = "activation" if hasattr(tower, "activation_checkpointing_enable") else "gradient"
-    enable = getattr(tower, f"{word}_checkpointing_enable")
-    enable(**{f"{word}_checkpointing_kwargs": {"use_reentrant": reentrant}})
+    """Enable checkpointing."""
+    switch_checkpointing(tower, enable=True, reentrant=reentrant)
     return tower
 
 
