@@ -95,7 +95,7 @@ def test_a_model_that_was_trained_with_every_rank() -> None:
 
 
 @both_ways
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", alike("qwen2_5_vl", "qwen2_vl", "qwen3_vl"))
 def test_patched_models_decode_by_steps(family: str) -> None:
     """`patch` leaves hooks on the model, which do nothing in a step."""
     model = hf_vit_accel.patch(TINY[family].build())
@@ -209,8 +209,14 @@ class Streamer(BaseStreamer):
 
 
 @both_ways
-@pytest.mark.parametrize("kwargs", [{}, {"use_cache": False}, {"do_sample": True}])
-@pytest.mark.parametrize("by", ["generate", "partial"])
+@pytest.mark.parametrize(
+    ("by", "kwargs"),
+    [
+        ("generate", {"use_cache": False}),
+        ("partial", {"do_sample": True}),
+        *alike(("generate", {}), ("generate", {"do_sample": True}), ("partial", {}), ("partial", {"use_cache": False})),
+    ],
+)
 def test_a_streamer_gets_what_it_gets_from_stock(model: Any, kwargs: dict[str, Any], by: str) -> None:
     """`generate` passes no streamer on to a function, and a `TextIteratorStreamer` would wait for ever."""
     inputs = text([5, 6, 7, 8])
@@ -486,7 +492,7 @@ def forced_text(family: str) -> tuple[dict[str, Any], torch.Tensor, list[torch.T
 
 @pytest.mark.parametrize(
     ("dtype", "autocast"),
-    [(torch.bfloat16, None), (torch.float16, None), (torch.float32, torch.bfloat16)],
+    [*alike((torch.bfloat16, None), (torch.float16, None)), (torch.float32, torch.bfloat16)],
     ids=["bfloat16", "float16", "autocast"],
 )
 @both_ways

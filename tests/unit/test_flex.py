@@ -311,7 +311,7 @@ def stock_with_score_mod(model: nn.Module, run: Callable[[], Result]) -> Result:
         config._attn_implementation_internal = former
 
 
-@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("fuse", alike(True, False))
 @both_towers
 def test_a_tower_through_flex_equals_stock(model: nn.Module, fuse: bool) -> None:
     tower = tower_of(model)
@@ -330,7 +330,7 @@ def grads_of(tower: nn.Module) -> list[Tensor]:
     return [pixels.grad, *(parameter.grad for parameter in tower.parameters() if parameter.grad is not None)]
 
 
-@pytest.mark.parametrize("attention", ["flex", STEEP], ids=["plain", "score_mod"])
+@pytest.mark.parametrize("attention", alike(STEEP, "flex"), ids=["score_mod", "plain"])
 @both_towers
 def test_gradients_of_a_tower(model: nn.Module, attention: str | FlexConfig) -> None:
     tower = tower_of(model)
