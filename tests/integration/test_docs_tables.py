@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 import sys
@@ -11,19 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-
-from hf_vit_accel import machine
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "docs" / "writers"))
 
 import documents  # noqa: E402
 import headline  # noqa: E402
-import options  # noqa: E402
 import summary  # noqa: E402
 import tables  # noqa: E402
-from documents import Document, Row  # noqa: E402
+from documents import Document  # noqa: E402
 
 README = ROOT / "README.md"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -249,25 +244,6 @@ def test_a_file_that_is_missing_leaves_out_its_table(monkeypatch: pytest.MonkeyP
     assert tables.text_of("liger") == "Not measured: `liger.json` is missing.\n"
 
 
-def test_options_that_are_faster_than_the_default_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    ms_of = {"stock sdpa": 20.0, "auto": 10.0, "auto+graph": 9.8, "flash_attention_4": 9.0, "auto+fp8": 1.0}
-    rows = [dict(model="qwen2-vl-7b", size=size, ms=10.0, ms_low=9.0, contender="auto") for size in ("a", "b")]
-    rows += [dict(model="qwen2-vl-7b", size="c", ms=ms, ms_low=ms, contender=name) for name, ms in ms_of.items()]
-    monkeypatch.setattr(options, "EXACT_FILES", ("some.json",))
-    monkeypatch.setattr(options, "load", lambda file: {"rows": rows})
-    monkeypatch.setattr(options, "is_measured", lambda file: True)
-    stock, exact, _, line = options.options().splitlines()
-    assert stock.startswith("`bench` timed 3 inputs in 1 files. No stock tower was faster")
-    assert exact.endswith(" for 2 of them. These are the others:")
-    assert line == "- Qwen2-VL-7B, c, `some.json`: `flash_attention_4` 11.1% (by the fastest calls 11.1%)."
-    rows[2]["ms"] = 9.99
-    lines = options.options().splitlines()
-    assert lines[0].endswith(" By medians, stock is faster than the default for these:")
-    assert lines[2] == "- Qwen2-VL-7B, c, `some.json`: `stock sdpa` 0.1% (by the fastest calls -50.0%)."
-    rows[:] = rows[:2]
-    assert options.options().endswith("By medians, no exact option was more than 3% faster than the default.\n")
-
-
 def load_without(contender: str) -> Callable[[str], Document]:
     def load_others(file: str) -> Document:
         measured = read(file)
@@ -285,37 +261,3 @@ def test_a_summary_over_some_of_the_sizes_is_refused(contender: str, monkeypatch
     monkeypatch.setattr(summary, "load", load_without(contender))
     with pytest.raises(KeyError, match=re.escape(contender)):
         summary.text()
-
-
-def test_rows_that_are_no_pairs_make_no_table() -> None:
-    measured = read("ways.json")
-    rows = measured["rows"]
-    swapped = [rows[0], rows[3], rows[2], rows[1], *rows[4:]]
-    fell_back = [rows[0], rows[1] | {"calls": {"fast": 0, "stock": 7}}, *rows[2:]]
-    for wrong in (swapped, fell_back):
-        with pytest.raises(ValueError, match="not a pair"):
-            tables.ways(measured | {"rows": wrong})
-
-
-def test_tables_take_what_bench_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Timed rows fill cells; skipped and wrong rows leave them empty. A contender without rows has no column."""
-
-    def row(size: str, contender: str, ms: float | None, gb: float | None = None) -> Row:
-        return dict(model="qwen3-vl-8b", size=size, patches=9, contender=contender, ms=ms, peak_gb=gb)
-
-    rows = [row("small", "stock sdpa", 123.4, 4.25), row("small", "stock liger", None), row("small", "auto", 100, 2)]
-    rows += [row("large", "stock sdpa", 30, 1), row("large", "stock compile_blocks", 20), row("large", "auto", None)]
-    rows += [row("large", "auto+graph", 10, 1)]
-    written = {"versions": machine.versions(), "device": "cpu", "dtype": "bfloat16", "rows": rows}
-    written |= {"commit": "abc1234", "command": "hf-vit-accel bench"}
-    monkeypatch.setattr(tables, "load", lambda file: json.loads(json.dumps(written)))
-    head, _, *cells, _, caption = tables.TABLES["training"].text().splitlines()
-    assert cells == [
-        "| Qwen3-VL-8B | small | 9 | 123 (4.2) |  | 100 |  |",
-        "| Qwen3-VL-8B | large | 9 | 30.0 (1.0) | 20.0 |  | 10.0 |",
-    ]
-    assert head.count("|") == cells[0].count("|") and "at commit abc1234" in caption and torch.__version__ in caption
-    with pytest.raises(KeyError, match="auto"):  # no range over some of the sizes
-        summary.gains(copy.deepcopy(written), "auto", ("sdpa",))
-    written["rows"] = [row for row in written["rows"] if row["size"] == "small"]
-    assert summary.gains(copy.deepcopy(written), "auto", ("sdpa",)) == {"qwen3-vl-8b": "1.2x"}
