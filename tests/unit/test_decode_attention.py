@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from support.interpreter import INTERPRETED
+from support.towers import alike
 
 from hf_vit_accel.decoding import step
 from hf_vit_accel.ops import decode_attention
@@ -56,7 +57,7 @@ def assert_exact(inputs: Inputs, scale: float) -> None:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="test_interpreted.py runs it")
-@pytest.mark.parametrize("processors", [1, 2, 40])
+@pytest.mark.parametrize("processors", [1, *alike(40, 2)])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_interpreted(shape: tuple[int, ...], processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One chunk, a few, and as many as there are; a chunk may have no visible key."""
