@@ -108,7 +108,7 @@ def test_parts_run_beside_each_other_and_make_one_file(
     earlier_file.write_text("as it was")
     begin = time.monotonic()
     with pytest.raises(everything.typer.Exit):
-        everything.main(only=",".join(jobs), output=tmp_path, gpus=2, limit=6, commit="abc", commands=False)
+        everything.main(only=",".join(jobs), output=tmp_path, gpus=2, limit=4, commit="abc", commands=False)
     assert time.monotonic() - begin < 30
     three = json.loads((tmp_path / "three.json").read_text())
     assert [row["model"] for row in three["rows"]] == ["a", "b", "c"] and three["commit"] == "abc"

@@ -20,7 +20,7 @@ from hf_vit_accel.tower.state import state_of
 AUTO = "flash_vit_auto"
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", *alike("qwen3_vl_moe", "qwen2_vl", "qwen3_vl")])
+@pytest.fixture(scope="module", params=alike("qwen2_5_vl", "qwen3_vl_moe", "qwen2_vl", "qwen3_vl"))
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return save(TINY[request.param].build(), tmp_path_factory.mktemp(request.param))
 
@@ -31,9 +31,9 @@ WAYS = ["string", "dict", "set", "patch"]
 @pytest.mark.parametrize(
     ("saved", "way"),
     [
-        pytest.param(family, way, marks=[pytest.mark.matrix] * (row != column))
-        for row, family in enumerate(TINY)
-        for column, way in enumerate(WAYS)
+        pytest.param(family, way, marks=[pytest.mark.matrix] * (family != "qwen2_5_vl"))
+        for family in TINY
+        for way in WAYS
     ],
     indirect=["saved"],
 )
