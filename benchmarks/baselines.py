@@ -1,5 +1,5 @@
 """Open stock transformers in its best set-ups: flash attentions that only torch or a module has, compiled without host
-syncs, from CUDA graphs, with Liger's kernels.
+syncs, from CUDA graphs.
 
 `BASELINES` is the registry: the package's own, and those here. A tower whose parameters require gradients is trained,
 and needs set-ups that have a backward.
@@ -7,10 +7,8 @@ and needs set-ups that have a backward.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from types import ModuleType
 from typing import Any, TypeAlias
 
 import torch
@@ -18,7 +16,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-from hf_vit_accel import machine
 from hf_vit_accel.backends.flash_attention_3 import FlashAttention3
 from hf_vit_accel.backends.torch_varlen import TorchVarlen
 from hf_vit_accel.families import Tower
@@ -29,7 +26,6 @@ from hf_vit_accel.tools.bench.ways import Baseline, Open, Run, grid_tensor, requ
 from hf_vit_accel.tower.proof import prove
 from hf_vit_accel.versions import METADATA, keyword_arguments
 
-LIGER = machine.Package(module="liger_kernel", distribution="liger-kernel", install="pip install liger-kernel")
 OpenFlash: TypeAlias = Callable[[str, Tower, Grid], AbstractContextManager[Run]]
 """Opens a set-up with a named attention."""
 
@@ -127,70 +123,6 @@ def _graphed(open_inner: OpenFlash, attention: str, tower: Tower, grid: Grid) ->
             replay.close()
 
 
-@contextmanager
-def _liger(attention: str, tower: Tower, grid: Grid) -> Iterator[Run]:
-    """Open the stock tower with Liger's kernels for its family.
-
-    Liger replaces names in the modeling module: classes count when a tower is built, functions when it runs. So the
-    tower is built again under these names. They stand there only while it runs, since others use the same module.
-    """
-    module = importlib.import_module(type(tower).__module__)
-    replacements = _apply_liger(tower)
-    with _replaced_names(module, replacements), weight_of(tower).device:
-        liger_tower = type(tower)(tower.config)
-    _load_state(liger_tower, tower)
-    functions = type(liger_tower.blocks[0].attn).forward.__code__.co_names
-    has_liger_module = any(type(part).__module__.startswith("liger_kernel") for part in liger_tower.modules())
-    if not has_liger_module and not any(name in functions for name in replacements):
-        raise RuntimeError("Liger replaces nothing that this tower uses")
-    with stock(attention, liger_tower, grid) as run:
-
-        def run_replaced(pixels_TP: Tensor) -> Any:
-            with _replaced_names(module, replacements):
-                return run(pixels_TP)
-
-        yield Run(liger_tower, run_replaced)
-
-
-@contextmanager
-def _replaced_names(module: ModuleType, replacements: Mapping[str, object]) -> Iterator[None]:
-    """Give names of a module other values, within the with block."""
-    originals = {name: vars(module)[name] for name in replacements}
-    vars(module).update(replacements)
-    try:
-        yield
-    finally:
-        vars(module).update(originals)
-
-
-def _load_state(liger_tower: Tower, tower: Tower) -> None:
-    """Give a tower that was just built the state of another one."""
-    liger_tower.to(weight_of(tower).dtype)
-    liger_tower.rotary_pos_emb = tower.rotary_pos_emb  # its frequencies stay fp32
-    liger_tower.load_state_dict(tower.state_dict())
-    liger_tower.train(tower.training)
-    for parameter, original in zip(liger_tower.parameters(), tower.parameters(), strict=True):
-        parameter.requires_grad_(original.requires_grad)
-
-
-def _apply_liger(tower: Tower) -> dict[str, object]:
-    """Return what Liger replaces in the tower's modeling module: name -> value. The module is left as it was."""
-    liger = importlib.import_module("liger_kernel.transformers")
-    module = importlib.import_module(type(tower).__module__)
-    before = dict(vars(module))
-    try:
-        getattr(liger, _liger_function(tower))(fused_linear_cross_entropy=False)
-        return {name: value for name, value in vars(module).items() if name in before and value is not before[name]}
-    finally:
-        for name in vars(module).keys() - before.keys():
-            del vars(module)[name]
-        vars(module).update(before)
-
-
-def _liger_function(tower: Tower) -> str:
-    return f"apply_liger_kernel_to_{type(tower).__module__.split('.')[-2]}"
-
-
 def _opener(open_flash: OpenFlash, attention: str) -> Open:
     """Fix the attention with which a set-up is opened."""
     return lambda tower, grid: open_flash(attention, tower, grid)
@@ -225,17 +157,6 @@ def _baseline_of_graph(open_flash: OpenFlash) -> Baseline:
     return choose
 
 
-def _baseline_liger(tower: Tower) -> Open | list[str]:
-    reasons = [] if machine.has_cuda() else ["it needs a CUDA device"]
-    missing = machine.why_missing(LIGER)
-    if missing:
-        return [*reasons, missing]
-    if not hasattr(importlib.import_module("liger_kernel.transformers"), _liger_function(tower)):
-        reasons.append(f"the installed Liger has no {_liger_function(tower)}")
-    flash, _ = _best_flash(tower)
-    return reasons or _opener(_liger, flash or "sdpa")
-
-
 BASELINES: Mapping[str, Baseline] = ways.BASELINES | {
     "flash_attention_2": _baseline_of_attention("flash_attention_2"),
     "flash_attention_3": _baseline_of_attention("flash_attention_3"),
@@ -243,10 +164,9 @@ BASELINES: Mapping[str, Baseline] = ways.BASELINES | {
     "compile_blocks": _baseline_of_flash(_compiled_blocks),
     "compile+graph": _baseline_of_graph(_compiled),
     "graph": _baseline_of_graph(_stock_without_syncs),
-    "liger": _baseline_liger,
 }
 """Stock set-ups: transformers' attentions; torch.compile of the tower or of each block, a CUDA graph, and both, with
-the best installed flash attention and all metadata passed in (no host syncs); Liger's kernels."""
+the best installed flash attention and all metadata passed in (no host syncs)."""
 
 
 def _best_flash(tower: Tower) -> tuple[str | None, list[str]]:

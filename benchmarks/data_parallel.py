@@ -4,7 +4,6 @@ torchrun --nproc-per-node 4 benchmarks/data_parallel.py --json results.json
 
 Weights and pixels are random. The checks come first: calls of random sizes, and a rank that raises. Then every possible
 number of ranks (1, 2, 4, 8) is timed in turns, in one run. `pays` holds the times of small calls, which are shared too.
-`exchange` holds the times of gathering features on all ranks: ours, and two ways of torch's own.
 """
 
 import argparse
@@ -23,10 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hf_vit_accel
-from hf_vit_accel.config import ranks_of
 from hf_vit_accel.options import data_parallel
-from hf_vit_accel.options.data_parallel import rows_checksum
-from hf_vit_accel.options.ranks import gather, to_all
 from hf_vit_accel.options.split import Assignment, cost, split
 from hf_vit_accel.tools.bench import timing
 from hf_vit_accel.tools.bench.towers import build_tower, family_of_tower
@@ -262,33 +258,6 @@ def error_of_last_rank(tower: nn.Module) -> str:
     return heard
 
 
-def exchanges(rounds: int) -> list[Row]:
-    """Time the gathering of some megabytes a rank on all ranks; the first rank has a third more than the others."""
-    ranks = ranks_of(True)
-    assert ranks is not None
-    rows = []
-    for megabytes in (1, 10, 50, 200):
-        sizes = [(megabytes << 20) * (4 if rank == 0 else 3) // 3 for rank in range(dist.get_world_size())]
-        mine = torch.zeros(sizes[dist.get_rank()], dtype=torch.uint8, device=DEVICE)
-        buffers = [torch.empty(size, dtype=torch.uint8, device=DEVICE) for size in sizes]
-        padded = torch.empty(len(sizes) * max(sizes), dtype=torch.uint8, device=DEVICE)
-        largest = torch.zeros(max(sizes), dtype=torch.uint8, device=DEVICE)
-        ways: dict[str, Callable[[], object]] = {
-            "ours": lambda: to_all(ranks, [mine], [[buffer] for buffer in buffers]),  # noqa: B023
-            "all_gather": lambda: dist.all_gather(buffers, mine),  # noqa: B023
-            "padded": lambda: dist.all_gather_into_tensor(padded, largest),  # noqa: B023
-            "report": lambda: gather(ranks, "done"),
-            "checksum": lambda: rows_checksum(mine[: len(mine) // 3072 * 3072].view(-1, 3072)),  # noqa: B023
-        }
-        times: dict[str, list[float]] = {name: [] for name in ways}
-        for _ in range(rounds + 2):
-            for name, act in ways.items():
-                times[name].append(max(milliseconds(act)))
-        medians = {name: statistics.median(of_way[2:]) for name, of_way in times.items()}  # the first two warm up
-        rows.append(dict(megabytes=megabytes) | medians)
-    return rows
-
-
 def measure(arguments: argparse.Namespace) -> None:
     """Check and time every model; rank 0 prints and writes the rows."""
     size = dist.get_world_size()
@@ -317,9 +286,6 @@ def measure(arguments: argparse.Namespace) -> None:
             for row in document["pays"][model]:
                 report({"pays": model} | row)
         del tower
-    if size > 1:
-        document["exchange"] = exchanges(arguments.rounds)
-        report({"exchange": document["exchange"]})
 
 
 def main() -> None:

@@ -23,7 +23,6 @@ from transformers import PreTrainedModel
 from whole_call import TEXT, build, inputs_for
 
 import hf_vit_accel
-from hf_vit_accel.tools.bench.towers import SHAPES
 
 Inputs = dict[str, torch.Tensor]
 Row = dict[str, Any]
@@ -92,22 +91,8 @@ def run(model: PreTrainedModel, inputs: Inputs, tokens: int) -> Row:
     return row
 
 
-def mistake_in(arguments: argparse.Namespace) -> str | None:
-    """Describe a mistake in the options, before a model is built; return None for options without one."""
-    json_path = arguments.json
-    if json_path is not None and not json_path.parent.is_dir():
-        return f"cannot write {json_path}: there is no folder {json_path.parent}"
-    if min(arguments.seconds, arguments.fps) <= 0 or arguments.seconds * arguments.fps < 4:
-        return f"expected at least 4 frames, got --seconds {arguments.seconds:g} at --fps {arguments.fps:g}"
-    unit = 2 * SHAPES[arguments.random][1]["patch_size"]  # a merged token is 2 x 2 patches
-    sides = (arguments.height, arguments.width)
-    if min(sides) <= 0 or any(side % unit for side in sides):
-        return f"expected --height and --width to be multiples of {unit}, got {sides[0]} and {sides[1]}"
-    return None if torch.cuda.is_available() else "--random builds a full-size model, which needs a CUDA device"
-
-
 def arguments_of_command() -> argparse.Namespace:
-    """Read the command line, and end with a line about a mistake."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--random", choices=list(TEXT), required=True, help="a shape with random weights")
     parser.add_argument("--seconds", type=float, default=600, help="length of the video")
@@ -117,11 +102,7 @@ def arguments_of_command() -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=24.0, help="GB")
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    mistake = mistake_in(arguments)
-    if mistake is not None:
-        parser.error(mistake)
-    return arguments
+    return parser.parse_args()
 
 
 @torch.inference_mode()
@@ -149,8 +130,7 @@ def main() -> None:
         total = torch.cuda.get_device_properties(DEVICE).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, arguments.budget * 1e9 / total))
     rows = compare(build(arguments.random, device=DEVICE), arguments)
-    if arguments.json is not None:
-        write_json(arguments.json, document_of(rows))
+    write_json(arguments.json, document_of(rows))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Run `hf-vit-accel bench` with more stock set-ups and more shapes: `baselines.py` and `shapes.py` add them.
 
-python benchmarks/towers.py --baselines sdpa,graph,compile+graph,liger --sizes "one 448²" --json build/small.json
+python benchmarks/towers.py --baselines sdpa,graph,compile+graph --sizes "one 448²" --json build/small.json
 """
 
 from __future__ import annotations

@@ -201,7 +201,7 @@ def main(
         "one 448²,one 1024²,16 x 512²,one page"
     ),
     backends: str = "auto",
-    baselines: str = "sdpa,flash_attention_2,liger,compile_blocks",
+    baselines: str = "sdpa,flash_attention_2,compile_blocks",
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="With gradient checkpointing, all.")] = False,
     rounds: int = 5,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write one JSON object to this file.")] = None,
