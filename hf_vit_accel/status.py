@@ -276,7 +276,10 @@ def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
     choices = {} if last is None else last.choices
     if spec is not None and not choices:
         try:
-            choices = _choices_for(spec, family)
+            kinds: tuple[LayerKind, ...] = ("full", "window") if family.windows else ("full",)
+            replay: Replay = "padded" if isinstance(spec.settings.graphs, GraphConfig) else "never"
+            chosen = {kind: choose(spec, spec.request_of(kind, replay)) for kind in kinds}
+            choices = {kind: choice for kind, choice in chosen.items() if choice is not None}
         except BackendUnavailableError as error:
             against = [*against, str(error)]
             spec = None
@@ -308,14 +311,6 @@ def _graph_status(runner: GraphStore[Any] | None, *, is_asked_for: bool = False)
     if runner is None or not (runner.policy.calls or is_asked_for):
         return None
     return runner.status()
-
-
-def _choices_for(spec: Spec, family: Family) -> dict[LayerKind, Choice]:
-    """Choose the backend of every kind of layer, for a call whose layout is unknown."""
-    kinds: tuple[LayerKind, ...] = ("full", "window") if family.windows else ("full",)
-    replay: Replay = "padded" if isinstance(spec.settings.graphs, GraphConfig) else "never"
-    choices = {kind: choose(spec, spec.request_of(kind, replay)) for kind in kinds}
-    return {kind: choice for kind, choice in choices.items() if choice is not None}
 
 
 def ignored_options(settings: Settings) -> dict[str, str]:

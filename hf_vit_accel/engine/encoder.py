@@ -133,7 +133,13 @@ def encode(
             delta_TE = None
         elif checkpoint is not None or block is not None:
             run = partial(trained or partial(_in_steps, layer, attend), qkv_shape, cos_TD, sin_TD)
-            x_TE, delta_TE = _run_wrapped(run, block, checkpoint, x_TE, delta_TE)
+            if block is not None:
+                run = partial(_run_through, block, run)
+            if checkpoint is None:
+                x_TE, delta_TE = run(x_TE, delta_TE)
+            else:
+                x_TE = _run_checkpointed(checkpoint, run, x_TE, delta_TE)
+                delta_TE = None
         elif trained is not None:
             x_TE, delta_TE = trained(qkv_shape, cos_TD, sin_TD, x_TE, delta_TE)
         else:
@@ -215,17 +221,6 @@ def _in_steps(
 ) -> Residual:
     """Run one layer, operation by operation, whose caller keeps delta."""
     return _layer(layer, attend, qkv_shape, cos_TD, sin_TD, x_TE, [delta_TE])
-
-
-def _run_wrapped(
-    run: RunLayer, block: nn.Module | None, checkpoint: Checkpoint | None, x_TE: Tensor, delta_TE: Tensor | None
-) -> Residual:
-    """Run a layer inside its block's call, or checkpointed, or both."""
-    if block is not None:
-        run = partial(_run_through, block, run)
-    if checkpoint is None:
-        return run(x_TE, delta_TE)
-    return _run_checkpointed(checkpoint, run, x_TE, delta_TE), None
 
 
 def _run_through(block: nn.Module, run: RunLayer, x_TE: Tensor, delta_TE: Tensor | None) -> Residual:

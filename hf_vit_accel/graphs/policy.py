@@ -123,8 +123,6 @@ CHANGED = Accepted("weights, modules or what gradients are given for changed at 
 
 _FAILURES = 3
 """Captures that fail in a row before no other is tried."""
-_MOST_REFUSED = 32
-"""Keys whose capture failed before no other is tried."""
 _CHANGES = 4
 """Times that graphs go stale at call after call before calls run eagerly."""
 _FREE_CAPTURES = 5
@@ -203,10 +201,11 @@ class Policy:
 
     def note_failure(self, key: Hashable, why: str) -> None:
         """Note that a capture failed: its key is not tried again."""
+        self.credit -= _CAPTURE
         self.failures += 1
         self.refusals[key] = why
-        if self.failures >= _FAILURES or len(self.refusals) >= _MOST_REFUSED:
-            self.off = f"{len(self.refusals)} captures failed, the last: {why}"
+        if self.failures >= _FAILURES:
+            self.off = f"{self.failures} captures failed in a row, the last: {why}"
 
     def forget_failures(self) -> None:
         """Let every capture be tried that failed, or found no room."""
@@ -214,10 +213,6 @@ class Policy:
         self.off = None
         self.failures = 0
         self.without_room = 0
-
-    def start_anew(self) -> None:
-        """Let some captures be free, as at the start: none of the graphs before is replayed any more."""
-        self.credit += _FREE_CAPTURES * _CAPTURE
 
     def will_make_room(self, held: int) -> bool:
         """Return whether so many calls found no room as would have paid for all graphs that are dropped for them."""

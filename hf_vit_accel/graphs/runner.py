@@ -137,16 +137,12 @@ class Runner(GraphStore[_Graph]):
                     return f"{choice.backend.name} cannot be captured for other layouts"
             layout = partial(pad, plain.metadata, _shape(bin_, plain))
             routes.append(self._routes.get(images, spec, "padded", bin_.budget, layout))
+        eager_choices = self._routes.get(grid, spec).choices.values()
+        is_slower = not all(choice.backend.replays_other_layouts for choice in eager_choices)
+        if is_slower and rows_of(grid) > self.policy.thresholds.padded_rows:
+            return "no backend replays many layouts as fast as an eager call of this size runs"
         signatures = tuple(route.signature for route in routes)
         return Decision(replay="padded", bins=bins, routes=tuple(routes), signatures=signatures)
-
-    def _why_worse(self, grid: Grid, candidate: Decision) -> str | None:
-        if candidate.replay == "exactly" or rows_of(grid) <= self.policy.thresholds.padded_rows:
-            return None
-        choices = self._routes.get(grid, candidate.routes[0].spec).choices.values()
-        if all(choice.backend.replays_other_layouts for choice in choices):
-            return None
-        return "no backend replays many layouts as fast as an eager call of this size runs"
 
     def _capture(self, batch: Batch, route: Route, bin_: Bin | None, recorder: CudaRecorder) -> _Graph:
         assert bin_ is not None

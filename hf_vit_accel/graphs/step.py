@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -169,14 +170,6 @@ class StepCapture:
         self._last_stage.indices[:] = [place for place, gradient in enumerate(of_leaves) if gradient is not None]
         self._last_stage.gradients[:] = present(of_leaves)
 
-    def _backward_of(self, index: int) -> Callable[[], None]:
-        """Return a function that computes the gradients of one stage."""
-
-        def run() -> None:
-            self.backward(index)
-
-        return run
-
     def _stage_of_output(self) -> list[int]:
         """Return the stage of every output: that of the layer that made it."""
         ops = self.route.spec.ops
@@ -195,7 +188,7 @@ class StepCapture:
                 gradients[:] = [recorder.borrow(gradient) for gradient in gradients]
             self._last_stage = None
 
-        backward_runs = [self._backward_of(index) for index in order]
+        backward_runs = [partial(self.backward, index) for index in order]
         (forward, *backwards), nbytes = recorder.record(self.forward, *backward_runs, after_each=give_memory_back)
         stages = [self._stages[index] for index in order]
         for stage, backward in zip(stages, backwards, strict=True):

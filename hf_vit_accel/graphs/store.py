@@ -39,8 +39,6 @@ from hf_vit_accel.machine import Fault, raise_if_any
 
 _IDENTITIES = 4
 """Identities whose graphs are kept beside each other: what a trainer switches at every step."""
-_FREE_CHANGES = 4
-"""Times that all may be captured anew, as when weights are replaced, before replays have to pay for it."""
 _SHARE = 8
 """The graphs of one kind may hold an eighth of the memory that is free."""
 
@@ -144,10 +142,6 @@ class GraphStore(ABC, Generic[G]):
     @abstractmethod
     def _replay(self, decision: Decision, graphs: list[G], batch: Batch) -> list[Tensor]:
         """Replay a pass; return fresh outputs."""
-
-    def _why_worse(self, grid: Grid, candidate: Decision) -> str | None:
-        """Return why a replay would be slower than an eager call, or None."""
-        return None
 
     def _why_eager(self, batch: Batch) -> str | None:
         """Return why a pass runs eagerly, whatever its layout."""
@@ -314,7 +308,7 @@ class GraphStore(ABC, Generic[G]):
         """Return why the missing graphs of a pass are not captured now, or None."""
         spec = candidate.routes[0].spec
         is_asked_for = self.policy.thresholds.asked_for or self._warming is not None
-        why = self._why_worse(grid, candidate) or self._recorder.against() or self.policy.why_refused(missing)
+        why = self._recorder.against() or self.policy.why_refused(missing)
         if why is None and not is_asked_for:
             why = self.policy.why_unpaid(len(missing))
         if why is None and spec.called_linears:
@@ -410,8 +404,6 @@ class GraphStore(ABC, Generic[G]):
 
     def _leave(self, former: Identity, identity: Identity, grid: Grid) -> None:
         """Begin to capture under another identity. Drop all graphs that are stale, or leave no room."""
-        if sum((self._stale + self._kept).values()) < _FREE_CHANGES:
-            self.policy.start_anew()
         needed_bytes = 0 if self.policy.thresholds.asked_for else self.needed_bytes(grid, identity.spec)
         has_room = max(self.nbytes, needed_bytes) < self._most_bytes(identity.spec)
         is_stale = identity.memory != former.memory or not has_room

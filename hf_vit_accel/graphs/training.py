@@ -12,7 +12,7 @@ activations were overwritten are computed again, with the pixels, weights and bu
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -152,13 +152,9 @@ class TrainingRunner(GraphStore[CapturedStep]):
         return call
 
     def backward(
-        self,
-        call: _Call,
-        incoming: Sequence[Tensor | None],
-        parameters: Sequence[Tensor],
-        compute_again: Callable[[], Gradients],
-    ) -> Gradients:
-        """Return the gradients of a call, fresh tensors, from its graph or computed again.
+        self, call: _Call, incoming: Sequence[Tensor | None], parameters: Sequence[Tensor]
+    ) -> Gradients | None:
+        """Return the gradients of a call from its graphs, fresh tensors; None where they must be computed again.
 
         Args:
             incoming: The gradient of every output, None for an output that the loss does not use.
@@ -168,30 +164,25 @@ class TrainingRunner(GraphStore[CapturedStep]):
         with self._lock:
             was_over = call.is_over
             call.is_over = True
+            # by a later replay, or by this call's first backward (`retain_graph`)
             is_overwritten = was_over or self._last is None or self._last() is not call
-            if is_overwritten:  # by a later replay, or by this call's first backward (`retain_graph`)
-                return compute_again()
-            if [parameter.data_ptr() for parameter in parameters] != step.pointers:
-                return compute_again()  # the graph reads the weights' former memory, which may be freed
-            if not call.recorded.is_unchanged():  # a weight may be a buffer
-                return compute_again()
+            # The graphs read the weights' former memory, which may be freed.
+            has_moved = [parameter.data_ptr() for parameter in parameters] != step.pointers
+            if is_overwritten or has_moved or not call.recorded.is_unchanged():  # a weight may be a buffer
+                return None
             if used != step.used:
                 self._outputs_of_last_loss = used
                 self._steady = {}
                 self.policy.count_change(2)
-                return compute_again()
-            return self._backward(step, present(incoming))
-
-    def _backward(self, step: CapturedStep, incoming: Tensors) -> Gradients:
-        """Replay a backward and copy its gradients out."""
-        recorder = self._recorder
-        recorder.wait()
-        try:
-            for static, gradient in zip(step.incoming, incoming, strict=True):
-                static.copy_(gradient)
-            return step.backward()
-        finally:
-            recorder.done()
+                return None
+            recorder = self._recorder
+            recorder.wait()
+            try:
+                for static, gradient in zip(step.incoming, present(incoming), strict=True):
+                    static.copy_(gradient)
+                return step.backward()
+            finally:
+                recorder.done()
 
 
 class _Replay(torch.autograd.Function):
@@ -228,10 +219,9 @@ class _Replay(torch.autograd.Function):
     @machine.once_differentiable
     def backward(ctx: FunctionContext, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
         pixels_TP, *parameters = ctx.saved_tensors
-
-        def compute_again() -> Gradients:
+        gradients = ctx.runner.backward(ctx.call, incoming, parameters)
+        if gradients is None:
             leaf_TP = pixels_TP.detach().requires_grad_(ctx.needs_input_grad[3])
             with ctx.call.recorded, torch.autocast(**ctx.autocast):
-                return run_eagerly(ctx.call.step, ctx.route.ready(), leaf_TP, parameters, incoming)
-
-        return None, None, None, *ctx.runner.backward(ctx.call, incoming, parameters, compute_again)
+                gradients = run_eagerly(ctx.call.step, ctx.route.ready(), leaf_TP, parameters, incoming)
+        return None, None, None, *gradients

@@ -98,7 +98,10 @@ class InPasses:
         request = batch.plan.spec.request
         if self.max_rows == "auto" and request.device.type not in CUT_ON:
             return self._encode(batch)
-        most_rows = self.rows_after_oom.get(request.grad) or self.rows_at_first(grad=request.grad)
+        most_rows = NO_LIMIT if request.grad else AUTO_ROWS  # with gradients a pass runs forward twice
+        if self.max_rows != "auto":
+            most_rows = self.max_rows
+        most_rows = self.rows_after_oom.get(request.grad, most_rows)
         is_long = len(batch.pixels_TP) > most_rows and self._may_cut(batch)
         try:
             return self._encode_passes(batch, most_rows) if is_long else self._encode(batch)
@@ -106,12 +109,6 @@ class InPasses:
             if batch.attempt.has_new_room() or not self._halve(batch, most_rows):
                 raise
         return self._encode_passes(batch, self.rows_after_oom[request.grad])
-
-    def rows_at_first(self, *, grad: bool) -> int:
-        """Return the rows of a pass before memory ran out. With gradients a pass runs forward twice."""
-        if self.max_rows == "auto":
-            return NO_LIMIT if grad else AUTO_ROWS
-        return self.max_rows
 
     def _may_cut(self, batch: Batch) -> bool:
         """Return whether a long batch may be cut; note why not if it exceeds the user's bound."""
@@ -125,17 +122,15 @@ class InPasses:
         grids = cut(batch.grid, most_rows, clips=batch.plan.reading.geometry.clips)
         if len(grids) == 1:  # a frame is never cut
             return self._encode(batch)
-        encode = self._recomputed if batch.plan.spec.request.grad else self._in_place
-        outputs = encode(batch, grids)
+        if batch.plan.spec.request.grad:
+            recomputed = RecomputedPasses(batch.plan)
+            by_pass = [recomputed.run(self._encode, part) for part in _parts(batch, grids)]
+            outputs = [torch.cat(outputs_of_passes) for outputs_of_passes in zip(*by_pass, strict=True)]
+        else:
+            outputs = self._in_place(batch, grids)
         self.calls += 1
         self.passes += len(grids)
         return outputs
-
-    def _recomputed(self, batch: Batch, grids: Sequence[Grid]) -> list[Tensor]:
-        """Return the outputs of passes with gradients, one after the other."""
-        recomputed = RecomputedPasses(batch.plan)
-        by_pass = [recomputed.run(self._encode, part) for part in _parts(batch, grids)]
-        return [torch.cat(outputs) for outputs in zip(*by_pass, strict=True)]
 
     def _in_place(self, batch: Batch, grids: Sequence[Grid]) -> list[Tensor]:
         """Return the outputs of passes without gradients. Each writes to its slices, but the first: it shows shapes."""

@@ -136,7 +136,11 @@ class Reuse:
         grid = repeats.distinct(batch.grid)
         fresh: list[Tensor] = []
         if grid:
-            pixels_TP = self._select(repeats, batch.grid, batch.pixels_TP)
+            pixels_TP = batch.pixels_TP
+            if len(repeats.encoded) < len(repeats.sources):
+                pieces_of_call = pixels_TP.split([frames * height * width for frames, height, width in batch.grid])
+                pieces = [pieces_of_call[index] for index in repeats.encoded]
+                pixels_TP = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
             fresh = self._encode(replace(batch, grid=grid, pixels_TP=pixels_TP))
         batch.note(repeats.unmet)
         return self._collect(repeats, batch.grid, fresh)
@@ -262,15 +266,6 @@ class Reuse:
             if is_equal:
                 sources[index] = candidate
         return sources
-
-    def _select(self, repeats: Repeats, grid: Grid, pixels_TP: Tensor) -> Tensor:
-        """Return the pixels of the images that must be encoded, `repeats.distinct(grid)`; no rows if there are none."""
-        encoded = repeats.encoded
-        if len(encoded) == len(repeats.sources):
-            return pixels_TP
-        pieces_of_call = pixels_TP.split([frames * height * width for frames, height, width in grid])
-        pieces = [pieces_of_call[index] for index in encoded] or [pixels_TP[:0]]
-        return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
     def _collect(self, repeats: Repeats, grid: Grid, fresh: list[Tensor]) -> list[Tensor]:
         """Return the outputs of a call."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -94,18 +93,6 @@ class Report:
     auto: Auto
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Limit torch to one CPU thread: several threads on busy cores took 4.2 s, one takes 0.08 s."""
-    threads_before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads_before)
-
-
-@_one_thread()
 def examine() -> Report:
     """Probe the machine, run every backend of `backends.BACKENDS` that is usable on it, and resolve "auto"."""
     gpus, gpu_problem, best = _gpus()
