@@ -33,8 +33,8 @@ from hf_vit_accel.options.checksum import words_of
 from hf_vit_accel.options.ranks import RankError, add_up, gather, to_all
 from hf_vit_accel.options.split import Assignment, split
 
-LEAST = {"eager": 4096, "graphs": 1024}
-"""Rows that sharing must save to pay: an exchange costs some hundred rows, an eager forward at least its launches.
+LEAST = 4096
+"""Rows that sharing must save to pay: an exchange costs some hundred rows, a forward at least its launches.
 
 On two H200s a call that saved 3136 rows took 18.7 ms alone and 20.6 shared (measured by hand).
 """
@@ -73,11 +73,10 @@ class _NotSharedError(Exception):
 class Sharing:
     """Encodes this rank's share of a batch, and returns the outputs of all ranks."""
 
-    def __init__(self, encode: Encode, ranks: Ranks, *, graphs: bool) -> None:
+    def __init__(self, encode: Encode, ranks: Ranks) -> None:
         self.counts: Counter[str] = Counter()
         self._encode = encode
         self._ranks = ranks
-        self._least = LEAST["graphs" if graphs else "eager"]
 
     def __str__(self) -> str:
         results = ", ".join(f"{count} calls {result}" for result, count in self.counts.items())
@@ -121,7 +120,7 @@ class Sharing:
     def _is_too_small(self, plan: FastPlan) -> bool:
         """Return whether sharing a call would not pay. The grid of the whole call decides, so all ranks agree."""
         rows = self._assignment(plan, plan.inputs.grid).rows
-        return sum(rows) - max(rows) < self._least
+        return sum(rows) - max(rows) < LEAST
 
     def _assignment(self, plan: FastPlan, grid: Grid) -> Assignment:
         """Split a grid among the ranks."""

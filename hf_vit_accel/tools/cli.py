@@ -70,7 +70,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
     - gpu_problem: why the GPUs cannot be used.
     - devices: device to the dtypes checked there (each backend in those that it takes).
     - backends: list of {name, status, reasons, checks}.
-      status: "usable"; "unusable" (reasons say why); "wrong"; "unchecked" (it may run, but was not run).
+      status: "usable"; "unusable" (reasons say why); "wrong".
       checks: list of {device, dtype, head_dim, packed (q, k, v as views of one projection), bound, error, problem}.
     - auto: {device, dtype, head_dim, layers ({"full": name, "window": name}), problem}.
     """

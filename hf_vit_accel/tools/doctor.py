@@ -31,7 +31,7 @@ DTYPES: Mapping[str, tuple[torch.dtype, ...]] = {
 BOUNDS: Mapping[torch.dtype, float] = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """Largest relative L2 error per dtype: a few times the error of rounding weights and results to it."""
 
-Status = Literal["usable", "unusable", "wrong", "unchecked"]
+Status = Literal["usable", "unusable", "wrong"]
 
 
 # The help of `doctor` describes the fields of all reports: they are the keys of its JSON object.
@@ -99,8 +99,7 @@ def examine() -> Report:
     devices = [torch.device("cpu")]
     if best.type == "cuda":
         devices.append(best)
-    lost: dict[torch.device, str] = {}
-    verdicts = tuple(_examine_backend(backend, devices, lost) for backend in backends.BACKENDS)
+    verdicts = tuple(_examine_backend(backend, devices) for backend in backends.BACKENDS)
     return Report(
         ok=gpu_problem is None and all(verdict.status != "wrong" for verdict in verdicts),
         versions={**machine.versions(), "hf-vit-accel": hf_vit_accel.__version__},
@@ -132,38 +131,21 @@ def _gpus() -> tuple[tuple[Gpu, ...], str | None, torch.device]:
         return (), machine.one_line(error), torch.device("cpu")
 
 
-def _examine_backend(
-    backend: Backend, devices: Sequence[torch.device], lost: dict[torch.device, str]
-) -> BackendVerdict:
-    """Run one backend on every device, dtype and head dim that it takes, with q, k and v packed and separate.
-
-    Args:
-        lost: Device -> why it no longer works. A device that stops working while this backend runs is added.
-    """
+def _examine_backend(backend: Backend, devices: Sequence[torch.device]) -> BackendVerdict:
+    """Run one backend on every device, dtype and head dim that it takes, with q, k and v packed and separate."""
     try:
         reasons = backend.reasons_against_machine()
     except Exception as error:
         return BackendVerdict(name=backend.name, status="wrong", reasons=(machine.one_line(error),))
     if reasons:
         return BackendVerdict(name=backend.name, status="unusable", reasons=tuple(reasons))
-    checks: list[Check] = []
-    for request in _requests(devices):
-        device = request.device
-        if backend.reasons_against(request) or lost.get(device) in reasons:
-            continue
-        if device in lost:
-            reasons.append(lost[device])
-            continue
-        check = _check(backend, request)
-        checks.append(check)
-        if check.problem is not None and not _still_works(device):
-            lost[device] = f"{device} stopped working while {backend.name} ran; nothing more was run on it"
-    if not checks and not reasons:
-        reasons = ["it takes none of the devices, dtypes and head dims that are checked"]
-    status: Status = "usable" if checks else "unchecked"
-    if any(check.problem is not None for check in checks):
-        status = "wrong"
-    return BackendVerdict(name=backend.name, status=status, reasons=tuple(reasons), checks=tuple(checks))
+    requests = [request for request in _requests(devices) if not backend.reasons_against(request)]
+    if not requests:
+        reason = "it takes none of the devices, dtypes and head dims that are checked"
+        return BackendVerdict(name=backend.name, status="unusable", reasons=(reason,))
+    checks = tuple(_check(backend, request) for request in requests)
+    is_wrong = any(check.problem is not None for check in checks)
+    return BackendVerdict(name=backend.name, status="wrong" if is_wrong else "usable", checks=checks)
 
 
 def _requests(devices: Sequence[torch.device]) -> Iterator[Request]:
@@ -214,14 +196,6 @@ def _check(backend: Backend, request: Request) -> Check:
         error=error,
         problem=problem,
     )
-
-
-def _still_works(device: torch.device) -> bool:
-    """Return whether a device survived a failed check. After a fault in a kernel, every later CUDA call fails too."""
-    try:
-        return bool(torch.ones(1, device=device).item() == 1)
-    except Exception:
-        return False
 
 
 def _resolve_auto(device: torch.device) -> Auto:

@@ -139,7 +139,7 @@ class TowerState:
         if settings.max_rows is not None:
             self.passes = encode = InPasses(encode, settings.max_rows, one_pass.drop_graphs)
         if settings.ranks is not None:
-            self.sharing = encode = Sharing(encode, settings.ranks, graphs=isinstance(graphs, GraphConfig))
+            self.sharing = encode = Sharing(encode, settings.ranks)
             self.on_stock = self.sharing.decline
         if settings.reuse is not None:
             self.reuse = encode = Reuse(encode, settings.reuse, has_score_mod=settings.score_mod is not None)

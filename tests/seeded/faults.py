@@ -347,8 +347,8 @@ FAULTS = (
     Fault(
         "distinct pictures get the features of others",
         "options/reuse.py",
-        "pixels_TP = self._select(repeats, batch.grid, batch.pixels_TP)",
-        "pixels_TP = batch.pixels_TP[: sum(t * h * w for t, h, w in grid)]",
+        "pieces = [pieces_of_call[index] for index in repeats.encoded]",
+        "pieces = list(pieces_of_call[: len(repeats.encoded)])",
         REUSE,
     ),
     # --- operations ---

@@ -176,7 +176,7 @@ def test_a_backend_that_takes_no_checked_case(monkeypatch: pytest.MonkeyPatch, n
     result = doctor("--json")
     assert result.exit_code == 0
     entry = by_name(read(result))["spoiled"]
-    assert (entry["status"], entry["checks"]) == ("unchecked", []) and len(entry["reasons"]) == 1
+    assert (entry["status"], entry["checks"]) == ("unusable", []) and len(entry["reasons"]) == 1
 
 
 @pytest.mark.usefixtures("short_segments")
@@ -205,18 +205,6 @@ def test_a_gpu_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 1
     assert "  not usable: RuntimeError: CUDA error: all devices are busy" in result.stdout.splitlines()
     assert "sdpa" in result.stdout and "usable" in result.stdout
-
-
-@pytest.mark.usefixtures("short_segments")
-def test_a_lost_device_is_not_blamed_on_the_next_backend(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
-    add_spoiled(monkeypatch, raises)
-    monkeypatch.setattr(doctor_logic, "_still_works", lambda device: False)
-    result = doctor("--json")
-    assert result.exit_code == 1
-    entries = by_name(read(result))
-    assert len(entries["spoiled"]["checks"]) == 1
-    assert (entries["sdpa"]["status"], entries["sdpa"]["checks"]) == ("unchecked", [])
-    assert entries["sdpa"]["reasons"] == ["cpu stopped working while spoiled ran; nothing more was run on it"]
 
 
 @pytest.mark.usefixtures("short_segments")

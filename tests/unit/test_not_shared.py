@@ -225,7 +225,7 @@ def test_a_tower_inside_a_checkpoint_is_not_shared(on_ranks: OnRanks) -> None:
 
 
 def check_small_call(rank: int) -> None:
-    data_parallel.LEAST = dict.fromkeys(data_parallel.LEAST, 2048)
+    data_parallel.LEAST = 2048
     model = patched_model()
     run_tower(tower_of(model), MIXED)
     assert sharing_of(model) == f"rank {rank} of 2, 1 calls too small to share" and not status_of(model).fallbacks
