@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_vit_accel.ops.base import biases_or_zeros
 from hf_vit_accel.ops.launch import device_function, kernel, tl
 
 _BLOCK = 1024
@@ -123,16 +124,17 @@ def swiglu(gate_TF: Tensor, up_TF: Tensor, *, limit: float | None = None) -> Ten
 
 
 def pad_swiglu_reference(
-    gate_FE: Tensor, up_FE: Tensor, gate_F: Tensor, up_F: Tensor, down_EF: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    gate_FE: Tensor, up_FE: Tensor, gate_F: Tensor | None, up_F: Tensor | None, down_EF: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """Pad the weights of a SwiGLU MLP with zeros from F to G, and join those of gate and up.
 
     Returns:
-        Weight of gate and up, (2 G, E); their bias, (2 G); down's weight, (E, G).
+        Weight of gate and up, (2 G, E); their bias, (2 G), or None without any; down's weight, (E, G).
     """
     padding = -gate_FE.shape[0] % 8
     weight = torch.cat([F.pad(weight_FE, (0, 0, 0, padding)) for weight_FE in (gate_FE, up_FE)])
-    bias = torch.cat([F.pad(bias_F, (0, padding)) for bias_F in (gate_F, up_F)])
+    biases = biases_or_zeros((gate_FE, up_FE), (gate_F, up_F))
+    bias = None if biases is None else torch.cat([F.pad(bias_F, (0, padding)) for bias_F in biases])
     return weight, bias, F.pad(down_EF, (0, padding))
 
 
@@ -146,6 +148,7 @@ def _pad_swiglu_kernel(
     out_weight,
     out_bias,
     out_down,
+    BIASED: tl.constexpr,
     INNER: tl.constexpr,
     OUTER: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -165,7 +168,7 @@ def _pad_swiglu_kernel(
         x = tl.load(gate + source_cell, mask=is_real & is_gate, other=0.0)
         y = tl.load(up + source_cell, mask=is_real & (is_gate == 0), other=0.0)
         tl.store(out_weight + cell, tl.where(is_gate, x, y), mask=row < 2 * PADDED)
-        if program * BLOCK < 2 * PADDED:
+        if BIASED and program * BLOCK < 2 * PADDED:
             source, is_gate = _origin(cell, PADDED)
             x = tl.load(gate_bias + source, mask=(source < WIDTH) & is_gate, other=0.0)
             y = tl.load(up_bias + source, mask=(source < WIDTH) & (is_gate == 0), other=0.0)
@@ -186,15 +189,17 @@ def _origin(row, PADDED: tl.constexpr):
 
 
 def pad_swiglu(
-    gate_FE: Tensor, up_FE: Tensor, gate_F: Tensor, up_F: Tensor, down_EF: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    gate_FE: Tensor, up_FE: Tensor, gate_F: Tensor | None, up_F: Tensor | None, down_EF: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """Run `pad_swiglu_reference` as one kernel; down's weight is returned as it is if it needs no padding."""
-    sources = [tensor.contiguous() for tensor in (gate_FE, up_FE, gate_F, up_F, down_EF)]
+    biases = biases_or_zeros((gate_FE, up_FE), (gate_F, up_F))
+    stand_ins = [gate_FE, gate_FE]  # not read without biases
+    sources = [tensor.contiguous() for tensor in (gate_FE, up_FE, *(biases or stand_ins), down_EF)]
     width, inner = gate_FE.shape
     outer = down_EF.shape[0]
     padded = -(-width // 8) * 8
     weight = gate_FE.new_empty(2 * padded, inner)
-    bias = gate_FE.new_empty(2 * padded)
+    bias = None if biases is None else gate_FE.new_empty(2 * padded)
     down = sources[-1] if padded == width else gate_FE.new_empty(outer, padded)
     assert weight.numel() < 2**31
     pieces = -(-weight.numel() // _COPY)
@@ -202,8 +207,9 @@ def pad_swiglu(
     _pad_swiglu_kernel[(pieces + down_pieces,)](
         *sources,
         weight,
-        bias,
+        weight if bias is None else bias,
         down,
+        BIASED=bias is not None,
         INNER=inner,
         OUTER=outer,
         WIDTH=width,

@@ -12,14 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_vit_accel.families.base import Part, Parts
-from hf_vit_accel.ops.activation import ACTIVATIONS, linear_gelu_tanh, quick_gelu_, swiglu
+from hf_vit_accel.ops.activation import ACTIVATIONS, linear_gelu_tanh, pad_swiglu, quick_gelu_, swiglu
 from hf_vit_accel.ops.base import Apply, Context, Operation, ReadWeights
 from hf_vit_accel.ops.launch import why_not_descriptors
-from hf_vit_accel.ops.linear_activation import linear_quick_gelu, linear_swiglu
+from hf_vit_accel.ops.linear_swiglu import linear_swiglu
 from hf_vit_accel.ops.lora.modules import Lora, lora_of
 from hf_vit_accel.ops.lora.modules import reasons_against as lora_reasons
 from hf_vit_accel.ops.training import mlp as trained_mlp
-from hf_vit_accel.ops.training.swiglu_backward import pad_swiglu_weights
 
 KINDS = "gelu_tanh", "quick_gelu", "silu"
 """The activations of layers for which there are kernels."""
@@ -106,13 +105,12 @@ def fused(mlp: Part, context: Context) -> Apply:
         return trained_mlp.build(loras[:-1], loras[-1], kind, limit, context)
     names = [*((linear, "weight") for linear in before), *((linear, "bias") for linear in before)]
     weights = context.reader(*names, (after, "weight"), (after, "bias"))
-    fits_descriptors = why_not_descriptors(context.device) is None and before[0].weight.shape[1] % 8 == 0
-    if kind == "silu":
-        return _swiglu_in_one_launch(weights, limit) if fits_descriptors else _swiglu(weights, limit)
     if kind == "gelu_tanh":
         return _gelu(weights, linear_gelu_tanh)
-    fits_descriptors = fits_descriptors and before[0].weight.shape[0] % 8 == 0
-    return _gelu(weights, _quick_gelu_by_rows if fits_descriptors else _quick_gelu_in_two_launches)
+    if kind == "quick_gelu":
+        return _gelu(weights, _linear_quick_gelu)
+    fits_descriptors = why_not_descriptors(context.device) is None and before[0].weight.shape[1] % 8 == 0
+    return _swiglu_in_one_launch(weights, limit) if fits_descriptors else _swiglu(weights, limit)
 
 
 def _gelu(weights: ReadWeights, linear_activation: Callable[..., Tensor]) -> Apply:
@@ -123,17 +121,7 @@ def _gelu(weights: ReadWeights, linear_activation: Callable[..., Tensor]) -> App
     return run
 
 
-FEWEST_ROWS_OF_ONE_LAUNCH = 4096
-"""The fewest rows at which the product's kernel applies quick_gelu; measured in `linear_quick_gelu`."""
-
-
-def _quick_gelu_by_rows(x_TE: Tensor, weight_FE: Tensor, bias_F: Tensor) -> Tensor:
-    if x_TE.shape[0] < FEWEST_ROWS_OF_ONE_LAUNCH:
-        return _quick_gelu_in_two_launches(x_TE, weight_FE, bias_F)
-    return linear_quick_gelu(x_TE, weight_FE, bias_F)
-
-
-def _quick_gelu_in_two_launches(x_TE: Tensor, weight_FE: Tensor, bias_F: Tensor) -> Tensor:
+def _linear_quick_gelu(x_TE: Tensor, weight_FE: Tensor, bias_F: Tensor) -> Tensor:
     return quick_gelu_(F.linear(x_TE, weight_FE, bias_F))
 
 
@@ -159,7 +147,7 @@ def _swiglu(weights: ReadWeights, limit: float | None) -> Apply:
             gate_TF = F.linear(x_TE, gate_FE, gate_F)
             up_TF = F.linear(x_TE, up_FE, up_F)
             return F.linear(swiglu(gate_TF, up_TF, limit=limit), down_EF, down_E)
-        weight, bias, down_EG = pad_swiglu_weights(gate_FE, up_FE, (gate_F, up_F), down_EF)
+        weight, bias, down_EG = pad_swiglu(gate_FE, up_FE, gate_F, up_F, down_EF)
         gate_and_up = F.linear(x_TE, weight, bias).chunk(2, dim=-1)
         h_TG = swiglu(*gate_and_up, limit=limit)
         del gate_and_up

@@ -375,9 +375,9 @@ FAULTS = (
     ),
     Fault(
         "the gradient of the gate lacks its second term",
-        "ops/training/swiglu_backward.py",
-        "dx = dz * y * (gate + x * gate * (1.0 - gate))",
-        "dx = dz * y * gate",
+        "ops/training/activation_backward.py",
+        "dx = gradient * (gate + x * slope)",
+        "dx = gradient * gate",
         BACKWARD,
     ),
     Fault(

@@ -18,7 +18,7 @@ from hf_vit_accel.ops import (
     add_norm,
     decode_attention,
     heads,
-    linear_activation,
+    linear_swiglu,
     place_heads,
     positions,
     project,
@@ -27,7 +27,7 @@ from hf_vit_accel.ops import (
     window_attention,
 )
 from hf_vit_accel.ops.fp8 import quantize
-from hf_vit_accel.ops.training import column_sum, gelu_backward, norm_backward, swiglu_backward
+from hf_vit_accel.ops.training import activation_backward, column_sum, norm_backward
 from hf_vit_accel.ops.training import mlp as trained_mlp
 from hf_vit_accel.options import checksum
 
@@ -41,15 +41,14 @@ ADD_NORM = (add_norm, "_add_norm_kernel")
 ADD_NORM_BACKWARD = (norm_backward, "_add_norm_backward_kernel")
 SHAPE_HEADS = (heads, "_shape_heads_kernel")
 SHAPE_HEADS_BACKWARD = (heads, "_shape_heads_backward_kernel")
-LINEAR_ACTIVATION = (linear_activation, "_linear_activation_kernel")
+LINEAR_SWIGLU = (linear_swiglu, "_linear_swiglu_kernel")
 ADD_POSITIONS = (positions, "_add_positions_kernel")
 ADD_TO_TABLE = (positions, "_add_to_table_kernel")
 ROPE = (rope, "_rope_kernel")
 ROPE_GATHER = (rope, "_rope_gather_kernel")
 COLUMN_SUM = (column_sum, "_column_sum_kernel")
 ADD_UP = (column_sum, "_add_up_kernel")
-GELU_BACKWARD = (gelu_backward, "_gelu_backward_kernel")
-SWIGLU_BACKWARD = (swiglu_backward, "_swiglu_backward_kernel")
+ACTIVATION_BACKWARD = (activation_backward, "_activation_backward_kernel")
 WINDOW_ATTENTION = (window_attention, "_window_attention_kernel")
 WINDOW_ATTENTION_BACKWARD = (window_attention, "_window_attention_backward_kernel")
 
@@ -101,23 +100,15 @@ KERNELS: dict[str, Kernel] = {
     ),
     "add_positions_": _row(positions.add_positions_, positions.add_positions_reference, ADD_POSITIONS),
     "add_positions": _row(positions.AddPositions, positions.add_positions_reference, ADD_POSITIONS, ADD_TO_TABLE),
-    "linear_quick_gelu": _row(
-        linear_activation.linear_quick_gelu, linear_activation.linear_quick_gelu_reference, LINEAR_ACTIVATION
-    ),
-    "linear_swiglu": _row(
-        linear_activation.linear_swiglu, linear_activation.linear_swiglu_reference, LINEAR_ACTIVATION
-    ),
-    "activated": _row(
-        trained_mlp.Activated, trained_mlp.activated_reference, QUICK_GELU, SWIGLU, GELU_BACKWARD, SWIGLU_BACKWARD
-    ),
+    "linear_swiglu": _row(linear_swiglu.linear_swiglu, linear_swiglu.linear_swiglu_reference, LINEAR_SWIGLU),
+    "activated": _row(trained_mlp.Activated, trained_mlp.activated_reference, QUICK_GELU, SWIGLU, ACTIVATION_BACKWARD),
     "mlp": _row(
         trained_mlp.MlpFunction,
         trained_mlp.mlp_reference,
         QUICK_GELU,
         SWIGLU,
         PAD_SWIGLU,
-        GELU_BACKWARD,
-        SWIGLU_BACKWARD,
+        ACTIVATION_BACKWARD,
     ),
     "column_sum": _row(column_sum.column_sum, column_sum.column_sum_reference, COLUMN_SUM, ADD_UP),
 }

@@ -804,7 +804,7 @@ def test_a_layer_in_steps_equals_one_node_and_saves_the_same(target: Target) -> 
     assert all(torch.equal(steps_values[name], value) for name, value in node_values.items())
 
 
-_MLP = dict(NEED_BIAS=True, BLOCK_T=32, BLOCK_F=128, STAGES=3)
+_MLP = dict(NEED_H=True, NEED_BIAS=True, BLOCK_T=32, BLOCK_F=128, STAGES=3)
 COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "column_sum": (
         "ops.training.column_sum",
@@ -855,18 +855,18 @@ COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     ),
     **{
         f"gelu_mlp {kind}": (
-            "ops.training.gelu_backward",
-            "_gelu_backward_kernel",
-            "z:*bf16 dh:*bf16 dz:*bf16 h:*bf16 partial:*fp32 rows:i32 length:i32",
-            dict(WIDTH=4304, KIND=kind, NEED_H=True) | _MLP,
+            "ops.training.activation_backward",
+            "_activation_backward_kernel",
+            "z:*bf16 dh:*bf16 dz:*bf16 h:*bf16 partial:*fp32 rows:i32 length:i32 limit:fp32",
+            dict(KIND=kind, LIMITED=False, WIDTH=4304) | _MLP,
         )
         for kind in GELUS
     },
     "swiglu_mlp": (
-        "ops.training.swiglu_backward",
-        "_swiglu_backward_kernel",
-        "both:*bf16 dh:*bf16 dboth:*bf16 partial:*fp32 rows:i32 length:i32 limit:fp32",
-        dict(LIMITED=True, WIDTH=3424) | _MLP,
+        "ops.training.activation_backward",
+        "_activation_backward_kernel",
+        "z:*bf16 dh:*bf16 dz:*bf16 h:*bf16 partial:*fp32 rows:i32 length:i32 limit:fp32",
+        dict(KIND="silu", LIMITED=True, WIDTH=3424) | _MLP,
     ),
     "positions": (
         "ops.positions",

@@ -35,9 +35,7 @@ from hf_vit_accel.ops.fp8.quantize import (
 )
 from hf_vit_accel.ops.heads import shape_heads_, shape_heads_reference
 from hf_vit_accel.ops.launch import triton, why_not_triton
-from hf_vit_accel.ops.linear_activation import (
-    linear_quick_gelu,
-    linear_quick_gelu_reference,
+from hf_vit_accel.ops.linear_swiglu import (
     linear_swiglu,
     linear_swiglu_reference,
 )
@@ -199,26 +197,6 @@ def check_linear_swiglu(
     assert torch.equal(linear_swiglu(x, off, up.t().contiguous().t(), *biases, down, limit=limit)[0], actual)
 
 
-@where
-@pytest.mark.parametrize("rows", [1, 130, None, 2053])
-@pytest.mark.parametrize(("width", "inner"), [(5120, 1280), pytest.param(136, 96, marks=large), (72, 56), (8, 8)])
-def test_linear_quick_gelu(target: Target, width: int, inner: int, rows: int | None) -> None:
-    if target["device"] == "cpu":
-        width = min(width, 136)
-        inner = min(inner, 136 if rows != 2053 else 16)
-        rows = min(rows or target["rows"], 645)  # eleven tiles: groups of four, and a smaller one
-    x = draw(rows or target["rows"], inner, target=target)
-    bias = draw(width, target=target)
-    weight = 2 * draw(width, inner, target=target, seed=1) * inner**-0.5
-    exact = linear_quick_gelu_reference(*(t.double() for t in (x, weight, bias)))
-    expected = linear_quick_gelu_reference(x, weight, bias)
-    actual = linear_quick_gelu(x, weight, bias)
-    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
-    assert relative_error(actual, exact) <= 1.05 * relative_error(expected, exact)
-    extreme = torch.full_like(x, 300.0)
-    assert torch.isfinite(linear_quick_gelu(extreme, weight, bias)).all()
-
-
 SWIGLUS = pytest.mark.parametrize(("width", "inner"), [(3420, 1280), (3424, 1280), (212, 160), (7, 9)])
 
 
@@ -232,10 +210,11 @@ def test_pad_swiglu(target: Target, width: int, inner: int) -> None:
     biases = [draw(width, target=target, seed=seed) for seed in range(2)]
     down = draw(outer, width, target=target)
     strided = draw(outer, 2 * width, target=target)[:, ::2]
-    for last in (down, strided):
-        arguments = *weights, *biases, last
+    for first_biases, last in ((biases, down), (biases, strided), ([None, biases[1]], down)):
+        arguments = *weights, *first_biases, last
         for actual, expected in zip(pad_swiglu(*arguments), pad_swiglu_reference(*arguments), strict=True):
             assert torch.equal(actual, expected) and actual.is_contiguous()
+    assert pad_swiglu(*weights, None, None, down)[1] is None
 
 
 @where
@@ -464,28 +443,20 @@ COMPILED = {
         "qkv:*bf16 cos:*fp32 sin:*fp32 rows:i32 row_stride:i32 table_stride:i32",
         dict(BACK=False, HEADS=16, DIM=72, BLOCK_T=8, BLOCK_P=128),
     ),
-    "linear_quick_gelu": (
-        "ops.linear_activation",
-        "_linear_activation_kernel",
-        "x:tensordesc<bf16[128,64]> weight:tensordesc<bf16[128,64]> up:tensordesc<bf16[128,64]> bias:*bf16 "
-        "up_bias:*bf16 out:tensordesc<bf16[128,128]> down:*bf16 out_down:*bf16 rows:i32 limit:fp32",
-        dict(LIMITED=False, BIASED=True, GATED=False, INNER=1280, WIDTH=5120, PADDED=5120, OUTER=5120)
-        | dict(BLOCK_T=128, BLOCK_F=128, BLOCK_E=64, STAGES=3, GROUP=4, COPY_ROWS=4, COPY_BLOCK=8192),
-    ),
     "linear_swiglu, two stages": (
-        "ops.linear_activation",
-        "_linear_activation_kernel",
-        "x:tensordesc<bf16[128,64]> weight:tensordesc<bf16[64,64]> up:tensordesc<bf16[64,64]> bias:*bf16 "
+        "ops.linear_swiglu",
+        "_linear_swiglu_kernel",
+        "x:tensordesc<bf16[128,64]> gate:tensordesc<bf16[64,64]> up:tensordesc<bf16[64,64]> gate_bias:*bf16 "
         "up_bias:*bf16 out:tensordesc<bf16[128,64]> down:*bf16 out_down:*bf16 rows:i32 limit:fp32",
-        dict(LIMITED=True, BIASED=False, GATED=True, INNER=1280, WIDTH=3420, PADDED=3424, OUTER=1280)
+        dict(LIMITED=True, BIASED=False, INNER=1280, WIDTH=3420, PADDED=3424, OUTER=1280)
         | dict(BLOCK_T=128, BLOCK_F=64, BLOCK_E=64, STAGES=2, GROUP=16, COPY_ROWS=4, COPY_BLOCK=4096),
     ),
     "linear_swiglu": (
-        "ops.linear_activation",
-        "_linear_activation_kernel",
-        "x:tensordesc<bf16[128,64]> weight:tensordesc<bf16[64,64]> up:tensordesc<bf16[64,64]> bias:*bf16 "
+        "ops.linear_swiglu",
+        "_linear_swiglu_kernel",
+        "x:tensordesc<bf16[128,64]> gate:tensordesc<bf16[64,64]> up:tensordesc<bf16[64,64]> gate_bias:*bf16 "
         "up_bias:*bf16 out:tensordesc<bf16[128,64]> down:*bf16 out_down:*bf16 rows:i32 limit:fp32",
-        dict(LIMITED=False, BIASED=True, GATED=True, INNER=1280, WIDTH=3420, PADDED=3424, OUTER=1280)
+        dict(LIMITED=False, BIASED=True, INNER=1280, WIDTH=3420, PADDED=3424, OUTER=1280)
         | dict(BLOCK_T=128, BLOCK_F=64, BLOCK_E=64, STAGES=3, GROUP=16, COPY_ROWS=4, COPY_BLOCK=4096),
     ),
     "norm": (
@@ -519,7 +490,7 @@ COMPILED = {
         "ops.activation",
         "_pad_swiglu_kernel",
         "gate:*bf16 up:*bf16 gate_bias:*bf16 up_bias:*bf16 down:*bf16 out_weight:*bf16 out_bias:*bf16 out_down:*bf16",
-        dict(INNER=1280, OUTER=1280, WIDTH=3420, PADDED=3424, PIECES=4280, BLOCK=2048),
+        dict(BIASED=True, INNER=1280, OUTER=1280, WIDTH=3420, PADDED=3424, PIECES=4280, BLOCK=2048),
     ),
     **{
         f"quantize, {'again' if again else 'first'}": (

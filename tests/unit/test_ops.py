@@ -309,21 +309,6 @@ def test_without_descriptors_widths_are_padded_only_where_they_need_it(
         assert set(references) == kernels
 
 
-@pytest.mark.parametrize(("fewest", "kernel"), [(0, "linear_quick_gelu"), (1 << 20, "quick_gelu_")])
-def test_rows_decide_whether_quick_gelu_is_applied_in_its_product(
-    references: list[str], monkeypatch: pytest.MonkeyPatch, fewest: int, kernel: str
-) -> None:
-    monkeypatch.setattr(mlp, "why_not_descriptors", lambda device: None)
-    monkeypatch.setattr(mlp, "FEWEST_ROWS_OF_ONE_LAUNCH", fewest)
-    model = TINY["qwen2_vl"].build()
-    expected = run_tower(tower_of(model), GRID)
-    references.clear()
-    fuse_only(monkeypatch, {"mlp"})
-    hf_vit_accel.patch(model)
-    assert_close(run_tower(tower_of(model), GRID), expected)
-    assert set(references) == {kernel}
-
-
 # --- the residual stream is written in place -------------------------------------------------------------------------
 
 

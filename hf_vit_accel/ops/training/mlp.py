@@ -15,16 +15,15 @@ import torch
 from torch import Tensor
 
 from hf_vit_accel import machine
-from hf_vit_accel.ops.activation import ACTIVATIONS, swiglu, swiglu_reference
+from hf_vit_accel.ops.activation import ACTIVATIONS, pad_swiglu, quick_gelu_to, swiglu, swiglu_reference
 from hf_vit_accel.ops.base import Apply, Context
 from hf_vit_accel.ops.lora.inputs import JoinedLinears
 from hf_vit_accel.ops.lora.modules import Lora
 from hf_vit_accel.ops.product import product, product_backward, product_forward, product_reference
+from hf_vit_accel.ops.training.activation_backward import activation_gradient_
 from hf_vit_accel.ops.training.column_sum import add_up
 from hf_vit_accel.ops.training.context import FunctionContext, Gradients, InnerContext
-from hf_vit_accel.ops.training.gelu_backward import gelu, gelu_gradient
 from hf_vit_accel.ops.training.nodes import OpWithBackward
-from hf_vit_accel.ops.training.swiglu_backward import pad_swiglu_weights, swiglu_gradient_
 
 
 def activated_reference(z: Tensor, kind: str, limit: float | None = None) -> Tensor:
@@ -35,23 +34,10 @@ def activated_reference(z: Tensor, kind: str, limit: float | None = None) -> Ten
 
 
 def _activate(z: Tensor, kind: str, limit: float | None) -> Tensor:
-    return swiglu(*z.chunk(2, dim=-1), limit=limit) if kind == "silu" else gelu(z, kind)
-
-
-def _activate_backward(
-    z: Tensor, dh_TF: Tensor, kind: str, limit: float | None, *, needs_h: bool = False, needs_bias: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradient of z, h again, and partial sums of the gradient, if they are needed.
-
-    `dh_TF` is overwritten: by h for "silu", else by the gradient of z.
-    """
+    """Compute the activation like stock, from the rounded result of the first product."""
     if kind == "silu":
-        dz = torch.empty_like(z)
-        partial = swiglu_gradient_(z, dh_TF, dz, limit, needs_bias=needs_bias)
-        return dz, dh_TF, partial
-    h_TF = torch.empty_like(z) if needs_h else z
-    partial = gelu_gradient(z, dh_TF, dh_TF, h_TF, kind, needs_h=needs_h, needs_bias=needs_bias)
-    return dh_TF, h_TF, partial
+        return swiglu(*z.chunk(2, dim=-1), limit=limit)
+    return quick_gelu_to(z, torch.empty_like(z)) if kind == "quick_gelu" else ACTIVATIONS[kind](z)
 
 
 class Activated(torch.autograd.Function):
@@ -69,7 +55,7 @@ class Activated(torch.autograd.Function):
     def backward(ctx: FunctionContext, dh_TF: Tensor) -> Gradients:
         (z,) = ctx.saved_tensors
         own_dh_TF = dh_TF.clone(memory_format=torch.contiguous_format)  # the kernel overwrites it
-        return _activate_backward(z, own_dh_TF, ctx.kind, ctx.limit)[0], None, None
+        return activation_gradient_(z, own_dh_TF, ctx.kind, ctx.limit)[0], None, None
 
 
 def mlp_reference(x_TE: Tensor, *arguments: Any) -> Tensor:
@@ -124,14 +110,14 @@ class MlpFunction(torch.autograd.Function):
         first_weight = down_EG = None
         if ctx.kind == "silu" and first.needs_x:
             gate_FE, up_FE = first.saved_tensors[3:5]
-            first_weight, _, down_EG = pad_swiglu_weights(gate_FE, up_FE, None, last.saved_tensors[3])
+            first_weight, _, down_EG = pad_swiglu(gate_FE, up_FE, None, None, last.saved_tensors[3])
         dz = dbiases = None
 
         def compute_h(dh_TF: Tensor) -> Tensor:
             nonlocal dz, dbiases
             widths = first.linears.widths
             needs_bias = any(first.needs[len(widths) : 2 * len(widths)])
-            dz, h_TF, partial = _activate_backward(
+            dz, h_TF, partial = activation_gradient_(
                 z, dh_TF, ctx.kind, ctx.limit, needs_h=last.reads_x, needs_bias=needs_bias
             )
             if needs_bias:
@@ -157,7 +143,7 @@ def _join_swiglu(
     inputs = first.unflatten(first_flat, len(first.adapters(first_flat)))
     gate_FE, up_FE = inputs.weights
     gate_F, up_F = inputs.biases
-    weight, bias, down_EG = pad_swiglu_weights(gate_FE, up_FE, (gate_F, up_F), down_EF)
+    weight, bias, down_EG = pad_swiglu(gate_FE, up_FE, gate_F, up_F, down_EF)
     return (weight, bias), (down_EG, down_E)
 
 
