@@ -14,9 +14,7 @@ from types import MappingProxyType
 from hf_vit_accel.backends.base import (
     Attend,
     Backend,
-    BackendByOption,
     BackendUnavailableError,
-    Kept,
     LayerKind,
     Needs,
     Plan,
@@ -36,18 +34,18 @@ from hf_vit_accel.backends.torch_varlen import TorchVarlen
 from hf_vit_accel.config import Settings
 from hf_vit_accel.layout import Segments
 from hf_vit_accel.machine import KERNELS
+from hf_vit_accel.ops.fp8.scales import Scales
 
 __all__ = [
     "Attend",
     "Backend",
-    "BackendByOption",
     "BackendUnavailableError",
-    "Kept",
     "LayerKind",
     "Needs",
     "Plan",
     "Replay",
     "Request",
+    "Scales",
     "ScoreMod",
     "plan_alone",
 ]
@@ -63,9 +61,7 @@ BACKENDS: tuple[Backend, ...] = (
 )
 
 FP8 = CudnnFp8()
-"""Not exact, so it cannot be named."""
-BY_OPTION: tuple[BackendByOption, ...] = (FP8,)
-"""The backends that options of their own ask for."""
+"""Not exact, so it cannot be named: an option of its own asks for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +71,6 @@ class Rule:
     No rule lists flex, which compiles for seconds before its first result: it runs only if it is named.
 
     Args:
-        kind: The kind of layers that the rule is for.
         order: Names of backends in the order to try.
         measured: The measurement behind the order. FA2 is `torch_varlen`, FA3 and FA4 are `flash_attention_3` and `_4`,
             batched SDPA is `sdpa`. Numbers in brackets are segments x rows.
@@ -216,7 +211,6 @@ class Choice:
     """The backend that runs a request, and why the backends tried before it do not.
 
     Args:
-        backend: The chosen backend.
         rejected: Reasons against other backends, by name.
         unmet: The reasons among them against backends that were asked for, or that failed when they ran.
         not_worth: Why the backend of an option would not be faster, if it could run.
@@ -275,9 +269,9 @@ def require(name: str, *, fp8: bool = False) -> None:
     )
 
 
-def asked_for(settings: Settings) -> BackendByOption | None:
+def asked_for(settings: Settings) -> CudnnFp8 | None:
     """Return the backend that an option asks for, beside `attention`."""
-    return next((backend for backend in BY_OPTION if backend.is_asked_for(settings)), None)
+    return None if settings.fp8 is None else FP8
 
 
 def require_fp8(advice: str = "") -> None:
@@ -305,7 +299,7 @@ def resolve(
         BackendUnavailableError: If a `score_mod` is given and no backend can apply it to this request.
     """
     rule = next(rule for rule in AUTO if rule.matches(request))
-    by_option = request.kept.backend if request.kept is not None and request.kind == "full" else None
+    by_option = FP8 if request.kept is not None and request.kind == "full" else None
     asked: list[Backend] = [] if by_option is None else [by_option]
     if name != "auto":
         asked.append(backend_named(name))

@@ -10,16 +10,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from hf_vit_accel import machine
-from hf_vit_accel.config import Settings
-from hf_vit_accel.families.base import Parts
 from hf_vit_accel.layout import Array, Segments, to_device
 from hf_vit_accel.ops.base import Rotate
+from hf_vit_accel.ops.fp8.scales import Scales
 from hf_vit_accel.ops.launch import why_not_triton
 from hf_vit_accel.ops.window_attention import attention_reference
 
@@ -39,36 +38,15 @@ class BackendUnavailableError(RuntimeError):
     """
 
 
-class Kept(Protocol):
-    """What a backend keeps for the layers of one tower on one device between calls."""
-
-    backend: BackendByOption
-    device: torch.device
-    layers: int
-    heads: int
-
-    def wait_for_writes(self) -> None:
-        """Wait until no queued work writes to its memory."""
-
-    def report(self) -> str:
-        """Describe it for `status`."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """The properties of a forward that decide which backends can run it.
 
     Args:
-        device: The device of the tensors.
-        dtype: The dtype of queries, keys and values.
-        heads: Heads H.
-        head_dim: Head dim D.
         scale: The factor of q k^T.
         kind: Full layers (one segment per frame) or window layers.
         packed: Whether q, k and v are views of one (T, 3, H, D) projection.
-        grad: Whether gradients must flow.
-        score_mod: Changes every score; None for unchanged scores.
-        kept: What the backend keeps for the tower that an option asks for; None without such an option.
+        kept: The scales of the tower for attention in FP8; None unless the option asks for it.
         max_seqlen: Rows of the longest segment; 0 if unknown.
         rows: Rows T; 0 if unknown.
         replay: How a CUDA graph may replay it. Where it may exactly, the host's work does not count.
@@ -83,7 +61,7 @@ class Request:
     packed: bool = False
     grad: bool = False
     score_mod: ScoreMod | None = None
-    kept: Kept | None = None
+    kept: Scales | None = None
     max_seqlen: int = 0
     rows: int = 0
     replay: Replay = "never"
@@ -91,17 +69,11 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """The requirements of a backend, as data.
+    """The requirements of a backend, as data; None for any.
 
     Args:
-        packages: The packages that must be installed.
-        cuda: Whether a CUDA device is required.
-        capability: The lowest compute capability, and the first one that is too high. None for any.
-        dtypes: The dtypes of queries, keys and values. None for any.
+        capability: The lowest compute capability, and the first one that is too high.
         head_dim_multiple: D must be a multiple of it.
-        head_dim_max: The largest D. None for any.
-        differentiable: Whether gradients flow through the backend.
-        score_mods: Whether the backend applies a `score_mod`.
         kernels: Whether the backend calls kernels of ours.
     """
 
@@ -127,9 +99,6 @@ class Plan:
     """The decisions of a backend for one layout of segments, made once and shared by all layers.
 
     Args:
-        backend: The backend that made the plan.
-        segments: The layout.
-        request: The request.
         host: Integers and tuples, decided on the host.
         arrays: Arrays that the device needs, still on the host.
         tensors: The same arrays on the device, after `bind`.
@@ -143,11 +112,7 @@ class Plan:
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
     def bind(self, tensors: Mapping[str, Tensor]) -> Plan:
-        """Return this plan with its arrays on the device, ready for its first call.
-
-        Args:
-            tensors: The arrays on the device, under the same names.
-        """
+        """Return this plan with its arrays on the device, ready for its first call."""
         bound = replace(self, arrays={}, tensors={name: tensors[name] for name in self.arrays})
         self.backend.prepare(bound)
         return bound
@@ -173,14 +138,9 @@ class Backend(ABC):
     """Whether a CUDA graph captured for one layout can replay others that are padded to the same budget."""
 
     def graph_bounds(self, segments: int, max_seqlen: int, rows: int) -> tuple[int, int]:
-        """Return the (segments, max_seqlen) that a CUDA graph declares, so that it can replay many layouts.
+        """Return the (segments, max_seqlen) that a CUDA graph of so many rows declares: at least those given.
 
         By default both are rounded up far: empty segments and a large max_seqlen cost less than more graphs.
-
-        Args:
-            segments: The fewest segments to declare.
-            max_seqlen: The smallest max_seqlen to declare.
-            rows: The rows of the graph.
         """
         return max(4, 1 << (segments - 1).bit_length()), rows
 
@@ -257,11 +217,6 @@ class Backend(ABC):
 
         A layer that trains is one autograd node only if its attention is an `OpWithBackward`. The functions returned
         here are plain: their layer runs operation by operation, each a node of its own.
-
-        Args:
-            plan: The bound plan of the layers.
-            layers: The number of layers.
-            rotate: Rotates q and k of a packed projection by cos and sin.
         """
 
         def attend(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
@@ -269,22 +224,6 @@ class Backend(ABC):
             return self.attend(q_THD, k_THD, v_THD, plan)
 
         return [attend] * layers
-
-
-class BackendByOption(Backend):
-    """A backend that an option of its own asks for. Full layers try it before all others."""
-
-    @abstractmethod
-    def is_asked_for(self, settings: Settings) -> bool:
-        """Return whether the option is set."""
-
-    @abstractmethod
-    def check(self, settings: Settings, family: str, parts: Parts, path: str) -> None:
-        """Raise ValueError if the option does not fit a tower."""
-
-    @abstractmethod
-    def keep(self, settings: Settings, device: torch.device, layers: int, heads: int) -> Kept:
-        """Return what the backend keeps for a tower."""
 
 
 @machine.probe
@@ -299,12 +238,7 @@ def _import_problems(backend: Backend) -> tuple[str, ...]:
 
 
 def missing_requirements(needs: Needs, index: int | None = None) -> list[str]:
-    """List the requirements that this machine lacks, each with its remedy.
-
-    Args:
-        needs: The requirements.
-        index: The CUDA device that is asked for its capability; None for the current one.
-    """
+    """List the requirements that this machine, or the CUDA device of an index, lacks, each with its remedy."""
     reasons = []
     for package in needs.packages:
         why = machine.why_missing(package)
@@ -341,18 +275,10 @@ def plan_alone(backend: Backend, segments: Segments, request: Request) -> Plan:
 def attention_op(
     name: str, function: Callable[..., Tensor], schema: str = "Tensor cu_seqlens, int max_seqlen, float scale"
 ) -> Callable[..., Tensor]:
-    """Register `hf_vit_accel::<name>`, a forward-only operator whose output is a new tensor of q's shape.
+    """Register `hf_vit_accel::<name>`, a forward-only operator of (q, k, v, *arguments) to a new tensor of q's shape.
 
     torch.compile sees the operator. Eager calls skip the dispatcher, which costs 7 us a layer
     (`torch.library.custom_op`: 18 us), and call the function directly: 4% of an eager call of one 448².
-
-    Args:
-        name: The operator's name.
-        function: Computes (q, k, v, *arguments) to attended rows (T, H, D) on a CUDA device.
-        schema: The arguments after q, k and v, in the schema language of `torch.library`.
-
-    Returns:
-        A function with the arguments of `function`.
     """
     full = f"hf_vit_accel::{name}"
     torch.library.define(full, f"(Tensor q, Tensor k, Tensor v, {schema}) -> Tensor")
@@ -375,10 +301,7 @@ def reasons_from_trial(
     *,
     grad: bool,
 ) -> tuple[str, ...]:
-    """Run an attention once on this machine and list what is wrong with it; empty if nothing is.
-
-    The arguments are those of `trial_error`.
-    """
+    """Run `trial_error` once on this machine and list what is wrong with the attention; empty if nothing is."""
     subject = "its gradients" if grad else "its results"
     try:
         error = machine.run_isolated(lambda: trial_error(attend, lengths, device, dtype, head_dim, grad=grad))

@@ -9,14 +9,14 @@ scale. The kernel that drops the padding multiplies by the divisor of v, head by
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hf_vit_accel import machine
-from hf_vit_accel.backends.base import Attend, BackendByOption, Plan, Request
+from hf_vit_accel.backends.base import Attend, Plan, Request
 from hf_vit_accel.backends.flashinfer_cudnn import INT32_END, CudnnPlan, FlashinferCudnn, Tensors, cudnn_plan_for
 from hf_vit_accel.config import Amax, Settings
 from hf_vit_accel.families.base import Parts
@@ -36,25 +36,7 @@ _WEIGHTS_SCALE = 256.0
 largest would be lost; among thousands of keys, these may be most of the sum."""
 
 
-@dataclass(kw_only=True, eq=False)
-class KeptScales(Scales):
-    """The scales of a tower, as the core knows them.
-
-    Attributes:
-        backend: The backend that reads them.
-        source: Where they come from.
-    """
-
-    backend: BackendByOption
-    source: str
-
-    def report(self) -> str:
-        """Describe how attention is scaled, and in which layers values were cut off."""
-        saturated = ", ".join(str(layer) for layer in self.saturated())
-        return f"scaled by {self.source}" + (f", cut off beyond them in layers {saturated}" if saturated else "")
-
-
-class CudnnFp8(FlashinferCudnn, BackendByOption):
+class CudnnFp8(FlashinferCudnn):
     """Attend in FP8 in four launches.
 
     One kernel samples rows for their maxima. One rotates, quantises and pads q, k and v. cuDNN attends. The last kernel
@@ -64,10 +46,8 @@ class CudnnFp8(FlashinferCudnn, BackendByOption):
     name = "cudnn_fp8"
     needs = replace(FlashinferCudnn.needs, capability=((9, 0), (13, 0)), kernels=True)
 
-    def is_asked_for(self, settings: Settings) -> bool:
-        return settings.fp8 is not None
-
     def check(self, settings: Settings, family: str, parts: Parts, path: str) -> None:
+        """Raise ValueError if the amax in the file of the option do not fit a tower."""
         if settings.fp8 is None or settings.amax is None:
             return
         amax = settings.amax
@@ -87,11 +67,11 @@ class CudnnFp8(FlashinferCudnn, BackendByOption):
         file = settings.fp8.amax_file
         raise ValueError(f"expected FP8 amax {problem} in {file}; make them with this model by hf_vit_accel.calibrate")
 
-    def keep(self, settings: Settings, device: torch.device, layers: int, heads: int) -> KeptScales:
+    def keep(self, settings: Settings, device: torch.device, layers: int, heads: int) -> Scales:
+        """Return the scales that are kept for a tower between calls."""
         fp8 = settings.fp8
         assert fp8 is not None
-        return KeptScales(
-            backend=self,
+        return Scales(
             device=device,
             layers=layers,
             heads=heads,
@@ -104,7 +84,7 @@ class CudnnFp8(FlashinferCudnn, BackendByOption):
         reasons = super().reasons_against(request)
         if not request.packed:
             reasons.append("the stock blocks run, which rotate q and k themselves")
-        why_unfit = request.kept.why_unfit() if isinstance(request.kept, KeptScales) else None
+        why_unfit = request.kept.why_unfit() if request.kept is not None else None
         if why_unfit:
             reasons.append(why_unfit)
         return reasons
@@ -117,7 +97,7 @@ class CudnnFp8(FlashinferCudnn, BackendByOption):
         lengths_S = segments.lengths_S.astype(np.int64)
         mean = float((lengths_S**2).sum() / lengths_S.sum())
         min_seqlen = MIN_SEQLEN
-        if isinstance(request.kept, KeptScales) and request.kept.min_seqlen is not None:
+        if request.kept is not None and request.kept.min_seqlen is not None:
             min_seqlen = request.kept.min_seqlen
         if mean < min_seqlen:
             return f"rows attend to {mean:.0f} others on average, it is used from {min_seqlen} on"
@@ -151,7 +131,7 @@ class CudnnFp8(FlashinferCudnn, BackendByOption):
 
     def attend_layers(self, plan: Plan, layers: int, rotate: Rotate) -> list[Attend]:
         scales = plan.request.kept
-        assert isinstance(scales, KeptScales) and scales.layers == layers
+        assert scales is not None and scales.layers == layers
         return [_attend_of_layer(plan, scales, layer) for layer in range(layers)]
 
     def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Plan) -> Tensor:

@@ -184,11 +184,7 @@ _TRIAL_LENGTHS = (200, 130, 321)
 def _trial(
     device: torch.device, dtype: torch.dtype, head_dim: int, backward_of: Callable[[], Kernel] | None
 ) -> tuple[str, ...]:
-    """Run the kernels once, which also compiles them, and list what is wrong with them.
-
-    Args:
-        backward_of: Returns the backward to try. None tries the forward alone.
-    """
+    """Run the kernels once, which also compiles them, and list what is wrong; without a backward the forward alone."""
     cu_seqlens_S1 = torch.tensor((0, *_TRIAL_LENGTHS)).cumsum(0).to(device, torch.int32)
     max_seqlen = max(_TRIAL_LENGTHS)
     scale = head_dim**-0.5

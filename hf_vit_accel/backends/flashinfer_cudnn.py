@@ -121,11 +121,7 @@ class FlashinferCudnn(Backend):
 
 
 def _sequences(plan: Plan, packed: Sequence[bool]) -> Tensors:
-    """Return the lengths, and the offsets of q, k, v and the output, in elements.
-
-    Args:
-        packed: Whether each of q, k and v is a view of the packed projection. The output is always dense.
-    """
+    """Return the lengths, and the offsets in elements of q, k and v, packed or not, and of the dense output."""
     dense_offsets = plan.tensors["dense"]
     offsets = [plan.tensors["packed"] if is_packed else dense_offsets for is_packed in packed]
     return plan.tensors["lengths"], *offsets, dense_offsets
@@ -175,12 +171,8 @@ WORKSPACES = Workspaces()
 class CudnnPlan:
     """One built cuDNN plan, which cuDNN calls a graph: neither a `Plan` of a backend nor a CUDA graph.
 
-    Args:
-        qkv: q, k and v, (T, H, D) each; their shapes and strides are built into the plan.
-        sequences: Lengths, and offsets of q, k, v and the output, in elements.
-        max_seqlen: The declared longest segment.
-        scale: The factor of q k^T.
-        out_dtype: The dtype of the output.
+    The strides of q, k and v, (T, H, D) each, and the declared longest segment are built into it. `sequences` are the
+    lengths, and the offsets of q, k, v and the output, in elements.
     """
 
     def __init__(self, qkv: Tensors, sequences: Tensors, max_seqlen: int, scale: float, out_dtype: torch.dtype) -> None:
@@ -202,12 +194,7 @@ class CudnnPlan:
         self._workspace_bytes = int(self._graph.get_workspace_size())
 
     def run(self, qkv: Tensors, sequences: Tensors, out_THD: Tensor, fp8: Tensors = ()) -> None:
-        """Launch on the current stream. The pointers are bound for this call only.
-
-        Args:
-            sequences: Lengths, and offsets of q, k, v and the output.
-            fp8: The scales for `_FP8_UIDS`, in their order; empty without FP8.
-        """
+        """Launch on the current stream, with the scales for `_FP8_UIDS` if it is FP8."""
         stream = torch.cuda.current_stream(out_THD.device)
         workspace = WORKSPACES.get(stream, self._workspace_bytes)
         handle = _prefill_module()._create_cudnn_handle(stream)
@@ -224,16 +211,7 @@ CUDNN_PLANS: machine.LRU[CudnnPlan] = machine.LRU(entries=256, cost=256)
 def cudnn_plan_for(
     qkv: Tensors, sequences: Tensors, max_seqlen: int, scale: float, out_dtype: torch.dtype | None = None
 ) -> CudnnPlan:
-    """Return the cuDNN plan for these shapes and strides; build it if it is not cached.
-
-    Args:
-        qkv: q, k and v, (T, H, D) each.
-        sequences: Lengths, and offsets of q, k, v and the output.
-        out_dtype: The dtype of the output; None for the dtype of q.
-
-    Raises:
-        RuntimeError: If the plan is not cached while a CUDA graph is captured.
-    """
+    """Return the cuDNN plan for these strides; build it if it is not cached, which no capture of a graph allows."""
     q_THD = qkv[0]
     out_dtype = out_dtype or q_THD.dtype
     strides = tuple(x_THD.stride() for x_THD in qkv)

@@ -8,7 +8,7 @@ is computed on the host, by blocks rather than elements, and sent with the other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
@@ -67,7 +67,7 @@ class Flex(Backend):
     def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Plan) -> Tensor:
         request = plan.request
         if not compiles(q_THD.device):
-            return reference(q_THD, k_THD, v_THD, plan.tensors, request.scale, request.score_mod)
+            return reference(q_THD, k_THD, v_THD, plan.tensors["segment_T"], request.scale, request.score_mod)
         rows, heads, head_dim = q_THD.shape
         # With gradient mode enabled, torch would compile again and write tensors that only a backward reads.
         with nullcontext() if request.grad else torch.no_grad():
@@ -144,43 +144,24 @@ def block_mask(segments: Segments) -> dict[str, Array]:
 
 
 def reference(
-    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, tensors: Mapping[str, Tensor], scale: float, score_mod: ScoreMod | None
+    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, segment_T: Tensor, scale: float, score_mod: ScoreMod | None
 ) -> Tensor:
-    """Compute the same in plain torch, along the same block mask.
-
-    For the CPU and for tests. FlexAttention's own uncompiled form holds all T x T scores and has no gradients there.
-
-    Args:
-        tensors: The arrays of `block_mask`, on the device.
-        score_mod: Changes every score; None for unchanged scores.
-    """
-    rows = q_THD.shape[0]
-    segment_T = tensors["segment_T"]
-    partial_B = tensors["partial_counts_11B"][0, 0].tolist()
-    full_B = tensors["full_counts_11B"][0, 0].tolist()
+    """Compute the same in plain torch, segment by segment; for the CPU, where FlexAttention has no gradients."""
     wide = torch.promote_types(q_THD.dtype, torch.float32)
-    inside_T = torch.arange(BLOCK, device=q_THD.device)
-    outs_THD = []
-    for block in range(-(-rows // BLOCK)):
-        partial = tensors["partial_blocks_11BC"][0, 0, block, : partial_B[block]]
-        full = tensors["full_blocks_11BC"][0, 0, block, : full_B[block]]
-        q_T = block * BLOCK + inside_T[: rows - block * BLOCK]
-        k_T = (torch.cat([partial, full])[:, None] * BLOCK + inside_T).flatten()
-        unmasked_T = torch.arange(len(k_T), device=k_T.device) >= len(partial) * BLOCK
-        exists_T = k_T < rows
-        k_T = k_T[exists_T]
-        unmasked_T = unmasked_T[exists_T]
-
-        scores_HTT = torch.einsum("qhd,khd->hqk", q_THD[q_T].to(wide), k_THD[k_T].to(wide)) * scale
+    outs_LHD = []
+    start = 0
+    for length in torch.unique_consecutive(segment_T[: len(q_THD)], return_counts=True)[1].tolist():
+        q_LHD, k_LHD, v_LHD = (x_THD[start : start + length].to(wide) for x_THD in (q_THD, k_THD, v_THD))
+        scores_HLL = torch.einsum("qhd,khd->hqk", q_LHD, k_LHD) * scale
         if score_mod is not None:
-            scores_HTT = _modified(score_mod, scores_HTT, q_T, k_T)
-        mask_TT = unmasked_T | (segment_T[q_T][:, None] == segment_T[k_T])
-        scores_HTT = scores_HTT.masked_fill(~mask_TT, float("-inf"))
+            rows_L = torch.arange(start, start + length, device=q_THD.device)
+            scores_HLL = _modified(score_mod, scores_HLL, rows_L, rows_L)
         # A score_mod may leave a row no score above -inf. The result of such a row is zero.
-        is_empty_HT1 = scores_HTT.amax(-1, keepdim=True) == float("-inf")
-        weights_HTT = scores_HTT.masked_fill(is_empty_HT1, 0.0).softmax(-1).masked_fill(is_empty_HT1, 0.0)
-        outs_THD.append(torch.einsum("hqk,khd->qhd", weights_HTT, v_THD[k_T].to(wide)).to(q_THD.dtype))
-    return torch.cat(outs_THD)
+        is_empty_HL1 = scores_HLL.amax(-1, keepdim=True) == float("-inf")
+        weights_HLL = scores_HLL.masked_fill(is_empty_HL1, 0.0).softmax(-1).masked_fill(is_empty_HL1, 0.0)
+        outs_LHD.append(torch.einsum("hqk,khd->qhd", weights_HLL, v_LHD).to(q_THD.dtype))
+        start += length
+    return torch.cat(outs_LHD)
 
 
 def _modified(score_mod: ScoreMod, scores_HTT: Tensor, q_T: Tensor, k_T: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
 """The operations of a tower, one file each, and the table from which they are chosen.
 
-A new operation is one file, one line in `TABLE`, and its use in `build`. Status and tests pick it up. Its
-plain-torch reference defines what it computes: tests compare kernels with it, and `tower.proof` compares it with
+A plain-torch reference defines what each computes: tests compare kernels with it, and `tower.proof` compares it with
 transformers. `project` and `linear` have no name in `status`, so `TABLE` has no line for them.
 """
 
@@ -59,9 +58,7 @@ class LayerOps:
     Attributes:
         norm1: (x, delta) to (x + delta, norm of it); may write the sum to x.
         qkv: rows to packed queries, keys and values, (T, 3 * heads * head dim).
-        proj: attended rows to what the residual stream receives.
-        norm2: the same as norm1.
-        mlp: normed rows to what the residual stream receives.
+        proj, mlp: rows to what the residual stream receives.
     """
 
     norm1: AddThen
@@ -76,17 +73,13 @@ class Ops:
     """The operations of one tower, on one device in one dtype.
 
     Attributes:
-        parts: the modules that the operations read.
         embed: pixels to rows.
         add_positions: adds interpolated position embeddings to rows; None for a tower without.
         tables: rows and positions (T, 2) to cos and sin, (T, D) each.
-        rotate: rotates q and k of a packed projection.
         attend_window: attention within windows; None where a backend attends in them.
-        layers: the operations of every layer.
         finish: the last layer's (x, delta) to the rows that the tower returns, and to features if it has a merger.
         deepstack: by layer, (x, delta) to (x + delta, the merger's result); may write the sum to x.
-        fused: names of fused parts.
-        unfused: names of the other parts, with the reason.
+        unfused: names of parts that are not fused, with the reason.
     """
 
     parts: Parts
@@ -103,11 +96,7 @@ class Ops:
 
 
 def build(parts: Parts, context: Context, why_plain: Mapping[str, str] = NOTHING_PLAIN) -> Ops:
-    """Build a tower's operations: fused where that is possible, else by the tower's modules.
-
-    Args:
-        why_plain: names of operations that are not to be fused, with the reason.
-    """
+    """Build a tower's operations: fused where that is possible and `why_plain` has no reason, else by its modules."""
     built: dict[str, dict[int, BuiltOperation]] = {}
     unfused: dict[str, str] = {}
     for operation in TABLE:
@@ -177,9 +166,8 @@ def _layer(block: Block, built: BuiltOperations, context: Context) -> LayerOps:
 def _finish(norm: AddThen | None, downsample: Apply | None, merge: AddThen | None, *, grad: bool) -> Finish:
     """Build the end of the tower.
 
-    Args:
-        grad: return the very rows that the merger receives: then their gradient, and hooks on them, include the
-            merger's.
+    With gradients it returns the very rows that the merger receives: their gradient, and hooks on them, include the
+    merger's.
     """
     if norm is None and merge is not None and not grad:
         return merge

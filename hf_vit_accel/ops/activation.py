@@ -71,8 +71,7 @@ def quick_gelu_to(x_TF: Tensor, out_TF: Tensor) -> Tensor:
 def swiglu_reference(gate_TF: Tensor, up_TF: Tensor, *, limit: float | None = None) -> Tensor:
     """Compute silu(gate) * up, (T, F), rounded like stock after silu and after the product.
 
-    Args:
-        limit: gate is cut off above it, up above it and below its negative.
+    Gate is cut off above the limit, up above it and below its negative.
     """
     if limit is not None:
         gate_TF = gate_TF.clamp(max=limit)

@@ -44,7 +44,7 @@ def add_norm_reference(
 
 
 def add_norm_reference_(x_TE: Tensor, delta_TE: Tensor | None, *settings: Any) -> tuple[Tensor, Tensor]:
-    """Compute `add_norm_reference` and add delta to x in place. `settings` are its other arguments."""
+    """Compute `add_norm_reference` and add delta to x in place."""
     if delta_TE is not None:
         x_TE += delta_TE
     return add_norm_reference(x_TE, None, *settings)
@@ -134,9 +134,6 @@ def add_norm_rows(
 
     Args:
         sum_TE: receives x + delta; may be x.
-        delta_TE: None for nothing to add.
-        bias_E: its bias; None for an RMSNorm.
-        dtype: see `add_norm_reference`.
         statistics_2T: receives 1 / standard deviation of every row, then its mean. Of an RMSNorm it is (1, T), and
             receives 1 / root mean square.
     """

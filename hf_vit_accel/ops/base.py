@@ -54,9 +54,7 @@ def reasons_replaced(
 ) -> list[str]:
     """Report why a module may compute something else than its class in torch (`kind`) or transformers.
 
-    Args:
-        kind: the class of torch that it must have; None for any class.
-        trusted: further classes, whose code a proof has run, and modules that are proven by themselves.
+    `trusted` holds further classes, whose code a proof has run, and modules that are proven by themselves.
     """
     if module in trusted:
         return []
@@ -126,15 +124,12 @@ class Context:
     """The target that operations are built for: device, dtypes, gradients. Watches the attributes that they read.
 
     Attributes:
-        device: of the rows.
-        dtype: of the rows.
+        device, dtype: of the rows.
         weights_dtype: of the weights. Where it differs from the rows' (autocast), weights are cast.
         no_kernels: why Triton kernels cannot run; None if they can.
         reference: build plain torch instead of kernels, differentiable and on any device.
-        grad: whether gradients flow through the operations.
         classes: classes whose forwards the proof covers; None for all of transformers.
         trusted: those of them that belong to a copy's own code, and modules that are proven by themselves.
-        watch: the attributes of modules that were read.
         fused: operations earlier in the table that are fused.
         activations: results of `ops.mlp.activation_of`.
         hooked_parts: the `id` of modules that are called, since hooks on or in them must run.
@@ -158,11 +153,8 @@ class Context:
         return self.watch.read(module, name, default)
 
     def reader(self, *names: tuple[nn.Module, str], cast: bool = True) -> ReadWeights:
-        """Build a function that reads weights, and biases that may be None, as they are at its call.
-
-        It reads the modules' dictionaries, where any replacement of a weight is stored: `__getattr__` takes ten times
-        as long.
-        """
+        """Build a function that reads weights, and biases that may be None, as they are at its call."""
+        # The dictionaries hold any replacement of a weight, too, and `__getattr__` takes ten times as long.
         named = [(vars(module), name) for module, name in names]
 
         def read() -> list[Any]:
@@ -234,13 +226,10 @@ class Operation:
     """One operation of a tower.
 
     Attributes:
-        name: its name in `status`.
-        summary: one line about it.
         subjects: finds the modules in a tower's parts that it computes, or the parts themselves.
         reasons_against: reports why a subject is not what the operation computes.
         fused: builds the operation for a subject.
         plain: builds the same by the subject's module.
-        triton: whether it is a Triton kernel.
         guards: whether it guards its kernel by itself, since it calls modules too.
         missing: why a tower has no subject.
     """

@@ -5,11 +5,9 @@ Without Triton (CPU builds of torch have none) the kernels' modules still import
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -48,39 +46,21 @@ def kernel_without_specialization(function: Callable[..., object]) -> Kernel:
 
 
 class Kernel:
-    """A kernel that is launched by `kernel[grid](*arguments, **constants)`, as Triton's are, in less time.
-
-    Triton reads the source at the first launch: for all kernels this takes as long as the rest of the import.
-    """
+    """A kernel that is launched by `kernel[grid](*arguments, **constants)`, as Triton's are, in less time."""
 
     def __init__(self, function: Callable[..., object], *, specializes: bool) -> None:
         self.function = function
         self.specializes = specializes
-        self._digest_when_imported = _digest_of_file(function)
-        self._jit_function: Any = None
         self._launches: dict[tuple[object, ...], tuple[Launch, tuple[object, ...]]] = {}
 
-    @property
+    @cached_property
     def jit_function(self) -> Any:
-        """Triton's own function of this kernel.
-
-        Raises:
-            RuntimeError: The file with the source has changed since it was imported. Lines of another version would be
-                compiled.
-        """
-        if self._jit_function is None:
-            if _digest_of_file(self.function) != self._digest_when_imported:
-                path = self.function.__code__.co_filename
-                raise RuntimeError(f"{path} has changed since it was imported: start Python again")
-            alike = [] if self.specializes else range(self.function.__code__.co_argcount)
-            self._jit_function = triton.jit(self.function, do_not_specialize=alike)
-        return self._jit_function
+        """Triton's own function. It reads the source, which for all kernels takes as long as the rest of the import."""
+        alike = [] if self.specializes else range(self.function.__code__.co_argcount)
+        return triton.jit(self.function, do_not_specialize=alike)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Launch:
-        """Return the launch on a grid of one to three dimensions.
-
-        It takes arguments by position, then constants by name.
-        """
+        """Return the launch on a grid of one to three dimensions: arguments by position, then constants by name."""
         jit_function = self.jit_function
         is_compiled = type(jit_function) is triton.JITFunction
         return partial(self._launch, grid) if is_compiled else jit_function[grid]
@@ -100,15 +80,6 @@ class Kernel:
             return
         launch, constant_values = former
         launch((*grid, 1, 1)[:3], device, *arguments, *constant_values)
-
-
-def _digest_of_file(function: Callable[..., object]) -> str | None:
-    """Return a digest of the file that holds a function; None if it cannot be read."""
-    try:
-        text = Path(function.__code__.co_filename).read_bytes()
-    except OSError:
-        return None
-    return hashlib.sha256(text).hexdigest()
 
 
 _DIRECT = ("3.6", "3.7")
@@ -161,10 +132,7 @@ def next_power_of_2(value: int) -> int:
 
 
 def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Report why kernels cannot run on tensors of a device and dtype; None if they can.
-
-    On the CPU they run by Triton's interpreter.
-    """
+    """Report why kernels cannot run on tensors of a device and dtype; None if they can."""
     if triton is None:
         return "Triton is not installed (it comes with CUDA builds of torch)"
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -177,10 +145,7 @@ def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def why_not_descriptors(device: torch.device) -> str | None:
-    """Report why products over tensor descriptors (Hopper's copy engine) are not used; None if they are.
-
-    They were measured on Hopper only: elsewhere the library's products run.
-    """
+    """Report why products over tensor descriptors (Hopper's copy engine) are not used; None if they are."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         return None
     if device.type != "cuda" or machine.cuda_capability(device.index)[0] != 9:

@@ -32,9 +32,6 @@ def fused(norm: Part, context: Context, *, in_rows_dtype: bool = True) -> AddThe
     """Build the kernel that adds and normalises; without gradients it writes the sum to x.
 
     x may be of a wider dtype than the normed rows: under autocast, where the embedding has a norm.
-
-    Args:
-        in_rows_dtype: see `plain`.
     """
     rms = _is_rms(norm)
     dtype = context.rows_dtype
@@ -64,11 +61,7 @@ def _is_rms(norm: nn.Module) -> bool:
 
 
 def plain(norm: nn.Module, context: Context, *, in_rows_dtype: bool = True) -> AddThen:
-    """Build an addition followed by a call of the module.
-
-    Args:
-        in_rows_dtype: whether the normed rows are rounded to the dtype of rows, or keep the one that autocast chose.
-    """
+    """Build an addition and a call of the module, whose dtype under autocast stays unless `in_rows_dtype`."""
     norm = context.called(norm)
     dtype = context.rows_dtype if in_rows_dtype else None
 

@@ -64,33 +64,12 @@ def _add(x_TE: Tensor, table_NE: Tensor, indices_T4: Tensor, weights_T4: Tensor,
     return out_TE
 
 
-@kernel
-def _add_to_table_kernel(dout, indices, weights, dtable, WIDTH: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(dout + row * WIDTH + e, mask=e < WIDTH, other=0.0).to(tl.float32)
-    for tap in tl.static_range(TAPS):
-        source = tl.load(indices + row * TAPS + tap).to(tl.int64)
-        weight = tl.load(weights + row * TAPS + tap).to(tl.float32)
-        tl.atomic_add(dtable + source * WIDTH + e, value * weight, mask=e < WIDTH, sem="relaxed")
-
-
 def _table_gradient(dout_TE: Tensor, indices_T4: Tensor, weights_T4: Tensor, table_rows: int) -> Tensor:
-    """Compute the gradient of the table, (N, E), in fp32.
-
-    The kernel's atomic additions run in any order, so torch's deterministic mode takes another way.
-    """
-    rows, width = dout_TE.shape
-    taps = indices_T4.shape[1]
-    dout_TE = dout_TE.contiguous()
-    dtable_NE = torch.zeros(table_rows, width, dtype=torch.float32, device=dout_TE.device)
-    if torch.are_deterministic_algorithms_enabled():
-        for tap in range(taps):
-            dtable_NE.index_add_(0, indices_T4[:, tap], dout_TE.float() * weights_T4[:, tap, None].float())
-        return dtable_NE
-    _add_to_table_kernel[(rows, -(-width // _BLOCK))](
-        dout_TE, indices_T4, weights_T4, dtable_NE, WIDTH=width, TAPS=taps, BLOCK=_BLOCK, num_warps=2
-    )
+    """Compute the gradient of the table, (N, E), in fp32."""
+    dout_TE = dout_TE.float()
+    dtable_NE = dout_TE.new_zeros(table_rows, dout_TE.shape[1])
+    for indices_T, weights_T in zip(indices_T4.unbind(1), weights_T4.unbind(1), strict=True):
+        dtable_NE.index_add_(0, indices_T, dout_TE * weights_T[:, None].float())
     return dtable_NE
 
 

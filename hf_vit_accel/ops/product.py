@@ -18,26 +18,24 @@ from torch import Tensor
 
 from hf_vit_accel import machine
 from hf_vit_accel.ops.base import Apply, Context
-from hf_vit_accel.ops.lora.inputs import ONE_LINEAR, Adapter, JoinedLinears, LoraInputs, rounded_rank, scaled
+from hf_vit_accel.ops.lora.inputs import ONE_LINEAR, Adapter, JoinedLinears, LoraInputs, cat, scaled
 from hf_vit_accel.ops.lora.modules import Lora
-from hf_vit_accel.ops.training.column_sum import column_sum
+from hf_vit_accel.ops.training.column_sum import MANY_ROWS, column_sum
 from hf_vit_accel.ops.training.context import FunctionContext, Gradients
 from hf_vit_accel.ops.training.nodes import OpWithBackward
-from hf_vit_accel.ops.training.norm_recipe import NormRecipe, load_input, save_input
+from hf_vit_accel.ops.training.norm_backward import NormRecipe
 
 
 def product_reference(x_TE: Tensor, *arguments: Any) -> Tensor:
     """Compute Linears with adapters side by side, (T, F); one PEFT module's result, if it is one.
 
     Args:
-        arguments: `LoraInputs.flat`, `JoinedLinears`, and a `NormRecipe` or None, which is ignored.
+        arguments: the flat `LoraInputs`, `JoinedLinears`, and a `NormRecipe` or None, which is ignored.
     """
     *flat, linears, _ = arguments
-    adapters = linears.adapters(flat)
-    inputs = linears.unflatten(flat, len(adapters))
+    inputs = linears.unflatten(flat)
     out_TF = F.linear(x_TE, *linears.join(inputs.weights, inputs.biases))
-    all_a, all_b = linears.stack(adapters, inputs.a, inputs.b)
-    for a_RE, b_FR in zip(all_a, all_b, strict=True):
+    for a_RE, b_FR in zip(*linears.stack(inputs), strict=True):
         out_TF = out_TF + F.linear(F.linear(x_TE, a_RE), b_FR)
     return out_TF
 
@@ -78,33 +76,36 @@ def product_forward(
     """Compute the product, and save for `product_backward`.
 
     Args:
-        flat: `LoraInputs.flat`.
         joined: weight and bias of the product, where the caller has joined them already.
         saves_input: whether x is saved; otherwise the caller computes it again.
     """
-    count = len(linears.widths)
-    weights = flat[:count]
-    adapters = linears.adapters(flat)
+    inputs = linears.unflatten(flat)
     needs_x, *needs = ctx.needs_input_grad
     ctx.linears = linears
-    ctx.adapters = adapters
-    ctx.needs = needs
+    ctx.adapters = inputs.adapters
     ctx.needs_x = needs_x
-    ctx.reads_x = any(needs[:count])
-    out_TF = F.linear(x_TE, *(joined or linears.join(weights, flat[count : 2 * count])))
+    ctx.needs = linears.unflatten(needs[: len(flat)])
+    ctx.reads_x = any(ctx.needs.weights) or any(ctx.needs.a)
+    out_TF = F.linear(x_TE, *(joined or linears.join(inputs.weights, inputs.biases)))
     a_RE = b_FR = u_TR = None
-    if adapters:
-        inputs = linears.unflatten(flat, len(adapters))
-        ctx.adapter_needs = linears.unflatten(needs, len(adapters))
-        ctx.reads_x = ctx.reads_x or any(ctx.adapter_needs.a)
+    if inputs.adapters:
         ctx.a_dtypes = [a_RE.dtype for a_RE in inputs.a]
         ctx.b_dtypes = [b_FR.dtype for b_FR in inputs.b]
         ctx.ranks = [len(a_RE) for a_RE in inputs.a]
-        a_RE, b_FR = linears.matrices(adapters, inputs.a, inputs.b)
+        all_a, all_b = linears.stack(inputs)
+        a_RE = cat(all_a)
+        b_FR = cat(all_b, dim=1)
         u_TR = F.linear(x_TE, a_RE)
         out_TF.addmm_(u_TR, b_FR.t())
-    input_tensors, ctx.input_settings = save_input(x_TE, recipe) if saves_input and ctx.reads_x else ((), None)
-    ctx.save_for_backward(a_RE, b_FR, u_TR, *(weights if needs_x else [None] * count), *input_tensors)
+    ctx.norm_settings = None
+    saved_input: tuple[Tensor | None, ...] = ()
+    if saves_input and ctx.reads_x:
+        saved_input = (x_TE,)
+        if recipe is not None and x_TE.shape[0] >= MANY_ROWS:  # few rows need little memory: a launch takes longer
+            saved_input = recipe.sum_TE.detach(), recipe.weight_E.detach(), recipe.bias_E
+            ctx.norm_settings = recipe.eps, recipe.rms, recipe.dtype
+    weights = inputs.weights if needs_x else [None] * len(inputs.weights)
+    ctx.save_for_backward(a_RE, b_FR, u_TR, *weights, *saved_input)
     return out_TF
 
 
@@ -116,7 +117,7 @@ def product_backward(
     compute_input: Callable[[Tensor], Tensor] | None = None,
     dbiases: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """Compute the gradients of x and of `LoraInputs.flat`.
+    """Compute the gradients of x and of the flat `LoraInputs`.
 
     Args:
         joined_weight: weight of the product, where the caller has joined it already.
@@ -125,51 +126,43 @@ def product_backward(
         dbiases: the gradients of all biases, where the caller has computed them already.
     """
     linears: JoinedLinears = ctx.linears
+    needs: LoraInputs = ctx.needs
     count = len(linears.widths)
-    needs_weights = ctx.needs[:count]
-    needs_biases = ctx.needs[count : 2 * count]
     a_RE, b_FR, u_TR, *saved = ctx.saved_tensors
     weights = saved[:count]
     dy_TF = dy_TF.contiguous()
-    needs_a = bool(ctx.adapters) and any(ctx.adapter_needs.a)
-    du_TR = dy_TF @ b_FR if ctx.adapters and (ctx.needs_x or needs_a) else None
+    du_TR = dy_TF @ b_FR if ctx.adapters and (ctx.needs_x or any(needs.a)) else None
+
+    def input_gradient() -> Tensor:
+        dx_TE = dy_TF @ (linears.join(weights, None)[0] if joined_weight is None else joined_weight)
+        return dx_TE if du_TR is None else dx_TE.addmm_(du_TR, a_RE)
+
     dx_TE = x_TE = dweight_FE = dbias_F = da_RE = db_FR = None
     if compute_input is not None:
-        dx_TE = _input_gradient(linears, weights, joined_weight, dy_TF, du_TR, a_RE)
+        dx_TE = input_gradient()
         x_TE = compute_input(dx_TE)
+    elif ctx.reads_x and ctx.norm_settings is not None:
+        # The rows of the norm, as many as make a row of the product: a merger's row holds several.
+        x_TE = NormRecipe(*saved[count:], *ctx.norm_settings).rows().view(len(dy_TF), -1)
     elif ctx.reads_x:
-        x_TE = load_input(saved[count:], ctx.input_settings, len(dy_TF))
-    if x_TE is not None and any(needs_weights):
+        x_TE = saved[count]
+    if x_TE is not None and any(needs.weights):
         dweight_FE = dy_TF.t() @ x_TE
-    if x_TE is not None and du_TR is not None and needs_a:
+    if x_TE is not None and du_TR is not None and any(needs.a):
         da_RE = _product_in(ctx.a_dtypes, du_TR.t(), x_TE)
     del x_TE
-    if dbiases is None and any(needs_biases):
+    if dbiases is None and any(needs.biases):
         dbias_F = column_sum(dy_TF)
     if dx_TE is None and ctx.needs_x:
-        dx_TE = _input_gradient(linears, weights, joined_weight, dy_TF, du_TR, a_RE)
-    gradients = [dweight_FE, dbias_F, None]
-    if not linears.is_single or dbiases is not None:
-        all_dbiases = _split(linears, dbias_F) if dbiases is None else dbiases
-        gradients = _masked(_split(linears, dweight_FE), needs_weights) + _masked(all_dbiases, needs_biases) + [None]
+        dx_TE = input_gradient()
+    gradients = _masked(_split(linears, dweight_FE), needs.weights)
+    gradients += _masked(_split(linears, dbias_F) if dbiases is None else dbiases, needs.biases)
+    gradients.append(None)  # of the adapters' tuple
     if ctx.adapters:
-        if any(ctx.adapter_needs.b):
+        if any(needs.b):
             db_FR = _product_in(ctx.b_dtypes, dy_TF.t(), u_TR)
         gradients += _adapter_gradients(ctx, da_RE, db_FR)
     return dx_TE, gradients
-
-
-def _input_gradient(
-    linears: JoinedLinears,
-    weights: Sequence[Any],
-    joined_weight: Tensor | None,
-    dy_TF: Tensor,
-    du_TR: Tensor | None,
-    a_RE: Any,
-) -> Tensor:
-    """Return the gradient of x: that of the weights' product, and that of the adapters' first products."""
-    dx_TE = dy_TF @ (linears.join(weights, None)[0] if joined_weight is None else joined_weight)
-    return dx_TE if du_TR is None else dx_TE.addmm_(du_TR, a_RE)
 
 
 def _split(linears: JoinedLinears, gradient: Tensor | None) -> Sequence[Tensor | None]:
@@ -193,20 +186,19 @@ def _masked(gradients: Sequence[Tensor | None], needs: Sequence[bool]) -> list[T
 def _adapter_gradients(ctx: FunctionContext, da_RE: Tensor | None, db_FR: Tensor | None) -> list[Tensor | None]:
     """Split the gradients of the stacked A and B among the adapters: all of A, then all of B."""
     linears: JoinedLinears = ctx.linears
-    needs: LoraInputs[bool] = ctx.adapter_needs
     all_da: list[Tensor | None] = []
     all_db: list[Tensor | None] = []
     first = 0
     for index, adapter in enumerate(ctx.adapters):
         last = first + ctx.ranks[index]
         da = db = None
-        if needs.a[index] and da_RE is not None:
+        if ctx.needs.a[index] and da_RE is not None:
             da = da_RE[first:last, : linears.in_features].to(ctx.a_dtypes[index])
-        if needs.b[index] and db_FR is not None:
+        if ctx.needs.b[index] and db_FR is not None:
             db = scaled(db_FR[linears.columns(adapter.linear), first:last].to(ctx.b_dtypes[index]), adapter.scaling)
         all_da.append(da)
         all_db.append(db)
-        first += rounded_rank(ctx.ranks[index])
+        first = last + -last % 8  # every rank is padded to a multiple of 8
     return [*all_da, *all_db]
 
 
@@ -262,15 +254,12 @@ def product(loras: Sequence[Lora], context: Context, *, padded: bool = False, in
 
     def run(x_TE: Tensor) -> Tensor:
         dropouts = [active.dropout for lora in loras for active in lora.active()]
-        flat = flat_inputs()
-        adapters = linears.adapters(flat)
-        inputs = linears.unflatten(flat, len(adapters))
+        inputs = linears.unflatten(flat_inputs())
         if context.trains_by_kernels:  # the function saves no padded copy of the weights
             out_TF: Tensor = ProductFunction.apply(x_TE, *inputs.weights, *inputs.biases, (), linears, None)
         else:
             out_TF = F.linear(x_TE, *linears.join(inputs.weights, inputs.biases))
-        all_a, all_b = linears.stack(adapters, inputs.a, inputs.b)
-        for dropout, a_RE, b_FR in zip(dropouts, all_a, all_b, strict=True):
+        for dropout, a_RE, b_FR in zip(dropouts, *linears.stack(inputs), strict=True):
             out_TF.addmm_(F.linear(dropout(x_TE), a_RE), b_FR.t())
         return out_TF
 

@@ -23,10 +23,9 @@ class RowWise:
     """Declare modules that treat each row by itself.
 
     Attributes:
-        summary: the modules, for the documentation.
+        summary, condition: the modules, and what must hold for them, for the documentation.
         classes: exact classes of torch; a subclass is another class.
         file: a file all of whose modules count. (Its import here would take seconds.)
-        condition: what must hold for such a module, for the documentation; empty where nothing must.
         holds: whether the condition holds for a module.
         of_patches: whether only modules inside the patch embedding or the downsampling count.
     """

@@ -255,12 +255,7 @@ class WindowAttention(torch.autograd.Function):
 
 @dataclass(frozen=True, kw_only=True)
 class WindowOp:
-    """Attention within the windows of a tower.
-
-    Attributes:
-        function: Maps a packed projection, cos, sin, offsets and the scale to attended rows.
-        differentiable: Whether `WindowAttention` computes gradients; else autograd follows `function`.
-    """
+    """Attention within the windows of a tower; if differentiable, `WindowAttention` computes gradients."""
 
     function: Callable[..., Tensor]
     differentiable: bool

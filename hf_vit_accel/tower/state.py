@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from hf_vit_accel.backends import Kept, Request, asked_for
+from hf_vit_accel.backends import Request, Scales, asked_for
 from hf_vit_accel.config import GraphConfig, Settings
 from hf_vit_accel.engine.call import HIDDEN_STATES_OF_STEP, Attempt, Encode, FastPlan
 from hf_vit_accel.engine.inputs import HostGrid
@@ -51,7 +51,7 @@ class SpecKey(NamedTuple):
     grad: bool
     weights_dtype: torch.dtype
     weights_key: Hashable
-    kept: Kept | None
+    kept: Scales | None
     hidden_states: bool = False
     hooked_parts: frozenset[int] = frozenset()
 
@@ -116,7 +116,7 @@ class TowerState:
         self.last_snapshot: Snapshot | None = None
         self.earlier: tuple[Snapshot, ...] = ()
         self.asked_for = asked_for(settings)
-        self._kept: Kept | None = None
+        self._kept: Scales | None = None
         self._attention_spec: Spec | None = None
 
     def _compose(self) -> Encode:
@@ -263,7 +263,7 @@ class TowerState:
         self.routes.allow(weights.nbytes)
         return ops
 
-    def kept(self, snapshot: Snapshot, device: torch.device) -> Kept:
+    def kept(self, snapshot: Snapshot, device: torch.device) -> Scales:
         """Return what the backend that an option asks for keeps for the tower on a device."""
         assert self.asked_for is not None
         layers = len(snapshot.parts.blocks)

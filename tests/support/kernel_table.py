@@ -21,7 +21,6 @@ from hf_vit_accel.ops import (
     linear_swiglu,
     place_heads,
     positions,
-    project,
     rope,
     token_products,
     window_attention,
@@ -43,7 +42,6 @@ SHAPE_HEADS = (heads, "_shape_heads_kernel")
 SHAPE_HEADS_BACKWARD = (heads, "_shape_heads_backward_kernel")
 LINEAR_SWIGLU = (linear_swiglu, "_linear_swiglu_kernel")
 ADD_POSITIONS = (positions, "_add_positions_kernel")
-ADD_TO_TABLE = (positions, "_add_to_table_kernel")
 ROPE = (rope, "_rope_kernel")
 ROPE_GATHER = (rope, "_rope_gather_kernel")
 COLUMN_SUM = (column_sum, "_column_sum_kernel")
@@ -89,7 +87,6 @@ KERNELS: dict[str, Kernel] = {
     "add_norm": _row(norm_backward.AddNormFunction, add_norm.add_norm_reference, ADD_NORM, ADD_NORM_BACKWARD),
     "shape_heads_": _row(heads.shape_heads_, heads.shape_heads_reference, SHAPE_HEADS),
     "shape_heads": _row(heads.ShapeHeads, heads.shape_heads_reference, SHAPE_HEADS, SHAPE_HEADS_BACKWARD),
-    "project": _row(project.ProjectFunction, project.project_reference, SHAPE_HEADS, SHAPE_HEADS_BACKWARD),
     "rope_": _row(rope.rope_, rope.rope_reference, ROPE),
     "rope": _row(rope.Rope, rope.rope_reference, ROPE, ROPE_GATHER),
     "window_attention": _row(
@@ -99,7 +96,7 @@ KERNELS: dict[str, Kernel] = {
         WINDOW_ATTENTION_BACKWARD,
     ),
     "add_positions_": _row(positions.add_positions_, positions.add_positions_reference, ADD_POSITIONS),
-    "add_positions": _row(positions.AddPositions, positions.add_positions_reference, ADD_POSITIONS, ADD_TO_TABLE),
+    "add_positions": _row(positions.AddPositions, positions.add_positions_reference, ADD_POSITIONS),
     "linear_swiglu": _row(linear_swiglu.linear_swiglu, linear_swiglu.linear_swiglu_reference, LINEAR_SWIGLU),
     "activated": _row(trained_mlp.Activated, trained_mlp.activated_reference, QUICK_GELU, SWIGLU, ACTIVATION_BACKWARD),
     "mlp": _row(

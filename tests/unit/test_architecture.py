@@ -32,7 +32,7 @@ IMPORTS = {
     "model": "families machine tower versions watch",
     "status": "backends config engine families graphs model ops options tower versions",
     "api": "backends config decoding families layout machine model status tower",
-    "calibration": "api backends config ops status tower",
+    "calibration": "api backends config status tower",
     "__init__": "api backends calibration config decoding machine model options status tower",
     "tools": "__init__ api backends config engine families graphs layout machine tower versions",
     "__main__": "tools",

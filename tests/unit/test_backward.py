@@ -20,21 +20,21 @@ from support.kernels import Target, compile_for_hopper, draw, tables
 from tiny import relative_error
 from torch.utils.checkpoint import checkpoint
 
+from hf_vit_accel.ops import product as product_module
 from hf_vit_accel.ops.activation import ACTIVATIONS
+from hf_vit_accel.ops.add_norm import add_norm_reference
 from hf_vit_accel.ops.heads import ShapeHeads, shape_heads_reference
 from hf_vit_accel.ops.launch import triton
 from hf_vit_accel.ops.lora.inputs import ONE_LINEAR, JoinedLinears
 from hf_vit_accel.ops.positions import AddPositions, add_positions_reference
 from hf_vit_accel.ops.product import ProductFunction, product_reference
-from hf_vit_accel.ops.project import ProjectFunction, project_reference
 from hf_vit_accel.ops.rope import Rope, rope_back_, rope_reference
 from hf_vit_accel.ops.training import column_sum as column_sum_module
-from hf_vit_accel.ops.training import norm_backward, norm_recipe
+from hf_vit_accel.ops.training import norm_backward
 from hf_vit_accel.ops.training.column_sum import column_sum, column_sum_reference
 from hf_vit_accel.ops.training.mlp import MlpFunction, activated_reference
 from hf_vit_accel.ops.training.nodes import NormWithBackward, OpWithBackward, layer_node_of, trained_layer
-from hf_vit_accel.ops.training.norm_backward import AddNormFunction, add_norm_reference
-from hf_vit_accel.ops.training.norm_recipe import NormRecipe
+from hf_vit_accel.ops.training.norm_backward import AddNormFunction, NormRecipe
 from hf_vit_accel.ops.window_attention import WindowAttention, window_attention_reference
 
 GELUS = [kind for kind in ACTIVATIONS if kind != "silu"]
@@ -371,44 +371,28 @@ def heads_case(dim: int, groups: int, *, normed: bool) -> Callable[[Target], Cas
     return make
 
 
-def project_case(
-    products: int, groups: int, *, biases: str = "012", normed: bool = True, layer: bool = False
-) -> Callable[[Target], Case]:
-    """Run all products of a projection and their heads, optionally from normed rows that are recomputed."""
+def joined_case(biases: str = "012") -> Callable[[Target], Case]:
+    """Run three Linears as one product, of normed rows that are recomputed."""
 
     def make(target: Target) -> Case:
-        heads = target["heads"]
-        dim = 72
         inner = sized(target, 24, 1152)
-        rows = target["rows"]
-        sizes = (heads, heads // groups, heads // groups)
-        indices = range(products)
-        widths = [size * dim for size in sizes] if products == 3 else [sum(sizes) * dim]
-        drawn = leaves(target, x=(rows, inner)) | leaves(target, **{f"w{i}": (widths[i], inner) for i in indices})
-        drawn |= leaves(target, **{f"b{i}": (widths[i],) for i in indices if str(i) in biases})
-        drawn |= leaves(target, q=(dim,), k=(dim,)) if normed else {}
-        drawn |= leaves(target, scale=(inner,)) if layer else {}
-        shaped = (heads, heads // groups, 1e-5) if normed or groups > 1 else None
+        widths = [72 * target["heads"], 72, 72]
+        drawn = leaves(target, x=(target["rows"], inner), scale=(inner,))
+        drawn |= leaves(target, **{f"w{i}": (width, inner) for i, width in enumerate(widths)})
+        drawn |= leaves(target, **{f"b{i}": (widths[int(i)],) for i in biases})
 
-        def call(norm_function: Any, product: Any, project: Any, recipe: Any) -> Callable[[Tensors], Any]:
+        def call(norm_function: Any, product: Any, recipe: Any) -> Callable[[Tensors], Any]:
             def run(p: Tensors) -> Any:
-                weights = [p[f"w{i}"] for i in indices]
-                flat = [*weights, *(p.get(f"b{i}") for i in indices), ()]
-                settings = p["scale"] if layer else None, None, 1e-6
-                total, x = norm_function(p["x"], None, *settings, True) if layer else (None, p["x"])
-                norm = recipe(total, *settings, True) if layer else None
-                linears = side_by_side(weights)
-                if shaped is None:
-                    return product(x, *flat, linears, norm)
-                norms = (p["q"], p["k"]) if normed else ()
-                out = project(x, len(flat), *flat, *norms, linears, shaped, norm)
-                return (total, out) if layer else out
+                weights = [p[f"w{i}"] for i in range(3)]
+                flat = [*weights, *(p.get(f"b{i}") for i in range(3)), ()]
+                settings = p["scale"], None, 1e-6
+                total, x = norm_function(p["x"], None, *settings, True)
+                return total, product(x, *flat, side_by_side(weights), recipe(total, *settings, True))
 
             return run
 
-        ours = call(add_norm, ProductFunction.apply, ProjectFunction.apply, NormRecipe)
-        theirs = call(add_norm_reference, product_reference, project_reference, lambda *_: None)
-        return Case(drawn, ours, theirs, roundings=1.5)
+        ours = call(add_norm, ProductFunction.apply, NormRecipe)
+        return Case(drawn, ours, call(add_norm_reference, product_reference, lambda *_: None), roundings=1.5)
 
     return make
 
@@ -453,19 +437,17 @@ CASES: dict[str, Callable[[Target], Case]] = {
         f"heads {dim} {groups}{' normed' * normed}": heads_case(dim, groups, normed=normed)
         for dim, groups, normed in ((64, 1, True), (80, 2, False), (72, 2, True))
     },
-    "project 1 normed": project_case(1, 1),
-    "project 3": project_case(3, 1, normed=False),
-    "project 3 normed, grouped, two biases": project_case(3, 2, biases="02"),
-    "project 1 grouped, no bias": project_case(1, 2, biases="", normed=False),
-    "norm + project 3 normed": project_case(3, 1, biases="", layer=True),
+    "joined": joined_case(),
+    "joined, two biases": joined_case("02"),
+    "joined, no bias": joined_case(""),
     "positions 4": positions_case(4, 144),
     "positions 16": positions_case(16, 300),
 }
 ALIKE = {f"mlp {kind}" for kind in GELUS if kind != "gelu_tanh"} | {"swiglu, odd", "swiglu, no bias", "swiglu, cut off"}
 ALIKE |= {"norm 80 layer", "norm 80 rms delta", "norm 144 layer delta"}
 ALIKE |= {"rope 80", "window 80", "linear 1152", "heads 64 1 normed", "heads 80 2"}
-ALIKE |= {"mlp gelu_tanh, closed", "project 3", "project 1 grouped, no bias", "layer gelu", "norm + swiglu"}
-ALIKE |= {"norm 80 rms", "norm 144 layer of fp32", "swiglu aligned", "project 1 normed"}
+ALIKE |= {"mlp gelu_tanh, closed", "joined", "joined, no bias", "layer gelu", "norm + swiglu"}
+ALIKE |= {"norm 80 rms", "norm 144 layer of fp32", "swiglu aligned"}
 """Those that differ from another case in sizes, in what is left out, or in a part that has a case of its own.
 
 They are interpreted in fp16, each trained whole, by plain gradients; in fp32 and with parts frozen in the matrix.
@@ -516,7 +498,7 @@ def cells(dtypes: list[Any], alike: Callable[[str, Target], bool]) -> list[Any]:
 @pytest.fixture(autouse=True)
 def kernels_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run kernels for few rows too, where operations otherwise use aten or save tensors."""
-    for module in (column_sum_module, norm_recipe):
+    for module in (column_sum_module, product_module):
         monkeypatch.setattr(module, "MANY_ROWS", 0)
     # cuBLAS may add up halves of a product in fp16: the errors compared are then its choice of an algorithm.
     products = torch.backends.cuda.matmul
@@ -720,12 +702,6 @@ def test_where_only_a_norm_is_trained_the_stream_needs_no_gradient(target: Targe
 
 
 @pytest.mark.parametrize("target", DTYPES)
-def test_gradient_of_the_table_in_order(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    test_outputs_and_gradients("positions 4", target)
-
-
-@pytest.mark.parametrize("target", DTYPES)
 def test_a_product_after_a_norm_keeps_no_normed_rows(target: Target) -> None:
     """Count what autograd saves between forward and backward: no tensor that only a frozen part needs."""
     rows = target["rows"]
@@ -867,12 +843,6 @@ COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         "_activation_backward_kernel",
         "z:*bf16 dh:*bf16 dz:*bf16 h:*bf16 partial:*fp32 rows:i32 length:i32 limit:fp32",
         dict(KIND="silu", LIMITED=True, WIDTH=3424) | _MLP,
-    ),
-    "positions": (
-        "ops.positions",
-        "_add_to_table_kernel",
-        "dout:*bf16 indices:*i32 weights:*fp32 dtable:*fp32",
-        dict(WIDTH=1152, TAPS=4, BLOCK=256),
     ),
     "shape_heads": (
         "ops.heads",

@@ -161,7 +161,7 @@ def test_all_parts_are_fused_and_equal_stock(references: list[str], tower: Any) 
     assert_fast(tower, 2)
     shaped = "heads" in applicable
     assert references.count("shape_heads_") == len(parts.blocks) * shaped
-    assert references.count("project") == len(parts.blocks) * shaped
+    assert references.count("shape_heads") == len(parts.blocks) * shaped
 
 
 def test_nothing_fused_equals_stock(typical: Any) -> None:
@@ -268,11 +268,12 @@ def test_kernels_interpreted(name: str, autocast: bool, monkeypatch: pytest.Monk
 
 
 def test_a_layer_is_one_node(tower: Any) -> None:
-    """Expect one node for every layer whose parts are kernels of ours, which experts are not."""
+    """Expect one node for every layer of kernels; experts are none, and shaped heads are a node of their own."""
     parts = family_of(tower).parts(tower)
     context = Context(device=torch.device("cpu"), dtype=torch.float32, grad=True)
     nodes = [layer_node_of(layer, OpWithBackward(function=None)) for layer in ops.build(parts, context).layers]
-    assert [node is None for node in nodes] == [mlp.is_mixture_of_experts(block.mlp) for block in parts.blocks]
+    in_steps = [mlp.is_mixture_of_experts(block.mlp) or block.shapes_heads for block in parts.blocks]
+    assert [node is None for node in nodes] == in_steps
 
 
 CAST = "Qwen2_5_Vision", "Qwen3VLVision", "Glm4vVision", "GlmOcr", "PaddleOCR", "Dots3"

@@ -59,10 +59,9 @@ def quantize_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotate q and k in fp32, and round q, k and v to e4m3.
 
-    Numbers that are not finite become NaN and do not count for amax.
+    Numbers that are not finite become NaN and do not count for amax, nor do rows from `used` on.
 
     Args:
-        used: number of rows, from the first, that count for amax.
         expected_amax_3H: the scales follow from it. If a number overflows, they follow from the true amax.
         fixed_scales: keep the scales of `expected_amax_3H`; numbers that overflow are cut off at `LARGEST`.
 

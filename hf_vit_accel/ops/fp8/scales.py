@@ -20,10 +20,8 @@ class Scales:
     """The scales of one tower's layers on one device.
 
     Attributes:
-        device: of the tower.
-        layers: number of layers.
-        heads: number of heads.
         fixed: amax of a file; None to scale every call by its own amax.
+        source: where the scales come from, for `status`.
         min_seqlen: see `Fp8Config`.
         scaling_L43H: of every layer, the `scaling_43H` of `quantize`: expected amax, true amax, scales, and the factor
             of the scores. Kept with fixed amax, and after `record_amax`; None otherwise.
@@ -33,6 +31,7 @@ class Scales:
     layers: int
     heads: int
     fixed: Amax | None = None
+    source: str = ""
     min_seqlen: int | None = None
     scaling_L43H: Tensor | None = None
 
@@ -75,6 +74,11 @@ class Scales:
             return []
         over = self.recorded_amax() * fit(self.scaling_L43H[:, 0].cpu()) > LARGEST
         return [int(layer) for layer in over.flatten(1).any(1).nonzero()]
+
+    def report(self) -> str:
+        """Describe for `status` how attention is scaled, and in which layers values were cut off."""
+        saturated = ", ".join(str(layer) for layer in self.saturated())
+        return f"scaled by {self.source}" + (f", cut off beyond them in layers {saturated}" if saturated else "")
 
     def wait_for_writes(self) -> None:
         """Wait until no queued work writes to the memory of this object."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,39 +16,25 @@ from torch import Tensor
 
 from hf_vit_accel.ops.base import biases_or_zeros
 
-V = TypeVar("V")
-
 
 class Adapter(NamedTuple):
-    """One adapter of a product.
-
-    Attributes:
-        linear: index of its Linear.
-        scaling: the factor of B A; a tensor on the device where PEFT hot-swaps adapters.
-    """
+    """The index of an adapter's Linear in a product, and the factor of B A: a tensor where PEFT hot-swaps adapters."""
 
     linear: int
     scaling: Any
 
 
-class LoraInputs(NamedTuple, Generic[V]):
-    """One value (a tensor, its gradient, a flag) for each weight of a product.
+class LoraInputs(NamedTuple):
+    """The arguments of a product, or one value for each of them (a gradient, a flag).
 
-    Attributes:
-        weights: of every Linear, (F, E).
-        biases: of every Linear, (F), or None.
-        a: A of every adapter, (rank, E).
-        b: B of every adapter, (F, rank).
+    Weights (F, E) and biases (F) or None of every Linear; A (rank, E) and B (F, rank) of every adapter.
     """
 
-    weights: Sequence[V]
-    biases: Sequence[V]
-    a: Sequence[V]
-    b: Sequence[V]
-
-    def flat(self, adapters: Any) -> list[Any]:
-        """List the values in the order of an autograd function's arguments, `adapters` after the biases."""
-        return [*self.weights, *self.biases, adapters, *self.a, *self.b]
+    weights: Sequence[Any]
+    biases: Sequence[Any]
+    adapters: Sequence[Adapter]
+    a: Sequence[Any]
+    b: Sequence[Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,22 +55,13 @@ class JoinedLinears:
     extra_features: int
     dtype: torch.dtype
 
-    def unflatten(self, values: Sequence[Any], adapters: int) -> LoraInputs[Any]:
-        """Name the values that `LoraInputs.flat` listed."""
-        linears = len(self.widths)
-        first_a = 2 * linears + 1
-        first_b = first_a + adapters
-        return LoraInputs(
-            weights=values[:linears],
-            biases=values[linears : 2 * linears],
-            a=values[first_a:first_b],
-            b=values[first_b : first_b + adapters],
-        )
-
-    def adapters(self, values: Sequence[Any]) -> tuple[Adapter, ...]:
-        """Return the adapters among the values that `LoraInputs.flat` listed."""
-        adapters: tuple[Adapter, ...] = values[2 * len(self.widths)]
-        return adapters
+    def unflatten(self, flat: Sequence[Any]) -> LoraInputs:
+        """Name the arguments of a product: all weights, all biases, the tuple of adapters, all A, all B."""
+        first_a = 2 * len(self.widths) + 1
+        first_b = (first_a + len(flat)) // 2
+        weights = flat[: len(self.widths)]
+        biases = flat[len(self.widths) : first_a - 1]
+        return LoraInputs(weights, biases, flat[first_a - 1], flat[first_a:first_b], flat[first_b:])
 
     @property
     def is_single(self) -> bool:
@@ -96,10 +73,6 @@ class JoinedLinears:
         start = sum(self.widths[:linear]) + sum(self.padding[:linear])
         return slice(start, start + self.widths[linear])
 
-    def total_width(self) -> int:
-        """Return the width of the product's result."""
-        return sum(self.widths) + sum(self.padding)
-
     def join(self, weights: Sequence[Any], biases: Sequence[Any] | None) -> tuple[Tensor, Tensor | None]:
         """Return weight and bias of the product; no bias where none of the Linears has one."""
         if self.is_single:
@@ -109,20 +82,18 @@ class JoinedLinears:
             padded.append(_padded(weight, self.extra_features, rows))
         all_biases = None if biases is None else biases_or_zeros(weights, biases)
         if all_biases is None:
-            return _cat(padded), None
+            return cat(padded), None
         padded_biases = []
         for bias, rows in zip(all_biases, self.padding, strict=True):
             padded_biases.append(F.pad(bias, (0, rows)) if rows else bias)
-        return _cat(padded), _cat(padded_biases)
+        return cat(padded), cat(padded_biases)
 
-    def stack(
-        self, adapters: Sequence[Adapter], a: Sequence[Tensor], b: Sequence[Tensor]
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    def stack(self, inputs: LoraInputs) -> tuple[list[Tensor], list[Tensor]]:
         """Return A (rank, E) and s B (F, rank) of every adapter, padded for the product; gradients flow through it."""
-        total = self.total_width()
+        total = sum(self.widths) + sum(self.padding)
         padded_a = []
         padded_b = []
-        for adapter, a_RE, b_FR in zip(adapters, a, b, strict=True):
+        for adapter, a_RE, b_FR in zip(inputs.adapters, inputs.a, inputs.b, strict=True):
             columns = self.columns(adapter.linear)
             rank_padding = -len(a_RE) % 8
             scaled_FR = scaled(b_FR, adapter.scaling).to(self.dtype)
@@ -132,30 +103,9 @@ class JoinedLinears:
             padded_b.append(scaled_FR)
         return padded_a, padded_b
 
-    def matrices(self, adapters: Sequence[Adapter], a: Sequence[Tensor], b: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return `stack` as two matrices, A (R, E) and s B (F, R), each written once; no gradient flows through it."""
-        total = self.total_width()
-        ranks = [rounded_rank(len(a_RE)) for a_RE in a]
-        complete = len(adapters) == 1 and not self.extra_features and ranks[0] == len(a[0]) and total == len(b[0])
-        new = a[0].new_empty if complete else a[0].new_zeros  # without padding nothing has to be zeroed
-        all_a_RE = new((sum(ranks), self.in_features + self.extra_features), dtype=self.dtype)
-        all_b_FR = new((total, sum(ranks)), dtype=self.dtype)
-        first = 0
-        for adapter, a_RE, b_FR, rank in zip(adapters, a, b, ranks, strict=True):
-            last = first + len(a_RE)
-            all_a_RE[first:last, : self.in_features].copy_(a_RE)
-            torch.mul(b_FR, adapter.scaling, out=all_b_FR[self.columns(adapter.linear), first:last])
-            first += rank
-        return all_a_RE, all_b_FR
-
 
 ONE_LINEAR = JoinedLinears(widths=(0,), padding=(0,), in_features=0, extra_features=0, dtype=torch.float32)
 """One Linear without adapters. Nothing is joined, so its sizes are not read."""
-
-
-def rounded_rank(rank: int) -> int:
-    """Round a rank up to a multiple of 8: products of other sizes are slow."""
-    return -(-rank // 8) * 8
 
 
 def scaled(x: Tensor, scaling: Any) -> Tensor:
@@ -163,8 +113,9 @@ def scaled(x: Tensor, scaling: Any) -> Tensor:
     return x if not isinstance(scaling, Tensor) and scaling == 1 else x * scaling
 
 
-def _cat(tensors: list[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+def cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
+    """Concatenate tensors; return a single one as it is."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 
 
 def _padded(x: Tensor, columns: int, rows: int) -> Tensor:

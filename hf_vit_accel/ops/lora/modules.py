@@ -21,14 +21,7 @@ from hf_vit_accel.versions import ADAPTERS, LORA_LINEAR
 
 
 class ActiveAdapter(NamedTuple):
-    """One adapter that acts in the current call.
-
-    Attributes:
-        a: its A.
-        b: its B.
-        dropout: applied to its input.
-        scaling: a number, or a tensor where PEFT hot-swaps adapters.
-    """
+    """One adapter that acts in the current call; its scaling is a tensor where PEFT hot-swaps adapters."""
 
     a: nn.Linear
     b: nn.Linear

@@ -31,11 +31,7 @@ def column_sum_reference(dy_TF: Tensor) -> Tensor:
 def runs(
     rows: int, columns: int, device: torch.device, *, block_t: int = BLOCK_T, programs_per_sm: int = 8
 ) -> tuple[int, int]:
-    """Divide rows into runs: as many as fill the GPU beside `columns` programs.
-
-    Returns:
-        Rows of a run, and the number of runs.
-    """
+    """Divide rows into runs, as many as fill the GPU beside `columns` programs; return a run's rows, and the count."""
     target = max(1, programs_per_sm * machine.multiprocessors(device) // columns)
     length = -(-rows // (target * block_t)) * block_t
     return length, -(-rows // length)
@@ -75,11 +71,7 @@ def _add_up_kernel(partial, out, count, width, STRIDE: tl.constexpr, BLOCK_P: tl
 
 
 def add_up(partial_NPF: Tensor, dtype: torch.dtype, width: int | None = None) -> tuple[Tensor, ...]:
-    """Add up partial sums in fp32.
-
-    Args:
-        width: number of columns to keep, from the first; None for all.
-    """
+    """Add up partial sums in fp32; keep the first `width` columns."""
     sets, count, partial_width = partial_NPF.shape
     width = width or partial_width
     out_NF = torch.empty(sets, width, dtype=dtype, device=partial_NPF.device)

@@ -17,10 +17,8 @@ Saved = tuple[Any, ...]
 class InnerContext:
     """The context of an autograd function that runs inside another one.
 
-    Attributes:
-        needs_input_grad: whether each argument of the forward needs a gradient.
-        saved_tensors: what the forward saved. Between forward and backward the outer function saves it, so that
-            autograd's hooks and version checks see it.
+    Between forward and backward the outer function saves the tensors, so that autograd's hooks and version checks see
+    them.
     """
 
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:

@@ -62,7 +62,7 @@ def mlp_reference(x_TE: Tensor, *arguments: Any) -> Tensor:
     """Compute an MLP, (T, E).
 
     Args:
-        arguments: the length of the first products' `LoraInputs.flat`. That list, and the last product's. The
+        arguments: the length of the first products' flat `LoraInputs`. That list, and the last product's. The
             `JoinedLinears` of both. The activation and its limit. A `NormRecipe` or None.
     """
     count, *flat, first, last, kind, limit, recipe = arguments
@@ -115,13 +115,12 @@ class MlpFunction(torch.autograd.Function):
 
         def compute_h(dh_TF: Tensor) -> Tensor:
             nonlocal dz, dbiases
-            widths = first.linears.widths
-            needs_bias = any(first.needs[len(widths) : 2 * len(widths)])
+            needs_bias = any(first.needs.biases)
             dz, h_TF, partial = activation_gradient_(
                 z, dh_TF, ctx.kind, ctx.limit, needs_h=last.reads_x, needs_bias=needs_bias
             )
             if needs_bias:
-                dbiases = add_up(partial, z.dtype, widths[0])
+                dbiases = add_up(partial, z.dtype, first.linears.widths[0])
             return h_TF
 
         compute_input = None if z is None else compute_h
@@ -140,7 +139,7 @@ def _join_swiglu(
     first: JoinedLinears, first_flat: Sequence[Any], down_EF: Tensor, down_E: Tensor | None
 ) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
     """Pad the weights of a SwiGLU by one kernel; return weight and bias of its first product, and of its last one."""
-    inputs = first.unflatten(first_flat, len(first.adapters(first_flat)))
+    inputs = first.unflatten(first_flat)
     gate_FE, up_FE = inputs.weights
     gate_F, up_F = inputs.biases
     weight, bias, down_EG = pad_swiglu(gate_FE, up_FE, gate_F, up_F, down_EF)
@@ -148,12 +147,7 @@ def _join_swiglu(
 
 
 def build(before: Sequence[Lora], after: Lora, kind: str, limit: float | None, context: Context) -> Apply:
-    """Build an MLP with gradients or adapters.
-
-    Args:
-        before: the Linear before the activation; gate and up for kind "silu".
-        limit: see `swiglu_reference`.
-    """
+    """Build an MLP with gradients or adapters; `before` are gate and up for kind "silu"."""
     is_swiglu = kind == "silu"
     width = len(before[0].base.weight)
     first = product(before, context, padded=is_swiglu)

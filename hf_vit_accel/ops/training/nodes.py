@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,20 +19,16 @@ from hf_vit_accel import machine
 from hf_vit_accel.ops.add_norm import widened
 from hf_vit_accel.ops.base import AddThen, Apply
 from hf_vit_accel.ops.training.context import FunctionContext, Gradients, InnerContext, Saved
-from hf_vit_accel.ops.training.norm_recipe import NormRecipe
+from hf_vit_accel.ops.training.norm_backward import NormRecipe
 
 Rows = Tensor
-V = TypeVar("V")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OpWithBackward:
-    """An operation with its own backward; it takes rows, weights and settings, in this order.
+    """An autograd function with its arguments after the rows: the current weights, then settings without gradients.
 
     Attributes:
-        function: the autograd function.
-        weights: reads the current weights, in the dtype of the rows.
-        settings: arguments after the weights, without gradients.
         takes_norm: whether the last argument is the `NormRecipe` of its rows.
         fault: the name to report if the forward fails.
     """
@@ -79,6 +75,17 @@ class NormWithBackward(OpWithBackward):
         return sum_TE, normed_TE, NormRecipe(sum_TE, *weights, *self.settings)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ProductThen:
+    """A trained product of normed rows, and a function of its result that is a node of its own."""
+
+    product: OpWithBackward
+    then: Apply
+
+    def __call__(self, x_TE: Rows, recipe: NormRecipe | None = None) -> Rows:
+        return self.then(self.product(x_TE, recipe=recipe))
+
+
 def normed(norm: AddThen, product: Apply) -> AddThen:
     """Build (x, delta) to x + delta and the product of its norm; a trained product receives the norm's recipe."""
     norm_node = _unguarded(norm)
@@ -92,7 +99,7 @@ def normed(norm: AddThen, product: Apply) -> AddThen:
         sum_TE, normed_TE = norm(x_TE, delta_TE)
         return sum_TE, product(normed_TE)
 
-    is_trained = isinstance(norm_node, NormWithBackward) and isinstance(product_node, OpWithBackward)
+    is_trained = isinstance(norm_node, NormWithBackward) and isinstance(product_node, OpWithBackward | ProductThen)
     return run_trained if is_trained else run
 
 
@@ -101,22 +108,12 @@ def _unguarded(operation: Any) -> Any:
     return getattr(operation, "__wrapped__", operation)
 
 
-class LayerParts(NamedTuple, Generic[V]):
-    """One value for every part of a layer, in the order in which the parts run."""
-
-    norm1: V
-    qkv: V
-    attend: V
-    proj: V
-    norm2: V
-    mlp: V
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerNode:
     """A complete layer as one node. With one of every part, eager steps took 1.12 times as long (Qwen3-VL-8B, H200)."""
 
-    parts: LayerParts[OpWithBackward]
+    parts: Sequence[OpWithBackward]
+    """norm1, qkv, attention, proj, norm2 and MLP, in the order in which they run."""
 
     @cached_property
     def constants(self) -> tuple[int, ...]:
@@ -126,11 +123,7 @@ class LayerNode:
     def __call__(
         self, qkv_shape: tuple[int, ...], cos_TD: Rows, sin_TD: Rows, x_TE: Rows, delta_TE: Rows | None
     ) -> tuple[Rows, Rows | None]:
-        """Return the residual stream, (T, E), and the MLP's result that the next norm adds to it, (T, E).
-
-        Args:
-            qkv_shape: (3, H, D).
-        """
+        """Return the residual stream, (T, E), and the MLP's result that the next norm adds to it, (T, E)."""
         if delta_TE is not None and delta_TE.dtype != x_TE.dtype:
             x_TE = widened(x_TE, delta_TE)
         counts = []
@@ -181,15 +174,11 @@ def layer_node_of(operations: Any, attend: object) -> LayerNode | None:
         if not isinstance(part, OpWithBackward):
             return None
         parts.append(part)
-    return LayerNode(parts=LayerParts(*parts))
+    return LayerNode(parts=parts)
 
 
 class _PartContext(InnerContext):
-    """The context of one part of a layer, and how to run its backward.
-
-    Attributes:
-        weights: number of the part's weights.
-    """
+    """The context of one part of a layer, which has so many weights, and how to run its backward."""
 
     def __init__(self, part: OpWithBackward, needs_input_grad: tuple[bool, ...], weights: int) -> None:
         self.part = part
@@ -198,14 +187,7 @@ class _PartContext(InnerContext):
         self.weights = weights
 
     def backward(self, saved: Saved, *gradients: Rows | None) -> tuple[Gradients, Gradients]:
-        """Run the part's backward, if a gradient arrives and one is needed.
-
-        Args:
-            gradients: one, or two of a norm.
-
-        Returns:
-            The gradients of the part's rows, and those of its weights.
-        """
+        """Run the part's backward, if a gradient arrives and one is needed; return those of its rows and weights."""
         rows = len(self.needs_input_grad) - self.weights - len(self.part.settings) - self.part.takes_norm
         arrives = gradients[0] is not None or gradients[-1] is not None
         if not arrives or not any(self.needs_input_grad):
@@ -219,33 +201,25 @@ class _PartContext(InnerContext):
 @lru_cache(maxsize=1024)
 def _layer_needs(
     needs_input_grad: tuple[bool, ...], counts: tuple[int, ...], constants: tuple[int, ...]
-) -> LayerParts[tuple[bool, ...]]:
-    """Work out which arguments of every part need a gradient.
+) -> list[tuple[bool, ...]]:
+    """Work out which arguments of every part need a gradient: rows, weights, then constants that have none.
 
     Args:
-        constants: number of arguments of every part that follow its weights.
+        counts: number of weights of every part.
     """
     needs_x, needs_delta, *needs_weights = needs_input_grad
-    needs_by_part = _split(needs_weights, counts)
-    trailing = LayerParts(*[(*needs, *(False,) * count) for needs, count in zip(needs_by_part, constants, strict=True)])
-    norm1 = needs_x, needs_delta, *trailing.norm1
-    qkv = any(norm1), *trailing.qkv
-    attend = any(qkv), False, False, *trailing.attend
-    proj = any(attend), *trailing.proj
-    norm2 = needs_x or needs_delta, any(proj), *trailing.norm2
-    mlp = any(norm2), *trailing.mlp
-    return LayerParts(norm1, qkv, attend, proj, norm2, mlp)
-
-
-@lru_cache(maxsize=1024)
-def _slices(counts: tuple[int, ...]) -> LayerParts[slice]:
-    """Return where every part's values are among those of all parts."""
-    slices = []
-    start = 0
-    for count in counts:
-        slices.append(slice(start, start + count))
-        start += count
-    return LayerParts(*slices)
+    all_needs: list[tuple[bool, ...]] = []
+    for index, (needs, count) in enumerate(zip(_split(needs_weights, counts), constants, strict=True)):
+        if index == 0:
+            rows: tuple[bool, ...] = needs_x, needs_delta
+        elif index == 2:  # attention: its rows, cos and sin
+            rows = any(all_needs[1]), False, False
+        elif index == 4:  # norm2: the sum of norm1, and the result of proj
+            rows = needs_x or needs_delta, any(all_needs[3])
+        else:
+            rows = (any(all_needs[index - 1]),)
+        all_needs.append((*rows, *needs, *(False,) * count))
+    return all_needs
 
 
 class _Layer(torch.autograd.Function):
@@ -266,23 +240,22 @@ class _Layer(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         needs = _layer_needs(ctx.needs_input_grad[5:], counts, layer.constants)
         norm1, qkv, attend, proj, norm2, mlp = layer.parts
-        weights = _slices(counts)
-        contexts = LayerParts(*[_PartContext(*part) for part in zip(layer.parts, needs, counts, strict=True)])
+        norm1_weights, qkv_weights, _, proj_weights, norm2_weights, mlp_weights = _split(flat_weights, counts)
+        contexts = [_PartContext(*part) for part in zip(layer.parts, needs, counts, strict=True)]
+        of_norm1, of_qkv, of_attend, of_proj, of_norm2, of_mlp = contexts
 
-        norm1_weights = flat_weights[weights.norm1]
-        sum_TE, normed_TE = norm1.forward(contexts.norm1, x_TE, delta_TE, *norm1_weights, *norm1.settings)
+        sum_TE, normed_TE = norm1.forward(of_norm1, x_TE, delta_TE, *norm1_weights, *norm1.settings)
         recipe = NormRecipe(sum_TE, *norm1_weights, *norm1.settings)
-        qkv_TF = qkv.forward(contexts.qkv, normed_TE, *flat_weights[weights.qkv], *qkv.settings, recipe)
+        qkv_TF = qkv.forward(of_qkv, normed_TE, *qkv_weights, *qkv.settings, recipe)
         qkv_T3HD = qkv_TF.view(qkv_TF.shape[0], *qkv_shape)  # Python's unflatten takes 8 us
-        attended_THD = attend.forward(contexts.attend, qkv_T3HD, cos_TD, sin_TD, *attend.settings)
+        attended_THD = attend.forward(of_attend, qkv_T3HD, cos_TD, sin_TD, *attend.settings)
         attended_TF = attended_THD.flatten(1)
         del attended_THD
         # None: no recipe, since attended rows come from no norm.
-        projected_TE = proj.forward(contexts.proj, attended_TF, *flat_weights[weights.proj], *proj.settings, None)
-        norm2_weights = flat_weights[weights.norm2]
-        sum_TE, normed_TE = norm2.forward(contexts.norm2, sum_TE, projected_TE, *norm2_weights, *norm2.settings)
+        projected_TE = proj.forward(of_proj, attended_TF, *proj_weights, *proj.settings, None)
+        sum_TE, normed_TE = norm2.forward(of_norm2, sum_TE, projected_TE, *norm2_weights, *norm2.settings)
         recipe = NormRecipe(sum_TE, *norm2_weights, *norm2.settings)
-        out_TE = mlp.forward(contexts.mlp, normed_TE, *flat_weights[weights.mlp], *mlp.settings, recipe)
+        out_TE = mlp.forward(of_mlp, normed_TE, *mlp_weights, *mlp.settings, recipe)
 
         # autograd saves the tensors of all parts: its hooks see them, and an output that is saved makes no cycle.
         tensors: list[Any] = []
@@ -315,6 +288,11 @@ class _Layer(torch.autograd.Function):
         return None, None, None, None, None, dx_TE, ddelta_TE, *dnorm1, *dqkv, *dattend, *dproj, *dnorm2, *dmlp
 
 
-def _split(flat: Sequence[V], counts: Sequence[int]) -> list[tuple[V, ...]]:
+def _split(flat: Sequence[Any], counts: Sequence[int]) -> list[tuple[Any, ...]]:
     """Split the values of all parts into those of every part."""
-    return [tuple(flat[part]) for part in _slices(tuple(counts))]
+    parts = []
+    start = 0
+    for count in counts:
+        parts.append(tuple(flat[start : start + count]))
+        start += count
+    return parts

@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from hf_vit_accel import machine
-from hf_vit_accel.ops.add_norm import add_norm_reference as add_norm_reference
 from hf_vit_accel.ops.add_norm import add_norm_rows, pieces
 from hf_vit_accel.ops.launch import device_function, kernel, tl
 from hf_vit_accel.ops.training.column_sum import add_up, runs
@@ -118,6 +119,25 @@ def _store_row(row, first, second, e1, e2, WIDTH: tl.constexpr):
     """Store the two pieces of a row."""
     tl.store(row + e1, first)
     tl.store(row + e2, second, mask=e2 < WIDTH)
+
+
+class NormRecipe(NamedTuple):
+    """The arguments of `add_norm_rows` that made normed rows from a sum.
+
+    A product after a norm saves them for its gradient instead of the rows: the norm saves the sum anyway. At 16384 rows
+    this saves 38 to 42 MB a norm and costs about 20 us (H200).
+    """
+
+    sum_TE: Tensor
+    weight_E: Tensor
+    bias_E: Tensor | None
+    eps: float
+    rms: bool
+    dtype: torch.dtype | None = None
+
+    def rows(self) -> Tensor:
+        """Compute the normed rows again, (T, E), bit for bit."""
+        return add_norm_rows(self.sum_TE, self.sum_TE, None, *self[1:])
 
 
 class AddNormFunction(torch.autograd.Function):
