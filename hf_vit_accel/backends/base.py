@@ -193,9 +193,6 @@ class Backend(ABC):
         """Return why "auto" prefers the next backend for a layout, although this one can run it; None if not."""
         return None
 
-    def close(self) -> None:  # noqa: B027  (most backends hold no memory between calls)
-        """Free the memory that is kept between calls."""
-
     def plan(self, segments: Segments, request: Request) -> Plan:
         """Decide everything about a layout on the host, without device work. By default cu_seqlens and max_seqlen."""
         host = {"max_seqlen": segments.max_seqlen}

@@ -12,7 +12,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import replace
-from threading import Lock
 from types import ModuleType
 
 import numpy as np
@@ -82,9 +81,6 @@ class FlashinferCudnn(Backend):
         largest = (INT32_END - 1) // (3 * request.heads * request.head_dim)
         return [] if segments.rows <= largest else [f"{segments.rows} rows, its int32 offsets reach {largest}"]
 
-    def close(self) -> None:
-        WORKSPACES.close()
-
     def graph_bounds(self, segments: int, max_seqlen: int, rows: int) -> tuple[int, int]:
         return round_segments(segments), rows
 
@@ -134,40 +130,6 @@ def _prefill_module() -> ModuleType:
     return prefill
 
 
-class Workspaces:
-    """cuDNN's scratch memory: one buffer per (device, stream), since the calls on one stream run one after another.
-
-    A buffer only grows. `close` drops all buffers; queued kernels are safe, because the allocator is stream-ordered.
-    """
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[torch.device, int], Tensor] = {}
-        self._lock = Lock()
-
-    def get(self, stream: torch.cuda.Stream, nbytes: int) -> Tensor:
-        """Return at least nbytes of uint8 for calls on a stream; a fresh tensor during a capture."""
-        if torch.cuda.is_current_stream_capturing():
-            return torch.empty(nbytes, dtype=torch.uint8, device=stream.device)  # from the CUDA graph's own pool
-        key = stream.device, stream.cuda_stream
-        with self._lock:
-            buffer = self._buffers.get(key)
-            if buffer is None or buffer.numel() < nbytes:
-                try:
-                    buffer = torch.empty(max(nbytes, 1 << 20), dtype=torch.uint8, device=stream.device)
-                except torch.OutOfMemoryError as error:  # a fault, not the user's problem: other backends need none
-                    raise RuntimeError(f"no memory for a workspace of {nbytes} bytes") from error
-                self._buffers[key] = buffer
-        return buffer
-
-    def close(self) -> None:
-        """Free all buffers."""
-        with self._lock:
-            self._buffers.clear()
-
-
-WORKSPACES = Workspaces()
-
-
 class CudnnPlan:
     """One built cuDNN plan, which cuDNN calls a graph: neither a `Plan` of a backend nor a CUDA graph.
 
@@ -191,12 +153,12 @@ class CudnnPlan:
         self._graph = prefill.prepare_cudnn_batch_prefill(*qkv, scale, lengths_S, metadata=metadata).graph
         names = _UIDS + (_FP8_UIDS if qkv[0].dtype == torch.float8_e4m3fn else ())
         self._uids = tuple(getattr(prefill.UIDs, name).value for name in names)
-        self._workspace_bytes = int(self._graph.get_workspace_size())
+        self._workspace_bytes = max(int(self._graph.get_workspace_size()), 1)
 
     def run(self, qkv: Tensors, sequences: Tensors, out_THD: Tensor, fp8: Tensors = ()) -> None:
         """Launch on the current stream, with the scales for `_FP8_UIDS` if it is FP8."""
         stream = torch.cuda.current_stream(out_THD.device)
-        workspace = WORKSPACES.get(stream, self._workspace_bytes)
+        workspace = torch.empty(self._workspace_bytes, dtype=torch.uint8, device=out_THD.device)
         handle = _prefill_module()._create_cudnn_handle(stream)
         # Tensors in the order of the uids: the frontend would search a dict at every call. The first of `sequences` are
         # the lengths, which are those of q and those of kv.

@@ -1,7 +1,7 @@
 """The operations of a tower, one file each, and the table from which they are chosen.
 
 A plain-torch reference defines what each computes: tests compare kernels with it, and `tower.proof` compares it with
-transformers. `project` and `linear` have no name in `status`, so `TABLE` has no line for them.
+transformers. Projections have no name in `status`, so `TABLE` has no line for them.
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ from torch import Tensor
 
 from hf_vit_accel.families.base import Block, Parts
 from hf_vit_accel.ops import (
-    downsample,
+    convolutions,
     heads,
-    linear,
     merger,
     mlp,
     norm,
-    patch_embed,
     positions,
     project,
     rope,
@@ -32,12 +30,12 @@ from hf_vit_accel.ops.launch import why_not_triton
 __all__ = ["PARTS", "TABLE", "Context", "LayerOps", "Operation", "Ops", "build", "why_not_triton"]
 
 TABLE: tuple[Operation, ...] = (
-    patch_embed.OPERATION,
+    convolutions.PATCH_EMBED,
     positions.OPERATION,
     norm.OPERATION,
     heads.OPERATION,
     rope.OPERATION,
-    downsample.OPERATION,
+    convolutions.DOWNSAMPLE,
     merger.OPERATION,
     mlp.OPERATION,
     window.OPERATION,
@@ -150,14 +148,14 @@ def _layer(block: Block, built: BuiltOperations, context: Context) -> LayerOps:
         mlp_op: Apply = built["mlp"][id(block.mlp)]
     else:
         mlp_op = context.called(block.mlp)
-    if linear.is_foreign(block.mlp, context):
+    if project.is_foreign(block.mlp, context):
         norm2 = norm.before_foreign(block.norm2, context)
-    if any(linear.is_foreign(module, context) for module in block.qkv):
+    if any(project.is_foreign(module, context) for module in block.qkv):
         norm1 = norm.before_foreign(block.norm1, context)
     return LayerOps(
         norm1=norm1,
         qkv=project.build(block, context, built["heads"][id(block)] if block.shapes_heads else None),
-        proj=linear.build(block.proj, context),
+        proj=project.build_linear(block.proj, context),
         norm2=norm2,
         mlp=mlp_op,
     )

@@ -230,11 +230,7 @@ class ShapeHeads(torch.autograd.Function):
         return dqkv_TF, None, None, None, *dweights
 
 
-Sizes = tuple[int, int, float]
-"""Heads of queries, heads of keys, epsilon of their norms."""
-
-
-def sizes_of(block: Block, context: Context) -> Sizes:
+def _sizes(block: Block, context: Context) -> tuple[int, int, float]:
     """Read the heads of queries, the heads of keys, and the epsilon of their norms (0 for none)."""
     heads = context.read(block.attention, "num_heads")
     groups = context.read(block.attention, "num_key_value_groups", 1)
@@ -251,7 +247,7 @@ def _reasons_against(block: Block, context: Context) -> list[str]:
 
 
 def _fused(block: Block, context: Context) -> Apply:
-    heads, key_heads, eps = sizes_of(block, context)
+    heads, key_heads, eps = _sizes(block, context)
     kernel: Any = ShapeHeads.apply if context.grad else shape_heads_
     function = shape_heads_reference if context.reference else kernel
 
@@ -263,7 +259,7 @@ def _fused(block: Block, context: Context) -> Apply:
 
 def _plain(block: Block, context: Context) -> Apply:
     head_norms = [context.called(norm) for norm in block.head_norms]
-    heads, key_heads, _ = sizes_of(block, context)
+    heads, key_heads, _ = _sizes(block, context)
     return lambda qkv_TF: _shaped(qkv_TF, heads, key_heads, head_norms)
 
 

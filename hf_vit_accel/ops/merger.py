@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from hf_vit_accel.families.base import Part, Parts
 from hf_vit_accel.machine import KERNELS, guarded
-from hf_vit_accel.ops import linear
 from hf_vit_accel.ops import mlp as mlps
 from hf_vit_accel.ops import norm as norms
 from hf_vit_accel.ops.base import AddThen, Context, Operation
 from hf_vit_accel.ops.lora.modules import Lora
+from hf_vit_accel.ops.project import build_linear, is_foreign
 from hf_vit_accel.ops.training import mlp as trained_mlp
 from hf_vit_accel.ops.training.nodes import NormWithBackward, OpWithBackward
 
@@ -55,8 +55,8 @@ def fused(merger: Part, context: Context) -> AddThen:
     layers = layers_of(merger)
     assert layers is not None
     norm, modules = layers
-    is_foreign = any(linear.is_foreign(module, context) for module in modules)
-    add_norm = norms.fused(norm, context, in_rows_dtype=not is_foreign)
+    has_foreign = any(is_foreign(module, context) for module in modules)
+    add_norm = norms.fused(norm, context, in_rows_dtype=not has_foreign)
     guarded_norm = guarded(KERNELS, add_norm)
     width = norm.weight.shape[0]
     merged_width = context.read(merger, "hidden_size")
@@ -84,7 +84,7 @@ def fused(merger: Part, context: Context) -> AddThen:
 
 def _fused_gated(merger: Part, context: Context) -> AddThen:
     add_norm = guarded(KERNELS, norms.fused(merger.post_projection_norm, context))
-    project = linear.build(merger.proj, context)
+    project = build_linear(merger.proj, context)
     activate = context.called(merger.act1)
     gated = mlps.fused(merger, context)
 

@@ -10,12 +10,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from hf_vit_accel.families.base import Block
-from hf_vit_accel.ops import linear
+from hf_vit_accel.families.base import Block, Part
 from hf_vit_accel.ops.base import Apply, Context
 from hf_vit_accel.ops.lora.modules import Lora, lora_of
 from hf_vit_accel.ops.product import product
 from hf_vit_accel.ops.training.nodes import OpWithBackward, ProductThen
+
+
+def is_foreign(module: Part, context: Context) -> bool:
+    """Return whether a module has weights that no plain Linear holds: autocast may not decide the dtypes inside."""
+    inner_modules = [inner for inner in module.modules() if inner._parameters]
+    return any(context.reasons_replaced(inner, nn.Linear) for inner in inner_modules)
+
+
+def build_linear(module: Part, context: Context) -> Apply:
+    """Build a projection: a product, or the module itself where it is none."""
+    lora = lora_of(module, context)
+    return context.called(module) if lora is None else product([lora], context)
 
 
 def build(block: Block, context: Context, shape: Apply | None) -> Apply:
@@ -30,7 +41,7 @@ def build(block: Block, context: Context, shape: Apply | None) -> Apply:
         if lora is not None:
             loras.append(lora)
     if len(loras) < len(block.qkv):
-        project = _called([linear.build(module, context) for module in block.qkv], context)
+        project = _called([build_linear(module, context) for module in block.qkv], context)
     else:
         project = product(loras, context)
     if shape is None:

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from hf_vit_accel.backends import BACKENDS
 from hf_vit_accel.families import FAMILIES_OF_COPIES, Family, Tower, family_of
 from hf_vit_accel.families.copies import CopyFamily, class_in, copy_family, misfits
 from hf_vit_accel.tower.forward import (
@@ -112,8 +111,6 @@ def uninstall(tower: nn.Module) -> TowerState | None:
     vars(tower).pop(HOOKS, None)
     put_back(state.processors)
     state.drop_caches()
-    for backend in BACKENDS:
-        backend.close()
     return state
 
 

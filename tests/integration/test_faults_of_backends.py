@@ -81,22 +81,6 @@ def _with(**pieces: Any) -> Arrange:
     return arrange
 
 
-def _workspace(error: Exception) -> Arrange:
-    """Let the allocation of scratch memory fail, and nothing else."""
-
-    def arrange(fake: Flashinfer, monkeypatch: pytest.MonkeyPatch) -> None:
-        torch_empty = torch.empty
-
-        def empty(*args: object, **kwargs: object) -> torch.Tensor:
-            if kwargs.get("dtype") is torch.uint8:
-                raise error
-            return torch_empty(*args, **kwargs)
-
-        monkeypatch.setattr(torch, "empty", empty)
-
-    return arrange
-
-
 FAULTS = {
     "flashinfer does not import": Fault(
         lambda fake, monkeypatch: monkeypatch.setitem(sys.modules, PREFILL, None),
@@ -126,9 +110,6 @@ FAULTS = {
     "no plan can be built": Fault(
         _with(prepare_cudnn_batch_prefill=raises(RuntimeError("CUDNN_STATUS_NOT_SUPPORTED\nno engine"))),
         "failed when it ran: RuntimeError: CUDNN_STATUS_NOT_SUPPORTED no engine",
-    ),
-    "there is no memory for the workspace": Fault(
-        _workspace(torch.OutOfMemoryError("Tried to allocate")), "no memory for a workspace of"
     ),
     "the operator fails when it runs": Fault(_with(run=raises(RuntimeError("EXECUTION_FAILED"))), "EXECUTION_FAILED"),
 }

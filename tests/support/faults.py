@@ -51,7 +51,6 @@ def forget_machine() -> None:
     """Clear probes, and what backends have built."""
     machine.reset()
     cudnn_backend.CUDNN_PLANS.clear()
-    cudnn_backend.WORKSPACES.close()
     flex_backend.compiled.cache_clear()
 
 

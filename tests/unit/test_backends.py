@@ -123,19 +123,6 @@ def test_cudnn_plans_are_built_once_per_class_of_layouts() -> None:
     assert cudnn_backend.CUDNN_PLANS.misses == before + 1
 
 
-@pytest.mark.gpu
-def test_cudnn_workspace_is_one_per_stream() -> None:
-    current = torch.cuda.current_stream()
-    other = torch.cuda.Stream()
-    spaces = cudnn_backend.Workspaces()
-    first = spaces.get(current, 1000)
-    assert spaces.get(current, 10).data_ptr() == first.data_ptr()
-    assert spaces.get(other, 10).data_ptr() != first.data_ptr()
-    assert spaces.get(current, 2 << 20).numel() >= 2 << 20
-    spaces.close()
-    assert not spaces._buffers
-
-
 def test_sdpa_runs_one_call_per_distinct_length(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     real = nn.functional.scaled_dot_product_attention

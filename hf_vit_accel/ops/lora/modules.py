@@ -110,9 +110,7 @@ def _reason_against(module: Part, context: Context) -> str | None:
         return "gradients do not flow through kernels here"
     matrices = [*module.lora_A.values(), *module.lora_B.values()]
     checks = [
-        (context.read(module, "fan_in_fan_out"), "its weight is transposed"),
         (_variants(module), "it is a variant of LoRA, such as DoRA"),
-        (len(matrices) != 2 * len(module.lora_A), "an adapter has no B"),
         (any(_is_unlike_linear(matrix, context) for matrix in matrices), "an adapter is no Linear without bias"),
         (not _has_plain_dropouts(module), "an adapter's dropout is no nn.Dropout"),
         (_trains_scaling(module), "an adapter's scaling is trained"),
