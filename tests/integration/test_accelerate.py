@@ -15,7 +15,7 @@ from accelerate.hooks import (
     remove_hook_from_submodules,
 )
 from support.patching import check_calls, check_stock, patch_by, run, status_of
-from tiny import GRIDS, TINY, assert_close, chat_inputs, relative_error, tower_of
+from tiny import GRIDS, TINY, assert_close, relative_error, tower_of
 from torch import nn
 
 import hf_vit_accel
@@ -102,29 +102,6 @@ def test_accelerate_hooks_inside_run_as_in_stock(model: nn.Module, name: str) ->
     assert recorder.before == 2
 
 
-@pytest.mark.parametrize(("when", "way"), [("offloaded before", "patch"), ("offloaded after", "name")])
-def test_cpu_offload_goes_the_stock_way(model: nn.Module, when: str, way: str) -> None:
-    tower = tower_of(model)
-    grid = GRIDS["mixed"]
-    inputs = chat_inputs(model, GRIDS["images"])
-    arguments = dict(max_new_tokens=3, do_sample=False)
-    expected = run(tower, grid)
-    tokens = model.generate(**inputs, **arguments)
-    if when == "offloaded after":
-        patch_by(way, model)
-    cpu_offload(model, execution_device="cpu")
-    if when == "offloaded before":
-        patch_by(way, model)
-    assert tower.patch_embed.proj.weight.device.type == "meta"
-    assert_close(run(tower, grid), expected)
-    assert torch.equal(model.generate(**inputs, **arguments), tokens)
-    check_calls(model, 0, 2, "accelerate hooks on patch_embed")
-    check_stock(model, grid, expected)
-    remove_hook_from_submodules(model)
-    assert tower.patch_embed.proj.weight.device.type == "cpu"
-    assert_close(run(tower, grid), expected, 0.0)
-
-
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_device_map_through_the_tower_goes_the_stock_way(model: nn.Module, when: str, tmp_path: Path) -> None:
     """Offload some layers, as where a tower does not fit; the requested passes need the fast path."""
@@ -181,14 +158,6 @@ def test_hooks_that_align_to_several_places_go_the_stock_way(model: nn.Module, p
     align(tower, places)
     assert_close(run(tower, grid), expected)
     assert state_of(tower).fast_calls == 0 and "accelerate hooks on " in status_of(model).against_fast[0]
-
-
-def test_parameters_on_several_devices_go_the_stock_way(model: nn.Module) -> None:
-    tower = tower_of(model)
-    align(tower, {"": "cpu"})
-    tower.blocks[1].attn.qkv.weight = nn.Parameter(tower.blocks[1].attn.qkv.weight.to("meta"))
-    hf_vit_accel.patch(model)
-    assert status_of(model).against_fast == ("parameters on several devices",)
 
 
 @pytest.mark.parametrize("patched_when", ["before", "meanwhile", "after"])

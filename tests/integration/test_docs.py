@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 import transformers
 import typer
 from PIL import Image
+from support.libraries import start_process_group
 
 import hf_vit_accel
 from hf_vit_accel.tools.cli import app
@@ -93,10 +95,10 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
+def group() -> Iterator[None]:
+    with ExitStack() as stack:
+        start_process_group(stack)
+        yield
 
 
 def run(path: Path, code_blocks: list[Block], names: dict[str, Any]) -> dict[str, Any]:

@@ -103,14 +103,6 @@ def test_a_reason_counts_once_a_call(tower: nn.Module) -> None:
     assert any("ZeRO-3" in reason for reason in status.against_fast)
 
 
-def test_a_hook_on_the_tower_itself_keeps_it_fast(tower: nn.Module) -> None:
-    calls: list[str] = []
-    hf_vit_accel.patch(tower, strict=True)
-    tower.register_forward_hook(lambda *_: calls.append("tower"))
-    run_tower(tower, GRID)
-    assert calls == ["tower"] and counts(tower) == (1, 0)
-
-
 @pytest.mark.parametrize("wrap", [lambda features: features, lambda features: [features]], ids=["tensor", "list"])
 def test_a_hook_may_keep_features_on_the_tower(
     tower: nn.Module, wrap: Callable[[torch.Tensor], torch.Tensor | list[torch.Tensor]]

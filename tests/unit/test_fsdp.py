@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
-import os
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
+from support.libraries import start_process_group
+from support.ranks import run_on_ranks
 from support.towers import two_layers
 from support.uses import prompt_with_labels
 from tiny import TINY, checkpoint_layers, outputs_of, pixels_for, relative_error, tower_of
@@ -21,7 +22,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
-from torch.multiprocessing.spawn import start_processes
 
 import hf_vit_accel
 from hf_vit_accel.tower import fsdp, proof
@@ -55,10 +55,8 @@ def shard(
         fully_shard(module, mesh=mesh, mp_policy=policy)
 
 
-def check_gradients(rank: int, folder: str) -> None:
+def check_gradients(rank: int) -> None:
     """Compare the gradients of two ranks with those of one process that encodes the pictures of both."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     for family, reentrant in CASES:
         model = two_layers(family).build().train()
@@ -81,7 +79,6 @@ def check_gradients(rank: int, folder: str) -> None:
                 gradient = parameter.grad.full_tensor()
                 name = name.replace("_checkpoint_wrapped_module.", "")
                 assert relative_error(gradient, expected.get_parameter(name).grad) < 1e-4, (family, reentrant, name)
-    dist.destroy_process_group()
 
 
 def shard_as_accelerate_does(model: nn.Module, version: int) -> nn.Module:
@@ -102,10 +99,8 @@ def shard_as_accelerate_does(model: nn.Module, version: int) -> nn.Module:
     )
 
 
-def check_versions(rank: int, folder: str) -> None:
+def check_versions(rank: int) -> None:
     """Compare two steps of both versions with those of one process; version 1 is stock, with one warning."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
     stock = two_layers("qwen2_5_vl").build().train()
     inputs = prompt_with_labels(stock)
     expected = stock(**inputs).loss
@@ -134,25 +129,19 @@ def check_versions(rank: int, folder: str) -> None:
             assert status.calls == 0 and status.fallbacks[fsdp.VERSION_1] == status.stock_calls
         else:
             assert not advice and status.calls > 0 and status.stock_calls == 0, str(status)
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("check", [check_gradients, check_versions], ids=["families", "versions of accelerate"])
-def test_two_ranks_have_the_gradients_of_one_process(
-    check: Callable[[int, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Run all cases in the same two processes. Forking is quicker, but a process that uses CUDA cannot be forked."""
-    tests = str(Path(__file__).parents[1])
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")]))
-    method = "spawn" if torch.cuda.is_initialized() else "fork"
-    start_processes(check, (str(tmp_path),), nprocs=2, start_method=method)
+def test_two_ranks_have_the_gradients_of_one_process(check: Callable[[int], None], tmp_path: Path) -> None:
+    """Run all cases in the same two processes."""
+    run_on_ranks(check, 2, tmp_path)
 
 
 @pytest.fixture
-def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.FileStore(f"{tmp_path}/store", 1), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
+def mesh() -> Iterator[DeviceMesh]:
+    with ExitStack() as stack:
+        start_process_group(stack)
+        yield init_device_mesh("cpu", (1,))
 
 
 @pytest.mark.parametrize(

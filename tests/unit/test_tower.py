@@ -23,7 +23,6 @@ from tiny import (
     assert_close,
     chat_inputs,
     doubled,
-    merged_of,
     outputs_of,
     pixels_for,
     relative_error,
@@ -194,13 +193,6 @@ def test_save_and_state_dict_see_stock(model: PreTrainedModel, tmp_path: Path) -
 
 def fallbacks(model: PreTrainedModel) -> str:
     return " | ".join(state_of(tower_of(model)).fallbacks)
-
-
-def test_frozen_tower_keeps_the_fast_path_with_grad_enabled(model: PreTrainedModel) -> None:
-    tower = tower_of(model).requires_grad_(False)
-    hf_vit_accel.patch(model, strict=True)
-    out = tower(pixels_for(tower, GRIDS["image"]), grid_thw=torch.tensor(GRIDS["image"]))
-    assert not merged_of(out).requires_grad and state_of(tower).fast_calls == 1
 
 
 def test_hidden_states_of_the_language_model_leave_the_tower_fast(model: PreTrainedModel) -> None:
