@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText, Trainer, TrainingArguments
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 import hf_vit_accel
 
@@ -31,29 +31,6 @@ def example(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         "image_grid_thw": torch.tensor([[1, 4, 4]]),
         "labels": ids,
     }
-
-
-def test_the_callback_patches_what_a_trainer_trains(tmp_path: Path) -> None:
-    code = re.search(r"```python\n(from transformers import TrainerCallback\n.*?)```", PAGE, re.DOTALL)
-    names: dict[str, type] = {}
-    exec(code[1], names)
-    model = AutoModelForImageTextToText.from_pretrained(CHECKPOINT)
-    data = [example(model)] * 2
-    args = TrainingArguments(
-        tmp_path, max_steps=2, per_device_train_batch_size=1, use_cpu=True, report_to=[], remove_unused_columns=False
-    )
-    before = model.model.visual.merger.mlp[0].weight.clone()
-    trainer = Trainer(
-        model=model,
-        args=args,
-        train_dataset=data,
-        data_collator=lambda items: items[0],
-        callbacks=[names["PatchTower"]()],
-    )
-    assert "patched" not in str(hf_vit_accel.status(model)).splitlines()[0]
-    trainer.train()
-    assert "2 fast, 0 stock" in str(hf_vit_accel.status(model))
-    assert not torch.equal(model.model.visual.merger.mlp[0].weight, before)
 
 
 def load_as_verl() -> torch.nn.Module:
