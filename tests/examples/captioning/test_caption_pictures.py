@@ -7,7 +7,6 @@ import random
 import struct
 import zlib
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -22,7 +21,7 @@ from captioner.pictures import read_image, upright_size
 from captioner.worker import Row, decode
 from PIL import Image, ImageFile, PngImagePlugin
 from programs import encode
-from support_captioning import PICTURE_PROMPT, named_task
+from support_captioning import PICTURE_PROMPT
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning:PIL")  # warns of damaged metadata, and of bombs
 
@@ -196,27 +195,6 @@ def test_damaged_files_never_stop_the_run(
         assert row.errors[0] or (row.medium.mode == "RGB" and row.medium.size == (row.width, row.height))
 
 
-OTHERS = {
-    "empty": b"",
-    "zeros": bytes(1000),
-    "text": b"This is no picture.\n" * 50,
-    "html": b"<html><body>404</body></html>",
-    "svg": b'<svg xmlns="http://www.w3.org/2000/svg"/>',
-    "zip": b"PK\x03\x04" + bytes(100),
-    "postscript": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n",
-    "short": b"\xff\xd8\xff",
-    "heic": struct.pack(">I", 24) + b"ftypheic" + bytes(200),
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_files_are_errors(tmp_path: Path, name: str) -> None:
-    row = decoded(tmp_path, OTHERS[name], "file.jpg")
-    assert row.errors[0].startswith("ValueError: " + ("the file is empty" if name == "empty" else "not an image")), (
-        row.errors[0]
-    )
-
-
 def png_chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
@@ -307,21 +285,3 @@ def test_videos_are_read_as_the_processor_samples_them(tmp_path: Path, monkeypat
     assert row.errors == ("ValueError: RuntimeError: no video in /video.mp4",)  # equal in every run
     metadata.total_num_frames = 0
     assert "how many frames" in decoded(tmp_path, b"clip", "clip.mp4", processor=processor).errors[0]
-
-
-def test_errors_of_sources_and_prompts_are_records(tmp_path: Path) -> None:
-    missing = named_task("gone.png")
-    assert "FileNotFoundError" in (decode(missing, None).errors[0] or "") and decode(missing, None).bytes is None
-    assert decode(named_task("x", problem="damaged"), None).errors[0] == "ValueError: damaged"
-    (tmp_path / "a.png").write_bytes(encode(Image.new("RGB", (4, 4))))
-    task = replace(named_task("a.png"), item=Item(key="a.png", file=str(tmp_path / "a.png")), prompts=("{nope}",))
-    assert "the prompt names {nope}" in (decode(task, None).errors[0] or "")
-    row = decode(replace(task, prompts=("{kind} {stem}", "{nope}", "x")), None)
-    assert row.prompts == ("picture a", "", "x") and (row.width, row.height) == (4, 4)
-    assert row.errors[::2] == (None, None) and "{nope}" in str(row.errors[1])  # the other prompts have no error
-    (tmp_path / "a.png").write_bytes(b"bad")
-    row = decode(replace(task, prompts=("{nope}", "x")), None)
-    assert "{nope}" in str(row.errors[0]) and "not an image" in str(row.errors[1])
-    (tmp_path / "a.json").write_text("{broken")
-    row = decode(replace(task, prompts=("{stem}", "{nope}")), None)
-    assert "not an image" in str(row.errors[0]) and "JSONDecodeError" in str(row.errors[1])

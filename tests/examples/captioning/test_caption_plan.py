@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from captioner.batches import Bounds, pack, share
 from captioner.items import Item
 from captioner.journal import Journal, Record
@@ -26,36 +25,6 @@ def to_do(
     plan = make_plan(items, prompts, records, **options)
     outdated = {(record.key, record.prompt) for record in plan.updates if record.status == "outdated"}
     return {task.item.key: list(task.prompts) for task in plan.tasks}, outdated
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> list[Item]:
-    for name in ("a.png", "b.png"):
-        (tmp_path / name).write_bytes(b"12345")
-    return [Item(key=name, file=str(tmp_path / name)) for name in ("a.png", "b.png", "missing.png")]
-
-
-def test_items_with_a_record_are_done(files: list[Item]) -> None:
-    done = [record_of(key, bytes=5) for key in ("a.png", "b.png")] + [record_of("missing.png", bytes=None)]
-    assert to_do(files, []) == ({"a.png": ["p"], "b.png": ["p"], "missing.png": ["p"]}, set())
-    assert to_do(files, done) == ({}, set())
-    assert to_do(files, done, ["p", "q"]) == ({item.key: ["q"] for item in files}, set())
-    assert to_do(files[:1], done) == to_do([], done) == ({}, set())
-
-
-def test_changed_files_are_done_again(files: list[Item]) -> None:
-    done = [record_of("a.png", bytes=5), record_of("a.png", "q", bytes=4), record_of("b.png", bytes=None)]
-    prompts_by_key, stale = to_do(files, done, ["p", "q"])
-    assert prompts_by_key == {"a.png": ["q"], "b.png": ["p", "q"], "missing.png": ["p", "q"]}
-    assert stale == {("a.png", "q"), ("b.png", "p")}  # b.png had no size, since it did not exist
-
-
-def test_only_retried_errors_are_dropped(files: list[Item]) -> None:
-    done = [replace(record_of(key, bytes=5), status="error") for key in ("a.png", "elsewhere.png")]
-    done += [replace(record_of("a.png", "q", bytes=5), status="error"), record_of("b.png", bytes=5)]
-    assert to_do(files[:2], done) == ({}, set())
-    assert to_do(files[:2], done, retry_errors=True) == ({"a.png": ["p"]}, {("a.png", "p")})
-    assert to_do(files[1:2], done, retry_errors=True) == ({}, set())
 
 
 def test_a_mended_shard_has_no_error_any_more(tmp_path: Path) -> None:
