@@ -331,14 +331,11 @@ class LRU(Generic[V]):
 
     def get(self, key: Hashable, make: Callable[[], tuple[V, int]]) -> V:
         """Return the value of a key. A missing value is made by `make() -> (value, cost)` and cached."""
-        with self._lock:
-            if key in self._values:
-                self.hits += 1
-                self._values.move_to_end(key)
-                return self._values[key][0]
+        value = self.find(key)
+        if value is None:
             self.misses += 1
-        value, cost = make()
-        self.keep(key, value, cost)
+            value, cost = make()
+            self.keep(key, value, cost)
         return value
 
     def find(self, key: Hashable) -> V | None:

@@ -88,6 +88,7 @@ def read(expected: Expected, read_grid: ReadGrid | None, /, *args: object, **opt
             f"patch), got {_describe(pixels)}; pass what the processor returns, images packed along dim 0"
         )
     if pixels.dim() != expected.dims or type(pixels) not in _PLAIN:
+        _check_no_images(pixels, grid_thw, expected)
         return None
     if isinstance(grid_thw, Tensor) and type(grid_thw) not in _PLAIN:
         return None
@@ -113,6 +114,18 @@ def read(expected: Expected, read_grid: ReadGrid | None, /, *args: object, **opt
             f"move them with .to({str(expected.device)!r})"
         )
     return Inputs(pixels=pixels, grid=grid, options=options, host_grid=host_grid)
+
+
+def _check_no_images(pixels: Tensor, grid_thw: object, expected: Expected) -> None:
+    """Raise ValueError for images (B, C, H, W). Stock takes patches in any shape that has their number of values."""
+    if pixels.dim() != 4 or expected.width is None or not isinstance(grid_thw, Tensor) or grid_thw.dim() != 2:
+        return
+    rows = int(grid_thw.prod(dim=1).sum())
+    if pixels.numel() != rows * expected.width:
+        raise ValueError(
+            f"expected pixel values of shape ({rows}, {expected.width}), packed patches of this grid_thw, got "
+            f"images of shape {tuple(pixels.shape)}; pass the pixel values that the processor of this model returns"
+        )
 
 
 def _read_grid(

@@ -56,8 +56,7 @@ class ModelState:
 
     Attributes:
         takes_host_grids: Whether the methods for features take a grid on the host; None before they were tried.
-        compared_functions: The functions that `numbers_images_alike` compared with ours.
-        is_numbering_proven: Whether they number images as ours.
+        is_numbering_proven: Whether the model numbers images as we do; None before it was compared.
     """
 
     def __init__(self, every_rank: bool = False) -> None:
@@ -68,8 +67,7 @@ class ModelState:
         self.copies = HostCopies()
         self.features = Features()
         self.takes_host_grids: bool | None = None
-        self.compared_functions: tuple[object, ...] = ()
-        self.is_numbering_proven = False
+        self.is_numbering_proven: bool | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.every_rank,)
@@ -249,11 +247,9 @@ def _rope_index(model: Model, state: ModelState, stock: StockMethod, arguments: 
     Returns:
         None if the method raises.
     """
-    functions = stock, getattr(type(model), "get_vision_position_ids", None)
     try:
         host = state.copies.on_host(arguments, parameters_of(stock))
-        if state.compared_functions != functions:
-            state.compared_functions = functions
+        if state.is_numbering_proven is None:
             state.is_numbering_proven = False  # also where the comparison raises
             state.is_numbering_proven = "mm_token_type_ids" in parameters_of(stock) and numbers_images_alike(model)
         result = None

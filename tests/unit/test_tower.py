@@ -358,6 +358,7 @@ def test_a_deleted_model_is_freed_at_once() -> None:
 
 Spoil = Callable[[torch.Tensor, torch.Tensor], tuple[object, object]]
 BAD: dict[str, tuple[Spoil, str]] = {
+    "images": (lambda pixels, grid: (torch.zeros(2, 3, 28, 28), grid), r"got images of shape \(2, 3, 28, 28\); pass"),
     "rows disagree": (lambda pixels, grid: (pixels[:-4], grid), "expected 96 rows of pixel values"),
     "no frames": (lambda pixels, grid: (pixels, torch.tensor([[0, 12, 8]])), "at least one image"),
     "no rows": (lambda pixels, grid: (pixels, torch.tensor([[1, 0, 8]])), "positive sizes"),
