@@ -81,7 +81,6 @@ def draw(folder: Path, index: int) -> None:
     Image.fromarray(coarse).resize((int(width), int(height))).save(folder / f"{index:05d}.jpg", quality=85)
 
 
-_load_model = batch_caption.load_model
 _load_processor = batch_caption.load_processor
 _bounds = Captioner.bounds
 

@@ -125,6 +125,11 @@ def private_names(path: Path) -> set[str]:
     return {name for name in names if name.startswith("_") and not name.startswith("__") and name != "_"}
 
 
+def name_called(node: ast.Call) -> str:
+    """Return the last name of what is called."""
+    return str(getattr(node.func, "attr", getattr(node.func, "id", "")))
+
+
 def names_used_from_elsewhere(path: Path) -> set[str]:
     """Return imported names, attributes of anything but `self`, and strings given to `setattr` and the like."""
     names = set()
@@ -133,7 +138,7 @@ def names_used_from_elsewhere(path: Path) -> set[str]:
             names.add(node.attr)
         elif isinstance(node, ast.ImportFrom):
             names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("attr"):
+        elif isinstance(node, ast.Call) and name_called(node).endswith("attr"):
             constants = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
             names |= {constant.rpartition(".")[2] for constant in constants if isinstance(constant, str)}
     return names
