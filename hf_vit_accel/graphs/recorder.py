@@ -83,14 +83,6 @@ class CudaRecorder:
         self._last_stream: torch.cuda.Stream | None = None
         keep_in_children(self)
 
-    def against(self) -> str | None:
-        """Return why this call can neither capture nor replay, or None if it can."""
-        if torch.compiler.is_compiling():
-            return "torch.compile is tracing the call"
-        if torch.cuda.is_current_stream_capturing():
-            return "a CUDA graph is being captured around the call"
-        return None
-
     def record(
         self, *runs: Callable[[], None], after_each: Callable[[], None] = lambda: None
     ) -> tuple[list[Callable[[], None]], int]:

@@ -308,7 +308,7 @@ class GraphStore(ABC, Generic[G]):
         """Return why the missing graphs of a pass are not captured now, or None."""
         spec = candidate.routes[0].spec
         is_asked_for = self.policy.thresholds.asked_for or self._warming is not None
-        why = self._recorder.against() or self.policy.why_refused(missing)
+        why = self.policy.why_refused(missing)
         if why is None and not is_asked_for:
             why = self.policy.why_unpaid(len(missing))
         if why is None and spec.called_linears:

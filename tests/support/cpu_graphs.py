@@ -64,16 +64,10 @@ class Recorder:
     """The memory of every capture."""
     free_bytes = 64 << 30
     """The free memory of the device."""
-    reason: str | None = None
-    """The reason against capturing now."""
 
     def __init__(self, device: torch.device) -> None:
         self.waiting = False
         self._borrowed: list[torch.Tensor] = []
-
-    def against(self) -> str | None:
-        """Return the reason against capturing now."""
-        return self.reason
 
     def record(
         self, *runs: Callable[[], None], after_each: Callable[[], None] = lambda: None

@@ -68,14 +68,9 @@ class OperationRecorder:
     captures = 0
     replays = 0
     fail: Exception | None = None
-    reason: str | None = None
 
     def __init__(self, device: torch.device) -> None:
         self.is_used = False
-
-    def against(self) -> str | None:
-        """Return the reason against capturing now."""
-        return self.reason
 
     def record(
         self, *runs: Callable[[], None], after_each: Callable[[], None] = lambda: None

@@ -63,7 +63,6 @@ class GraphMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.recorder.fail = None
-        self.recorder.reason = None
         self.recorder.free_bytes = 64 << 30
         self.recorder.nbytes = 1000
         self.attend_faults: list[Callable[[], None]] = []
@@ -260,10 +259,6 @@ class GraphMachine(RuleBasedStateMachine):
     @rule(gibibytes=st.sampled_from([0, 1, 64]))
     def others_take_memory(self, gibibytes: int) -> None:
         self.recorder.free_bytes = gibibytes << 30
-
-    @rule(reason=st.sampled_from([None, "a CUDA graph is being captured around the call"]))
-    def nothing_can_be_replayed_now(self, reason: str | None) -> None:
-        self.recorder.reason = reason
 
     @rule()
     def copy_the_model(self) -> None:
