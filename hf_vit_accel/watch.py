@@ -15,7 +15,7 @@ from collections.abc import (
     MutableSequence,
     MutableSet,
 )
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from operator import itemgetter
 from typing import Any
 
@@ -36,10 +36,15 @@ _NOT_COMPARABLE = (AttributeError, KeyError, RuntimeError, ValueError)
 
 
 class Watch:
-    """Values with names, remembered to notice changes."""
+    """Values with names, remembered to notice changes.
 
-    def __init__(self) -> None:
-        self._added: list[tuple[str, Read, Iterable[Any]]] = []
+    Args:
+        base: A watch whose values are watched, too, as it remembers them.
+    """
+
+    def __init__(self, base: Watch | None = None) -> None:
+        self._added: list[tuple[str, Read, Iterable[Any]]] = [] if base is None else list(base._added)
+        self._remembered: list[list[object]] = [] if base is None else base._values[: len(base._added)]
         self._names: dict[int, tuple[Attributes, dict[str, None]]] = {}
         self._reads: list[tuple[str, Read, Iterable[Any]]] = []
         self._values: list[list[object]] = [[]]  # nothing is remembered, so nothing is unchanged
@@ -66,16 +71,14 @@ class Watch:
                     self.read(child, name)
 
     def remember(self) -> None:
-        """Remember all values as they are now."""
+        """Remember values as they are now: all attributes that were read, and what was added since the last time."""
         owners_by_names: dict[tuple[str, ...], list[Attributes]] = {}  # modules of a class share one read
         for attributes, names in self._names.values():
             owners_by_names.setdefault(tuple(names), []).append(attributes)
         attribute_reads = [(_ATTRIBUTE, itemgetter(*names), owners) for names, owners in owners_by_names.items()]
+        self._remembered += copied(_values_of(self._added[len(self._remembered) :]))
         self._reads = [*self._added, *attribute_reads]
-        self._values = copied(self._now())
-
-    def _now(self) -> list[list[object]]:
-        return [list(map(read, owners)) for _, read, owners in self._reads]
+        self._values = [*self._remembered, *copied(_values_of(attribute_reads))]
 
     def unchanged(self) -> bool:
         """Return whether all values are as they were remembered."""
@@ -98,9 +101,13 @@ class Watch:
     def holds_same_objects(self) -> bool:
         """Return whether at most plain values changed, so that no replaced object is kept alive."""
         try:
-            return have_same_objects(self._now(), self._values)
+            return have_same_objects(_values_of(self._reads), self._values)
         except _NOT_COMPARABLE:
             return False
+
+
+def _values_of(reads: Iterable[tuple[str, Read, Iterable[Any]]]) -> list[list[object]]:
+    return [list(map(read, owners)) for _, read, owners in reads]
 
 
 class OurHooks:
@@ -122,11 +129,6 @@ def attributes_of(get_owner: Callable[[], object], names: frozenset[str]) -> Att
     """Return those attributes of an object that have one of these names."""
     attributes = vars(get_owner())
     return {name: attributes[name] for name in attributes.keys() & names}
-
-
-def chained(collections: Iterable[Iterable[object]]) -> list[object]:
-    """Return the items of all collections, as they are now."""
-    return list(chain.from_iterable(collections))
 
 
 def stamp_of(tensor: Tensor) -> tuple[int, Tensor, int, int | None]:

@@ -10,44 +10,32 @@ import sys
 from collections.abc import Iterable
 from functools import lru_cache
 from operator import attrgetter
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType
 from typing import Any
 
 import transformers
 from torch import nn
 
-from hf_vit_accel.families import Tower
 from hf_vit_accel.watch import Watch
 
 _FUNCTION_TYPES = (FunctionType, property, staticmethod, classmethod)
 
 
 class Code:
-    """The functions that a proof ran: methods of all module classes, and the functions in the tower's module.
+    """The functions that a proof ran: methods of all module classes, and the functions in the tower's file.
 
-    Anyone may replace them, at any time.
-
-    Args:
-        kind: The tower's class in transformers.
-        classes: The classes of all its modules.
-        names: Of the functions in the tower's file; None for all.
-
-    Attributes:
-        watch: Notices a function that was replaced.
+    Anyone may replace them, at any time: `watch` notices.
     """
 
-    def __init__(self, kind: type, classes: frozenset[type], names: list[str] | None = None) -> None:
+    def __init__(self, kind: type, classes: frozenset[type]) -> None:
         self.kind = kind
         self.classes = classes
-        self.module_globals = vars(sys.modules[kind.__module__])
-        functions = [
-            name for name, value in self.module_globals.items() if callable(value) and not isinstance(value, type)
-        ]
-        self.names = functions if names is None else names
         self.methods = [name for name, value in vars(kind).items() if isinstance(value, FunctionType | property)]
         self.methods.remove("forward")  # `Snapshot` checks it
+        file = vars(sys.modules[kind.__module__])
+        functions = [name for name, value in file.items() if callable(value) and not isinstance(value, type)]
         self.watch = Watch()
-        self.watch.add("a function in the tower's file", self.module_globals.get, self.names)
+        self.watch.add("a function in the tower's file", file.get, functions)
         self.watch.add("a method of the tower's class", vars(kind).get, self.methods)
         watch_methods(self.watch, classes)
         self.watch.remember()
@@ -64,39 +52,6 @@ class Code:
     def called_names(self) -> frozenset[str]:
         """Return every name, and every string constant, in the forwards of all module classes."""
         return names_of_forwards((self.kind, *self.classes))
-
-    def attributes_of_tower(self, tower: nn.Module) -> frozenset[str]:
-        """Return every attribute name in the methods of a tower's class, and in the functions that these may call."""
-        return names_in_class(type(tower)) | self._names_in_module()
-
-    def config_fields(self, tower: Tower) -> list[str]:
-        """List the fields of a tower's config that its code may read at a call."""
-        fields = vars(tower.config).keys() - _FIELDS_OF_A_CALL
-        renamed = getattr(tower.config, "attribute_map", {})
-        names = set(self._names_in_module())
-        for kind in {*self.classes, type(tower)}:
-            names |= names_in_class(kind)
-        names |= {renamed[name] for name in names & renamed.keys()}
-        return sorted(fields & names)
-
-    def _names_in_module(self) -> frozenset[str]:
-        names: set[str] = set()
-        for name in self.names:
-            names |= _names_in(self.module_globals.get(name))
-        return frozenset(names)
-
-
-def code_of_copy(tower: nn.Module) -> Code:
-    """Return the functions and constants that the proof of a copy ran: the tower itself ran, whatever it overrides."""
-    kind = next(owner for owner in type(tower).__mro__ if "forward" in vars(owner))
-    classes = frozenset(type(module) for module in tower.modules())
-    values = vars(sys.modules[kind.__module__])
-    names = frozenset[str]().union(*map(names_in_class, classes)) & values.keys()
-    return Code(kind, classes, sorted(name for name in names if not isinstance(values[name], type | ModuleType)))
-
-
-_FIELDS_OF_A_CALL = {"return_dict", "output_attentions", "output_hidden_states"}
-"""Fields that every call reads anew."""
 
 
 def names_of_forwards(kinds: Iterable[type]) -> frozenset[str]:

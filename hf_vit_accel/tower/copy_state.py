@@ -1,4 +1,4 @@
-"""Notice changes of a copy that its proof depends on, beside modules and code: of buffers, options and constants.
+"""Notice changes of a copy that its proof depends on, beside modules and their methods: of buffers, options, constants.
 
 Parameters are left out. The proof draws them anew, so they may change.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections.abc import Collection
 from enum import Enum
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -23,7 +24,7 @@ from hf_vit_accel.watch import Attributes, Watch, stamp_of
 
 
 def watch_state(watch: Watch, tower: nn.Module) -> None:
-    """Watch the buffers of a copy, its tensors that are plain attributes, and the objects that its code reads.
+    """Watch the buffers of a copy, its tensors that are plain attributes, and the values that its code reaches.
 
     A write through `tensor.data` goes unseen, as it does for autograd.
 
@@ -36,9 +37,12 @@ def watch_state(watch: Watch, tower: nn.Module) -> None:
         if any(isinstance(value, Tensor) for value in vars(module).values()):
             dictionaries.append(vars(module))
     watch.add("a buffer", _stamps_in, dictionaries)
-    objects = _Objects(watch)
+    reached = _Reached(watch)
     for module in tower.modules():
-        objects.add_module(module)
+        reached.add(type(module), type(module).__name__)
+        for name in names_in_class(type(module)) & vars(module).keys() - vars(nn.Module()).keys():
+            if not isinstance(vars(module)[name], Tensor):  # watched with its stamp
+                reached.add(vars(module)[name], name)
     watch.remember()
 
 
@@ -50,112 +54,91 @@ def _stamps_in(attributes: Attributes) -> list[object]:
     return [stamp_of(tensor) for tensor in tensors]
 
 
-_UNCHANGING = (bool, int, float, complex, str, bytes, range, slice, Enum, torch.dtype, torch.device, type(None))
-_BY_IDENTITY = (BuiltinFunctionType, FunctionType, ModuleType, nn.Module, property, staticmethod, classmethod)
-_CONSTANT = (type, *_UNCHANGING, *_BY_IDENTITY)
+_CONSTANT = bool, int, float, complex, str, bytes, range, slice, Enum, torch.dtype, torch.device, type(None)
+_BY_IDENTITY = BuiltinFunctionType, ModuleType, nn.Module, property, staticmethod, classmethod
 _KNOWN_PACKAGES = {"torch", "transformers", "logging", ADAPTERS}
 
 
-def _held_by(function: FunctionType) -> list[object]:
-    """Return the default values of a function and the variables around it."""
-    cells = [cell.cell_contents for cell in function.__closure__ or ()]
-    return [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *cells]
-
-
-class _Objects:
-    """Watches the objects and constants that the code of a copy names.
-
-    Objects of known packages do not act on results.
-    """
+class _Reached:
+    """The values that the code of a copy reaches. Objects of known packages do not act on results."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
-        self._ids: set[int] = set()
-        self._classes: set[type] = set()
+        self._seen: dict[int, object] = {}
 
-    def add_module(self, module: nn.Module) -> None:
-        """Add the attributes that the code of a module's class names, and the constants of the class."""
-        names = self._add_class(type(module))
-        for name in names & vars(module).keys() - vars(nn.Module()).keys():
-            if not isinstance(vars(module)[name], Tensor):  # watched with its stamp
-                self._add(vars(module)[name], name)
-
-    def _add_class(self, kind: type) -> frozenset[str]:
-        """Return the names in the code of a class; empty for classes of known packages."""
-        if not _is_of_copy(kind):
-            return frozenset()
-        names = names_in_class(kind)
-        if not issubclass(kind, nn.Module):  # others read its constants
-            names |= {name for name in dir(kind) if not name.startswith("__")}
-        if kind not in self._classes:
-            self._classes.add(kind)
-            owners = [owner for owner in kind.__mro__ if _is_of_copy(owner)]
-            files = [vars(sys.modules[owner.__module__]) for owner in owners if owner.__module__ in sys.modules]
-            for function in [value for owner in owners for value in vars(owner).values()]:
-                self._add_function(function)
-            imported = [
-                value
-                for values in files
-                for name, value in values.items()
-                if name in names and _is_beside(value, values)
-            ]
-            for values in [*map(vars, owners), *files, *map(vars, imported)]:
-                constants = sorted(names & values.keys())
-                self._watch.add("a constant of the code", values.get, constants)
-                for name in constants:
-                    if isinstance(values[name], type):
-                        self._add_class(values[name])
-                    else:
-                        self._add(values[name], name)
-        return names
-
-    def _add_function(self, function: Any) -> None:
-        """Add the default values of a method and the variables around it, which may change in place."""
-        if isinstance(function, FunctionType):
-            held = [value for value in _held_by(function) if not isinstance(value, _CONSTANT)]
-            if held:
-                self._watch.add("a constant of the code", _held_by, [function])
-                self._add(held, function.__name__)
-
-    def _add(self, value: Any, name: str) -> None:
-        """Add what a value holds; ValueError if its changes cannot be seen."""
-        if value is os.getenv or isinstance(value, type(os.environ)):
+    def add(self, value: Any, name: str) -> None:
+        """Watch what a value holds; ValueError if its changes cannot be seen."""
+        if value is os.getenv or value is os.environ:
             raise ValueError(f"its forward reads {name}, whose changes cannot be seen")
-        if isinstance(value, _CONSTANT):
+        if isinstance(value, (*_CONSTANT, *_BY_IDENTITY)) or id(value) in self._seen:
             return
-        if isinstance(value, functools.partial):
-            value = [value.func, value.args, value.keywords]
-        if isinstance(value, MethodType):
-            value = [value.__self__]
+        self._seen[id(value)] = value
         if isinstance(value, dict | list | tuple | set | frozenset):
             for item in value.values() if isinstance(value, dict) else value:
-                self._add(item, name)
-            return
+                self.add(item, name)
+        elif isinstance(value, functools.partial):
+            self.add([value.func, value.args, value.keywords], name)
+        elif isinstance(value, MethodType):
+            self.add(value.__self__, name)
+        elif isinstance(value, type):
+            self._add_class(value)
+        elif not isinstance(value, FunctionType):
+            self._add_object(value, name)
+
+    def _add_class(self, kind: type) -> None:
+        """Add the constants and the methods of a class, and the names of its file that methods read."""
+        for owner in kind.__mro__:
+            if _package(owner) in _KNOWN_PACKAGES | sys.stdlib_module_names or issubclass(
+                owner, transformers.PretrainedConfig
+            ):
+                continue
+            self._add_constants(vars(owner), {name for name in vars(owner) if not name.startswith("__")})
+            names = names_in_class(owner)
+            file = vars(sys.modules[owner.__module__])
+            self._add_constants(file, names)
+            for value in [file[name] for name in names & file.keys()]:
+                if isinstance(value, ModuleType) and _may_hold_options(value, file):
+                    self._add_constants(vars(value), names)
+            for value in vars(owner).values():
+                if isinstance(value, FunctionType):
+                    self._add_held(value)
+
+    def _add_constants(self, values: Any, names: Collection[str]) -> None:
+        constants = sorted(values.keys() & names)
+        self._watch.add("a constant of the code", values.get, constants)
+        for name in constants:
+            self.add(values[name], name)
+
+    def _add_held(self, function: FunctionType) -> None:
+        """Add the default values of a method and the variables around it, which may change in place."""
+        held = [value for value in _held_by(function) if not isinstance(value, (*_CONSTANT, FunctionType, type))]
+        if held:
+            self._watch.add("a constant of the code", _held_by, [function])
+            self.add(held, function.__name__)
+
+    def _add_object(self, value: Any, name: str) -> None:
         is_config = isinstance(value, transformers.PretrainedConfig)
         if _package(type(value)) in _KNOWN_PACKAGES and not is_config and not isinstance(value, Tensor):
             return
         if not hasattr(value, "__dict__") or isinstance(value, Tensor) or hasattr(type(value), "__slots__"):
             raise ValueError(f"its forward reads {name}, a {type(value).__name__}, whose changes cannot be seen")
-        if id(value) not in self._ids:
-            self._ids.add(id(value))
-            kind = "a config" if is_config else f"a {type(value).__name__}"
-            self._watch.add(f"a field of {kind}", dict, [vars(value)])
-            self._add_class(type(value))
-            for field, item in vars(value).items():
-                if not is_config or isinstance(item, transformers.PretrainedConfig | dict | list):
-                    self._add(item, f"{name}.{field}")
+        kind = "a config" if is_config else f"a {type(value).__name__}"
+        self._watch.add(f"a field of {kind}", dict, [vars(value)])
+        self._add_class(type(value))
+        for field, item in vars(value).items():
+            if not is_config or isinstance(item, transformers.PretrainedConfig | dict | list):
+                self.add(item, f"{name}.{field}")
 
 
-def _is_beside(value: object, names_of_file: dict[str, Any]) -> bool:
-    """Return whether a value is a module that may hold options: one in the folder of a file, or `os`."""
-    if not isinstance(value, ModuleType):
-        return False
+def _held_by(function: FunctionType) -> list[object]:
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    return [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *cells]
+
+
+def _may_hold_options(module: ModuleType, names_of_file: dict[str, Any]) -> bool:
+    """Return whether a module is `os`, or one in the folder of a file."""
     folder = Path(names_of_file.get("__file__") or os.devnull).parent
-    return value is os or folder in Path(getattr(value, "__file__", None) or os.devnull).parents
-
-
-def _is_of_copy(kind: type) -> bool:
-    return _package(kind) not in _KNOWN_PACKAGES | sys.stdlib_module_names
+    return module is os or folder in Path(getattr(module, "__file__", None) or os.devnull).parents
 
 
 def _package(kind: type) -> str:

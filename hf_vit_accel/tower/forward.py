@@ -206,7 +206,7 @@ def read(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) -> C
     if state.family.attention_only:
         return attention_only.read(tower, state, args, kwargs)
     snapshot = state.last_snapshot
-    if snapshot is None or not snapshot.current():
+    if snapshot is None or not snapshot.watch.unchanged():
         snapshot = state.read_tower(tower)
     name = tower.config._attn_implementation
     reasons = reasons_of(

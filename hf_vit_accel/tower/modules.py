@@ -1,9 +1,8 @@
-"""The modules of a tower, the dictionaries and the memory of its parameters, and the hooks that do nothing."""
+"""The memory of a tower's parameters, what called modules hold, and the hooks that do nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
 from operator import attrgetter
 from types import FunctionType, ModuleType
 from typing import Any
@@ -15,74 +14,71 @@ from hf_vit_accel.ops.base import class_of_own_weight
 from hf_vit_accel.tower import fsdp
 from hf_vit_accel.watch import Watch
 
+# Only CUDA builds have it. `data_ptr` takes 25 us for 400 parameters, five times as long.
+_SAME_POINTERS: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 _CAST_BY_AUTOCAST = {torch.bfloat16, torch.float16, torch.float32}
 
 
 class WeightMemory:
-    """Addresses, dtypes and sizes of a tower's parameters, adapters' last. It holds none of the parameters.
+    """Addresses, dtypes and sizes of a tower's parameters. It holds none of the parameters.
 
     Two that are equal were made of parameters at the same addresses, perhaps by two readings of one tower.
 
     Args:
-        parameters: All of them, in the order of the snapshot: those that our operations read come first.
-        pointers: See the attribute.
-        offloaded: Whether accelerate moves weights or inputs itself.
-        read: How many of the first parameters our operations read. The others belong to adapters and called modules.
-        called: The ids of the dictionaries that belong to called modules.
+        own: Those that our operations read.
+        others: Those of adapters and called modules.
+        called: The ids of the dictionaries that hold the others.
 
     Attributes:
-        indices: 0, 1, 2, ...: all parameters, for torch's comparison of addresses.
         pointers: The addresses of all parameters; None if a tensor class has none.
         dtype: Of the first parameter.
         dtypes: Of all parameters that our operations read.
         contiguous: Whether every parameter is contiguous.
-        transposable: The indices of contiguous parameters with two equal sizes. Transposed, such a parameter keeps its
-            address and its shape.
-        count: The number of parameters.
         nbytes: Their bytes in all.
         key: Their part of the key of a spec: all dtypes, and which modules are called.
         reasons: Why kernels cannot read them.
         mixed: Why kernels cannot read them without autocast, which casts them to one dtype; None for one dtype.
-        holds_plain_tensors: The answer of `Snapshot.holds_plain_tensors`; None before it was computed.
     """
 
     def __init__(
-        self,
-        parameters: list[nn.Parameter],
-        pointers: list[int] | None,
-        offloaded: bool,
-        read: int = 0,
-        called: tuple[int, ...] = (),
+        self, own: Sequence[nn.Parameter], others: Sequence[nn.Parameter], called: tuple[int, ...], offloaded: bool
     ) -> None:
+        parameters = [*own, *others]
         self.indices = list(range(len(parameters)))
-        self.pointers = pointers
+        try:
+            self.pointers: list[int] | None = list(map(Tensor.data_ptr, parameters))
+        except RuntimeError:  # a tensor class without memory
+            self.pointers = None
         self.dtype = parameters[0].dtype if parameters else torch.float32
+        self.dtypes = frozenset(parameter.dtype for parameter in own)
         self.contiguous = all(map(Tensor.is_contiguous, parameters))
-        self.transposable = [
-            index
-            for index, parameter in enumerate(parameters)
-            if len(set(parameter.shape)) < parameter.dim() and parameter.is_contiguous()
-        ]
-        self.count = len(parameters)
         self.nbytes = sum(parameter.nbytes for parameter in parameters)
-        self.holds_plain_tensors: bool | None = None
-        self.reasons: list[str] = []
-        self.dtypes = frozenset(parameter.dtype for parameter in parameters[:read])
         dtypes = enumerate(parameter.dtype for parameter in parameters)
-        self.key = frozenset([*dtypes, ("read", read), ("called", called)])  # a frozenset computes its hash once
-        classes = {type(parameter) for parameter in parameters[:read]} - {nn.Parameter}
+        self.key = frozenset([*dtypes, ("own", len(own)), ("called", called)])  # a frozenset computes its hash once
         self.mixed: str | None = None
         if len(self.dtypes) > 1:
             self.mixed = f"parameters of several dtypes ({', '.join(sorted(map(str, self.dtypes)))})"
+        self.reasons: list[str] = []
         if self.mixed and not self.dtypes <= _CAST_BY_AUTOCAST:
             self.reasons.append(self.mixed)
-        if classes:
-            names = sorted(kind.__name__ for kind in classes)
+        names = sorted({type(parameter).__name__ for parameter in own if type(parameter) is not nn.Parameter})
+        if names:
             self.reasons.append(f"parameters of a class of their own ({', '.join(names)})")
         if hasattr(next(iter(parameters), None), "ds_id"):
             self.reasons.append("DeepSpeed ZeRO-3 gathers the weights of a module when it is called")
         if offloaded and len({parameter.device for parameter in parameters}) > 1:
             self.reasons.append("parameters on several devices")
+
+    def are(self, parameters: list[nn.Parameter]) -> bool:
+        """Return whether these are the parameters, at the same addresses."""
+        try:
+            if _SAME_POINTERS is not None and self.pointers and len(parameters) == len(self.indices):
+                is_same: bool = _SAME_POINTERS(parameters, self.pointers, self.indices)
+            else:
+                is_same = list(map(Tensor.data_ptr, parameters)) == self.pointers
+        except (RuntimeError, TypeError):  # a tensor class without memory
+            return False
+        return is_same and (not parameters or parameters[0].dtype == self.dtype)
 
     def __eq__(self, other: object) -> bool:
         return self is other or (
@@ -95,55 +91,15 @@ class WeightMemory:
     __hash__ = None  # type: ignore[assignment]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ParameterDicts:
-    """The `_parameters` of modules: the dictionaries that hold a tower's parameters.
-
-    Attributes:
-        complete: Of modules none of whose parameters is None.
-        partial: Of modules with a parameter that is None.
-        adapters: Of PEFT's modules beside a layer. PEFT casts their inputs and outputs.
-        called: Of modules that are called as they are: of a third party's class, or with weights of a class of its own.
-        sharded: Of modules that FSDP2 shards apart from the tower.
-    """
-
-    complete: list[dict[str, Any]] = field(default_factory=list)
-    partial: list[dict[str, Any]] = field(default_factory=list)
-    adapters: list[dict[str, Any]] = field(default_factory=list)
-    called: list[dict[str, Any]] = field(default_factory=list)
-    sharded: list[dict[str, Any]] = field(default_factory=list)
-
-
-def parameter_dicts_of(
-    modules: Sequence[nn.Module], wrapped: Sequence[nn.Module], known: Collection[type]
-) -> ParameterDicts:
-    """Group the dictionaries of parameters by kind."""
-    dicts = ParameterDicts()
-    sharded_ids = {id(inner) for module in wrapped for inner in module.modules()}
-    adapter_ids = {id(adapter) for module in modules for adapter in _adapters_of(module)}
-    for module in modules:
-        parameters = module._parameters
-        if id(module) in sharded_ids:
-            dicts.sharded.append(parameters)
-        elif id(module) in adapter_ids:
-            dicts.adapters.append(parameters)
-        elif parameters and _is_called(module, known):
-            dicts.called.append(parameters)
-        elif parameters and any(value is None for value in parameters.values()):
-            dicts.partial.append(parameters)
-        elif parameters:
-            dicts.complete.append(parameters)
-    return dicts
-
-
-def _is_called(module: nn.Module, known: Collection[type]) -> bool:
+def is_called(module: nn.Module, known: Collection[type]) -> bool:
+    """Return whether a module is called as it is: of a third party's class, or with weights of a class of its own."""
     kind = fsdp.class_of(module)
     is_known = kind in known or kind.__module__.startswith("torch.nn.")
     return not is_known or class_of_own_weight(module) is not None
 
 
-def _adapters_of(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield PEFT's modules beside the layer that a module of its own wraps.
+def adapters_of(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield PEFT's modules beside the layer that a module of its own wraps. PEFT casts their inputs and outputs.
 
     Copies of whole modules are left out: PEFT casts nothing around them.
     """

@@ -193,7 +193,7 @@ class TowerState:
     def snapshot(self, tower: nn.Module) -> Snapshot:
         """Return the tower as it is now."""
         snapshot = self.last_snapshot
-        return snapshot if snapshot is not None and snapshot.current() else self.read_tower(tower)
+        return snapshot if snapshot is not None and snapshot.watch.unchanged() else self.read_tower(tower)
 
     def read_tower(self, tower: nn.Module) -> Snapshot:
         """Return the reading of a tower that changed: an earlier one that is current again, or a new one.
@@ -202,9 +202,9 @@ class TowerState:
         """
         former = self.last_snapshot
         readings = self.earlier if former is None else (former, *self.earlier)
-        snapshot = next((reading for reading in self.earlier if reading.current()), None)
+        snapshot = next((reading for reading in self.earlier if reading.watch.unchanged()), None)
         if snapshot is None:
-            reason = None if former is None else former.reason_changed()
+            reason = None if former is None else former.watch.what_changed()
             if reason is not None:
                 self.rebuilds += 1
                 self.rebuild_reason = reason
@@ -254,12 +254,12 @@ class TowerState:
             no_kernels=self.faults.get(KERNELS) or why_not_triton(request.device, request.dtype),
             classes=snapshot.proof.classes,
             trusted=snapshot.trusted,
-            watch=snapshot.module_attributes,
+            watch=snapshot.watch,
             grad=request.grad,
             hooked_parts=hooked_parts,
         )
         ops = build(snapshot.parts, context, why_plain)
-        snapshot.module_attributes.remember()
+        snapshot.watch.remember()
         self.routes.allow(weights.nbytes)
         return ops
 

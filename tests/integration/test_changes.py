@@ -240,7 +240,6 @@ CHANGES: dict[str, Change] = {
     "a weight written": write,
     "a weight written through .data": lambda part: part.weight.data.mul_(1.5),
     "a weight with other .data": lambda part: setattr(part.weight, "data", part.weight * 1.5),
-    "a weight transposed": lambda part: setattr(part.weight, "data", part.weight.data.t()),
     "a weight over other memory": resize,
     "a module exchanged": exchange,
     "an attribute": lambda part: setattr(part.attention, "scaling", 0.9),

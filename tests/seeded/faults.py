@@ -411,8 +411,8 @@ FAULTS = (
     Fault(
         "a changed attribute of a module goes unseen",
         "watch.py",
-        "self._reads = [*self._added, *attribute_reads]",
-        "self._reads = self._added",
+        "attribute_reads = [(_ATTRIBUTE, itemgetter(*names), owners) for names, owners in owners_by_names.items()]",
+        "attribute_reads = []",
         CHANGES,
     ),
     Fault(
@@ -454,7 +454,7 @@ FAULTS = (
     Fault(
         "a replaced function of the tower's file goes unseen",
         "tower/code.py",
-        'self.watch.add("a function in the tower\'s file", self.module_globals.get, self.names)',
+        'self.watch.add("a function in the tower\'s file", file.get, functions)',
         "pass",
         CHANGES,
     ),
