@@ -14,9 +14,11 @@ from collections.abc import (
     MutableMapping,
     MutableSequence,
     MutableSet,
+    Sequence,
 )
 from itertools import zip_longest
-from operator import itemgetter
+from operator import attrgetter, itemgetter
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -182,3 +184,37 @@ def copied(value: Any) -> Any:
     if isinstance(value, MutableSet | MutableSequence | MutableMapping):
         return copy.copy(value)
     return value
+
+
+_OPAQUE = (nn.Module, type, FunctionType, ModuleType)
+
+
+def watch_called(modules: Sequence[nn.Module]) -> Watch:
+    """Watch the tensors that called modules hold, as attributes of whatever object, for graphs that read them.
+
+    The watch keeps them alive, so that no other tensor takes their address.
+    """
+    watch = Watch()
+    watch.add("the mode of a linear", attrgetter("training"), modules)
+    pending: list[dict[str, Any]] = []
+    for module in modules:
+        pending += [module._parameters, module._buffers, vars(module)]
+    slots: list[tuple[dict[str, Any], str, object]] = []
+    seen: set[int] = set()
+    for attributes in pending:  # which grows
+        for name, value in attributes.items():
+            holds_attributes = hasattr(value, "__dict__") and not isinstance(value, _OPAQUE)
+            if holds_attributes and id(value) not in seen:
+                seen.add(id(value))
+                pending.append(vars(value))
+            if holds_attributes or value is None or isinstance(value, Tensor):
+                slots.append((attributes, name, value))
+    watch.add("a tensor of a linear", _hold_the_same, [slots])
+    watch.add("the memory of a linear", Tensor.data_ptr, [value for *_, value in slots if isinstance(value, Tensor)])
+    watch.remember()
+    return watch
+
+
+def _hold_the_same(slots: Sequence[tuple[dict[str, Any], str, object]]) -> bool:
+    """Return whether dictionaries hold these very values."""
+    return all(attributes.get(name) is value for attributes, name, value in slots)

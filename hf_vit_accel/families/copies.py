@@ -1,7 +1,7 @@
 """Towers of other classes, as remote code ships them, that a user wants served as a family.
 
 `patch(model, like={"MyTower": "qwen2_5_vl"})` names the class and the family. The parts are matched here;
-`tower/copies.py` then proves the results. A family is never guessed, but an error may suggest one.
+`tower/proof.py` then proves the results. A family is never guessed, but an error may suggest one.
 """
 
 from __future__ import annotations

@@ -20,12 +20,11 @@ from hf_vit_accel.config import Settings
 from hf_vit_accel.families import Family, Tower
 from hf_vit_accel.families.copies import CopyFamily
 from hf_vit_accel.machine import autocast_dtype, is_upstream, reasons_untraceable
-from hf_vit_accel.tower import copies, fsdp, proof
+from hf_vit_accel.tower import fsdp, proof
 from hf_vit_accel.tower.code import names_of_forwards
 from hf_vit_accel.tower.differences import CallDtypes
-from hf_vit_accel.tower.modules import WeightMemory, is_inert
 from hf_vit_accel.tower.slots import name_of
-from hf_vit_accel.tower.snapshot import HOOKS, Snapshot
+from hf_vit_accel.tower.snapshot import HOOKS, Snapshot, WeightMemory, is_output_marker
 from hf_vit_accel.versions import POPPED
 
 HooksOf = Callable[[dict[str, Any]], Mapping[int, Callable[..., object]]]
@@ -95,7 +94,35 @@ def reasons_of(
             return Reasons(reasons)
     requested = options.get("output_hidden_states", getattr(tower.config, "output_hidden_states", False))
     hooked_parts: set[int] = set()
-    slow = _reasons_slow(tower, snapshot, weights, options, requested, hooked_parts, grad=grad)
+    slow = [*snapshot.reasons_slow, *weights.reasons]
+    if grad and snapshot.proof.why_not_gradients is not None:
+        slow.append(snapshot.proof.why_not_gradients)
+    if any(_GLOBAL_HOOKS):
+        slow.append("global module hooks")
+    for hooks_of in HOOKS if grad else HOOKS[:2]:  # without gradients, hooks of the forward alone
+        if any(map(hooks_of, snapshot.attributes_inside)):
+            slow += _reasons_hooked(snapshot, hooks_of, hooked_parts)
+    if hooked_parts and grad and snapshot.outputs_require_grad():
+        slow.append("hooks inside, and one of transformers that our patch embedding does not run")
+    if hooked_parts and requested and getattr(tower, "_output_capturing_hooks_installed", False):
+        slow.append("hooks inside, and older ones of transformers that capture hidden states")
+    if snapshot.sharded_layers:
+        slow += fsdp.reasons_against(snapshot.sharded_layers.values(), weights.dtype)
+    if requested and snapshot.proof.why_not_hidden_states is not None:
+        slow.append(snapshot.proof.why_not_hidden_states)
+    elif requested and requested is not True:  # newer towers take a number, or several, to select some
+        slow.append(f"output_hidden_states={requested!r} selects hidden states of the tower")
+    if options.get("output_attentions", getattr(tower.config, "output_attentions", False)):
+        slow.append("output_attentions is requested")
+    if snapshot.dropout and any(block.attention.training for block in snapshot.parts.blocks):
+        slow.append("attention weights are dropped out")
+    if weights.mixed is not None or snapshot.proof.why_not_autocast is not None:
+        autocast = autocast_dtype(snapshot.parts.projection.weight.device, weights.dtype)
+        if autocast is None and weights.mixed is not None and weights.mixed not in slow:
+            slow.append(f"{weights.mixed} without autocast")
+        if snapshot.proof.why_not_autocast is not None and autocast is not None and weights.dtypes != {autocast}:
+            slow.append(snapshot.proof.why_not_autocast)
+    slow += reasons_untraceable()
     hidden_states = bool(requested) and snapshot.proof.returns_hidden_states
     return Reasons((), slow, parameters, weights, hidden_states, frozenset(hooked_parts))
 
@@ -124,7 +151,7 @@ def _reasons_of_copy(
         return [weights.mixed]
     device = snapshot.parts.projection.weight.device
     dtypes = CallDtypes(weights.dtype, autocast_dtype(device, weights.dtype))
-    reasons = copies.reasons_of_call(tower, family, snapshot.proof, dtypes, options)
+    reasons = proof.reasons_of_call(tower, family, snapshot.proof, dtypes, options)
     # Blocks that are checkpointed themselves are served; older code checkpoints them in the tower's forward.
     blocks = [block.module for block in snapshot.parts.blocks]
     is_checkpointed = tower.training and getattr(tower, "gradient_checkpointing", False)
@@ -183,53 +210,6 @@ def attention_name(tower: Tower, settings: Settings, former_name: str | None) ->
     return proof.name_for("auto")
 
 
-def _reasons_slow(
-    tower: Tower,
-    snapshot: Snapshot,
-    weights: WeightMemory,
-    options: Mapping[str, object],
-    hidden_states: object,
-    hooked_parts: set[int],
-    *,
-    grad: bool,
-) -> list[str]:
-    """Return why the blocks of a call must be called one by one.
-
-    Args:
-        hidden_states: The `output_hidden_states` of the call or of the config.
-        hooked_parts: Receives the `id` of every callable part with hooks: these run as modules.
-    """
-    reasons = [*snapshot.reasons_slow, *weights.reasons]
-    if grad and snapshot.proof.why_not_gradients is not None:
-        reasons.append(snapshot.proof.why_not_gradients)
-    if any(_GLOBAL_HOOKS):
-        reasons.append("global module hooks")
-    for hooks_of in HOOKS if grad else HOOKS[:2]:  # without gradients, hooks of the forward alone
-        if any(map(hooks_of, snapshot.attributes_inside)):
-            reasons += _reasons_hooked(snapshot, hooks_of, hooked_parts)
-    if hooked_parts and grad and snapshot.outputs_require_grad():
-        reasons.append("hooks inside, and one of transformers that our patch embedding does not run")
-    if hooked_parts and hidden_states and getattr(tower, "_output_capturing_hooks_installed", False):
-        reasons.append("hooks inside, and older ones of transformers that capture hidden states")
-    if snapshot.sharded_layers:
-        reasons += fsdp.reasons_against(snapshot.sharded_layers.values(), weights.dtype)
-    if hidden_states and snapshot.proof.why_not_hidden_states is not None:
-        reasons.append(snapshot.proof.why_not_hidden_states)
-    elif hidden_states and hidden_states is not True:  # newer towers take a number, or several, to select some
-        reasons.append(f"output_hidden_states={hidden_states!r} selects hidden states of the tower")
-    if options.get("output_attentions", getattr(tower.config, "output_attentions", False)):
-        reasons.append("output_attentions is requested")
-    if snapshot.dropout and any(block.attention.training for block in snapshot.parts.blocks):
-        reasons.append("attention weights are dropped out")
-    if weights.mixed is not None or snapshot.proof.why_not_autocast is not None:
-        autocast = autocast_dtype(snapshot.parts.projection.weight.device, weights.dtype)
-        if autocast is None and weights.mixed is not None and weights.mixed not in reasons:
-            reasons.append(f"{weights.mixed} without autocast")
-        if snapshot.proof.why_not_autocast is not None and autocast is not None and weights.dtypes != {autocast}:
-            reasons.append(snapshot.proof.why_not_autocast)
-    return reasons + reasons_untraceable()
-
-
 def _reasons_hooked(snapshot: Snapshot, hooks_of: HooksOf, hooked_parts: set[int]) -> list[str]:
     """Return a sentence about the first module inside with a hook that the fast path would skip; empty for none.
 
@@ -246,3 +226,11 @@ def _reasons_hooked(snapshot: Snapshot, hooks_of: HooksOf, hooked_parts: set[int
                 return [f"hooks on {name}"]
             hooked_parts.add(part)
     return []
+
+
+def is_inert(hook: Callable[..., object]) -> bool:
+    """Return whether a hook is one of transformers' that does nothing unless hidden states or attentions are requested.
+
+    Output-capturing hooks stay on after one use.
+    """
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing" or is_output_marker(hook)

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import lru_cache, partial
 from typing import Any
@@ -28,13 +27,11 @@ from hf_vit_accel.engine.route import Spec
 from hf_vit_accel.families import Tower
 from hf_vit_accel.graphs import memory
 from hf_vit_accel.machine import KERNELS, Fault, autocast_dtype, raise_if_any, reasons_fake
-from hf_vit_accel.tower import attention_only, stock_way
-from hf_vit_accel.tower.checks import Reasons, reasons_of
-from hf_vit_accel.tower.modules import WeightMemory
-from hf_vit_accel.tower.plan import Call, CallPlan, StockPlan, Way
-from hf_vit_accel.tower.retry import disable
-from hf_vit_accel.tower.snapshot import Snapshot
+from hf_vit_accel.tower import stock_way
+from hf_vit_accel.tower.checks import reasons_of
+from hf_vit_accel.tower.snapshot import Snapshot, WeightMemory
 from hf_vit_accel.tower.state import STATE, SpecKey, TowerState, state_of
+from hf_vit_accel.tower.stock_way import StockPlan, Way
 
 Original = Callable[..., object]
 """The stock forward of a tower, or the forward that its instance had before it was patched."""
@@ -58,8 +55,7 @@ class AcceleratedForward:
     it, or ask for its signature, name or code. It is no bound method itself: unpickling one asks the instance for
     `forward` before that attribute is restored, and silently gets the function of the class.
 
-    Holds its tower weakly, so that a deleted model is freed at once. A caller may keep the forward alone: then the
-    stock forward runs on the attributes that the tower had.
+    Holds its tower weakly, so that a deleted model is freed at once.
 
     Attributes:
         former: The callable in whose place it was put; None where the instance had no forward.
@@ -95,8 +91,7 @@ class AcceleratedForward:
     def __self__(self) -> Any:
         tower = self._tower()
         if tower is None:
-            tower = self._class.__new__(self._class)
-            vars(tower).update(self._state.attributes)
+            raise ReferenceError("the model of this forward was deleted; keep the model, and call it")
         return tower
 
     def __call__(self, *args: object, **kwargs: object) -> object:
@@ -183,13 +178,12 @@ def _call(tower: Tower, state: TowerState, original: Original, args: Arguments, 
         exchanged: str | None = None
         while True:
             attempt = Attempt(
-                disable=partial(disable, state, faults, state.faults),
+                disable=partial(state.disable, faults, state.faults),
                 has_new_room=partial(memory.has_given_up_since, memory.stores_given_up),
                 exchanged=exchanged,
             )
             try:
-                call = read(tower, state, args, kwargs)
-                plan = decide(tower, state, call)
+                plan = decide(tower, state, args, kwargs)
                 if isinstance(plan, StockPlan):
                     return stock_way.run(state, plan, attempt, stock)
                 return run(state, plan, attempt)
@@ -199,96 +193,90 @@ def _call(tower: Tower, state: TowerState, original: Original, args: Arguments, 
             # Nothing holds what the failed attempt allocated when the next one begins.
 
 
-def read(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) -> Call:
-    """Return a call: the tower as it is now, the reasons against the fast path, and the inputs, checked once."""
-    if is_in_torch_dispatch_mode() and (why_fake := reasons_fake()):
-        return Call(reasons=Reasons(why_fake))
-    if state.family.attention_only:
-        return attention_only.read(tower, state, args, kwargs)
-    snapshot = state.last_snapshot
-    if snapshot is None or not snapshot.watch.unchanged():
-        snapshot = state.read_tower(tower)
-    name = tower.config._attn_implementation
-    reasons = reasons_of(
-        tower, state.family, snapshot, state.former_forward, name, kwargs, grad=torch.is_grad_enabled()
-    )
-    if reasons.stock:
-        return Call(reasons=reasons)
-    is_whole = reasons.hidden_states or reasons.hooked_parts or state.warming == threading.get_ident()
-    read_grid = None
-    if state.read_grid is not None and not is_whole:
-        read_grid = partial(state.read_grid, snapshot, reasons.parameters, reasons.weights, state.faults.get(KERNELS))
-    read_inputs = inputs.read(snapshot.expected, read_grid, *args, **kwargs)
-    if read_inputs is None:
-        why_not_read = "arguments are missing, or pixel values are in a shape or of a class of their own"
-        return Call(reasons=Reasons([why_not_read]))
-    return Call(reasons=reasons, inputs=read_inputs, snapshot=snapshot)
+def decide(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) -> StockPlan | FastPlan:
+    """Return the plan of a call, by the tower as it is now and its inputs, which are checked once.
 
-
-def decide(tower: Tower, state: TowerState, call: Call) -> CallPlan:
-    """Return the plan of a call. Operations that it needs are built, and kept.
+    Operations that it needs are built, and kept.
 
     Raises:
+        ValueError: The inputs do not fit each other.
         FallbackError: The call would not get what was asked for, under `strict`.
         RuntimeError: A CUDA graph is being captured around the tower.
     """
-    if call.inputs is None:
-        state.raise_if_strict(list(call.reasons.stock))
-        return StockPlan(way=Way.STOCK, reasons=tuple(call.reasons.stock))
+    if is_in_torch_dispatch_mode() and (why_fake := reasons_fake()):
+        return _decide_stock(state, why_fake)
     if state.family.attention_only:
-        return attention_only.decide(tower, state, call.inputs)
-    inputs = call.inputs
-    snapshot = call.snapshot
-    _, slow, parameters, weights, hidden_states, hooked_parts = call.reasons
-    assert snapshot is not None and weights is not None
-    device = inputs.pixels.device
+        return stock_way.decide_attention(tower, state, args, kwargs)
+    snapshot = state.last_snapshot
+    if snapshot is None or not snapshot.watch.unchanged():
+        snapshot = state.read_tower(tower)
+    grad_mode = torch.is_grad_enabled()
+    name = tower.config._attn_implementation
+    reasons = reasons_of(tower, state.family, snapshot, state.former_forward, name, kwargs, grad=grad_mode)
+    if reasons.weights is None:
+        return _decide_stock(state, reasons.stock)
+    parameters, weights = reasons.parameters, reasons.weights
+    read_grid = None
+    if state.read_grid is not None and not (reasons.hidden_states or reasons.hooked_parts or state.is_warming):
+        read_grid = partial(state.read_grid, snapshot, parameters, weights, state.faults.get(KERNELS))
+    call = inputs.read(snapshot.expected, read_grid, *args, **kwargs)
+    if call is None:
+        why_not_read = "arguments are missing, or pixel values are in a shape or of a class of their own"
+        return _decide_stock(state, [why_not_read])
+    device = call.pixels.device
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(_OUTER_GRAPH)
-    grad = torch.is_grad_enabled() and (
-        bool(hooked_parts)
+    grad = grad_mode and (
+        bool(reasons.hooked_parts)
         or snapshot.unpredictable_others is not None  # an adapter may train parameters outside of the tower
-        or inputs.pixels.requires_grad
+        or call.pixels.requires_grad
         or snapshot.is_trained(parameters)
     )
-    reasons_slow = list(slow)
-    if not state.family.videos and any(frames > 1 for frames, _, _ in inputs.grid):
+    reasons_slow = list(reasons.slow)
+    if not state.family.videos and any(frames > 1 for frames, _, _ in call.grid):
         reasons_slow.append("this family takes the frames of a video one by one")
-    reasons: list[str] = []
+    unmet: list[str] = []
     called: Mapping[int, CalledBlock] = {}
-    if hooked_parts and not reasons_slow:
+    if reasons.hooked_parts and not reasons_slow:
         spec = spec_of(state, snapshot, weights, device, fast=False, grad=grad)
-        called = stock_way.called_blocks(state, call, spec, reasons)
+        called = stock_way.called_blocks(state, call, snapshot, reasons.hooked_parts, spec, unmet)
     if called and state.settings.score_mod is not None:
         reasons_slow.append("hooks inside blocks, which may attend without the score_mod")
+    spec = spec_of(
+        state,
+        snapshot,
+        weights,
+        device,
+        fast=not reasons_slow,
+        grad=grad,
+        hidden_states=reasons.hidden_states,
+        hooked_parts=reasons.hooked_parts,
+    )
     has_class = not snapshot.is_copy and snapshot.output_class is not None
     plan = FastPlan(
-        reasons=tuple(reasons),
-        inputs=inputs,
+        reasons=tuple(unmet),
+        inputs=call,
         reading=snapshot,
         parameters=parameters,
         weights=weights,
-        spec=spec_of(
-            state,
-            snapshot,
-            weights,
-            device,
-            fast=not reasons_slow,
-            grad=grad,
-            hidden_states=hidden_states,
-            hooked_parts=hooked_parts,
-        ),
+        spec=spec,
         checkpoints=checkpoints_of(snapshot.parts, snapshot.checkpoint_wrappers) if grad else [],
         called=called,
-        is_hooked=bool(hooked_parts),
-        outputs_require_grad=torch.is_grad_enabled() and not grad and snapshot.outputs_require_grad(),
+        is_hooked=bool(reasons.hooked_parts),
+        outputs_require_grad=grad_mode and not grad and snapshot.outputs_require_grad(),
         output_class=snapshot.output_class,
-        as_tuple=has_class and inputs.options.get("return_dict", tower.config.return_dict) is False,
+        as_tuple=has_class and call.options.get("return_dict", tower.config.return_dict) is False,
     )
     if reasons_slow:
         return stock_way.decide_metadata(tower, state, plan, snapshot, reasons_slow)
-    if reasons and state.settings.strict:
-        raise_if_any(reasons)
+    if unmet and state.settings.strict:
+        raise_if_any(unmet)
     return plan
+
+
+def _decide_stock(state: TowerState, reasons: Sequence[str]) -> StockPlan:
+    state.raise_if_strict(list(reasons))
+    return StockPlan(way=Way.STOCK, reasons=tuple(reasons))
 
 
 def spec_of(

@@ -18,7 +18,7 @@ from hf_vit_accel.tower.forward import (
 from hf_vit_accel.tower.processors import leave_to_tower, put_back
 from hf_vit_accel.tower.proof import warn_once
 from hf_vit_accel.tower.slots import Slot, name_of, slots_of
-from hf_vit_accel.tower.state import HOOKS, STATE, TowerState, attributes_of, state_of
+from hf_vit_accel.tower.state import HOOKS, STATE, TowerState, state_of
 from hf_vit_accel.watch import OurHooks
 
 Forward = Callable[..., object]
@@ -89,7 +89,6 @@ def install(tower: nn.Module, state: TowerState) -> None:
         )
     for slot in _slots_for_ours(tower):
         slot.put(AcceleratedForward(tower, state, _former_of(slot.value)))
-    state.attributes = attributes_of(tower)
     if HOOKS not in vars(tower):
         handle = tower.register_forward_pre_hook(redirect_shallow_copies, prepend=True, with_kwargs=True)
         vars(tower)[HOOKS] = OurHooks(handle)

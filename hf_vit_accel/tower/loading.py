@@ -38,58 +38,31 @@ def register(follow: Callable[[nn.Module, bool], None] | None = None) -> None:
     Args:
         follow: Called with every model of a composite, also under construction, and whether its tower is to be fast.
     """
+    modeling = transformers.modeling_utils
     masks = transformers.masking_utils
     if follow is not None:
         _FOLLOWERS[:] = [follow]
+    _wrap(modeling, "lazy_import_flash_attention", _wrap_lazy_import)
+    _wrap(modeling.PreTrainedModel, "get_correct_attn_implementation", _wrap_routing)
     for name in NAMES:
-        transformers.modeling_utils.AttentionInterface.register(name, vision_attention)
+        modeling.AttentionInterface.register(name, vision_attention)
         masks.AttentionMaskInterface.register(name, masks.sdpa_mask)
-    missing = [
-        wrap(transformers.modeling_utils, "lazy_import_flash_attention", _wrap_lazy_import),
-        wrap(transformers.modeling_utils.PreTrainedModel, "get_correct_attn_implementation", _wrap_routing),
-    ]
-    MISSING[:] = [why for why in missing if why is not None]
-    if MISSING:
-        wrap(transformers.modeling_utils.PreTrainedModel, "__init__", _wrap_init)
 
 
-def wrap(owner: object, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> str | None:
-    """Put a wrapper around a function of transformers, once however often; or return what is missing."""
-    original = getattr(owner, name, None)
-    if original is None:
-        return f"transformers {transformers.__version__} has no {getattr(owner, '__name__', owner)}.{name}"
+def _wrap(owner: object, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put a wrapper around a function of transformers, once however often; none where a later version lacks it."""
+    if not hasattr(owner, name):
+        return
+    original = getattr(owner, name)
     original = getattr(original, _ORIGINAL, original)
     wrapper = wraps(original)(make(original))
     setattr(wrapper, _ORIGINAL, original)
     setattr(owner, name, wrapper)
-    return None
 
 
 _ORIGINAL = "_hf_vit_accel_original"
 
 _FOLLOWERS: list[Callable[[nn.Module, bool], None]] = []
-
-MISSING: list[str] = []
-"""What loading by name needs of transformers and does not find; `patch` needs none of it."""
-
-
-def _wrap_init(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `PreTrainedModel.__init__`: raise for one of our names, where it cannot be routed."""
-
-    def init(self: Model, config: Config, *args: object, **kwargs: object) -> None:
-        for part in (config, *_sub_configs(config)):
-            if is_ours(part._attn_implementation):
-                _check_missing(part._attn_implementation)
-        original(self, config, *args, **kwargs)
-
-    return init
-
-
-def _check_missing(name: str) -> None:
-    if MISSING:
-        raise ValueError(
-            f"attn_implementation={name!r} cannot be loaded: {'; '.join(MISSING)}. Use hf_vit_accel.patch."
-        )
 
 
 def _wrap_lazy_import(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -115,7 +88,6 @@ def _wrap_routing(original: Callable[..., Any]) -> Callable[..., Any]:
                 self, requested_attention, partial(original, self, requested_attention, *args, **kwargs)
             )
         assert requested_attention is not None
-        _check_missing(requested_attention)
         family = family_of(self)
         if family is not None:
             _patch_tower(self, family, requested_attention)

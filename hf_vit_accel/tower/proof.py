@@ -15,6 +15,7 @@ rotation. Then the twin lives on the device of the tower, and the proof holds fo
 from __future__ import annotations
 
 import inspect
+import time
 import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -30,14 +31,31 @@ from hf_vit_accel.engine.encoder import encode, with_positions
 from hf_vit_accel.engine.route import ROUTE, make_route
 from hf_vit_accel.families import Config, Family, Tower
 from hf_vit_accel.families.base import named_tensors
-from hf_vit_accel.families.copies import Form
+from hf_vit_accel.families.copies import CopyFamily, Form
 from hf_vit_accel.machine import one_line
 from hf_vit_accel.tower.code import Code
+from hf_vit_accel.tower.copy_state import watch_state
 from hf_vit_accel.tower.differences import CallDtypes, Report, Results, furthest
 from hf_vit_accel.tower.exact import exact_products
 from hf_vit_accel.tower.exchanged import form_of, place_of
-from hf_vit_accel.tower.trials import Subject, Trial, compare, first_trial, grids_of, trial_of_small_weights
-from hf_vit_accel.tower.twin import ARGUMENTS, STOCK, Isolated, build_twin, shrink_weights
+from hf_vit_accel.tower.trials import (
+    Subject,
+    Trial,
+    all_trials,
+    compare,
+    first_trial,
+    grids_of,
+    trial_of_small_weights,
+)
+from hf_vit_accel.tower.twin import (
+    ARGUMENTS,
+    STOCK,
+    Isolated,
+    build_twin,
+    clone_of,
+    draw_weights,
+    shrink_weights,
+)
 
 NAMES = {"flashinfer_cudnn": "flashinfer_cudnn", "flash_vit_auto": "auto"}
 """Name that is registered with transformers -> the `attention` of `patch` that it stands for."""
@@ -68,19 +86,15 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Proof:
-    """The result of running one class of towers beside our operations.
+    """The result of running towers of a class, or a copy, beside our operations.
 
     Attributes:
-        key: What it is for.
-        why_not_fast: Why our operations may not take the place of its forward; None where that is proven.
-        why_not_metadata: Why its forward may not be given metadata of ours; None where that is proven.
-        why_not_autocast: Why our operations may not run under autocast; None where that is proven.
+        why_not_fast: Why our operations may not take the place of its forward; None where that is proven. So are the
+            other reasons: against metadata of ours, autocast, gradients and hidden states.
         taken: The keyword arguments of ours that its forward takes.
         form: The class of its outputs, the `Form` of a copy's, or None for bare tensors.
         classes: The classes of all its modules.
         code: The functions that ran.
-        why_not_hidden_states: Why our operations may not return hidden states; None where that is proven.
-        why_not_gradients: Why our operations may not run with gradients; None where that is proven.
         replaced: The places of modules that other code put in, which our operations did without.
         returns_hidden_states: Whether its forward returns them at all. Older ones ignore the request.
         block_arguments: The names of the keyword arguments that it passes to blocks; None where ours are not equal.
@@ -93,14 +107,14 @@ class Proof:
     key: Key
     why_not_fast: str | None
     why_not_metadata: str | None
-    why_not_autocast: str | None = None
-    why_not_gradients: str | None = None
-    replaced: frozenset[str] = frozenset()
-    taken: frozenset[str] = frozenset()
-    form: Form | type | None = None
     classes: frozenset[type]
     code: Code
+    why_not_autocast: str | None = None
+    why_not_gradients: str | None = None
     why_not_hidden_states: str | None = "output_hidden_states is requested"
+    taken: frozenset[str] = frozenset()
+    form: Form | type | None = None
+    replaced: frozenset[str] = frozenset()
     returns_hidden_states: bool = False
     block_arguments: frozenset[str] | None = None
     is_verdict: bool = True
@@ -343,3 +357,120 @@ def _block_arguments(subject: Subject, trial: Trial) -> frozenset[str] | None:
     except (AssertionError, TypeError, ValueError):
         return None
     return names
+
+
+# --- copies -------------------------------------------------------------------------------------------------------
+# The class of a copy may act on anything. So a clone of the copy itself runs, at its own depth, with its own buffers
+# and config: see `tower/trials.py`. Calls in another dtype, or under autocast, are proven when the first of them comes.
+
+
+def prove_copy(tower: Tower, family: CopyFamily) -> Proof:
+    """Run the proof of a copy as it is now, for calls in the dtype of its weights without autocast."""
+    kind = next(owner for owner in type(tower).__mro__ if "forward" in vars(owner))
+    code = Code(kind, frozenset(type(module) for module in tower.modules()))
+    report = Report()
+    form: Form | type | None = None
+    reasons_by_dtypes: dict[CallDtypes, str | None] = {}
+    try:
+        watch_state(code.watch, tower)
+        dtypes = CallDtypes(family.parts(tower).projection.weight.dtype)
+        form, why = _compare(tower, family, dtypes, report, is_first=True)
+        reasons_by_dtypes[dtypes] = None  # compared; `why_not_fast` holds the verdict
+    except ValueError as error:
+        why = str(error)
+    if why is not None:
+        why = _refusal(tower, family, why)
+    return Proof(
+        key=Key(type(tower), ""),
+        why_not_fast=why,
+        why_not_metadata=why,
+        classes=code.classes,
+        code=code,
+        trusted=family.trusted_classes(tower),
+        form=form,
+        reasons_by_dtypes=reasons_by_dtypes,
+        report=report,
+    )
+
+
+def reasons_of_call(
+    tower: Tower, family: CopyFamily, proof: Proof, dtypes: CallDtypes, options: Mapping[str, object]
+) -> list[str]:
+    """Return why a call must run the copy's own forward: unknown arguments, or a dtype that was refused."""
+    unknown = [name for name in options if name not in family.arguments]
+    returns_fields = isinstance(proof.form, Form) and bool(proof.form.fields)
+    if returns_fields and options.get("return_dict") is True:  # that is what it returns anyway
+        unknown.remove("return_dict")
+    if unknown:
+        return [f"the argument {unknown[0]} is given, which the proof of a copy does not cover"]
+    if dtypes not in proof.reasons_by_dtypes:
+        try:
+            why = _compare(tower, family, dtypes, proof.report, is_first=False)[1]
+        except ValueError as error:
+            why = str(error)
+        proof.reasons_by_dtypes[dtypes] = why and _refusal(tower, family, why)
+        if why is not None:
+            warn_once(f"{type(tower).__name__} stays stock in {dtypes}: {proof.reasons_by_dtypes[dtypes]}")
+    reason = proof.reasons_by_dtypes[dtypes]
+    return [] if reason is None else [reason]
+
+
+def _refusal(tower: nn.Module, family: CopyFamily, why: str) -> str:
+    return f"{type(tower).__name__} is no copy of {family.name}: {why}"
+
+
+def _compare(
+    tower: Tower, family: CopyFamily, dtypes: CallDtypes, report: Report, *, is_first: bool
+) -> tuple[Form | type | None, str | None]:
+    """Run the trials apart from the caller's modes; ValueError where the copy cannot be run."""
+    started = time.perf_counter()
+    device = family.parts(tower).projection.weight.device
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    try:
+        return machine.run_isolated(_run_trials, stream, tower, family, dtypes, report, is_first)
+    except Exception as error:  # remote code may raise anything
+        raise ValueError(f"it could not be run beside our operations in {dtypes}: {one_line(error)}") from error
+    finally:
+        report.seconds += time.perf_counter() - started
+
+
+def _run_trials(
+    stream: torch.cuda.Stream | None,
+    tower: Tower,
+    family: CopyFamily,
+    dtypes: CallDtypes,
+    report: Report,
+    is_first: bool,
+) -> tuple[Form | type | None, str | None]:
+    """Compare a copy with our operations, in fp32 and in the dtypes of calls.
+
+    Args:
+        stream: The stream that may still write the weights; None for none.
+
+    Returns:
+        The form of its results; and how far it is off, and where. None if it is not.
+    """
+    with torch.cuda.stream(stream):
+        exact = Subject(clone_of(tower, torch.float32), family, CallDtypes(torch.float32), report=report)
+        own = None if dtypes == exact.dtypes else Subject(clone_of(tower), family, dtypes, report=report)
+        grids = grids_of(exact.tower, family)
+        for trial in all_trials(grids):
+            if not is_first and not trial.is_of_rounding:
+                continue
+            with exact_products():
+                theirs, why = compare(exact, trial)
+                if why is not None:
+                    return theirs.form, why
+            if own is not None and (dtypes.is_exact or trial.is_of_rounding):
+                why = compare(own, trial, None if dtypes.is_exact else theirs)[1]
+                if why is not None:
+                    return theirs.form, why
+        if is_first:
+            with exact_products():
+                draw_weights(exact.tower)
+                why = compare(exact, first_trial(grids))[1]
+                if why is None:
+                    shrink_weights(exact.tower)
+                    why = compare(exact, trial_of_small_weights(grids))[1]
+            why = why and f"with random weights, {why}"
+        return theirs.form, why

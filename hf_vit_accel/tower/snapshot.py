@@ -8,7 +8,7 @@ there is none. `checks` adds those of a call.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter, itemgetter, methodcaller
@@ -26,22 +26,115 @@ from hf_vit_accel.families.base import heads_of
 from hf_vit_accel.families.copies import CopyFamily
 from hf_vit_accel.layout import Geometry
 from hf_vit_accel.machine import is_upstream
-from hf_vit_accel.ops.base import accelerate_device, reasons_replaced
+from hf_vit_accel.ops.base import accelerate_device, class_of_own_weight, reasons_replaced
 from hf_vit_accel.ops.rows import reasons_mixing
-from hf_vit_accel.tower import copies, fsdp, proof
+from hf_vit_accel.tower import fsdp, proof
 from hf_vit_accel.tower.code import names_of_method, watch_methods
 from hf_vit_accel.tower.exchanged import exchanged_modules, row_wise_modules
-from hf_vit_accel.tower.modules import WeightMemory, adapters_of, is_called, is_output_marker, watch_called
 from hf_vit_accel.tower.wrappers import CHECKPOINTED, looked_through, module_inside
-from hf_vit_accel.watch import Watch, attributes_of
+from hf_vit_accel.watch import Watch, attributes_of, watch_called
 
 # Read from every module at every call: code that sets hooks aside may put another dict in their place.
 HOOKS = tuple(map(itemgetter, ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")))
+# Only CUDA builds have it. `data_ptr` takes 25 us for 400 parameters, five times as long.
+_SAME_POINTERS: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+_CAST_BY_AUTOCAST = {torch.bfloat16, torch.float16, torch.float32}
 _PLACE = attrgetter("device", "dtype")
 _REQUIRES_GRAD = attrgetter("requires_grad")
 # No tower has any of these: people add them to fine-tune. They behave otherwise in training, or at every call.
 _RANDOM_OR_STATEFUL = nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase
 _COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class WeightMemory:
+    """Addresses, dtypes and sizes of a tower's parameters. It holds none of the parameters.
+
+    Two that are equal were made of parameters at the same addresses, perhaps by two readings of one tower.
+
+    Args:
+        own: Those that our operations read.
+        others: Those of adapters and called modules.
+        called: The ids of the dictionaries that hold the others.
+
+    Attributes:
+        pointers: The addresses of all parameters; None if a tensor class has none.
+        dtype: Of the first parameter.
+        dtypes: Of all parameters that our operations read.
+        contiguous: Whether every parameter is contiguous.
+        nbytes: Their bytes in all.
+        key: Their part of the key of a spec: all dtypes, and which modules are called.
+        reasons: Why kernels cannot read them.
+        mixed: Why kernels cannot read them without autocast, which casts them to one dtype; None for one dtype.
+    """
+
+    def __init__(
+        self, own: Sequence[nn.Parameter], others: Sequence[nn.Parameter], called: tuple[int, ...], offloaded: bool
+    ) -> None:
+        parameters = [*own, *others]
+        self.indices = list(range(len(parameters)))
+        try:
+            self.pointers: list[int] | None = list(map(Tensor.data_ptr, parameters))
+        except RuntimeError:  # a tensor class without memory
+            self.pointers = None
+        self.dtype = parameters[0].dtype if parameters else torch.float32
+        self.dtypes = frozenset(parameter.dtype for parameter in own)
+        self.contiguous = all(map(Tensor.is_contiguous, parameters))
+        self.nbytes = sum(parameter.nbytes for parameter in parameters)
+        dtypes = enumerate(parameter.dtype for parameter in parameters)
+        self.key = frozenset([*dtypes, ("own", len(own)), ("called", called)])  # a frozenset computes its hash once
+        self.mixed: str | None = None
+        if len(self.dtypes) > 1:
+            self.mixed = f"parameters of several dtypes ({', '.join(sorted(map(str, self.dtypes)))})"
+        self.reasons: list[str] = []
+        if self.mixed and not self.dtypes <= _CAST_BY_AUTOCAST:
+            self.reasons.append(self.mixed)
+        names = sorted({type(parameter).__name__ for parameter in own if type(parameter) is not nn.Parameter})
+        if names:
+            self.reasons.append(f"parameters of a class of their own ({', '.join(names)})")
+        if hasattr(next(iter(parameters), None), "ds_id"):
+            self.reasons.append("DeepSpeed ZeRO-3 gathers the weights of a module when it is called")
+        if offloaded and len({parameter.device for parameter in parameters}) > 1:
+            self.reasons.append("parameters on several devices")
+
+    def are(self, parameters: list[nn.Parameter]) -> bool:
+        """Return whether these are the parameters, at the same addresses."""
+        try:
+            if _SAME_POINTERS is not None and self.pointers and len(parameters) == len(self.indices):
+                is_same: bool = _SAME_POINTERS(parameters, self.pointers, self.indices)
+            else:
+                is_same = list(map(Tensor.data_ptr, parameters)) == self.pointers
+        except (RuntimeError, TypeError):  # a tensor class without memory
+            return False
+        return is_same and (not parameters or parameters[0].dtype == self.dtype)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, WeightMemory)
+            and self.pointers is not None
+            and (self.pointers, self.dtype, self.contiguous, self.nbytes, self.key)
+            == (other.pointers, other.dtype, other.contiguous, other.nbytes, other.key)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _is_called(module: nn.Module, known: Collection[type]) -> bool:
+    """Return whether a module is called as it is: of a third party's class, or with weights of a class of its own."""
+    kind = fsdp.class_of(module)
+    is_known = kind in known or kind.__module__.startswith("torch.nn.")
+    return not is_known or class_of_own_weight(module) is not None
+
+
+def _adapters_of(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield PEFT's modules beside the layer that a module of its own wraps. PEFT casts their inputs and outputs.
+
+    Copies of whole modules are left out: PEFT casts nothing around them.
+    """
+    names = getattr(module, "adapter_layer_names", ()) if "base_layer" in module._modules else ()
+    for name in names:
+        part = module._modules.get(name)
+        if part is not None:
+            yield from part.modules()
 
 
 class Snapshot:
@@ -50,8 +143,8 @@ class Snapshot:
     Attributes:
         proof: What was proven of its class, or of this very tower, a copy of a family's.
         watch: Notices that the tower is not as it was read.
-        reasons_stock: Why its own forward must run as it is, without metadata of ours (`plan.Way.STOCK`).
-        reasons_slow: Why its blocks must be called, on our metadata (`plan.Way.METADATA`).
+        reasons_stock: Why its own forward must run as it is, without metadata of ours (`stock_way.Way.STOCK`).
+        reasons_slow: Why its blocks must be called, on our metadata (`stock_way.Way.METADATA`).
         parts, geometry, full_layers, heads, head_dim, scale: Set only where `reasons_stock` is empty.
         trusted: The classes of a copy's own code, and modules of others that the proof ran.
         unpredictable: Why every call may compute something else (code of others inside, randomness); None otherwise.
@@ -76,7 +169,7 @@ class Snapshot:
     def __init__(self, tower: Tower, family: Family, attention: str | None = None) -> None:
         exchanged: dict[str, list[nn.Module]] = {}
         if isinstance(family, CopyFamily):
-            self.proof = copies.prove(tower, family)
+            self.proof = proof.prove_copy(tower, family)
         else:
             exchanged = exchanged_modules(tower)
             self.proof = proof.prove(tower, family, exchanged)
@@ -140,13 +233,13 @@ class Snapshot:
         self._fsdp_modules = [module for module in self._modules if isinstance(module, fsdp.wrapper())]
         modules: list[nn.Module] = [self._tower(), *self._modules]  # type: ignore[list-item]
         sharded_ids = {id(inner) for module in self._fsdp_modules for inner in module.modules()}
-        adapter_ids = {id(adapter) for module in modules for adapter in adapters_of(module)}
+        adapter_ids = {id(adapter) for module in modules for adapter in _adapters_of(module)}
         own, others, sharded = [], [], []
         for module in modules:
             parameters = module._parameters
             if id(module) in sharded_ids:
                 sharded.append(parameters)
-            elif parameters and (id(module) in adapter_ids or is_called(module, self.proof.classes)):
+            elif parameters and (id(module) in adapter_ids or _is_called(module, self.proof.classes)):
                 others.append(parameters)
             elif parameters:
                 own.append(parameters)
@@ -392,3 +485,11 @@ _BASE_NAMES = {
     *_READ_AT_EVERY_CALL,
     *vars(nn.Module()),
 }
+
+
+def is_output_marker(hook: Callable[..., object]) -> bool:
+    """Return whether a hook is the one that makes outputs require gradients, for checkpointing."""
+    return (
+        getattr(hook, "__module__", None) == "transformers.modeling_utils"
+        and getattr(hook, "__name__", None) == "make_inputs_require_grads"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from hf_vit_accel.backends import Request, Scales, asked_for
+from hf_vit_accel.backends.sdpa import Sdpa
 from hf_vit_accel.config import GraphConfig, Settings
 from hf_vit_accel.engine.call import HIDDEN_STATES_OF_STEP, Attempt, Encode, FastPlan
 from hf_vit_accel.engine.inputs import HostGrid
@@ -21,17 +23,16 @@ from hf_vit_accel.graphs import recorder
 from hf_vit_accel.graphs.runner import Runner
 from hf_vit_accel.graphs.training import TrainingRunner
 from hf_vit_accel.layout import Geometry
-from hf_vit_accel.machine import KERNELS, raise_if_any
+from hf_vit_accel.machine import KERNELS, Fault, raise_if_any
 from hf_vit_accel.ops import PARTS, Context, Ops, build, why_not_triton
 from hf_vit_accel.ops.window_attention import LONGEST
 from hf_vit_accel.options.data_parallel import Sharing
 from hf_vit_accel.options.passes import InPasses
 from hf_vit_accel.options.reuse import Reuse
 from hf_vit_accel.tower import checks, fsdp, proof
-from hf_vit_accel.tower.modules import WeightMemory
 from hf_vit_accel.tower.one_pass import OnePass
 from hf_vit_accel.tower.processors import BYTES_UNKNOWN, References
-from hf_vit_accel.tower.snapshot import Snapshot
+from hf_vit_accel.tower.snapshot import Snapshot, WeightMemory
 
 STATE = "_hf_vit_accel"
 HOOKS = "_hf_vit_accel_hooks"
@@ -42,7 +43,7 @@ _EARLIER_READINGS = 7
 class SpecKey(NamedTuple):
     """The key of a kind of calls: decides their spec, with the snapshot and the settings of the tower.
 
-    `fast` is false for calls that go `plan.Way.METADATA`.
+    `fast` is false for calls that go `stock_way.Way.METADATA`.
     """
 
     device: torch.device
@@ -71,7 +72,6 @@ class TowerState:
         warming: The thread that runs `warmup`.
         popped: The metadata that a tower pops whose attention alone is ours; None before its first call.
         faults: Backends and kernels that failed, with the reason. They are unused until `patch` is called again.
-        attributes: Of the tower when it was last read.
         last_snapshot: The reading of the tower; None before the first.
         earlier: Other readings of the same modules, the last one first. The tower may be as they were again.
         rebuilds: How often the tower was read, and built, again because it changed.
@@ -112,7 +112,6 @@ class TowerState:
         self.on_stock: Callable[[FastPlan, Attempt, Sequence[str]], None] | None = None
         self.encode = self._compose()
 
-        self.attributes: dict[str, object] = {}
         self.last_snapshot: Snapshot | None = None
         self.earlier: tuple[Snapshot, ...] = ()
         self.asked_for = asked_for(settings)
@@ -224,7 +223,6 @@ class TowerState:
             self.reuse.drop_features()
         self.earlier = tuple(reading for reading in readings if reading is not snapshot)[:_EARLIER_READINGS]
         self.last_snapshot = snapshot
-        self.attributes = attributes_of(tower)
         return snapshot
 
     def follow_attention(self, tower: Tower) -> None:
@@ -333,8 +331,35 @@ class TowerState:
         if self.why_raised is not None:
             raise_if_any(reasons, because=self.why_raised)
 
-    def set_faults(self, faults: dict[str, str]) -> None:
-        """Set which backends and kernels are disabled, and drop all that was built. The next call builds anew."""
+    @property
+    def is_warming(self) -> bool:
+        """Whether this thread runs `warmup`."""
+        return self.warming == threading.get_ident()
+
+    def disable(self, faults_at_call: dict[str, str], faults: dict[str, str], fault: Fault) -> None:
+        """Disable the backend or kernel that failed, so that the next attempt goes without; else raise its error.
+
+        Args:
+            faults_at_call: What was disabled when the first attempt began.
+            faults: What was disabled when this one began.
+        """
+        if fault.name in self.faults and fault.name not in faults:
+            return  # another thread disabled it meanwhile
+        error = fault.__cause__ or fault
+        needs_backend = self.settings.score_mod is not None and fault.name != KERNELS  # only its backend applies it
+        is_last_resort = fault.name == Sdpa.name
+        if needs_backend or is_last_resort or fault.name in faults:  # disabling it gains nothing
+            if self.faults != faults_at_call:  # earlier attempts disabled others in vain: enable them again
+                failures = "; ".join(f"{name} {why}" for name, why in self.faults.items())
+                error.add_note(f"Earlier attempts of this call failed, too: {failures}.")
+                self._set_faults(faults_at_call)
+            raise error
+        if self.settings.strict:
+            raise_if_any([f"{fault.name} {fault.why}"])
+        self._set_faults({**self.faults, fault.name: fault.why})
+
+    def _set_faults(self, faults: dict[str, str]) -> None:
+        """Set what is disabled, and drop all that was built. The next call builds anew."""
         self.faults = faults
         self.drop_caches()
 
@@ -372,15 +397,6 @@ def _reason_against_graphs(snapshot: Snapshot, key: SpecKey) -> str | None:
     if key.hooked_parts:
         return "hooks see each call of their module"
     return HIDDEN_STATES_OF_STEP if key.hidden_states and key.grad else None
-
-
-def attributes_of(tower: nn.Module) -> dict[str, object]:
-    """Return the attributes of a tower, without what patching added."""
-    return {
-        name: value
-        for name, value in vars(tower).items()
-        if name not in (STATE, HOOKS, "forward") and getattr(value, "__self__", None) is not tower
-    }
 
 
 def state_of(tower: nn.Module) -> TowerState | None:

@@ -3,22 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
+from typing import Any
 
+import transformers
 from torch import Tensor
 
+from hf_vit_accel import versions
 from hf_vit_accel.engine.call import Attempt, FastPlan
 from hf_vit_accel.engine.encoder import CalledBlock
-from hf_vit_accel.engine.route import Spec
+from hf_vit_accel.engine.inputs import Inputs
+from hf_vit_accel.engine.route import ROUTE, Route, Spec
 from hf_vit_accel.families import Tower
 from hf_vit_accel.families.copies import CopyFamily
+from hf_vit_accel.layout import Grid
 from hf_vit_accel.machine import raise_if_any
-from hf_vit_accel.tower import attention_only
-from hf_vit_accel.tower.plan import Call, StockPlan, Way
+from hf_vit_accel.tower.checks import reasons_without_segments
+from hf_vit_accel.tower.code import names_of_forwards
 from hf_vit_accel.tower.proof import NAMES
 from hf_vit_accel.tower.snapshot import Snapshot
 from hf_vit_accel.tower.state import TowerState
-from hf_vit_accel.versions import knows_segments
+
+
+class Way(Enum):
+    """The way of a call that the stock forward runs. All others go through our operations and attention (FAST).
+
+    `checks.Reasons.stock` sends a call the way STOCK, `slow` the way METADATA, where stock calls the blocks one by one.
+    `status` counts ATTENTION as fast calls if a backend of ours has attended in any call so far. A copy never goes
+    METADATA, since its forward may take none.
+    """
+
+    METADATA = "through the stock forward, with our metadata and attention"
+    ATTENTION = "through the stock forward, with our attention alone: a family whose blocks we do not know"
+    STOCK = "through the stock forward, on what it was called with"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StockPlan:
+    """The decisions about a call that runs the stock forward.
+
+    Attributes:
+        reasons: Why it is not fast, and why it gets less than was requested.
+        raises: Why these reasons are raised instead; None where the call runs.
+        injected: Keyword arguments that the stock forward is given.
+        route: Of the layout, on the ways METADATA and ATTENTION.
+        instead_of: The plan by which our operations would run the call; None where they cannot be told.
+    """
+
+    way: Way
+    reasons: tuple[str, ...]
+    raises: str | None = None
+    injected: Mapping[str, object] = field(default_factory=dict)
+    route: Route | None = None
+    instead_of: FastPlan | None = None
 
 
 def decide_metadata(
@@ -27,35 +66,27 @@ def decide_metadata(
     """Return the plan of a call whose blocks are called one by one, on our metadata and attention."""
     settings = state.settings
     if isinstance(state.family, CopyFamily):  # its forward may take no metadata
-        raises = state.why_raised
-        return StockPlan(way=Way.STOCK, reasons=tuple(reasons_slow), raises=raises, instead_of=plan)
-    name = tower.config._attn_implementation
+        return StockPlan(way=Way.STOCK, reasons=tuple(reasons_slow), raises=state.why_raised, instead_of=plan)
     route = state.routes.get(plan.inputs.grid, plan.spec)
     reasons = [*reasons_slow, *route.unmet]
     raises = "strict=True" if settings.strict else None
-    if settings.score_mod is not None and name not in NAMES:
-        raises = "a score_mod was given"
-        reasons.append(f"blocks attend by {name!r}")
-    elif settings.score_mod is not None and not knows_segments(snapshot.proof.code.called_names()):
-        raises = "a score_mod was given"
-        reasons.append("blocks attend without our segments")
+    if settings.score_mod is not None:
+        name = tower.config._attn_implementation
+        has_segments = versions.knows_segments(snapshot.proof.code.called_names())
+        if name not in NAMES or not has_segments:
+            raises = "a score_mod was given"
+            reasons.append(f"blocks attend by {name!r}" if has_segments else "blocks attend without our segments")
+    injected = {} if raises else route.ready().injected(snapshot.proof.taken)
     return StockPlan(
-        way=Way.METADATA,
-        reasons=tuple(reasons),
-        raises=raises,
-        injected={} if raises else route.ready().injected(snapshot.proof.taken),
-        route=route,
-        instead_of=plan,
+        way=Way.METADATA, reasons=tuple(reasons), raises=raises, injected=injected, route=route, instead_of=plan
     )
 
 
-def called_blocks(state: TowerState, call: Call, spec: Spec, reasons: list[str]) -> dict[int, CalledBlock]:
+def called_blocks(
+    state: TowerState, inputs: Inputs, snapshot: Snapshot, hooked_parts: frozenset[int], spec: Spec, reasons: list[str]
+) -> dict[int, CalledBlock]:
     """Return the hooked blocks of a call, by the index of the layer. Add to `reasons` what their attention lacks."""
-    inputs, snapshot = call.inputs, call.snapshot
-    assert inputs is not None and snapshot is not None
-    hooked = {
-        layer: block for layer, block in snapshot.callable_blocks.items() if id(block) in call.reasons.hooked_parts
-    }
+    hooked = {layer: block for layer, block in snapshot.callable_blocks.items() if id(block) in hooked_parts}
     names = snapshot.proof.block_arguments
     if not hooked or names is None:
         return {}
@@ -63,6 +94,42 @@ def called_blocks(state: TowerState, call: Call, spec: Spec, reasons: list[str])
     reasons += route.unmet
     options = {name: value for name, value in inputs.options.items() if name != "return_dict"}
     return {layer: partial(block, **route.block_arguments(layer, names), **options) for layer, block in hooked.items()}
+
+
+def decide_attention(tower: Tower, state: TowerState, args: tuple[object, ...], kwargs: dict[str, object]) -> StockPlan:
+    """Return the plan of a call of a tower whose attention alone is ours: by a route without operations.
+
+    Raises:
+        FallbackError: The call would not get what was asked for, under `strict`.
+    """
+    state.follow_attention(tower)
+    if state.popped is None:
+        state.popped = versions.popped_by(names_of_forwards({type(module) for module in tower.modules()}))
+        state.routes.allow(sum(parameter.nbytes for parameter in tower.parameters()))
+    taken = state.popped
+    names = state.family.arguments
+    arguments: dict[str, Any] = dict(zip(names, args)) | kwargs  # noqa: B905
+    grid: Grid = ()
+    reasons = reasons_without_segments(tower, arguments, names)
+    if "cu_seqlens" not in taken:
+        reasons = [f"transformers {transformers.__version__} computes the segments of this tower by itself"]
+    if state.settings.score_mod is not None and len({parameter.device for parameter in tower.parameters()}) > 1:
+        # Between devices layers get copies of our offsets, which do not know the score_mod.
+        reasons = ["the tower lies on several devices"]
+    if not reasons:
+        geometry = state.family.geometry(tower)
+        grid = state.family.grid(tower, arguments[names[1]].tolist())
+        if not grid or min(min(sizes) for sizes in grid) < 1:  # the stock forward reports what else is wrong
+            reasons = [f"a row of {names[1]} has no frames, or no size"]
+        elif geometry.quarters and any(h % 2 or w % 2 for _, h, w in grid):
+            reasons = [f"{names[1]} has an odd height or width, and a merger takes two by two rows"]
+    if reasons:
+        state.raise_if_strict(reasons)
+        return StockPlan(way=Way.STOCK, reasons=tuple(reasons))
+    route = state.routes.get(grid, state.attention_spec(geometry, arguments[names[0]].device)).ready()
+    if geometry.quarters:  # the tower would pass our offsets to the layers behind its merger, too
+        taken = (taken - {"cu_seqlens"}) | {ROUTE}
+    return StockPlan(way=Way.ATTENTION, reasons=(), injected=route.injected(taken), route=route)
 
 
 def call_original(
@@ -92,9 +159,11 @@ def run(state: TowerState, plan: StockPlan, attempt: Attempt, original: Callable
     if plan.raises is not None:
         raise_if_any([*plan.reasons, *attempt.reasons], because=plan.raises)
     output = original(**plan.injected)
-    if plan.way is Way.ATTENTION:
-        assert plan.route is not None
-        attempt.reasons += attention_only.reasons_unserved(state, plan.route)
+    if plan.way is Way.ATTENTION and plan.route is not None and not plan.route.attended:
+        # MiniMax-M3 in older versions: its layers know no segments.
+        version = transformers.__version__
+        attempt.reasons.append(f"no layer attended by segments, through a backend (transformers {version})")
+        state.raise_if_strict(attempt.reasons)
     if plan.way is Way.ATTENTION and not attempt.reasons:
         state.fast_calls += 1
     else:

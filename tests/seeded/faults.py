@@ -125,9 +125,9 @@ FAULTS = (
     ),
     Fault(
         "segments of an attention-only tower are those of its first layout",
-        "tower/attention_only.py",
-        "state.routes.get(inputs.grid, spec)",
-        "state.last_route or state.routes.get(inputs.grid, spec)",
+        "tower/stock_way.py",
+        "route = state.routes.get(grid, state.attention_spec(",
+        "route = state.last_route or state.routes.get(grid, state.attention_spec(",
         "tests/unit/test_attention_only.py",
     ),
     # --- inputs ---
@@ -511,8 +511,8 @@ FAULTS = (
     # --- faults and backends ---
     Fault(
         "a failed backend is tried at every call",
-        "tower/retry.py",
-        "state.set_faults({**state.faults, fault.name: fault.why})",
+        "tower/state.py",
+        "self._set_faults({**self.faults, fault.name: fault.why})",
         "pass",
         FAULTS_OF_PARTS,
     ),
