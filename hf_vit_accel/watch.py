@@ -10,18 +10,15 @@ import copy
 from collections.abc import (
     Callable,
     Iterable,
-    Iterator,
     MutableMapping,
     MutableSequence,
     MutableSet,
     Sequence,
 )
-from itertools import zip_longest
 from operator import attrgetter, itemgetter
 from types import FunctionType, ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -100,13 +97,6 @@ class Watch:
                 return f"{name} changed"
         return None
 
-    def holds_same_objects(self) -> bool:
-        """Return whether at most plain values changed, so that no replaced object is kept alive."""
-        try:
-            return have_same_objects(_values_of(self._reads), self._values)
-        except _NOT_COMPARABLE:
-            return False
-
 
 def _values_of(reads: Iterable[tuple[str, Read, Iterable[Any]]]) -> list[list[object]]:
     return [list(map(read, owners)) for _, read, owners in reads]
@@ -153,24 +143,6 @@ def _key_in(now: list[object], former: list[object]) -> str:
             differing = [key for key in value | earlier if value.get(key, _ABSENT) != earlier.get(key, _ABSENT)]
             return f" {differing[0]!r}"
     return ""
-
-
-def have_same_objects(now: Any, former: Any) -> bool:
-    """Return whether two nested containers differ in plain values alone, such as numbers, strings and switches."""
-    pairs = zip_longest(_objects_in(now), _objects_in(former))
-    # A method of a class is another object whenever it is read.
-    return all(value is earlier or (callable(value) and value == earlier) for value, earlier in pairs)
-
-
-def _objects_in(value: Any) -> Iterator[object]:
-    """Yield every value in nested containers that is not plain."""
-    if isinstance(value, dict):
-        value = [value[key] for key in sorted(value, key=str)]
-    if isinstance(value, list | tuple | set | frozenset):
-        for item in value:
-            yield from _objects_in(item)
-    elif not isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | torch.device | None):
-        yield value
 
 
 def copied(value: Any) -> Any:

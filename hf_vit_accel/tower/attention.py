@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import nullcontext
 from typing import Any
 
@@ -123,10 +122,10 @@ def _attend_as_stock(
     return torch.cat(outs, dim=1)
 
 
-_READ = threading.local()
-"""Of each thread, `plans`: the version of offsets that were read from the device, and the plans for them.
+_READ = WeakIdKeyDictionary()
+"""Of offsets that were read from the device: their version, and the plans for them, which go with the offsets.
 
-They go with the offsets. A tower has two kinds of them, for windows and for whole frames, which its layers alternate.
+A tower has two kinds of offsets, for windows and for whole frames, which its layers alternate.
 """
 
 
@@ -134,16 +133,12 @@ def _read_plans(settings: Settings, cu_seqlens_S1: Tensor, rows: int) -> Segment
     """Return plans for offsets that no tower of ours knows; other layers that get the very same tensor share them."""
     if cu_seqlens_S1.is_inference():  # such tensors count no versions, so a change of them would go unseen
         return _plans_from_device(settings, cu_seqlens_S1, rows)
-    if not hasattr(_READ, "plans"):
-        _READ.plans = WeakIdKeyDictionary()
-    version, by_settings = _READ.plans.get(cu_seqlens_S1, (None, {}))
-    if version != cu_seqlens_S1._version:
-        by_settings = {}
-        _READ.plans[cu_seqlens_S1] = cu_seqlens_S1._version, by_settings
-    key = settings.attention, settings.score_mod
-    if key not in by_settings:
-        by_settings[key] = _plans_from_device(settings, cu_seqlens_S1, rows)
-    return by_settings[key]
+    key = cu_seqlens_S1._version, settings.attention, settings.score_mod
+    known_key, plans = _READ.get(cu_seqlens_S1, (None, None))
+    if plans is None or key != known_key:
+        plans = _plans_from_device(settings, cu_seqlens_S1, rows)
+        _READ[cu_seqlens_S1] = key, plans
+    return plans
 
 
 def _plans_from_device(settings: Settings, cu_seqlens_S1: Tensor, rows: int) -> SegmentPlans:

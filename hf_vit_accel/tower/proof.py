@@ -36,7 +36,6 @@ from hf_vit_accel.machine import one_line
 from hf_vit_accel.tower.code import Code
 from hf_vit_accel.tower.copy_state import watch_state
 from hf_vit_accel.tower.differences import CallDtypes, Report, Results, furthest
-from hf_vit_accel.tower.exact import exact_products
 from hf_vit_accel.tower.exchanged import form_of, place_of
 from hf_vit_accel.tower.trials import (
     Subject,
@@ -54,6 +53,7 @@ from hf_vit_accel.tower.twin import (
     build_twin,
     clone_of,
     draw_weights,
+    exact_products,
     shrink_weights,
 )
 
@@ -467,7 +467,7 @@ def _run_trials(
                     return theirs.form, why
         if is_first:
             with exact_products():
-                draw_weights(exact.tower)
+                draw_weights(exact.tower, exact.parts.projection.weight.device, torch.float32)
                 why = compare(exact, first_trial(grids))[1]
                 if why is None:
                     shrink_weights(exact.tower)

@@ -384,12 +384,12 @@ class Snapshot:
         watch.remember()
 
     def can_return(self) -> bool:
-        """Return whether the tower may be as it was read again, after a switch was set back.
+        """Return whether at most switches changed, which may be set back: adapters, at every step of GRPO.
 
-        It cannot where a module, a function or a tensor was replaced: this reading would keep that object alive. The
-        watch of called modules holds their weights, too.
+        Else this reading would keep modules or functions alive that were replaced, or the weights of called modules.
         """
-        return self._called_memory is None and self.watch.holds_same_objects()
+        what_changed = self.watch.what_changed()
+        return self._called_memory is None and (what_changed is None or what_changed.startswith(_SWITCHES))
 
     def weights(self) -> tuple[list[nn.Parameter], WeightMemory]:
         """Return the parameters as they are now, and their `WeightMemory`: the same object until an address changes.
@@ -473,6 +473,8 @@ class Snapshot:
 
 
 _HEADS = ("num_heads", "head_dim", "scaling")
+_SWITCHES = "an attribute of a module inside", "the tower's attribute", "the config's field"
+"""What a watch says of values that may be set back."""
 _FIELDS_OF_A_CALL = {"return_dict", "output_hidden_states", "output_attentions", "_output_attentions"}
 _FIELDS_OF_A_CALL |= {"_attn_implementation", "_attn_implementation_internal"}
 """Fields that every call reads anew."""

@@ -301,10 +301,6 @@ class TowerState:
             called_linears=snapshot.called_linears,
         )
         snapshot.specs[key] = spec
-        is_insensitive = spec.ops is not None and not snapshot.unpredictable and spec.ops.fused >= _INSENSITIVE
-        if is_insensitive and weights.dtypes == {request.dtype}:  # autocast to that dtype changes nothing
-            for autocast in (None, weights.dtype):
-                snapshot.specs[key._replace(autocast=autocast)] = spec
         return spec
 
     def attention_spec(self, geometry: Geometry, device: torch.device) -> Spec:
@@ -376,10 +372,6 @@ class TowerState:
         self._kept = None
         self._attention_spec = None
         self.last_route = None
-
-
-_INSENSITIVE = {"patch_embed", "norms", "mergers", "mlp"}
-"""Parts whose fused operations call no module, so that autocast to the dtype of the weights changes nothing."""
 
 
 def _reason_against_graphs(snapshot: Snapshot, key: SpecKey) -> str | None:

@@ -31,7 +31,7 @@ from hf_vit_accel.tower.differences import (
     gradients_differ,
     outputs_differ,
 )
-from hf_vit_accel.tower.exact import attending_in_fp32
+from hf_vit_accel.tower.twin import attending_in_fp32
 
 CONDITIONS: dict[str, Grid] = {
     # A page, a strip, clips and equal images. Real ones have 256 to 16,000 rows, and 16 to 128 patches along a side.

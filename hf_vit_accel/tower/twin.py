@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -76,23 +78,12 @@ def build_twin(
     config.output_attentions = False
     with torch.device(device):
         twin = kind(config).to(dtype).eval()
-    generator = torch.Generator("cpu").manual_seed(0)
     for path, module in twin.named_modules():
         if place_of(path) in exchanged:
             exchange(module, exchanged[place_of(path)][0])
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                values = random_weight(name, parameter.shape, generator).to(device, dtype)
-                module._parameters[name] = nn.Parameter(values, requires_grad=parameter.requires_grad)
         skip_global_hooks(module)
+    draw_weights(twin, device, dtype)
     return twin
-
-
-def random_weight(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
-    noise = torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
-    if len(shape) > 1:
-        return noise / shape[1:].numel() ** 0.5
-    return noise * 0.1 + float(name == "weight")
 
 
 def clone_of(tower: nn.Module, dtype: torch.dtype | None = None) -> Tower:
@@ -112,12 +103,19 @@ def clone_of(tower: nn.Module, dtype: torch.dtype | None = None) -> Tower:
     return (clone if dtype is None else clone.to(dtype)).requires_grad_()
 
 
-@torch.no_grad()
-def draw_weights(tower: nn.Module) -> None:
-    """Draw all parameters anew: results must agree for weights that are loaded later, too."""
-    generator = torch.Generator("cpu").manual_seed(2)
-    for name, parameter in tower.named_parameters():
-        parameter.copy_(random_weight(name.rpartition(".")[2], parameter.shape, generator))
+def draw_weights(tower: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Replace all parameters by random ones, wherever a patched torch has put them."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    for module in tower.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                values = torch.randn(parameter.shape, generator=generator, device="cpu", dtype=torch.float32)
+                if values.dim() > 1:
+                    values /= values[0].numel() ** 0.5
+                else:
+                    values = values * 0.1 + float(name == "weight")
+                values = values.to(device, dtype)
+                module._parameters[name] = nn.Parameter(values, requires_grad=parameter.requires_grad)
 
 
 @torch.no_grad()
@@ -149,3 +147,65 @@ def _call(module: Any, *args: object, **kwargs: object) -> object:
     for hook in module._forward_hooks.values():
         hook(module, args, output)
     return output
+
+
+# --- exact attention and products, while a proof runs in fp32 ----------------------------------------------------
+# `R` rows of a segment, `H` heads, `D` head dim, `S1` segments and one more.
+
+_FLASH_ATTENTION = "flash_attn_varlen_func"
+_KNOWN_OPTIONS = ("causal", "softmax_scale", "dropout_p")
+
+
+def _exact_beside(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function that attends to fp32 rows by segments, and calls the original for all others."""
+
+    def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *offsets: Tensor, **options: object) -> Tensor:
+        further = {name for name in options if name not in _KNOWN_OPTIONS and not name.startswith("max_seqlen")}
+        is_plain = len(offsets) > 1 and torch.equal(offsets[0], offsets[1]) and not further
+        if q_THD.dtype != torch.float32 or not is_plain or options.get("dropout_p"):
+            return original(q_THD, k_THD, v_THD, *offsets, **options)
+        causal = bool(options.get("causal"))
+        scale = options.get("softmax_scale")
+        assert scale is None or isinstance(scale, float)
+        rows = offsets[0].diff().tolist()
+        outs = []
+        for q, k, v in zip(q_THD.split(rows), k_THD.split(rows), v_THD.split(rows), strict=True):
+            q_HRD, k_HRD, v_HRD = (x.transpose(0, 1) for x in (q, k, v))
+            out = functional.scaled_dot_product_attention(q_HRD, k_HRD, v_HRD, is_causal=causal, scale=scale)
+            outs.append(out.transpose(0, 1))
+        return torch.cat(outs)
+
+    return attend
+
+
+@contextmanager
+def attending_in_fp32(tower: nn.Module) -> Iterator[None]:
+    """Replace FlashAttention-2 in the files of a tower's classes, for rows in fp32 alone."""
+    files = {type(module).__module__ for module in tower.modules()}
+    replaced = []
+    for name in files:
+        namespace = vars(sys.modules[name])
+        original = namespace.get(_FLASH_ATTENTION)
+        if callable(original) and not name.startswith(("torch.", "transformers.")):
+            replaced.append((namespace, original))
+            namespace[_FLASH_ATTENTION] = _exact_beside(original)
+    try:
+        yield
+    finally:
+        for namespace, original in replaced:
+            namespace[_FLASH_ATTENTION] = original
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Compute fp32 products in fp32, whatever the process allows: TF32 would differ by more than the bounds."""
+    backends: Any = torch.backends
+    settings = (backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv)
+    former = [setting.fp32_precision for setting in settings]
+    try:
+        for setting in settings:
+            setting.fp32_precision = "ieee"
+        yield
+    finally:
+        for setting, value in zip(settings, former, strict=True):
+            setting.fp32_precision = value
