@@ -7,25 +7,13 @@ like any others, and its buffers need no padding rules here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from hf_vit_accel.layout import Array, Segments, VisionMetadata
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """The sizes that a layout is padded to."""
-
-    rows: int
-    tokens: int
-    segments: int
-    max_seqlen: int
-    windows: int = 0
-    window_max_seqlen: int = 0
-
+from hf_vit_accel.graphs.budgets import most_windows
+from hf_vit_accel.layout import Array, Geometry, Segments, VisionMetadata
 
 ROW_ARRAYS = ("position_ids_T2", "interp_indices_TK", "interp_weights_TK")
 """Arrays with an entry per row; their tail is zeros. (The runner clears the pixels' tail.)"""
@@ -53,23 +41,25 @@ def pad_segments(segments: Segments, rows: int, count: int, max_seqlen: int) -> 
     return Segments(lengths_S, max_seqlen, spare_rows)
 
 
-def pad(metadata: VisionMetadata, shape: Shape) -> VisionMetadata:
-    """Return a layout's metadata, padded to the sizes of a graph."""
+def pad(metadata: VisionMetadata, geometry: Geometry, tokens: int, segments: int, max_seqlen: int) -> VisionMetadata:
+    """Return a layout's metadata, padded to the merged tokens of a budget, and in full layers to so many segments."""
+    rows = tokens * geometry.merge**2
     padded: dict[str, Any] = {}
     for name in ROW_ARRAYS:
         array = getattr(metadata, name)
         if array is not None:
-            padded[name] = _extended(array, shape.rows)
+            padded[name] = _extended(array, rows)
     for name in TOKEN_ARRAYS:
         array = getattr(metadata, name)
         if array is not None:
-            padded[name] = _extended(array, shape.tokens)
-            padded[name][len(array) :] = np.arange(len(array), shape.tokens)
+            padded[name] = _extended(array, tokens)
+            padded[name][len(array) :] = np.arange(len(array), tokens)
     window = metadata.window
-    if window is not None:
-        window = pad_segments(window, shape.rows, shape.windows, shape.window_max_seqlen)
-    full = pad_segments(metadata.full, shape.rows, shape.segments, shape.max_seqlen)
-    return replace(metadata, rows=shape.rows, merged=shape.tokens, full=full, window=window, **padded)
+    if window is not None and geometry.window is not None:
+        windows = most_windows(tokens, segments, geometry.window)
+        window = pad_segments(window, rows, windows, (geometry.window * geometry.merge) ** 2)
+    full = pad_segments(metadata.full, rows, segments, max_seqlen)
+    return replace(metadata, rows=rows, merged=tokens, full=full, window=window, **padded)
 
 
 def _extended(array: Array, count: int) -> Array:

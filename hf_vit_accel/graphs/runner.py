@@ -23,12 +23,12 @@ from hf_vit_accel.engine.encoder import encode
 from hf_vit_accel.engine.route import Route, Routes, Spec
 from hf_vit_accel.graphs import budgets
 from hf_vit_accel.graphs.budgets import Bin
-from hf_vit_accel.graphs.buffers import Shape, pad
+from hf_vit_accel.graphs.buffers import pad
 from hf_vit_accel.graphs.policy import AUTOMATIC, NEVER, Accepted, Decision, thresholds_of
 from hf_vit_accel.graphs.recorder import CudaRecorder
 from hf_vit_accel.graphs.status import GraphStatus
 from hf_vit_accel.graphs.store import Bins, GraphStore, StoredGraph
-from hf_vit_accel.layout import Grid, pack, rows_of, send
+from hf_vit_accel.layout import Grid, VisionMetadata, pack, rows_of, send
 
 _COMES_AGAIN = Accepted("a size is captured when it comes again")
 _EXACT_ONLY = Accepted("the backend replays exact shapes only, from the time that they came often")
@@ -135,7 +135,8 @@ class Runner(GraphStore[_Graph]):
             for choice in plain.choices.values():
                 if not choice.backend.replays_other_layouts:
                     return f"{choice.backend.name} cannot be captured for other layouts"
-            layout = partial(pad, plain.metadata, _shape(bin_, plain))
+            assert bin_.budget is not None
+            layout = partial(_padded_layout, plain, bin_.budget)
             routes.append(self._routes.get(images, spec, "padded", bin_.budget, layout))
         eager_choices = self._routes.get(grid, spec).choices.values()
         is_slower = not all(choice.backend.replays_other_layouts for choice in eager_choices)
@@ -227,21 +228,11 @@ class Runner(GraphStore[_Graph]):
         return results
 
 
-def _shape(bin_: Bin, plain: Route) -> Shape:
-    """Return the shape that a bin is padded to, as coarse as its backend allows at no cost."""
-    assert bin_.budget is not None
-    tokens = bin_.budget
-    merge = plain.spec.geometry.merge
-    side = plain.spec.geometry.window
-    rows = tokens * merge**2
+def _padded_layout(plain: Route, tokens: int) -> VisionMetadata:
+    """Return the layout of a route, padded to a budget, as coarse as its backend allows at no cost."""
+    geometry = plain.spec.geometry
     full = plain.metadata.full
     # One spare segment always: calls that fill their budget then share graphs with calls that do not.
-    segments, max_seqlen = plain.choices["full"].backend.graph_bounds(full.count + 1, full.max_seqlen, rows)
-    return Shape(
-        rows=rows,
-        tokens=tokens,
-        segments=segments,
-        max_seqlen=max_seqlen,
-        windows=0 if side is None else budgets.most_windows(tokens, segments, side),
-        window_max_seqlen=0 if side is None else (side * merge) ** 2,
-    )
+    bounds = full.count + 1, full.max_seqlen, tokens * geometry.merge**2
+    segments, max_seqlen = plain.choices["full"].backend.graph_bounds(*bounds)
+    return pad(plain.metadata, geometry, tokens, segments, max_seqlen)

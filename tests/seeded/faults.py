@@ -184,8 +184,8 @@ FAULTS = (
     Fault(
         "the last tokens of a padded layout are not permuted",
         "graphs/buffers.py",
-        "padded[name][len(array) :] = np.arange(len(array), shape.tokens)",
-        "padded[name][len(array) - 4 :] = np.arange(len(array) - 4, shape.tokens)",
+        "padded[name][len(array) :] = np.arange(len(array), tokens)",
+        "padded[name][len(array) - 4 :] = np.arange(len(array) - 4, tokens)",
         GRAPHS,
     ),
     Fault(

@@ -11,7 +11,7 @@ from tiny import TINY
 import hf_vit_accel
 from hf_vit_accel import GraphConfig
 from hf_vit_accel.graphs import budgets
-from hf_vit_accel.graphs.buffers import Shape, pad, pad_segments
+from hf_vit_accel.graphs.buffers import pad, pad_segments
 from hf_vit_accel.layout import Geometry, Segments, build
 
 
@@ -45,18 +45,11 @@ def test_padded_layouts_keep_the_real_part(
     items: list[tuple[int, int, int]], spare: int, spare_segments: int, side: int | None
 ) -> None:
     grid = tuple((t, 2 * h, 2 * w) for t, h, w in items)
-    plain = build(grid, Geometry(merge=2, window=side, table=None if side else 6))
+    geometry = Geometry(merge=2, window=side, table=None if side else 6)
+    plain = build(grid, geometry)
     tokens = plain.merged + spare
     segments = plain.full.count + spare_segments
-    shape = Shape(
-        rows=4 * tokens,
-        tokens=tokens,
-        segments=segments,
-        max_seqlen=4 * tokens,
-        windows=budgets.most_windows(tokens, segments, side) if side else 0,
-        window_max_seqlen=4 * side**2 if side else 0,
-    )
-    padded = pad(plain, shape)
+    padded = pad(plain, geometry, tokens, segments, max_seqlen=4 * tokens)
     assert padded.rows == padded.full.rows == 4 * tokens and padded.full.count == segments
     assert (padded.full.lengths_S[: plain.full.count] == plain.full.lengths_S).all()
     assert (np.diff(padded.full.cu_seqlens_S1) >= 0).all() and padded.full.max_seqlen == 4 * tokens
@@ -65,7 +58,9 @@ def test_padded_layouts_keep_the_real_part(
         assert array.dtype == real.dtype and (array[: len(real)] == real).all(), name
     if side:
         assert padded.window is not None and padded.window.rows == 4 * tokens
-        assert padded.window.lengths_S.max() <= 4 * side**2 and padded.window.count == shape.windows
+        assert padded.window.lengths_S.max() <= 4 * side**2 and padded.window.count == budgets.most_windows(
+            tokens, segments, side
+        )
         assert (np.sort(padded.window_index_M) == np.arange(tokens)).all()
         assert (padded.window_index_M[padded.inverse_index_M] == np.arange(tokens)).all()
         assert (padded.window_index_M[plain.merged :] == np.arange(plain.merged, tokens)).all()
