@@ -50,7 +50,7 @@ class _Entry:
             self.is_weight = isinstance(former, nn.Parameter)
             self.is_copied = not (self.is_weight or former.requires_grad or former.nbytes > _COPIED)
             # An alias keeps memory and version counter, even if a program assigns to `tensor.data`.
-            self.value = former.clone() if self.is_copied else _alias(former)
+            self.value = former.clone() if self.is_copied else former.detach().requires_grad_(former.requires_grad)
             self._pointer = former.data_ptr()
             self._counted = former if self.is_copied else self.value
             self._version = version_of(self._counted)
@@ -129,9 +129,3 @@ class RecordedModules(Recorded):
     def reason_lost(self) -> str | None:
         """Return why the forward cannot run again as it did, or None."""
         return "an adapter was switched or scaled" if not self._adapters.unchanged() else super().reason_lost()
-
-
-def _alias(tensor: Tensor) -> Tensor:
-    """Return a leaf over the memory of a tensor, with the same version counter."""
-    alias = tensor.detach()
-    return alias.requires_grad_() if tensor.requires_grad else alias
