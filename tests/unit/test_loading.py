@@ -39,7 +39,7 @@ by_both_spellings = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", *alike("qwen3_vl_moe", "qwen2_vl", "qwen3_vl")])
+@pytest.fixture(scope="module", params=alike("qwen2_5_vl", "qwen3_vl_moe", "qwen2_vl", "qwen3_vl"))
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return save(TINY[request.param].build(), tmp_path_factory.mktemp(request.param))
 

@@ -38,7 +38,7 @@ from hf_vit_accel import FallbackError
 from hf_vit_accel.tower.state import state_of
 
 
-@pytest.fixture(scope="module", params=list(TINY))
+@pytest.fixture(scope="module", params=[*FAMILIES[1:], *alike(FAMILIES[0], "qwen3_vl_moe")])
 def shared(request: pytest.FixtureRequest) -> PreTrainedModel:
     """Return one model per family, for tests that do not change it."""
     return TINY[request.param].build()
