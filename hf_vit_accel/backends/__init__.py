@@ -223,11 +223,7 @@ class Choice:
 
 
 def backend_named(name: str) -> Backend:
-    """Return the backend with a name.
-
-    Raises:
-        ValueError: If there is no such backend. The message lists all names, and suggests a similar one.
-    """
+    """Return the backend with a name; raise ValueError, with a similar name, if there is none."""
     for backend in BACKENDS:
         if backend.name == name:
             return backend
@@ -243,11 +239,7 @@ def backend_named(name: str) -> Backend:
 
 
 def require(name: str, *, fp8: bool = False) -> None:
-    """Check that this machine can run a backend, and attention in FP8 if it is requested.
-
-    Raises:
-        BackendUnavailableError: If it cannot. The message holds every reason and the alternatives.
-    """
+    """Raise BackendUnavailableError, with reasons and alternatives, if this machine cannot run a backend or FP8."""
     if fp8:
         require_fp8("\nUse fp8=False.")
     if name == "auto":

@@ -118,13 +118,9 @@ class Plan:
         return bound
 
     def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
-        """Compute softmax(scale * q k^T) v within segments; q and k are rotated already.
+        """Compute softmax(scale * q k^T) v within segments, (T, H, D) with any strides; q and k are rotated already.
 
         Layers of a route attend by `attend_layers` instead.
-
-        Shapes:
-            q_THD, k_THD, v_THD: (T, H, D) each, any strides.
-            returned: (T, H, D).
         """
         return machine.guarded(self.backend.name, self.backend.attend)(q_THD, k_THD, v_THD, self)
 
@@ -204,10 +200,7 @@ class Backend(ABC):
 
     @abstractmethod
     def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Plan) -> Tensor:
-        """Compute `Plan.attend`.
-
-        torch.compile must be able to trace it: it uses torch's operators, or a custom one with a fake implementation.
-        """
+        """Compute `Plan.attend` by what torch.compile can trace: torch's operators, or our own with a fake form."""
 
     def attend_layers(self, plan: Plan, layers: int, rotate: Rotate) -> list[Attend]:
         """Return one attention function for every layer of the tower; those of another kind of layer go unused.
@@ -323,13 +316,7 @@ def trial_error(
 ) -> float:
     """Run an attention on random rows; return its largest relative L2 error beside the plain-torch reference in fp32.
 
-    Args:
-        attend: Attends within segments: (T, 3, H, D) to (T, H, D), scaled by D ** -0.5.
-        lengths: Rows of every segment.
-        grad: Whether to run and compare the gradients of q, k and v, too.
-
-    Raises:
-        ValueError: The result has another shape or dtype. Errors of `attend` pass.
+    It maps (T, 3, H, D) to (T, H, D), scaled by D ** -0.5. Results of another shape or dtype raise ValueError.
     """
     generator = torch.Generator("cpu").manual_seed(0)
     shape = sum(lengths), 3, TRIAL_HEADS, head_dim

@@ -10,6 +10,7 @@ scale. The kernel that drops the padding multiplies by the divisor of v, head by
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,9 +23,8 @@ from hf_vit_accel.config import Amax, Settings
 from hf_vit_accel.families.base import Parts
 from hf_vit_accel.layout import Segments
 from hf_vit_accel.ops.base import Rotate
-from hf_vit_accel.ops.fp8.e4m3 import E4M3
 from hf_vit_accel.ops.fp8.quantize import dequantize, quantize
-from hf_vit_accel.ops.fp8.scales import Scales
+from hf_vit_accel.ops.fp8.scales import E4M3, Scales
 
 MIN_SEQLEN = 8192
 """Rows that a row attends to, on average, from which attention runs in FP8. On an H200 a tower of 8,464 rows takes
@@ -37,11 +37,7 @@ largest would be lost; among thousands of keys, these may be most of the sum."""
 
 
 class CudnnFp8(FlashinferCudnn):
-    """Attend in FP8 in four launches.
-
-    One kernel samples rows for their maxima. One rotates, quantises and pads q, k and v. cuDNN attends. The last kernel
-    removes the padding and the scale of v.
-    """
+    """Attend in FP8 in four launches: sample maxima; rotate, quantise and pad; attend; drop padding and scale of v."""
 
     name = "cudnn_fp8"
     needs = replace(FlashinferCudnn.needs, capability=((9, 0), (13, 0)), kernels=True)
@@ -132,7 +128,7 @@ class CudnnFp8(FlashinferCudnn):
     def attend_layers(self, plan: Plan, layers: int, rotate: Rotate) -> list[Attend]:
         scales = plan.request.kept
         assert scales is not None and scales.layers == layers
-        return [_attend_of_layer(plan, scales, layer) for layer in range(layers)]
+        return [partial(_attend_packed, plan, scales, layer) for layer in range(layers)]
 
     def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Plan) -> Tensor:
         # q and k are rotated already: cos = 1 and sin = 0 rotate by nothing.
@@ -179,17 +175,8 @@ def _cudnn_plan(plan: Plan, qkv: Tensors) -> tuple[CudnnPlan, Tensors]:
     return cudnn_plan, sequences
 
 
-def _attend_of_layer(plan: Plan, scales: Scales, layer: int) -> Attend:
-    """Return the attention function of one layer."""
-
-    def attend(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-        return _attend_packed(plan, scales, layer, qkv_T3HD, cos_TD, sin_TD)
-
-    return attend
-
-
 def _attend_packed(plan: Plan, scales: Scales, layer: int, qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    """Run one layer: packed projection (T, 3, H, D), cos and sin to attended rows (T, H, D)."""
+    """Attend in one layer: packed projection (T, 3, H, D), cos and sin to attended rows (T, H, D)."""
     heads, dim = qkv_T3HD.shape[-2:]
     if qkv_T3HD.stride()[1:] != (heads * dim, dim, 1):
         qkv_T3HD = qkv_T3HD.contiguous()

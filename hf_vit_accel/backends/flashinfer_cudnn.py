@@ -133,8 +133,7 @@ def _prefill_module() -> ModuleType:
 class CudnnPlan:
     """One built cuDNN plan, which cuDNN calls a graph: neither a `Plan` of a backend nor a CUDA graph.
 
-    The strides of q, k and v, (T, H, D) each, and the declared longest segment are built into it. `sequences` are the
-    lengths, and the offsets of q, k, v and the output, in elements.
+    Strides and the declared max_seqlen are built into it. `sequences` are lengths, and offsets of q, k, v and output.
     """
 
     def __init__(self, qkv: Tensors, sequences: Tensors, max_seqlen: int, scale: float, out_dtype: torch.dtype) -> None:

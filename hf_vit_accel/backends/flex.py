@@ -209,8 +209,8 @@ def compiled(
 ) -> Callable[..., Tensor]:
     """Return `_flex`, which is compiled at its first call, once for any number of rows and any layout.
 
-    Every returned function has a code object of its own, because torch.compile compiles a code object 8 times at most.
-    A device needs 3 of them: tensors of `inference_mode`, other tensors, and gradients.
+    Each has a code object of its own, because torch.compile compiles a code object 8 times at most. A device needs 3 of
+    them: tensors of `inference_mode`, other tensors, and gradients.
     """
     function = _flex(scale, score_mod)
     assert isinstance(function, FunctionType)

@@ -20,7 +20,7 @@ from hf_vit_accel.config import Settings
 from hf_vit_accel.layout import Array, Geometry, Grid, Segments, VisionMetadata, build, pack, send, unpack
 from hf_vit_accel.machine import KERNELS, LRU, guarded, outside_modes
 from hf_vit_accel.ops import Ops
-from hf_vit_accel.ops.training.nodes import LayerNode, LayerSteps, trained_layer
+from hf_vit_accel.ops.training.nodes import TrainedLayer, trained_layer
 from hf_vit_accel.versions import METADATA, keyword_arguments
 from hf_vit_accel.watch import version_of
 
@@ -82,7 +82,7 @@ class Route:
     unmet: list[str]
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     attends: list[Attend] = field(default_factory=list)
-    trained: list[LayerNode | LayerSteps | None] = field(default_factory=list)
+    trained: list[TrainedLayer | None] = field(default_factory=list)
     bound: Route | None = None
     _segment_plans: dict[LayerKind | int, SegmentPlans] = field(default_factory=dict, init=False)
     _equal_offsets: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False)
@@ -135,7 +135,7 @@ class Route:
             by_kind[kind] = attend_layers(plan, len(layers), ops.rotate)
         attend_window = None
         if "window" not in self.plans and ops.attend_window is not None:
-            attend_window = ops.attend_window.bind(self.tensors["cu_window_seqlens"], self.spec.request.scale)
+            attend_window = ops.attend_window(self.tensors["cu_window_seqlens"], self.spec.request.scale)
         attends: list[Attend] = []
         for index, is_full in enumerate(layers):
             if attend_window is not None and not is_full:

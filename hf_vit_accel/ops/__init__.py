@@ -85,7 +85,7 @@ class Ops:
     add_positions: Callable[[Rows, Tensor, Tensor], Rows] | None
     tables: Callable[[Rows, Tensor], Table]
     rotate: Rotate
-    attend_window: window.WindowOp | None
+    attend_window: window.AttendWindows | None
     layers: tuple[LayerOps, ...]
     finish: Finish
     deepstack: Mapping[int, AddThen]
@@ -162,11 +162,7 @@ def _layer(block: Block, built: BuiltOperations, context: Context) -> LayerOps:
 
 
 def _finish(norm: AddThen | None, downsample: Apply | None, merge: AddThen | None, *, grad: bool) -> Finish:
-    """Build the end of the tower.
-
-    With gradients it returns the very rows that the merger receives: their gradient, and hooks on them, include the
-    merger's.
-    """
+    """Build the end of the tower. With gradients it returns the very rows that the merger gets, for hooks on them."""
     if norm is None and merge is not None and not grad:
         return merge
 

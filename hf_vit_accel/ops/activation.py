@@ -69,10 +69,7 @@ def quick_gelu_to(x_TF: Tensor, out_TF: Tensor) -> Tensor:
 
 
 def swiglu_reference(gate_TF: Tensor, up_TF: Tensor, *, limit: float | None = None) -> Tensor:
-    """Compute silu(gate) * up, (T, F), rounded like stock after silu and after the product.
-
-    Gate is cut off above the limit, up above it and below its negative.
-    """
+    """Compute silu(gate) * up, (T, F), rounded like stock after silu and after the product; limits cut off both."""
     if limit is not None:
         gate_TF = gate_TF.clamp(max=limit)
         up_TF = up_TF.clamp(min=-limit, max=limit)
@@ -125,11 +122,7 @@ def swiglu(gate_TF: Tensor, up_TF: Tensor, *, limit: float | None = None) -> Ten
 def pad_swiglu_reference(
     gate_FE: Tensor, up_FE: Tensor, gate_F: Tensor | None, up_F: Tensor | None, down_EF: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Pad the weights of a SwiGLU MLP with zeros from F to G, and join those of gate and up.
-
-    Returns:
-        Weight of gate and up, (2 G, E); their bias, (2 G), or None without any; down's weight, (E, G).
-    """
+    """Pad the weights of a SwiGLU MLP with zeros from F to G: gate and up (2 G, E), their bias (2 G), down (E, G)."""
     padding = -gate_FE.shape[0] % 8
     weight = torch.cat([F.pad(weight_FE, (0, 0, 0, padding)) for weight_FE in (gate_FE, up_FE)])
     biases = biases_or_zeros((gate_FE, up_FE), (gate_F, up_F))

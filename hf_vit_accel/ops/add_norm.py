@@ -132,10 +132,8 @@ def add_norm_rows(
 ) -> Tensor:
     """Launch the kernel and return the normed rows, (T, E).
 
-    Args:
-        sum_TE: receives x + delta; may be x.
-        statistics_2T: receives 1 / standard deviation of every row, then its mean. Of an RMSNorm it is (1, T), and
-            receives 1 / root mean square.
+    `sum_TE`, which may be x, receives x + delta. `statistics_2T` receives 1 / standard deviation of every row, then its
+    mean; of an RMSNorm it is (1, T), for 1 / root mean square.
     """
     rows, width = x_TE.shape
     assert rms or bias_E is not None

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from hf_vit_accel.families.base import Part, Parts
 from hf_vit_accel.ops.base import Apply, Context, Operation
-from hf_vit_accel.ops.product import trained_linear
 
 _READ = "stride", "kernel_size", "groups", "padding", "dilation"
 """Attributes of a convolution beside its weights; a Linear has none of them."""
@@ -39,12 +38,11 @@ def _fused_embed(parts: Parts, context: Context) -> Apply:
     convolution = parts.projection
     dtype = context.dtype
     cast = context.cast
-    product = trained_linear if context.trains_by_kernels else F.linear
     for name in _READ:
         context.read(convolution, name)
 
     def embed(pixels_TP: Tensor) -> Tensor:
-        return product(pixels_TP.to(dtype), cast(convolution.weight).flatten(1), cast(convolution.bias))
+        return F.linear(pixels_TP.to(dtype), cast(convolution.weight).flatten(1), cast(convolution.bias))
 
     return embed
 
@@ -79,7 +77,6 @@ def _reasons_against_downsample(conv: Part, context: Context) -> list[str]:
 
 
 def _fused_downsample(conv: Part, context: Context) -> Apply:
-    product = trained_linear if context.trains_by_kernels else F.linear
     cast = context.cast
     for name in _READ:
         context.read(conv, name)
@@ -87,7 +84,7 @@ def _fused_downsample(conv: Part, context: Context) -> Apply:
     def downsample(x_TE: Tensor) -> Tensor:
         # Rows have their channels last, so the weight is copied in that order: a hundredth of the product's time.
         weight = cast(conv.weight).permute(0, 2, 3, 1).flatten(1)
-        return product(x_TE.reshape(-1, weight.shape[1]).to(weight.dtype), weight, cast(conv.bias))
+        return F.linear(x_TE.reshape(-1, weight.shape[1]).to(weight.dtype), weight, cast(conv.bias))
 
     return downsample
 

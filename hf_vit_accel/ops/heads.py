@@ -21,13 +21,7 @@ from hf_vit_accel.ops.training.context import FunctionContext, Gradients
 
 
 def shape_heads_reference(qkv_TF: Tensor, heads: int, key_heads: int, eps: float, *weights_D: Tensor) -> Tensor:
-    """Normalise every head of q and k by RMSNorm, then repeat heads of k and v: (T, N D) to (T, 3 H D).
-
-    Rounding is that of stock's modules: before the weight, and after it.
-
-    Args:
-        weights_D: weights of q's norm and of k's; none for no norms.
-    """
+    """Normalise heads of q and k by RMSNorm, rounded like stock; repeat heads of k and v: (T, N D) to (T, 3 H D)."""
 
     def norm_by(weight_D: Tensor) -> Apply:
         return lambda x: add_norm_reference(x, None, weight_D, None, eps, True)[1]

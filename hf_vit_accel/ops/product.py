@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_vit_accel import machine
 from hf_vit_accel.ops.base import Apply, Context
-from hf_vit_accel.ops.lora.inputs import ONE_LINEAR, Adapter, JoinedLinears, LoraInputs, cat, scaled
+from hf_vit_accel.ops.lora.inputs import Adapter, JoinedLinears, LoraInputs, cat, scaled
 from hf_vit_accel.ops.lora.modules import Lora
 from hf_vit_accel.ops.training.column_sum import MANY_ROWS, column_sum
 from hf_vit_accel.ops.training.context import FunctionContext, Gradients
@@ -27,11 +27,7 @@ from hf_vit_accel.ops.training.norm_backward import NormRecipe
 
 
 def product_reference(x_TE: Tensor, *arguments: Any) -> Tensor:
-    """Compute Linears with adapters side by side, (T, F); one PEFT module's result, if it is one.
-
-    Args:
-        arguments: the flat `LoraInputs`, `JoinedLinears`, and a `NormRecipe` or None, which is ignored.
-    """
+    """Compute Linears side by side, (T, F), of the flat `LoraInputs`, `JoinedLinears`, and a recipe that is ignored."""
     *flat, linears, _ = arguments
     inputs = linears.unflatten(flat)
     out_TF = F.linear(x_TE, *linears.join(inputs.weights, inputs.biases))
@@ -58,11 +54,6 @@ class ProductFunction(torch.autograd.Function):
         return dx_TE, *gradients, None, None
 
 
-def trained_linear(x_TE: Tensor, weight_FE: Tensor, bias_F: Tensor | None) -> Tensor:
-    """Compute x W^T + b as one node of autograd's graph."""
-    return ProductFunction.apply(x_TE, weight_FE, bias_F, (), ONE_LINEAR, None)
-
-
 def product_forward(
     ctx: FunctionContext,
     x_TE: Tensor,
@@ -73,11 +64,9 @@ def product_forward(
     joined: tuple[Tensor, Tensor | None] | None = None,
     saves_input: bool = True,
 ) -> Tensor:
-    """Compute the product, and save for `product_backward`.
+    """Compute the product, and save for `product_backward`: x only if `saves_input`, else the caller computes it again.
 
-    Args:
-        joined: weight and bias of the product, where the caller has joined them already.
-        saves_input: whether x is saved; otherwise the caller computes it again.
+    `joined` are weight and bias of the product, where the caller has joined them already.
     """
     inputs = linears.unflatten(flat)
     needs_x, *needs = ctx.needs_input_grad
@@ -119,11 +108,8 @@ def product_backward(
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """Compute the gradients of x and of the flat `LoraInputs`.
 
-    Args:
-        joined_weight: weight of the product, where the caller has joined it already.
-        compute_input: computes x again, from the gradient of x, where the forward did not save it. It may overwrite
-            that gradient.
-        dbiases: the gradients of all biases, where the caller has computed them already.
+    The caller may pass the joined weight and the gradients of all biases, if it has them. `compute_input` computes x
+    again from the gradient of x, where the forward did not save it, and may overwrite that gradient.
     """
     linears: JoinedLinears = ctx.linears
     needs: LoraInputs = ctx.needs
@@ -212,9 +198,7 @@ def _product_in(dtypes: Sequence[torch.dtype], x: Tensor, y: Tensor) -> Tensor:
 def product(loras: Sequence[Lora], context: Context, *, padded: bool = False, in_features: int | None = None) -> Apply:
     """Build the product of Linears with the same input, side by side: one product is faster than several.
 
-    Args:
-        padded: whether every Linear is padded to a multiple of 8.
-        in_features: columns of the rows, where those after E are zeros; None for E.
+    Every Linear may be padded to a multiple of 8. Columns of the rows from E to `in_features` are zeros.
     """
     bases = [lora.base for lora in loras]
     widths = tuple(len(base.weight) for base in bases)

@@ -97,8 +97,8 @@ def rope_back_(dqkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
 class Rope(torch.autograd.Function):
     """Run `rope_reference` by kernels in both directions; only the tables are saved.
 
-    Both kernels run on copies. In place on a view of a product, autograd would copy the gradient three times
-    (`CopySlices`). An incoming gradient may belong to others, too. Attention that rotates by itself needs no copy.
+    Both run on copies: in place on a view of a product, autograd would copy the gradient three times (`CopySlices`),
+    and an incoming gradient may belong to others, too.
     """
 
     @staticmethod

@@ -118,7 +118,7 @@ def reasons_mixing(
     trusted: Collection[Any] = (),
     row_wise: Collection[int] = (),
 ) -> list[str]:
-    """Return why all rows of a call must be encoded together: the first module that may mix rows.
+    """Return why all rows of a call must be encoded together: a sentence about the first module that may mix rows.
 
     Args:
         proven: the classes that the proof of the tower has run.
@@ -126,9 +126,6 @@ def reasons_mixing(
         class_of: returns the class that a module was written as, where a wrapper has given it another.
         trusted: proven classes of a copy's own code, and modules that are proven by themselves.
         row_wise: the ids of the modules that a trial has found to treat each row by itself.
-
-    Returns:
-        One sentence, or none where every module treats each row by itself.
     """
     of_patches = {id(module) for part in patches if part is not None for module in part.modules()}
     for module in modules:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import torch
@@ -108,11 +107,7 @@ def heads_per_program(windows: int, heads: int, slots: int) -> int:
 
 
 def window_attention(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor, cu_seqlens_S1: Tensor, scale: float) -> Tensor:
-    """Run `window_attention_reference` as one kernel; it reads the projection once and writes the result once.
-
-    Args:
-        cu_seqlens_S1: int32 offsets of windows with at most `LONGEST` rows, which cover all rows; windows may be empty.
-    """
+    """Run `window_attention_reference` as one kernel over contiguous windows of at most `LONGEST` rows, some empty."""
     rows, _, heads, dim = qkv_T3HD.shape
     assert qkv_T3HD.is_contiguous()
     out_THD = qkv_T3HD.new_empty(rows, heads, dim)
@@ -214,10 +209,7 @@ def _window_attention_backward_kernel(
 
 
 class WindowAttention(torch.autograd.Function):
-    """Run `window_attention`, and its backward as one kernel.
-
-    Only the projection (and the tables) is saved; the backward computes the softmax again.
-    """
+    """Run `window_attention`, and its backward as one kernel, which computes the softmax again."""
 
     @staticmethod
     def forward(
@@ -253,23 +245,20 @@ class WindowAttention(torch.autograd.Function):
         return dqkv_T3HD, None, None, None, None
 
 
-@dataclass(frozen=True, kw_only=True)
-class WindowOp:
-    """Attention within the windows of a tower; if differentiable, `WindowAttention` computes gradients."""
-
-    function: Callable[..., Tensor]
-    differentiable: bool
-
-    def bind(self, cu_seqlens_S1: Tensor, scale: float) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """Return the attention of a layer."""
-        if self.differentiable:
-            return OpWithBackward(function=WindowAttention, settings=(cu_seqlens_S1, scale))
-        return machine.guarded(machine.KERNELS, partial(self.function, cu_seqlens_S1=cu_seqlens_S1, scale=scale))
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+AttendWindows = Callable[[Tensor, float], Attend]
+"""(offsets of windows, scale) to the attention of a layer."""
 
 
-def _build(context: Context) -> WindowOp:
+def _build(context: Context) -> AttendWindows:
     function = window_attention_reference if context.reference else window_attention
-    return WindowOp(function=function, differentiable=context.trains_by_kernels)
+
+    def bind(cu_seqlens_S1: Tensor, scale: float) -> Attend:
+        if context.trains_by_kernels:
+            return OpWithBackward(function=WindowAttention, settings=(cu_seqlens_S1, scale))
+        return machine.guarded(machine.KERNELS, partial(function, cu_seqlens_S1=cu_seqlens_S1, scale=scale))
+
+    return bind
 
 
 OPERATION = Operation(

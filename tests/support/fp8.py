@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hf_vit_accel.backends import Needs, base, cudnn_fp8
 from hf_vit_accel.backends.cudnn_fp8 import CudnnFp8
-from hf_vit_accel.ops.fp8.e4m3 import E4M3
 from hf_vit_accel.ops.fp8.quantize import dequantize_reference, quantize_reference, sample_reference
+from hf_vit_accel.ops.fp8.scales import E4M3
 
 Tensors = tuple[Tensor, ...]
 

@@ -25,7 +25,7 @@ from hf_vit_accel.ops.activation import ACTIVATIONS
 from hf_vit_accel.ops.add_norm import add_norm_reference
 from hf_vit_accel.ops.heads import ShapeHeads, shape_heads_reference
 from hf_vit_accel.ops.launch import triton
-from hf_vit_accel.ops.lora.inputs import ONE_LINEAR, JoinedLinears
+from hf_vit_accel.ops.lora.inputs import JoinedLinears
 from hf_vit_accel.ops.positions import AddPositions, add_positions_reference
 from hf_vit_accel.ops.product import ProductFunction, product_reference
 from hf_vit_accel.ops.rope import Rope, rope_back_, rope_reference
@@ -41,6 +41,8 @@ GELUS = [kind for kind in ACTIVATIONS if kind != "silu"]
 linear_reference = torch.nn.functional.linear
 add_norm = AddNormFunction.apply
 
+ONE_LINEAR = JoinedLinears(widths=(0,), padding=(0,), in_features=0, extra_features=0, dtype=torch.float32)
+"""One Linear without adapters. Nothing is joined, so its sizes are not read."""
 Tensors = dict[str, torch.Tensor]
 Weight = torch.Tensor | None
 
@@ -792,19 +794,18 @@ COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         f"norm {width}": (
             "ops.training.norm_backward",
             "_add_norm_backward_kernel",
-            "dsum:*bf16 dout:*bf16 total:*bf16 weight:*bf16 statistics:*fp32 dx:*bf16 ddelta:*bf16 "
+            "dsum:*bf16 dout:*bf16 total:*bf16 weight:*bf16 statistics:*fp32 dx:*bf16 "
             "partial:*fp32 rows:i32 length:i32",
             dict(WIDTH=width, MAIN=main, TAIL=tail, BLOCK_T=1, STAGES=4, RMS=width == 1280, HAS_DSUM=True, NEED_X=True)
-            | dict(SPLIT=False, NEED_WEIGHT=True, NEED_BIAS=width != 1280),
+            | dict(NEED_WEIGHT=True, NEED_BIAS=width != 1280),
         )
         for width, main, tail in ((1152, 1024, 128), (1280, 1024, 256), (4608, 4096, 512))
     },
     "norm of fp32": (
         "ops.training.norm_backward",
         "_add_norm_backward_kernel",
-        "dsum:*fp32 dout:*bf16 total:*fp32 weight:*fp32 statistics:*fp32 dx:*fp32 ddelta:*bf16 partial:*fp32 rows:i32 "
-        "length:i32",
-        dict(WIDTH=1536, MAIN=1024, TAIL=512, BLOCK_T=1, STAGES=4, RMS=True, HAS_DSUM=True, NEED_X=True, SPLIT=True)
+        "dsum:*fp32 dout:*bf16 total:*fp32 weight:*fp32 statistics:*fp32 dx:*fp32 partial:*fp32 rows:i32 length:i32",
+        dict(WIDTH=1536, MAIN=1024, TAIL=512, BLOCK_T=1, STAGES=4, RMS=True, HAS_DSUM=True, NEED_X=True)
         | dict(NEED_WEIGHT=True, NEED_BIAS=False),
     ),
     "norm, forward": (

@@ -29,8 +29,7 @@ from hf_vit_accel.backends import FP8, Request, cudnn_fp8, plan_alone, resolve
 from hf_vit_accel.backends.cudnn_fp8 import CudnnFp8
 from hf_vit_accel.config import Amax, Settings
 from hf_vit_accel.graphs.buffers import pad_segments
-from hf_vit_accel.ops.fp8.e4m3 import fit
-from hf_vit_accel.ops.fp8.scales import Scales
+from hf_vit_accel.ops.fp8.scales import Scales, fit
 from hf_vit_accel.options import passes
 from hf_vit_accel.tower.state import state_of
 

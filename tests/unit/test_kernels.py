@@ -25,7 +25,6 @@ from hf_vit_accel.ops.activation import (
     swiglu_reference,
 )
 from hf_vit_accel.ops.add_norm import add_norm_, add_norm_reference_
-from hf_vit_accel.ops.fp8.e4m3 import E4M3, LARGEST, fit
 from hf_vit_accel.ops.fp8.quantize import (
     dequantize,
     dequantize_reference,
@@ -33,6 +32,7 @@ from hf_vit_accel.ops.fp8.quantize import (
     quantize_reference,
     sample_reference,
 )
+from hf_vit_accel.ops.fp8.scales import E4M3, LARGEST, fit
 from hf_vit_accel.ops.heads import shape_heads_, shape_heads_reference
 from hf_vit_accel.ops.launch import triton, why_not_triton
 from hf_vit_accel.ops.linear_swiglu import (

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_vit_accel.ops.fp8.e4m3 import E4M3, LARGEST, device_fit, fit, rounded
+from hf_vit_accel.ops.fp8.scales import E4M3, LARGEST, device_fit, fit, rounded
 from hf_vit_accel.ops.launch import kernel, next_power_of_2, tl
 from hf_vit_accel.ops.rope import rope_reference
 
@@ -29,12 +29,9 @@ _WARPS = 4
 
 
 def sample_reference(qkv_T3HD: Tensor, used: int) -> tuple[Tensor, Tensor]:
-    """Estimate the mean of v and the amax from evenly spread rows; numbers that are not finite count as zero.
+    """Estimate the mean of v, (H, D), and the amax, (3, H), from evenly spread rows; infinite numbers and NaN are zero.
 
     A rotated number is at most the sum of its pair's absolute values, whatever the angle.
-
-    Returns:
-        The mean of v, fp32 (H, D), and the expected amax, (3, H).
     """
     rows_S = torch.arange(_SAMPLES, device=qkv_T3HD.device) * used // _SAMPLES
     sampled = qkv_T3HD[rows_S].float()

@@ -39,14 +39,12 @@ class LoraInputs(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class JoinedLinears:
-    """How Linears with the same input lie side by side in one product.
+    """How Linears with the same input lie side by side in one product, for rows of a dtype.
 
     Attributes:
-        widths: F of every Linear.
+        widths, in_features: F of every Linear, and E.
         padding: rows of zeros after every Linear's weight.
-        in_features: E.
         extra_features: columns of zeros that the rows have after their E.
-        dtype: of the rows.
     """
 
     widths: tuple[int, ...]
@@ -102,10 +100,6 @@ class JoinedLinears:
                 scaled_FR = F.pad(scaled_FR, (0, rank_padding, columns.start, total - columns.stop))
             padded_b.append(scaled_FR)
         return padded_a, padded_b
-
-
-ONE_LINEAR = JoinedLinears(widths=(0,), padding=(0,), in_features=0, extra_features=0, dtype=torch.float32)
-"""One Linear without adapters. Nothing is joined, so its sizes are not read."""
 
 
 def scaled(x: Tensor, scaling: Any) -> Tensor:

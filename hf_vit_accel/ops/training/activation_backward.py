@@ -104,9 +104,8 @@ def activation_gradient_(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradient of an activation's input; `dh_TF` is overwritten.
 
-    Returns:
-        The gradient of z, the activation again if it is needed, and partial sums of the gradient, (1, P, F) or for
-        "silu" (2, P, F), if they are needed.
+    Returns that gradient and, if they are needed, the activation again, and partial sums of the gradient: (1, P, F), or
+    (2, P, F) for "silu".
     """
     rows, width = dh_TF.shape
     is_swiglu = kind == "silu"

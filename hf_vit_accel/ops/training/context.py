@@ -26,14 +26,8 @@ class InnerContext:
         self.saved_tensors: Saved = ()
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """Store tensors until `release`."""
+        """Store tensors; the outer function takes them away."""
         self.saved_tensors = tensors
-
-    def release(self) -> Saved:
-        """Return the saved tensors and drop the references to them."""
-        tensors = self.saved_tensors
-        self.saved_tensors = ()
-        return tensors
 
     def set_materialize_grads(self, value: bool) -> None:
         """Do nothing: undefined gradients already arrive as None."""

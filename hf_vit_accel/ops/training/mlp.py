@@ -59,12 +59,7 @@ class Activated(torch.autograd.Function):
 
 
 def mlp_reference(x_TE: Tensor, *arguments: Any) -> Tensor:
-    """Compute an MLP, (T, E).
-
-    Args:
-        arguments: the length of the first products' flat `LoraInputs`. That list, and the last product's. The
-            `JoinedLinears` of both. The activation and its limit. A `NormRecipe` or None.
-    """
+    """Compute an MLP, (T, E), as two products with an activation between them; see `build` for its arguments."""
     count, *flat, first, last, kind, limit, recipe = arguments
     z = product_reference(x_TE, *flat[:count], first, recipe)
     return product_reference(activated_reference(z, kind, limit), *flat[count:], last, None)
@@ -93,10 +88,9 @@ class MlpFunction(torch.autograd.Function):
         del first_joined
         h_TF = _activate(z, kind, limit)
         out_TE = product_forward(ctx.last, h_TF, flat[count:], last, None, joined=last_joined, saves_input=not needs_z)
-        of_first = ctx.first.release()
-        of_last = ctx.last.release()
-        ctx.saved_of_first = len(of_first)
-        ctx.save_for_backward(z if needs_z else None, *of_first, *of_last)
+        ctx.saved_of_first = len(ctx.first.saved_tensors)
+        ctx.save_for_backward(z if needs_z else None, *ctx.first.saved_tensors, *ctx.last.saved_tensors)
+        ctx.first.saved_tensors = ctx.last.saved_tensors = ()
         return out_TE
 
     @staticmethod
@@ -130,8 +124,7 @@ class MlpFunction(torch.autograd.Function):
         first_gradients: list[Tensor | None] = [None] * (len(first.needs_input_grad) - 1)
         if dz is not None:
             dx_TE, first_gradients = product_backward(first, dz, joined_weight=first_weight, dbiases=dbiases)
-        first.release()
-        last.release()
+        first.saved_tensors = last.saved_tensors = ()
         return dx_TE, None, *first_gradients, *last_gradients, *[None] * 5
 
 

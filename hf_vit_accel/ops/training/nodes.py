@@ -22,6 +22,7 @@ from hf_vit_accel.ops.training.context import FunctionContext, Gradients, InnerC
 from hf_vit_accel.ops.training.norm_backward import NormRecipe
 
 Rows = Tensor
+TrainedLayer = Callable[..., tuple[Rows, Rows | None]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -135,38 +136,29 @@ class LayerNode:
         return _Layer.apply(self, qkv_shape, tuple(counts), cos_TD, sin_TD, x_TE.contiguous(), delta_TE, *weights)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LayerSteps:
-    """A layer with gradients whose operations run one by one."""
+def trained_layer(layer: Any, attend: Any) -> TrainedLayer:
+    """Build a layer with gradients from its operations and its attention: one node, or operations that run one by one.
 
-    qkv: AddThen
-    attend: Callable[[Rows, Rows, Rows], Rows]
-    proj: Apply
-    mlp: AddThen
-
-    def __call__(
-        self, qkv_shape: tuple[int, ...], cos_TD: Rows, sin_TD: Rows, x_TE: Rows, delta_TE: Rows | None
-    ) -> tuple[Rows, Rows]:
-        """Compute the same as `LayerNode`."""
-        x_TE, qkv_TF = self.qkv(x_TE, delta_TE)
-        attended_THD = self.attend(qkv_TF.view(-1, *qkv_shape), cos_TD, sin_TD)
-        return self.mlp(x_TE, self.proj(attended_THD.flatten(1)))
-
-
-def trained_layer(layer: Any, attend: Any) -> LayerNode | LayerSteps:
-    """Build a layer with gradients from its operations and its attention."""
+    It takes (3, H, D), cos, sin, x and delta, and returns what `LayerNode` does.
+    """
     node = layer_node_of(layer, attend)
     if node is not None:
         return node
-    qkv = normed(layer.norm1, layer.qkv)
-    return LayerSteps(qkv=qkv, attend=attend, proj=layer.proj, mlp=normed(layer.norm2, layer.mlp))
+    project = normed(layer.norm1, layer.qkv)
+    finish = normed(layer.norm2, layer.mlp)
+
+    def run(
+        qkv_shape: tuple[int, ...], cos_TD: Rows, sin_TD: Rows, x_TE: Rows, delta_TE: Rows | None
+    ) -> tuple[Rows, Rows]:
+        x_TE, qkv_TF = project(x_TE, delta_TE)
+        attended_THD = attend(qkv_TF.view(-1, *qkv_shape), cos_TD, sin_TD)
+        return finish(x_TE, layer.proj(attended_THD.flatten(1)))
+
+    return run
 
 
 def layer_node_of(operations: Any, attend: object) -> LayerNode | None:
-    """Build one node from a layer's operations and its attention; None where one of these six is not `OpWithBackward`.
-
-    Attention is `OpWithBackward` by the window kernel, and by backends whose `attend_layers` returns such functions.
-    """
+    """Build one node from a layer's operations and its attention; None where one of the six is no `OpWithBackward`."""
     built = operations.norm1, operations.qkv, attend, operations.proj, operations.norm2, operations.mlp
     parts = []
     for guarded_part in built:
@@ -202,11 +194,7 @@ class _PartContext(InnerContext):
 def _layer_needs(
     needs_input_grad: tuple[bool, ...], counts: tuple[int, ...], constants: tuple[int, ...]
 ) -> list[tuple[bool, ...]]:
-    """Work out which arguments of every part need a gradient: rows, weights, then constants that have none.
-
-    Args:
-        counts: number of weights of every part.
-    """
+    """Work out which arguments of every part need a gradient: rows, weights, then constants that have none."""
     needs_x, needs_delta, *needs_weights = needs_input_grad
     all_needs: list[tuple[bool, ...]] = []
     for index, (needs, count) in enumerate(zip(_split(needs_weights, counts), constants, strict=True)):

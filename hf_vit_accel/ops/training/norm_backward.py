@@ -27,7 +27,6 @@ def _add_norm_backward_kernel(
     weight,
     statistics,
     dx,
-    ddelta,
     partial,
     rows,
     length,
@@ -39,7 +38,6 @@ def _add_norm_backward_kernel(
     RMS: tl.constexpr,
     HAS_DSUM: tl.constexpr,
     NEED_X: tl.constexpr,
-    SPLIT: tl.constexpr,
     NEED_WEIGHT: tl.constexpr,
     NEED_BIAS: tl.constexpr,
 ):
@@ -49,8 +47,10 @@ def _add_norm_backward_kernel(
     e2 = (MAIN + tl.arange(0, TAIL))[None, :]
     w1 = tl.load(weight + e1).to(tl.float32)
     w2 = tl.load(weight + e2, mask=e2 < WIDTH, other=0.0).to(tl.float32)
-    dw1, dw2 = _zeros(MAIN, TAIL)
-    db1, db2 = _zeros(MAIN, TAIL)
+    dw1 = tl.zeros((1, MAIN), tl.float32)
+    dw2 = tl.zeros((1, TAIL), tl.float32)
+    db1 = tl.zeros((1, MAIN), tl.float32)
+    db2 = tl.zeros((1, TAIL), tl.float32)
     for start in tl.range(0, length, BLOCK_T, num_stages=STAGES):
         t = tl.program_id(0) * length + start + tl.arange(0, BLOCK_T)
         scale = tl.load(statistics + t, mask=t < rows, other=0.0)[:, None]
@@ -83,21 +83,14 @@ def _add_norm_backward_kernel(
                 y2 = y2 + z2.to(tl.float32)
             tl.store(dx + row + e1, y1.to(dx.dtype.element_ty), mask=in1)
             tl.store(dx + row + e2, y2.to(dx.dtype.element_ty), mask=in2)
-            if SPLIT:  # delta has another dtype than x: its gradient is the same numbers in delta's dtype
-                tl.store(ddelta + row + e1, y1.to(ddelta.dtype.element_ty), mask=in1)
-                tl.store(ddelta + row + e2, y2.to(ddelta.dtype.element_ty), mask=in2)
     run = tl.program_id(0) * WIDTH
     if NEED_WEIGHT:
-        _store_row(partial + run, dw1, dw2, e1, e2, WIDTH)
+        tl.store(partial + run + e1, dw1)
+        tl.store(partial + run + e2, dw2, mask=e2 < WIDTH)
         run += tl.num_programs(0) * WIDTH
     if NEED_BIAS:
-        _store_row(partial + run, db1, db2, e1, e2, WIDTH)
-
-
-@device_function
-def _zeros(MAIN: tl.constexpr, TAIL: tl.constexpr):
-    """Return the two pieces of a row of zeros."""
-    return tl.zeros((1, MAIN), tl.float32), tl.zeros((1, TAIL), tl.float32)
+        tl.store(partial + run + e1, db1)
+        tl.store(partial + run + e2, db2, mask=e2 < WIDTH)
 
 
 @device_function
@@ -112,13 +105,6 @@ def _input_gradient(x1, x2, y1, y2, scale, WIDTH: tl.constexpr, RMS: tl.constexp
         y1 = y1 - level
         y2 = y2 - level
     return y1 * scale, y2 * scale
-
-
-@device_function
-def _store_row(row, first, second, e1, e2, WIDTH: tl.constexpr):
-    """Store the two pieces of a row."""
-    tl.store(row + e1, first)
-    tl.store(row + e2, second, mask=e2 < WIDTH)
 
 
 class NormRecipe(NamedTuple):
@@ -143,9 +129,8 @@ class NormRecipe(NamedTuple):
 class AddNormFunction(torch.autograd.Function):
     """Run `add_norm_reference` as one kernel, and its backward as one kernel and a small one for the parameters.
 
-    x is contiguous. Without delta the sum is x itself. In both cases the backward kernel adds the gradient of the
-    sum to that of x. The sum and the rows' statistics are saved. x and delta share one gradient tensor where their
-    dtypes are the same.
+    x is contiguous. Without delta the sum is x itself. The sum and the rows' statistics are saved. x and delta share
+    one gradient tensor where their dtypes are the same.
     """
 
     @staticmethod
@@ -184,9 +169,6 @@ class AddNormFunction(torch.autograd.Function):
         warps = max(1, sizes["MAIN"] // 1024)  # a wide row, such as a merger's, would spill registers
         length, count = runs(rows, 1, sum_TE.device, block_t=1, programs_per_sm=_PROGRAMS_PER_SM)
         dx_TE = torch.empty_like(sum_TE) if needs_x or needs_delta else None
-        ddelta_TE = dx_TE
-        if dx_TE is not None and needs_delta and ctx.delta_dtype != dx_TE.dtype:
-            ddelta_TE = torch.empty_like(dx_TE, dtype=ctx.delta_dtype)
         sets = needs_weight + needs_bias
         partial_NPE = torch.empty(sets, count, width, dtype=torch.float32, device=sum_TE.device)
         _add_norm_backward_kernel[(count,)](
@@ -196,7 +178,6 @@ class AddNormFunction(torch.autograd.Function):
             weight_E.contiguous(),
             statistics_2T,
             dout_TE if dx_TE is None else dx_TE,
-            dout_TE if ddelta_TE is None else ddelta_TE,
             partial_NPE,
             rows,
             length,
@@ -206,7 +187,6 @@ class AddNormFunction(torch.autograd.Function):
             RMS=ctx.rms,
             HAS_DSUM=dsum_TE is not None,
             NEED_X=dx_TE is not None,
-            SPLIT=ddelta_TE is not dx_TE,
             NEED_WEIGHT=needs_weight,
             NEED_BIAS=needs_bias,
             num_warps=warps,
@@ -214,4 +194,5 @@ class AddNormFunction(torch.autograd.Function):
         sums = list(add_up(partial_NPE, weight_E.dtype)) if sets else []
         dbias_E = sums.pop() if needs_bias else None
         dweight_E = sums.pop() if needs_weight else None
-        return dx_TE if needs_x else None, ddelta_TE if needs_delta else None, dweight_E, dbias_E, None, None, None
+        ddelta_TE = dx_TE.to(ctx.delta_dtype) if dx_TE is not None and needs_delta else None
+        return dx_TE if needs_x else None, ddelta_TE, dweight_E, dbias_E, None, None, None
