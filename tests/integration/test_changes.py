@@ -373,7 +373,7 @@ def cases() -> Iterator[Any]:
         for name in (*CHANGES, *OF_TOWERS, *OF_THE_PROCESS):
             if "copy" in consumer and "config" in name:
                 continue  # no copy reads that field: see `test_like.py`
-            is_of_all = consumer in ("eager", "replayed", "reuse") or name in OF_COPIES
+            is_of_all = consumer in ("eager", "replayed") or name in OF_COPIES
             is_of_all &= consumer not in ("training", "a replayed copy")
             yield pytest.param(consumer, name, marks=[] if is_of_all else [pytest.mark.matrix])
 

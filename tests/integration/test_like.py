@@ -154,7 +154,7 @@ def test_a_buffer_that_is_loaded_later_is_noticed() -> None:
     assert (status.calls, status.stock_calls, status.rebuild_reason) == (1, 1, "a buffer changed")
 
 
-@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("moment", alike("after", "before"))
 def test_an_integer_of_the_config_is_noticed(moment: str) -> None:
     like = {"ActsByTheConfig": "qwen2_5_vl"}
     if moment == "before":

@@ -61,8 +61,11 @@ def model(request: pytest.FixtureRequest) -> nn.Module:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
-@pytest.mark.parametrize("prepared", [False, True], ids=["", "upcast"])
+@pytest.mark.parametrize(
+    ("prepared", "autocast"),
+    [*alike((False, False), (False, True), (True, False)), (True, True)],
+    ids=["", "autocast", "upcast", "upcast, autocast"],
+)
 @pytest.mark.parametrize("dtype", alike(torch.bfloat16, torch.float16))
 def test_outputs_have_the_values_and_dtypes_of_stock(
     model: nn.Module, way: str, dtype: torch.dtype, prepared: bool, autocast: bool

@@ -499,7 +499,7 @@ EARLIER = ("qwen2_5_omni", "qwen3_omni_moe") if Version(transformers.__version__
 """Models that compute positions in every step in this version."""
 
 
-DIFFERENT = {"qwen3_5", "qwen3_omni_moe", "glm4v", "glm4v_moe", "ernie4_5_vl_moe", "kimi_k25", "exaone4_5", "inkling2"}
+DIFFERENT = {"qwen3_5", "glm4v", "ernie4_5_vl_moe", "kimi_k25", "exaone4_5", "inkling2"}
 """Texts that differ in kind; the matrix has the others."""
 
 

@@ -16,7 +16,7 @@ from support.families import CLASSES, GRIDS, build, run, trained
 from support.graphs import patch as patch_with_graphs
 from support.grids import drawn, frames_of
 from support.tensors import flat
-from support.towers import ONE_TOWER, TOWERS
+from support.towers import ONE_TOWER, TOWERS, alike
 from tiny import (
     TINY,
     assert_close,
@@ -189,7 +189,7 @@ STRUCTURES = {
 }
 
 
-@pytest.mark.parametrize("max_rows", [None, 40])
+@pytest.mark.parametrize("max_rows", alike(40, None))
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_deepstack_features_follow_the_blocks_that_run(structure: str, max_rows: int | None) -> None:
     stock = tower_of(TINY["qwen3_vl"].build())

@@ -121,7 +121,7 @@ def random_batch(config: Model, name: str, seed: int, kinds_of_pictures: Sequenc
     }
 
 
-SEEDS = alike(range(10), range(10, 40))
+SEEDS = alike(range(5), range(5, 40))
 
 
 @pytest.mark.parametrize("seeds", SEEDS, ids=str)
