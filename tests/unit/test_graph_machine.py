@@ -288,8 +288,10 @@ class GraphMachine(RuleBasedStateMachine):
         if not hasattr(self, "model"):
             return
         status = hf_vit_accel.status(self.model).towers[0]
-        bound = 1 << 30 if self.config == "auto" else self.config.max_bytes
-        for graphs in (status.graphs, status.training):
+        is_automatic = self.config == "auto"
+        most_bytes = 1 << 30 if is_automatic else self.config.max_bytes
+        most_training_bytes = 8 << 30 if is_automatic else self.config.max_training_bytes
+        for graphs, bound in ((status.graphs, most_bytes), (status.training, most_training_bytes)):
             if graphs is not None:
                 # The arena of static buffers, and the last graph that was captured, come on top.
                 assert graphs.nbytes <= bound + 2 * self.recorder.nbytes + (64 << 20)
