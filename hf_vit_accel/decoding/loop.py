@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from hf_vit_accel.decoding.halves import halves_of, has_independent_rows, joined
 from hf_vit_accel.decoding.packed import Arguments, PackedPrompt
 from hf_vit_accel.decoding.prefill import GroupedPrompt
+from hf_vit_accel.decoding.room import Room, Size, plan_axis, room_of, slots_for
 from hf_vit_accel.decoding.step import (
     CACHE,
     DecodeStep,
@@ -52,12 +53,6 @@ _MOST_PROOFS = 32
 """Proofs of packed prompts that are remembered: their keys name every weight."""
 _RESERVE = 128
 """Slots for tokens to come that a new cache has at least. Where it is full, a larger one takes over."""
-
-
-def slots_for(tokens: int) -> int:
-    """Return the slots of a cache: few, since attention reads all; few sizes, since each is captured for itself."""
-    unit = 1 << max(7, (tokens - 1).bit_length() - 3)
-    return -(-tokens // unit) * unit
 
 
 def slots_after(length: int, due: int) -> int:
@@ -212,7 +207,7 @@ class _ModelInLoop:
         self._steps = steps
         self._max_length = max_length
         self._due = max_length - columns - 1  # after the first token
-        self._room: tuple[list[Any], int] | None = None  # layers that hold the prompt, and their slots
+        self._room: Room | None = None  # a new one that holds the prompt
         self._reading: Reading | None = None  # since the prompt
         self._key: Hashable = None
         self._step: DecodeStep | None = None
@@ -283,7 +278,7 @@ class _ModelInLoop:
         ids_B1 = input_ids[:, -1:]
         cache = arguments[CACHE]
         step = self._step
-        if step is not None and (step.length == step.slots or not step.reading.switches.unchanged()):
+        if step is not None and (step.length == step.room.columns or not step.reading.switches.unchanged()):
             step.store(cache)
             self._step = None
         if self._step is None:
@@ -307,31 +302,40 @@ class _ModelInLoop:
         self._steps.kept[step.key] = step
         return logits_B1V
 
-    def _make_room(self, inputs: Arguments, cache: Any) -> list[Any]:
-        """Return layers with slots for the prompt: of the step that this call will take, or new ones.
+    def _make_room(self, inputs: Arguments, cache: Any, lengths: Sequence[int] | None) -> Room:
+        """Return room for the prompt: of the step that this call will take, or new room.
 
         Args:
             inputs: Stock's inputs of the prompt.
             cache: The cache of some rows.
+            lengths: The columns of every row from its first token on, if rows may share an axis.
         """
         rows, columns = inputs["input_ids"].shape
         positions = inputs["position_ids"]
         slots = slots_after(columns, self._due)
-        step = self._steps.find(self._key, (rows, (*positions.shape[:-1], 1), positions.dtype), slots)
-        if step is not None:
-            for layer in step.layers:
+        may_step = self._key not in self._steps.refusals
+        plan = plan_axis(lengths, columns, self._due, slots) if may_step and lengths is not None else None
+        size = Size(rows, slots, slots) if plan is None else plan.size
+        step = self._steps.find(self._key, (rows, (*positions.shape[:-1], 1), positions.dtype), size)
+        room = None if step is None else step.room
+        if room is None:
+            if plan is None and not (may_step and self._due >= FEWEST):
+                size = Size(rows, columns, columns)
+            self._room = room = self._new_room(cache, size)
+        else:
+            for layer in room.layers:
                 layer.keys.zero_()
                 layer.values.zero_()
-            return step.layers
-        has_step = self._due >= FEWEST and self._key not in self._steps.refusals
-        self._room = self._new_room(cache, rows, slots if has_step else columns)
-        return self._room[0]
+        if plan is not None:
+            room.columns = plan.columns
+            room.offsets_B = torch.tensor(plan.offsets, device=self._model.device)
+        return room
 
-    def _new_room(self, cache: Any, rows: int, slots: int) -> tuple[list[Any], int]:
-        """Return new layers and their slots. Earlier steps leave where memory is short."""
+    def _new_room(self, cache: Any, size: Size) -> Room:
+        """Return new room. Earlier steps leave where memory is short."""
         with torch.inference_mode(False), capture_of_ours():
-            self._steps.make_space(bytes_of_room(cache, rows, slots), self._model.device)
-            return make_room(cache, rows, slots), slots
+            self._steps.make_space(bytes_of_room(cache, size.rows, size.slots), self._model.device)
+            return Room(make_room(cache, size.rows, size.slots), size, size.slots)
 
     def _load(self, inputs: Arguments, cache: Any, due: int) -> None:
         """Load a step with room for some of the `due` tokens; `UnservedError` if this call alone gets none."""
@@ -342,10 +346,15 @@ class _ModelInLoop:
         if self._key in self._steps.refusals:
             raise UnservedError(self._steps.refusals[self._key])
         length = int(cache.get_seq_length())
+        rows = len(inputs["input_ids"])
         slots = slots_after(length, due)
+        size = Size(rows, slots, slots)
         key_of_call = key_of_inputs(inputs, length)
-        step = self._steps.find(self._key, key_of_call, slots)
-        if step is None and due < FEWEST:
+        room = room_of(cache)  # None unless rows share an axis
+        step = self._steps.find(self._key, key_of_call, size if room is None else room.size)
+        if step is not None and room is not None and step.room is not room:
+            step = None
+        if step is None and room is None and due < FEWEST:
             raise UnservedError(f"fewer than {FEWEST} tokens to come, and no step captured")
         if step is None and reading is self._reading:  # a capture holds the model as it is now, since the prompt or not
             reading = read_model(self._model)
@@ -353,10 +362,10 @@ class _ModelInLoop:
         # Buffers of inference mode could not be written later. Stock goes on if memory runs out: no graph is dropped.
         with torch.inference_mode(False), torch.no_grad(), capture_of_ours():
             if step is None:
-                room = self._room
-                if room is None or room[1] != slots:
-                    room = self._new_room(cache, len(inputs["input_ids"]), slots)
-                step = DecodeStep((self._key, key_of_call, slots), reading, inputs, room[0], slots, length)
+                new_room = self._room
+                if new_room is None or (new_room is not room and new_room.size != size):
+                    new_room = self._new_room(cache, size)
+                step = DecodeStep((self._key, key_of_call, new_room.size), reading, inputs, new_room, length)
                 self._steps.capture(step)
             else:
                 self._steps.kept.move_to_end(step.key)

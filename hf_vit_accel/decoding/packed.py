@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from hf_vit_accel.decoding.layers import CausalAttention, Slots, norm, run_layers
+from hf_vit_accel.decoding.layers import CausalAttention, norm, run_layers
+from hf_vit_accel.decoding.room import Room
 from hf_vit_accel.decoding.text_models import Model, Reading, refuse
 
 Arguments: TypeAlias = dict[str, Any]
@@ -123,14 +124,14 @@ class PackedPrompt:
         for layer in self.cache.layers:
             layer.keys = layer.values = torch.empty(shape, dtype=weight.dtype, device=weight.device)
 
-    def logits(self, inputs: Arguments, rows: Sequence[int], layers: Sequence[Any]) -> Tensor:
-        """Return the logits (G, 1, vocabulary) of the last column, and write keys and values to these layers.
+    def logits(self, inputs: Arguments, rows: Sequence[int], room: Room) -> Tensor:
+        """Return the logits (G, 1, vocabulary) of the last column, and write keys and values to this room.
 
         Args:
             inputs: Stock's inputs of a group; the last column is no padding.
-            rows: The group's rows in the layers.
+            rows: The group's rows in the room.
         """
-        self._layers = layers
+        self._room = room
         self._rows = rows
         logits_G1V: Tensor = self._model(**inputs, return_dict=True).logits
         return logits_G1V[:, -1:]
@@ -150,7 +151,7 @@ class PackedPrompt:
         mask_GC = inputs_embeds.new_ones(inputs_embeds.shape[:2]) if attention_mask is None else attention_mask
         rows = PackedRows(mask_GC)
         rows_T = torch.tensor(self._rows, device=mask_GC.device)[rows.rows_T]
-        slots = Slots(self._layers, rows_T, rows.columns_T + self._columns - mask_GC.shape[1])
+        slots = self._room.slots_of(rows_T, rows.columns_T + self._columns - mask_GC.shape[1])
         deepstack = visual_pos_masks, deepstack_visual_embeds
         hidden_1TE = rows.run(self._reading, inputs_embeds, position_ids, deepstack, slots=slots)
         last_G1E = norm(self._reading.text.norm, hidden_1TE[0, rows.attend.last_G]).unsqueeze(1)

@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_vit_accel.decoding.packed import Arguments, PackedPrompt
+from hf_vit_accel.decoding.room import Room, SharedLayer, Size
 from hf_vit_accel.decoding.text_models import Model
 from hf_vit_accel.versions import cache_name
 
@@ -176,19 +177,22 @@ class GroupedPrompt:
         return frozenset(name for name, value in self._inputs.items() if value is not None)
 
     def run(
-        self, make_room: Callable[[Arguments, Any], list[Any]], packed: PackedPrompt | None = None
+        self, make_room: Callable[[Arguments, Any, Sequence[int] | None], Room], packed: PackedPrompt | None = None
     ) -> CausalLMOutputWithPast:
         """Run every group, one after the other; return what a forward of all rows would: the last column's logits.
 
         A group for which memory runs out is halved.
 
         Args:
-            make_room: Returns layers with slots for the keys of all rows, from the inputs and the cache of a group.
+            make_room: Returns room for the keys of all rows, from the inputs, the cache of a group, and the rows'
+                lengths, if they may share an axis.
             packed: Runs the groups instead of transformers' text model.
         """
         cache = self._inputs[CACHE]
         empty = copy.deepcopy(cache)
-        room: list[Any] = [] if packed is None else self._take_room(cache, make_room, packed.cache)
+        room: Room | None = None
+        if packed is not None:
+            room = self._take_room(cache, make_room(self._inputs, packed.cache, self._lengths_B))
         logits_B1V: Tensor | None = None
         groups = list(self.groups)
         while groups:
@@ -200,6 +204,7 @@ class GroupedPrompt:
                 if packed is None:
                     logits_G1V = self._model(**self.inputs_of(rows, of_group, columns), return_dict=True).logits[:, -1:]
                 else:
+                    assert room is not None
                     logits_G1V = packed.logits(self.inputs_of(rows, None, columns), rows, room)
             except torch.OutOfMemoryError:
                 if len(rows) == 1:
@@ -212,14 +217,16 @@ class GroupedPrompt:
                 logits_B1V = logits_G1V.new_zeros(len(self._lengths_B), 1, logits_G1V.shape[-1])
             logits_B1V.index_copy_(0, rows_G, logits_G1V)
             if packed is None:
-                room = room or self._take_room(cache, make_room, of_group)
+                room = room or self._take_room(cache, make_room(self._inputs, of_group, None))
                 self._collect(cache, of_group, rows_G)
         return CausalLMOutputWithPast(logits=logits_B1V, **{CACHE: cache})
 
-    def _take_room(self, cache: Any, make_room: Callable[[Arguments, Any], list[Any]], of_group: Any) -> list[Any]:
-        """Return new layers for the keys of all rows, whose slots of the prompt a cache holds from now on."""
-        room = make_room(self._inputs, of_group)
-        for layer, slots in zip(cache.layers, room, strict=True):
+    def _take_room(self, cache: Any, room: Room) -> Room:
+        """Let a cache hold the slots of the prompt, from now on, and return the room."""
+        if room.offsets_B is not None:
+            cache.layers[:] = [SharedLayer(room, index, self._columns) for index in range(len(room.layers))]
+            return room
+        for layer, slots in zip(cache.layers, room.layers, strict=True):
             layer.lazy_initialization(slots.keys, slots.values)
             layer.keys, layer.values = (x[:, :, : self._columns] for x in (slots.keys, slots.values))
         return room
@@ -235,9 +242,10 @@ class GroupedPrompt:
         mask_BT = self._inputs.get("attention_mask")
         cache = copy.deepcopy(self._inputs[CACHE])
         expected = [self._model(**self.inputs_of(rows, cache, columns), return_dict=True).logits[:, -1:]]
-        room = make_room(packed.cache, len(rows), self._columns)
+        size = Size(len(rows), self._columns, self._columns)
+        room = Room(make_room(packed.cache, len(rows), self._columns), size, self._columns)
         results = [packed.logits(self.inputs_of(rows, None, columns), range(len(rows)), room)]
-        for layer, of_stock in zip(room, cache.layers, strict=True):
+        for layer, of_stock in zip(room.layers, cache.layers, strict=True):
             for ours, theirs in ((layer.keys, of_stock.keys), (layer.values, of_stock.values)):
                 for index, row in enumerate(rows):
                     is_token_C = slice(None) if mask_BT is None else mask_BT[row, -columns:] != 0

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
-from hf_vit_accel.decoding.layers import Slots, norm, run_layers
+from hf_vit_accel.decoding.layers import norm, run_layers
 from hf_vit_accel.decoding.packed import Arguments
+from hf_vit_accel.decoding.room import Room, SharedLayer
 from hf_vit_accel.decoding.text_models import Model, Reading, UnservedError, refuse
-from hf_vit_accel.ops.decode_attention import attend_in_chunks, why_not_in_chunks
+from hf_vit_accel.ops.decode_attention import attend_in_chunks, of_samples, why_not_in_chunks
 from hf_vit_accel.versions import cache_name
 
 CACHE = cache_name()
@@ -30,7 +31,13 @@ _WITHOUT_EFFECT = (
 
 
 def attend(
-    query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask_B11S: Tensor, ends_B2: Tensor, scale: float
+    query_BHTD: Tensor,
+    key_BKSD: Tensor,
+    value_BKSD: Tensor,
+    mask_B11S: Tensor,
+    ends_B2: Tensor,
+    scale: float,
+    longest: int,
 ) -> Tensor:
     """Attend with the query heads of a group as rows of one query, so that no key head is copied; (B, 1, H * D).
 
@@ -41,8 +48,11 @@ def attend(
     mask = mask_B11S.to(query_BHTD.dtype)  # autocast
     query = query_BHTD.reshape(batch, key_heads, heads // key_heads, width)
     if why_not_in_chunks(query, key_BKSD, value_BKSD, mask) is None:
-        out = attend_in_chunks(query, key_BKSD, value_BKSD, mask, ends_B2, scale)
+        out = attend_in_chunks(query, key_BKSD, value_BKSD, mask, ends_B2, scale, longest)
     else:
+        if len(key_BKSD) < batch:
+            value_BKSD, _ = of_samples(value_BKSD, mask, ends_B2, longest)
+            key_BKSD, mask = of_samples(key_BKSD, mask, ends_B2, longest)
         out = nn.functional.scaled_dot_product_attention(query, key_BKSD, value_BKSD, attn_mask=mask, scale=scale)
     return out.reshape(batch, 1, -1)
 
@@ -93,8 +103,14 @@ def inputs_of_rows(inputs: Arguments, rows: list[int]) -> Arguments:
                 states = getattr(layer, name)
                 setattr(layer, name, {key: None if x is None else x[rows] for key, x in states.items()})
         else:
-            layer.keys, layer.values = (x[rows] for x in _states_of(layer))
+            layer.keys, layer.values = _states_of_rows(layer, rows)
     return part
+
+
+def _states_of_rows(layer: Any, rows: list[int]) -> tuple[Tensor, Tensor]:
+    if isinstance(layer, SharedLayer):
+        return layer.of_rows(rows)
+    return layer.keys[rows], layer.values[rows]
 
 
 def key_of_inputs(inputs: Arguments, length: int) -> Hashable:
@@ -117,25 +133,24 @@ def key_of_inputs(inputs: Arguments, length: int) -> Hashable:
 
 
 class DecodeStep:
-    """The decode step of a batch on a cache of some slots. Everything that advances does so inside the step."""
+    """The decode step of a batch on a static cache. Everything that advances does so inside the step."""
 
-    def __init__(
-        self, key: Hashable, reading: Reading, inputs: Arguments, layers: list[Any], slots: int, length: int
-    ) -> None:
+    def __init__(self, key: Hashable, reading: Reading, inputs: Arguments, room: Room, length: int) -> None:
         self.key = key
-        self.slots = slots
+        self.room = room
         self.reading = reading
-        self.layers = layers
+        self.layers = room.layers
         self._ids_B1 = torch.zeros_like(inputs["input_ids"]).contiguous()
         self._positions = torch.zeros_like(inputs["position_ids"]).contiguous()
         self.device = self._ids_B1.device
         # Behind the prompt, whose keys may be there before the step is captured.
         rows = len(self._ids_B1)
-        self._slots_B = torch.full((rows,), length, device=self.device)
-        self._slots = Slots(layers, torch.arange(rows, device=self.device), self._slots_B)
+        lengths_B = torch.full((rows,), length, device=self.device)
+        self._slots = room.slots_of(torch.arange(rows, device=self.device), lengths_B)
+        self._slots_B = self._slots.slots_T
         keys = next(layer.keys for layer in self.layers if not is_linear(layer))
-        self._mask_B11S = torch.zeros(len(keys), 1, 1, slots, dtype=keys.dtype, device=keys.device)
-        self._ends_B2 = torch.zeros(len(keys), 2, dtype=torch.int32, device=keys.device)
+        self._mask_B11S = torch.zeros(len(keys), 1, 1, keys.shape[2], dtype=keys.dtype, device=keys.device)
+        self._ends_B2 = torch.zeros(rows, 2, dtype=torch.int32, device=keys.device)
         self._logits: Tensor | None = None
         self.length = 0  # tokens in the cache, counted on the host
         self.nbytes = sum(state.nbytes for layer in self.layers for state in _states_of(layer))
@@ -144,15 +159,25 @@ class DecodeStep:
     def load(self, inputs: Arguments, cache: Any, length: int) -> None:
         """Copy the tokens and inputs of a call into this step's buffers, and free the memory of the call's cache."""
         self._positions.copy_(inputs["position_ids"])
-        self._slots_B.fill_(length)
+        rows_B = torch.arange(len(self._ids_B1), device=self.device)
+        is_visible_BC = torch.ones(len(rows_B), length, dtype=torch.bool, device=self.device)
+        if inputs.get("attention_mask") is not None:
+            is_visible_BC = inputs["attention_mask"][:, :length] != 0
+        begins_B = is_visible_BC.int().argmax(1)
+        for column, end in ((begins_B, 0), (torch.full_like(begins_B, length), 1)):
+            self._ends_B2[:, end] = self.room.slots_of(rows_B, column).slots_T
+        self._slots_B.copy_(self._ends_B2[:, 1])
         self.length = length
         self._mask_B11S.fill_(float("-inf"))
-        visible_BS = self._mask_B11S[:, 0, 0, :length].zero_()
-        mask = inputs.get("attention_mask")
-        if mask is not None:
-            visible_BS.masked_fill_(mask[:, :length] == 0, float("-inf"))
-        self._ends_B2[:, 0] = (visible_BS == 0).int().argmax(1)
-        self._ends_B2[:, 1] = length
+        if self.room.offsets_B is None:
+            self._mask_B11S[:, 0, 0, :length].masked_fill_(is_visible_BC, 0.0)
+        else:
+            rows_T, columns_T = is_visible_BC.nonzero(as_tuple=True)
+            self._mask_B11S.index_fill_(3, self.room.slots_of(rows_T, columns_T).slots_T, 0.0)
+            for layer in self.layers:  # a masked slot counts zero times, but NaN would stay NaN
+                for state in _states_of(layer):
+                    state.masked_fill_(self._mask_B11S.mT.isinf(), 0.0)
+            return
         for layer, source in zip(self.layers, cache.layers, strict=True):
             states = _states_of(layer, length)
             for state, value in zip(states, _states_of(source), strict=True):
@@ -161,11 +186,14 @@ class DecodeStep:
             if not is_linear(layer):
                 source.keys, source.values = states
                 for state in _states_of(layer):
-                    state[:, :, length:].zero_()  # a masked slot counts zero times, but NaN would stay NaN
+                    state[:, :, length:].zero_()  # here, too
 
     def store(self, cache: Any, *, is_kept: bool = False) -> None:
         """Leave in a cache what stock would have left there: views of this step's keys, copies in one that is kept."""
         for layer, target in zip(self.layers, cache.layers, strict=True):
+            if self.room.offsets_B is not None:
+                target.columns = self.length
+                continue
             states = _states_of(layer, self.length)
             if not is_linear(layer):
                 target.keys, target.values = [state.clone() for state in states] if is_kept else states
@@ -176,7 +204,7 @@ class DecodeStep:
     def run(self) -> None:
         """Compute one step, and advance the buffers. This is what a graph captures."""
         states = [state.data_ptr() for layer in self.layers for state in _states_of(layer)]
-        self._mask_B11S.index_fill_(3, self._slots_B[:1], 0.0)
+        self._mask_B11S.index_fill_(3, self._slots_B, 0.0)
         self._ends_B2[:, 1].add_(1)
         # A cache of cast weights gains nothing, since a step uses each weight once.
         with torch.autocast(*self.reading.autocast, cache_enabled=False), torch.no_grad():
@@ -199,7 +227,8 @@ class DecodeStep:
 
     def _attend(self, layer: int, query_BHD: Tensor, key_BKD: Tensor, value_BKD: Tensor, scale: float) -> Tensor:
         states = self.layers[layer]
-        return attend(query_BHD.unsqueeze(2), states.keys, states.values, self._mask_B11S, self._ends_B2, scale)
+        arguments = states.keys, states.values, self._mask_B11S, self._ends_B2, scale, self.room.size.longest
+        return attend(query_BHD.unsqueeze(2), *arguments)
 
     def __call__(self, ids_B1: Tensor) -> Tensor:
         """Return the logits (B, 1, vocabulary) after one more token a row. The next step overwrites them."""

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from hf_vit_accel.decoding.room import Size
 from hf_vit_accel.decoding.step import DecodeStep
 from hf_vit_accel.decoding.text_models import Reading, UnservedError
 from hf_vit_accel.graphs.recorder import CudaRecorder, free_bytes
@@ -62,10 +63,10 @@ class DecodeSteps:
             finally:
                 self._lock.release()
 
-    def find(self, key_of_model: Hashable, key_of_inputs: Hashable, slots: int) -> DecodeStep | None:
+    def find(self, key_of_model: Hashable, key_of_inputs: Hashable, size: Size) -> DecodeStep | None:
         """Return the proven step with the fewest slots of at least so many, and of at most twice as many."""
-        fitting = sorted(step.slots for step in self.kept.values() if slots <= step.slots <= 2 * slots)
-        steps = (self.kept.get((key_of_model, key_of_inputs, number)) for number in fitting)
+        fitting = sorted(step.room.size for step in self.kept.values() if step.room.size.holds(size))
+        steps = (self.kept.get((key_of_model, key_of_inputs, of_step)) for of_step in fitting)
         return next(filter(None, steps), None)
 
     def make_space(self, nbytes: int, device: torch.device) -> None:

@@ -43,17 +43,38 @@ def inputs_of(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -
     return query, key, value, mask, ends.to(device)
 
 
+def on_one_axis(inputs: Inputs) -> Inputs:
+    """Lay the samples out one after the other, each from its first visible slot on, with blocks of 64 of its own."""
+    query, key, value, mask, ends = inputs
+    parts: list[list[torch.Tensor]] = [[], [], []]
+    begin = 0
+    new_ends = torch.zeros_like(ends)
+    for sample, (first, end) in enumerate(ends.tolist()):
+        size = -(-(end - first) // 64) * 64
+        hidden = mask.new_full((1, 1, 1, size - (end - first)), float("-inf"))
+        spare = key.new_full((1, key.shape[1], hidden.shape[-1], key.shape[-1]), 100.0)
+        parts[0].append(torch.cat([key[sample : sample + 1, :, first:end], spare], dim=2))
+        parts[1].append(torch.cat([value[sample : sample + 1, :, first:end], spare], dim=2))
+        parts[2].append(torch.cat([mask[sample : sample + 1, :, :, first:end], hidden], dim=3))
+        new_ends[sample] = torch.tensor([begin, begin + end - first])
+        begin += size
+    key, value = (torch.cat(of_samples, dim=2) for of_samples in parts[:2])
+    return query, key, value, torch.cat(parts[2], dim=3), new_ends
+
+
 def assert_exact(inputs: Inputs, scale: float) -> None:
-    """Check that the error is that of rounding the weights and the output."""
-    assert why_not_in_chunks(*inputs[:4]) is None
+    """Check that the error is that of rounding the weights and the output, in rows and on one axis."""
     query, key, value, mask = (tensor.double().nan_to_num(0.0, neginf=-torch.inf) for tensor in inputs[:4])
     expected = ((scale * (query @ key.mT) + mask).softmax(-1) @ value).float()
-    result = attend_in_chunks(*inputs, scale)
-    assert result.shape == expected.shape and result.dtype == inputs[0].dtype
-    bound = 3 * torch.finfo(result.dtype).eps
-    assert float((result.float() - expected).norm() / expected.norm()) < bound
-    plain = attend_reference(*(tensor.nan_to_num(0.0, neginf=-torch.inf) for tensor in inputs), scale)
-    assert float((plain.float() - expected).norm() / expected.norm()) < bound
+    longest = key.shape[2]
+    for tensors in (inputs, on_one_axis(inputs)):
+        assert why_not_in_chunks(*tensors[:4]) is None
+        result = attend_in_chunks(*tensors, scale, longest)
+        assert result.shape == expected.shape and result.dtype == inputs[0].dtype
+        bound = 3 * torch.finfo(result.dtype).eps
+        assert float((result.float() - expected).norm() / expected.norm()) < bound
+        plain = attend_reference(*(x.nan_to_num(0.0, neginf=-torch.inf) for x in tensors), scale, longest)
+        assert float((plain.float() - expected).norm() / expected.norm()) < bound
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="test_interpreted.py runs it")
@@ -106,7 +127,7 @@ def test_interpreted_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
         return attend(*tensors_and_scale)
 
     monkeypatch.setattr(step, "attend_in_chunks", counted)
-    out = step.attend(query.flatten(1, 2)[:, :, None], key, value, mask, ends, query.shape[-1] ** -0.5)
+    out = step.attend(query.flatten(1, 2)[:, :, None], key, value, mask, ends, query.shape[-1] ** -0.5, 1280)
     assert len(calls) == 1
-    expected = attend_reference(query, key, value, mask, ends, query.shape[-1] ** -0.5)
+    expected = attend_reference(query, key, value, mask, ends, query.shape[-1] ** -0.5, 1280)
     torch.testing.assert_close(out, expected.flatten(1)[:, None], rtol=1e-2, atol=1e-2)

@@ -166,7 +166,7 @@ def test_a_shorter_batch_takes_the_step_of_a_longer_one() -> None:
     texts = [torch.randint(3, 50, (2, length)) for length in (250, 150, 40)]  # of 384, 256 and 128 slots
     for ids_BT in texts:
         compare(model, dict(input_ids=ids_BT, attention_mask=torch.ones_like(ids_BT)), max_new_tokens=10)
-    assert [kept.slots for kept in steps_of(model).kept.values()] == [384, 128]
+    assert [kept.room.size.slots for kept in steps_of(model).kept.values()] == [384, 128]
 
 
 def attend_to_all(*tensors: torch.Tensor, is_causal: bool, **options: Any) -> torch.Tensor:
@@ -199,13 +199,69 @@ def test_groups_write_into_the_one_cache_of_the_step(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(loop, "make_room", make_room)
     inputs = batch(model, random.Random(7), 9)
     compare(model, inputs, max_new_tokens=12)
-    assert [room for room in rooms if room[0] > 2] == [(9, 128)], "and two rows for the proof of packed prompts"
+    assert len(rooms) == 2, "and two rows for the proof of packed prompts"
     for kept in steps_of(model).kept.values():
         for layer in kept.layers:
             layer.keys.fill_(float("nan"))
             layer.values.fill_(float("nan"))
     compare(model, inputs, max_new_tokens=12)
-    assert [room for room in rooms if room[0] > 2] == [(9, 128)] and counts_of(model).static_calls == 2
+    assert len(rooms) == 2 and counts_of(model).static_calls == 2
+
+
+def ragged(model: Any, *lengths: int) -> Inputs:
+    """Draw rows of so many tokens of text, each with a picture."""
+    rows = []
+    for length in lengths:
+        row = tiny.chat_inputs(model, [GRIDS[length % len(GRIDS)]], length)
+        more = torch.randint(3, 50, (1, length), generator=torch.Generator().manual_seed(length))
+        row["input_ids"] = torch.cat([more, row["input_ids"]], 1)
+        if "mm_token_type_ids" in row:
+            row["mm_token_type_ids"] = torch.cat([torch.zeros_like(more), row["mm_token_type_ids"]], 1)
+        rows.append(row)
+    return joined(rows)
+
+
+class HookAt(transformers.LogitsProcessor):
+    """Negate all logits by a hook on the head, from a column on."""
+
+    def __init__(self, model: Any, column: int) -> None:
+        self._model = model
+        self._column = column
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] == self._column:
+            self.handle = self._model.lm_head.register_forward_hook(lambda module, args, output: -output)
+        return scores
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_rows_of_different_lengths_share_an_axis(family: str) -> None:
+    """One long row does not make all others long. The next batch divides the axis of the step in another way."""
+    model = TINY[family].build()
+    for lengths in ((300, 60, 70, 65, 80, 62, 75), (33, 21, 280, 90, 24, 28, 31), (50, 60, 299, 40, 30, 20, 10)):
+        compare(model, ragged(model, *lengths), max_new_tokens=12)
+        [kept] = steps_of(model).kept.values()
+        for layer in kept.layers:
+            assert layer.keys.shape[0] == 1 and layer.keys.shape[2] < 0.8 * 7 * 330
+            layer.keys.fill_(float("nan"))
+            layer.values.fill_(float("nan"))
+    assert steps_of(model).captures.total() == 1 and counts_of(model).static_calls == 3
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_stock_goes_on_where_rows_share_an_axis(family: str) -> None:
+    model = TINY[family].build()
+    inputs = ragged(model, 300, 20, 30, 25, 40, 22, 35)
+    outputs = []
+    for custom_generate in (None, graphed_decoding):
+        hook = HookAt(model, inputs["input_ids"].shape[1] + 5)
+        options = dict(max_new_tokens=12, min_new_tokens=12, logits_processor=[hook], custom_generate=custom_generate)
+        outputs.append(model.generate(**inputs, **options))
+        hook.handle.remove()
+    assert torch.equal(*outputs) and counts_of(model).reasons == {"a forward hook on lm_head": 1}
+    compare(model, inputs, max_new_tokens=12)
+    assert counts_of(model).static_calls == 1
 
 
 @pytest.mark.usefixtures("way")
