@@ -16,7 +16,7 @@ from captioner.processors import vision_tokens
 
 _VIDEO_TOKENS = 8192  # assumed for a video before it is decoded, which is a batch of its own
 _FIRST_ITEMS = 32
-"""Items of the first batch, for which the model has to wait; an eighth of a batch if that is more."""
+"""Items of the first batch, for which the model waits. They are of all sizes, so the next one is decoded meanwhile."""
 _SHORT = 64
 """Most new tokens for which a small first batch pays: its steps of decoding cost as much as a large one's."""
 _PROMPT_TOKENS = 256  # assumed for the text of a prompt
@@ -73,17 +73,15 @@ class Bounds:
     new_tokens: int = 0  # of a caption
 
     def hold(self, batch: Sequence[Task]) -> bool:
-        """Tell whether a batch, its largest item first, is within the bounds."""
-        return (
-            len(batch) <= self.items
-            and sum(task.tokens for task in batch) <= self.tokens
-            and self._nbytes(batch) <= self.nbytes
-        )
+        """Tell whether a batch is within the bounds."""
+        tokens = sum(task.tokens for task in batch)
+        return len(batch) <= self.items and tokens <= self.tokens and self._nbytes(batch) <= self.nbytes
 
     def _nbytes(self, batch: Sequence[Task]) -> float:
-        """Estimate the memory of a batch. All rows have as many slots as the longest."""
-        slots = len(batch) * (batch[0].tokens + _PROMPT_TOKENS + self.new_tokens) * _SPARE_SLOTS
-        return slots * self.slot_bytes + sum(task.tokens for task in batch) * self.token_bytes
+        """Estimate the memory of a batch, whose rows have the slots that each needs."""
+        tokens = sum(task.tokens for task in batch)
+        slots = tokens + len(batch) * (_PROMPT_TOKENS + self.new_tokens)
+        return slots * _SPARE_SLOTS * self.slot_bytes + tokens * self.token_bytes
 
     def halve(self, batch: Sequence[Task]) -> None:
         """Hold half of a batch that exceeded the memory."""
@@ -92,21 +90,26 @@ class Bounds:
 
 
 def pack(tasks: Sequence[Task], bounds: Bounds) -> Iterator[list[Task]]:
-    """Pack tasks into batches, the longest first, within the bounds at that time.
+    """Pack tasks into batches within the bounds at that time: a small one, then all others, the longest first.
 
     One item alone may exceed them. All items of a batch have the same prompts. A video stands alone.
     """
+    others = sorted(tasks, key=lambda task: (task.prompts, -task.tokens, task.item.key))
+    if 0 < bounds.new_tokens <= _SHORT and len(others) > _FIRST_ITEMS:
+        stride = -(-len(others) // _FIRST_ITEMS)
+        yield from _packed(others[::stride], bounds)
+        del others[::stride]
+    yield from _packed(others, bounds)
+
+
+def _packed(tasks: Sequence[Task], bounds: Bounds) -> Iterator[list[Task]]:
+    """Pack tasks, sorted, into batches."""
     batch: list[Task] = []
-    most_items = bounds.items
-    if bounds.new_tokens <= _SHORT:
-        most_items = max(_FIRST_ITEMS, bounds.items // 8)  # of the first batch
-    for task in sorted(tasks, key=lambda task: (task.prompts, -task.tokens, task.item.key)):
+    for task in tasks:
         has_video = task.item.kind == "video" or (batch and batch[0].item.kind == "video")
-        is_full = len(batch) == most_items or not bounds.hold([*batch, task])
-        if batch and (has_video or is_full or task.prompts != batch[0].prompts):
+        if batch and (has_video or task.prompts != batch[0].prompts or not bounds.hold([*batch, task])):
             yield batch
             batch = []
-            most_items = bounds.items
         batch.append(task)
     if batch:
         yield batch

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -130,10 +130,8 @@ def _row_readers(item: Item) -> Mapping[str, Callable[[], object]]:
 
 def size(item: Item) -> int | None:
     """Return the bytes of an item where they are known without reading it. A row has the size of its whole table."""
-    if item.length is not None:
+    if item.length is not None or item.problem is not None:
         return item.length
-    if item.problem is not None:
-        return None
     try:
         return Path(item.file).stat().st_size
     except OSError:
@@ -185,8 +183,12 @@ def fields(item: Item, named: set[str]) -> dict[str, Value]:
         return by_name | _texts_and_numbers({name: readers[name]() for name in named & readers.keys()})
     if named <= by_name.keys() | {"kind"}:
         return by_name
+    parts = [(suffix, replace(item, offset=offset, length=length)) for suffix, offset, length in item.extra]
+    if item.length is None:
+        files = [(suffix, Path(item.file).with_suffix("." + suffix)) for suffix in METADATA_SUFFIXES]
+        parts = [(suffix, Item(key=item.key, file=str(file))) for suffix, file in files]
     metadata: dict[str, Value] = {}
-    for suffix, part in _metadata_items(item):
+    for suffix, part in parts:
         with suppress(FileNotFoundError), open_item(part) as file:
             text = file.read().decode("utf-8-sig")
             if suffix == "txt":
@@ -201,12 +203,3 @@ def fields(item: Item, named: set[str]) -> dict[str, Value]:
 def _texts_and_numbers(values: Mapping[str, object]) -> dict[str, Value]:
     """Select the values that a prompt can hold: no null, NaN, list or object."""
     return {name: value for name, value in values.items() if isinstance(value, Value) and value == value}
-
-
-def _metadata_items(item: Item) -> Iterator[tuple[str, Item]]:
-    """Yield suffix and place of the metadata beside a file, or beside a member of a tar shard."""
-    if item.length is None:
-        for suffix in METADATA_SUFFIXES:
-            yield suffix, Item(key=item.key, file=str(Path(item.file).with_suffix("." + suffix)))
-    for suffix, offset, length in item.extra:
-        yield suffix, replace(item, offset=offset, length=length)

@@ -148,10 +148,8 @@ class Journal:
             manifest: dict[str, list[Entry]] = json.loads(path.read_text(encoding="utf-8"))
             return manifest | {"runs": list(manifest["runs"])}
         except (ValueError, KeyError, TypeError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise ValueError(
-                f"{path} is damaged, or no captioning run wrote it ({reason}): name another output"
-            ) from None
+            reason = f"{path} is damaged, or no captioning run wrote it ({type(error).__name__}: {error})"
+            raise ValueError(f"{reason}: name another output") from None
 
     def note(self, entry: Entry) -> None:
         """Add a start to the manifest. No other process may be writing."""

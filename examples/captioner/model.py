@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoModelForImageTextToText,
     LogitsProcessor,
@@ -35,7 +35,7 @@ _SHARE_OF_MEMORY = 0.7
 """The part of the free memory for caches, pixels and features of batches. The rest is for forwards and graphs."""
 _SMALLEST = 1e-300  # a uniform sample of 0 has no logarithm
 Inputs = dict[str, Any]
-"""Inputs of the model: tensors by name, and under "arrived" the event that ends their way to the GPU."""
+"""Inputs of the model: tensors by name."""
 
 
 def load_model(model: str, dtype: torch.dtype, device: torch.device, revision: str | None = None) -> PreTrainedModel:
@@ -54,7 +54,12 @@ class Clip:
 
 
 Medium = Image.Image | torch.Tensor | Clip
-"""A picture, its bytes (3, H, W), or a clip."""
+"""A picture, its bytes (H, W, 3), or a clip."""
+
+
+def _channels_first(medium: Medium, device: torch.device) -> Medium:
+    """Move the bytes of a picture to a device, as (3, H, W). A GPU turns them in no time."""
+    return medium.to(device).permute(2, 0, 1).contiguous() if isinstance(medium, torch.Tensor) else medium
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,6 @@ class Captioner:
     top_p: float = 1.0
     seed: int = 0
     patching: dict[str, Any] | None = field(default_factory=dict)  # arguments of `patch`; None for a stock model
-    _threads: threading.local = field(default_factory=threading.local, repr=False)
     _may_hold_graphs: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -116,20 +120,17 @@ class Captioner:
             return Bounds(items=items or 64, tokens=16384, new_tokens=self.max_new_tokens)
         free, _ = torch.cuda.mem_get_info(self.model.device)
         free += torch.cuda.memory_reserved(self.model.device) - torch.cuda.memory_allocated(self.model.device)
+        text = self.model.config.get_text_config()
+        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        keys_and_values = 2 * text.num_hidden_layers * text.num_key_value_heads * width
         return Bounds(
             items=items or 256,
             tokens=sys.maxsize,
             nbytes=_SHARE_OF_MEMORY * free,
-            slot_bytes=self._slot_bytes(),
+            slot_bytes=keys_and_values * self.model.dtype.itemsize,
             token_bytes=self._vision_token_bytes(),
             new_tokens=self.max_new_tokens,
         )
-
-    def _slot_bytes(self) -> int:
-        """Return the bytes of the keys and values of one token."""
-        text = self.model.config.get_text_config()
-        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        return 2 * text.num_hidden_layers * text.num_key_value_heads * width * self.model.dtype.itemsize
 
     def _vision_token_bytes(self) -> int:
         """Return the bytes of pixels and features of one vision token.
@@ -159,52 +160,50 @@ class Captioner:
         raise torch.OutOfMemoryError("no memory for the pixels of a batch")
 
     def send(self, inputs_by_prompt: Sequence[Inputs]) -> list[Inputs]:
-        """Start to copy the inputs of one batch to the GPU, with one copy of the pixels for all prompts.
+        """Copy the inputs of one batch to the GPU, with one copy of the pixels for all prompts.
 
         The copy runs from pinned memory beside the work there. If memory is full, the inputs stay where they are.
         """
         first = inputs_by_prompt[0]
         pixels = {name: first[name] for name in _PIXELS & first.keys()}
         shared = [dict(inputs) | pixels for inputs in inputs_by_prompt]
-        if self.model.device.type != "cuda":
+        if self._side_stream is None:
             return shared
-        try:
-            with self._own_stream() as stream:
-                moved_pixels = {name: self._move(value) for name, value in pixels.items()}
-                sent = []
-                for inputs in shared:
-                    texts = {name: self._move(value) for name, value in inputs.items() if name not in pixels}
-                    sent.append(moved_pixels | texts)
-                arrived = stream.record_event()
-                return [inputs | {"arrived": arrived} for inputs in sent]
-        except torch.OutOfMemoryError:
-            return shared
+        with suppress(torch.OutOfMemoryError), self._own_stream():
+            moved = {id(value): self._move(value) for inputs in shared for value in inputs.values()}
+            shared = [{name: moved[id(value)] for name, value in inputs.items()} for inputs in shared]
+        self._side_stream.synchronize()  # the model reads them on another stream, also where memory ran out
+        return shared
 
     def _move(self, value: torch.Tensor) -> torch.Tensor:
         return value if value.is_cuda else value.pin_memory().to(self.model.device, non_blocking=True)
 
-    @contextmanager
-    def _own_stream(self) -> Iterator[torch.cuda.Stream | None]:
-        """Run on a stream of this thread on the model's GPU; without a GPU do nothing."""
-        if self.model.device.type != "cuda":
-            yield None
-            return
-        if not hasattr(self._threads, "stream"):
-            self._threads.stream = torch.cuda.Stream(self.model.device)
-        with torch.cuda.stream(self._threads.stream):
-            yield self._threads.stream
+    @cached_property
+    def _side_stream(self) -> torch.cuda.Stream | None:
+        """The stream on which batches are prepared beside the model's work; None without a GPU."""
+        return torch.cuda.Stream(self.model.device) if self.model.device.type == "cuda" else None
+
+    def _own_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._side_stream is None else torch.cuda.stream(self._side_stream)
 
     def _process(self, media: Sequence[Medium], prompts: Sequence[str], device: torch.device) -> Inputs:
         clips = [medium for medium in media if isinstance(medium, Clip)]
         kind = "video" if clips else "image"
-        texts = []
-        for prompt in prompts:
+        text_by_prompt = {}
+        for prompt in set(prompts):
             content = [{"type": kind}, {"type": "text", "text": prompt}]
             message = {"role": "user", "content": content}
-            texts.append(self.processor.apply_chat_template([message], add_generation_prompt=True))
+            text_by_prompt[prompt] = self.processor.apply_chat_template([message], add_generation_prompt=True)
+        texts = [text_by_prompt[prompt] for prompt in prompts]
         if not clips:
-            placement = {} if device.type == "cpu" else {"device": device}
-            return self.processor(text=texts, images=list(media), padding=True, return_tensors="pt", **placement)
+            options: dict[str, Any] = {"return_tensors": "pt"}
+            if device.type != "cpu":
+                options["device"] = device
+            pictures = [_channels_first(medium, device) for medium in media]
+            # Until transformers 5.3 processors compare tokens of all rows at once, which have to be of one length.
+            padding = not hasattr(self.processor, "create_mm_token_type_ids")
+            inputs = self.processor(text=texts, images=pictures, padding=padding, images_kwargs=options)
+            return self._padded(inputs)
         return self.processor(
             text=texts,
             videos=[clip.frames for clip in clips],
@@ -214,6 +213,16 @@ class Captioner:
             return_tensors="pt",
         )
 
+    def _padded(self, inputs: Inputs) -> Inputs:
+        """Turn the processor's lists of tokens into tensors, ten times as fast as transformers does."""
+        padded = dict(inputs)
+        for name, rows in inputs.items():
+            if not isinstance(rows, torch.Tensor):
+                padding = self.processor.tokenizer.pad_token_id if name == "input_ids" else 0
+                tokens = [torch.from_numpy(np.array(row)) for row in rows]
+                padded[name] = pad_sequence(tokens, batch_first=True, padding_value=padding, padding_side="left")
+        return padded
+
     def vision_tokens(self, inputs: Inputs) -> int:
         """Count the merged tokens of all pictures or videos in the model's inputs."""
         patches = sum(int(grid.prod(-1).sum()) for name, grid in inputs.items() if name.endswith("_grid_thw"))
@@ -222,7 +231,12 @@ class Captioner:
     @torch.inference_mode()
     def generate(self, inputs: Inputs, seeds: Sequence[int]) -> list[Caption]:
         """Generate the captions of one batch and prompt."""
-        inputs = self._on_device(inputs)
+        # `inputs.to` would move them in place, but after running out of memory the caller needs its inputs.
+        inputs = {name: value.to(self.model.device) for name, value in inputs.items()}
+        if self._side_stream is not None:
+            # Their memory is the other stream's, which may use it again once this one is done with it.
+            for value in inputs.values():
+                value.record_stream(torch.cuda.current_stream(self.model.device))
         samplers = LogitsProcessorList()
         if self.temperature > 0:
             samplers.append(TemperatureLogitsWarper(self.temperature))
@@ -257,17 +271,6 @@ class Captioner:
             return decode
         _, total = torch.cuda.mem_get_info()
         return partial(decode, max_graphs=2, max_bytes=int(_SHARE_OF_MEMORY * total))
-
-    def _on_device(self, inputs: Inputs) -> Inputs:
-        """Return the inputs on the model's device, once their copy has arrived."""
-        tensors = {name: value for name, value in inputs.items() if name != "arrived"}
-        if "arrived" in inputs:
-            stream = torch.cuda.current_stream(self.model.device)
-            stream.wait_event(inputs["arrived"])
-            for value in tensors.values():
-                value.record_stream(stream)  # its memory was allocated on another stream: keep it until this one ends
-        # `inputs.to` would move them in place, but after running out of memory the caller needs its inputs.
-        return {name: value.to(self.model.device) for name, value in tensors.items()}
 
     def free_graphs(self) -> bool:
         """Free the memory that graphs and features hold. Return whether there may have been any since the last time."""

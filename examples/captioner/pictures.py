@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from threading import Semaphore
 from typing import TYPE_CHECKING, BinaryIO
@@ -99,6 +99,26 @@ def read_image(file: BinaryIO, resize: Resize | None = None) -> tuple[Image.Imag
     return image, size
 
 
+def read_bytes(file: BinaryIO, resize: Resize | None = None) -> tuple[torch.Tensor, tuple[int, int]]:
+    """Read a picture as `read_image` does, as bytes (H, W, 3).
+
+    torchvision decodes plain JPEGs to the same bytes, and leaves the interpreter to the model's thread meanwhile.
+    """
+    image = _open(file)
+    size = _upright(image)
+    is_plain = image.format == "JPEG" and image.mode == "RGB" and _orientation(image) == 1
+    if is_plain and (resize is None or resize(*size) is None):
+        from torchvision.io import decode_jpeg
+
+        file.seek(0)
+        encoded = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
+        with suppress(Exception), _large_pictures if image.width * image.height > LARGE else nullcontext():
+            return decode_jpeg(encoded).permute(1, 2, 0), size
+    file.seek(0)  # whatever torchvision refuses, Pillow reads or says why not
+    image, size = read_image(file, resize)
+    return torch.from_numpy(np.array(image)), size
+
+
 def to_rgb(image: Image.Image) -> Image.Image:
     """Convert an image of any mode to RGB, with 16-bit greys scaled to 8 bits and transparency laid on white."""
     if image.mode == "F":
@@ -108,11 +128,6 @@ def to_rgb(image: Image.Image) -> Image.Image:
     if image.has_transparency_data:
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
     return image.convert("RGB")
-
-
-def channels_first(image: Image.Image) -> torch.Tensor:
-    """Return the bytes of an RGB picture, laid out as a GPU takes them. The copy takes longer than the GPU."""
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
 
 
 def read_frames(file: BinaryIO, suffix: str, processor: ProcessorMixin) -> tuple[np.ndarray, VideoMetadata]:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from multiprocessing.pool import ThreadPool
 
 from captioner.batches import Task
 from captioner.items import Item, UnknownField, checksum, fields, fill, named, open_item, size, stamp
 from captioner.journal import Record
 
 _FIELDS_OF_NAME = {"name", "stem", "folder", "key", "kind"}
-_COMPARED_AT_A_TIME = 256  # records
 
 
 @dataclass
@@ -37,7 +35,9 @@ def make_plan(
     # The error of a damaged shard has the shard's own key. Once the shard is mended, no item has that key.
     mended_shards = {item.source for item in items if item.source} - item_by_key.keys()
     done: set[tuple[str, str]] = set()
-    for record, is_current in zip(records, _compare_with_files(records, item_by_key), strict=True):
+    with ThreadPool(8) as pool:  # asks the file system, and reads the files that have another time
+        comparisons = pool.map(lambda record: holds(record, item_by_key.get(record.key)), records)
+    for record, is_current in zip(records, comparisons, strict=True):
         item = item_by_key.get(record.key)
         plan.matching += item is not None or record.key in mended_shards
         has_changed = is_current is False or record.key in mended_shards
@@ -60,19 +60,8 @@ def make_plan(
     return plan
 
 
-def _compare_with_files(records: Sequence[Record], item_by_key: Mapping[str, Item]) -> list[bool | None]:
-    """Return whether records hold for their items; None for those without an item, or one that cannot be read."""
-
-    def compare(start: int) -> list[bool | None]:
-        part = records[start : start + _COMPARED_AT_A_TIME]
-        return [holds(record, item_by_key.get(record.key)) for record in part]
-
-    with ThreadPoolExecutor(8) as pool:  # asks the file system, and reads the files that have another time
-        return list(chain.from_iterable(pool.map(compare, range(0, len(records), _COMPARED_AT_A_TIME))))
-
-
 def holds(record: Record, item: Item | None) -> bool | None:
-    """Tell whether an item still has the picture and the filled prompt of a record; None if it cannot be read."""
+    """Tell whether an item has the picture and the filled prompt of a record; None if there is none, or unreadable."""
     if item is None:
         return None
     is_same_picture = same_picture(record, item)

@@ -41,7 +41,9 @@ def prepare(options: Options, on_cuda: bool, stack: ExitStack) -> Prepared:
     settings = checkpoint_settings | options.settings(on_cuda)
     run = fingerprint(settings)
     say(f"model {title}")
-    found_items = find(options.inputs, column=options.column, root=_root(options, last_start))
+    same_root = options.root or last_start.get("root")  # so that files keep their keys
+    root = os.path.realpath(same_root) if same_root and os.path.isdir(same_root) else None
+    found_items = find(options.inputs, column=options.column, root=root)
     _say_passed_over(found_items)
     items = found_items.items[: options.limit]
     records = [record for record in journal.records() if record.run == run]
@@ -69,11 +71,6 @@ def prepare(options: Options, on_cuda: bool, stack: ExitStack) -> Prepared:
         "versions": versions | {"python": platform.python_version()},
     }
     return Prepared(start=len(starts), entry=entry, plan=plan, clashed=bool(found_items.clashes))
-
-
-def _root(options: Options, last_start: Entry) -> str | None:
-    root = options.root or last_start.get("root")  # so that files keep their keys
-    return os.path.realpath(root) if root and os.path.isdir(root) else None
 
 
 def _say_plan(plan: Plan, items: int, records: int, run: str) -> None:

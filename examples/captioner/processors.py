@@ -28,9 +28,7 @@ def load_processor(model_id: str, revision: str | None = None) -> ProcessorMixin
 
         processor = WithoutVideo.from_pretrained(model_id, revision=revision)
     if processor.chat_template is None and processor.tokenizer.chat_template is None:
-        raise ValueError(
-            "its files hold no chat template, so no prompt can be written for it; models for chats have one"
-        )
+        raise ValueError("its files hold no chat template, so no prompt can be written; models for chats have one")
     processor.tokenizer.padding_side = "left"
     return processor
 

@@ -37,7 +37,7 @@ class Found:
 
 def find(inputs: list[str], *, column: str | None = None, root: str | None = None) -> Found:
     """Find all items of the inputs. Items that share a key are replaced by one item, whose problem says so."""
-    found_items = Found(root=root or root_of(inputs))
+    found_items = Found(root=root or os.path.commonpath([_folder_of(Path(name)) for name in inputs]))
     item_by_key: dict[str, Item] = {}
     for name in inputs:
         items = list(_find(name, column, found_items))
@@ -64,11 +64,6 @@ def key_of(path: str | Path, root: str) -> str:
     folder = _real_folder(os.path.join(os.getcwd(), os.path.dirname(path)))
     real = os.path.join(folder, os.path.basename(path))
     return os.path.relpath(real, root)
-
-
-def root_of(inputs: list[str]) -> str:
-    """Return the folder that holds all inputs."""
-    return os.path.commonpath([_folder_of(Path(name)) for name in inputs])
 
 
 def _folder_of(path: Path) -> str:

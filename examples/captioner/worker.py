@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -18,14 +17,12 @@ from captioner.batches import Bounds, Task, pack
 from captioner.items import checksum, holds_bytes, open_item, size, stamp
 from captioner.journal import Journal, Record
 from captioner.model import Caption, Captioner, Clip, Inputs, Medium
-from captioner.pictures import Resize, channels_first, read_frames, read_image
+from captioner.pictures import Resize, read_bytes, read_frames, read_image
 from captioner.plan import filled
 from captioner.processors import reduced
 from captioner.progress import Progress
 
 _DECODERS = min(16, os.cpu_count() or 1)  # threads
-_AHEAD = 2  # batches that are prepared or wait while the model works
-_AHEAD_ON_GPU = 1  # where they take its memory
 _SLACK_ON_GPU = 4.0  # the GPU resizes fast, so only much larger pictures are reduced on the CPU
 _SWITCH_SECONDS = 1e-4  # the model's thread gets the interpreter back after every launch: Python's 5 ms add up
 
@@ -81,8 +78,9 @@ def decode(task: Task, processor: ProcessorMixin | None, resize: Resize | None =
             if item.kind == "video":
                 frames, metadata = read_frames(file, Path(item.key).suffix, processor)
                 return replace(row, medium=Clip(frames, metadata), width=metadata.width, height=metadata.height)
-            image, (width, height) = read_image(file, resize)
-            return replace(row, medium=channels_first(image) if for_gpu else image, width=width, height=height)
+            read = read_bytes if for_gpu else read_image
+            medium, (width, height) = read(file, resize)
+            return replace(row, medium=medium, width=width, height=height)
     except Exception as error:
         return _fail(row, error)
 
@@ -119,11 +117,9 @@ class Worker:
             decoded = pool.map(lambda task: decode(task, processor, resize, for_gpu=on_gpu), batch)
             return self.prepare(list(decoded))
 
-        batches = pack(tasks, self.bounds)
-        ahead = _AHEAD_ON_GPU if on_gpu else _AHEAD
         begin = perf_counter()
         try:
-            for ready in prepared_ahead(batches, prepare, ahead):
+            for ready in prepared_ahead(pack(tasks, self.bounds), prepare):
                 self.progress.waited += perf_counter() - begin
                 self.caption(ready)
                 begin = perf_counter()
@@ -229,18 +225,16 @@ class Worker:
         return records
 
 
-def prepared_ahead(
-    batches: Iterable[list[Task]], prepare: Callable[[list[Task]], Ready], ahead: int
-) -> Iterator[Ready]:
-    """Yield the prepared batches in order, and prepare the next ones meanwhile."""
-    pending: deque[Future[Ready]] = deque()
-    pool = ThreadPoolExecutor(ahead)
+def prepared_ahead(batches: Iterable[list[Task]], prepare: Callable[[list[Task]], Ready]) -> Iterator[Ready]:
+    """Yield the prepared batches in order, and prepare the next one meanwhile. On a GPU it takes memory there."""
+    pool = ThreadPoolExecutor(1)
+    pending = []
     try:
         for batch in batches:
-            if len(pending) > ahead:
-                yield pending.popleft().result()
             pending.append(pool.submit(prepare, batch))
-        while pending:
-            yield pending.popleft().result()
+            if len(pending) > 1:
+                yield pending.pop(0).result()
+        for last in pending:
+            yield last.result()
     finally:
         pool.shutdown(wait=False, cancel_futures=True)

@@ -148,8 +148,7 @@ def test_pixels_are_limited_as_qwens_are() -> None:
         limit_pixels(processor, 50_000, None)
 
 
-@pytest.mark.parametrize("ahead", [1, 2])
-def test_batches_ahead_are_bounded_and_in_order(ahead: int) -> None:
+def test_one_batch_is_prepared_ahead_and_all_come_in_order() -> None:
     making = [0]
     largest = [0]
     lock = threading.Lock()
@@ -162,10 +161,10 @@ def test_batches_ahead_are_bounded_and_in_order(ahead: int) -> None:
         return batch
 
     yielded = []
-    for batch in prepared_ahead(range(30), prepare, ahead):
+    for batch in prepared_ahead(range(30), prepare):
         making[0] -= 1
         yielded.append(batch)
-    assert yielded == list(range(30)) and largest[0] <= ahead + 1
+    assert yielded == list(range(30)) and largest[0] <= 2
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
@@ -199,9 +198,27 @@ def test_memory_is_planned_from_what_is_free(family: str, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("size", [(70, 40), (40, 70), (33, 33)])
 def test_bytes_for_the_gpu_give_the_pixels_of_the_picture(size: tuple[int, int], processor: ProcessorMixin) -> None:
     image = draw(3)[0].resize(size)
-    expected = processor.image_processor([image], return_tensors="pt")
-    inputs = processor.image_processor([pictures.channels_first(image)], return_tensors="pt")
+    bytes_HW3 = torch.from_numpy(np.array(image))
+    captioner = Captioner(SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32), processor, patching=None)
+    expected = captioner.encode([image], ["a prompt"])
+    inputs = captioner.encode([bytes_HW3], ["a prompt"])
     assert all(torch.equal(inputs[name], expected[name]) for name in expected)
+
+
+def test_tokens_are_those_of_a_call_of_the_processor(processor: ProcessorMixin) -> None:
+    """The captioner pads them itself."""
+    captioner = Captioner(SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32), processor, patching=None)
+    images = [draw(2)[0].resize(size) for size in ((70, 40), (224, 112), (33, 33))]
+    prompts = ["describe this picture .", "is the text above ?", "describe this picture ."]
+    texts = []
+    for prompt in prompts:
+        message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": prompt}]}
+        texts.append(processor.apply_chat_template([message], add_generation_prompt=True))
+    expected = processor(text=texts, images=images, padding=True, return_tensors="pt")
+    inputs = captioner.encode(images, prompts)
+    assert inputs.keys() == expected.keys() and not expected["attention_mask"].all()
+    for name, value in expected.items():
+        assert torch.equal(inputs[name], value) and inputs[name].dtype == value.dtype, name
 
 
 def test_pixels_are_in_the_models_dtype_and_shared_by_prompts(processor: ProcessorMixin) -> None:
@@ -211,10 +228,24 @@ def test_pixels_are_in_the_models_dtype_and_shared_by_prompts(processor: Process
     inputs = [captioner.encode([image], [prompt]) for prompt in ("describe this picture .", "is the text above ?")]
     assert inputs[0]["pixel_values"].dtype == torch.bfloat16
     sent = captioner.send(inputs)
-    assert sent[0]["pixel_values"] is sent[1]["pixel_values"] and "arrived" not in sent[0]
+    assert sent[0]["pixel_values"] is sent[1]["pixel_values"]
     assert not torch.equal(sent[0]["input_ids"], sent[1]["input_ids"])
     text_inputs = processor(text=[" "], images=None, return_tensors="pt")
     assert "pixel_values" not in text_inputs
+
+
+def test_pixels_are_complete_where_texts_find_no_memory(
+    processor: ProcessorMixin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model reads them on another stream than the one that makes them."""
+    captioner = Captioner(SimpleNamespace(device=torch.device("cuda")), processor, patching=None)
+    captioner._side_stream = Mock()
+    monkeypatch.setattr(captioner, "_own_stream", nullcontext)
+    monkeypatch.setattr(captioner, "_move", Mock(side_effect=torch.OutOfMemoryError))
+    inputs = {"pixel_values": torch.zeros(4, 8), "input_ids": torch.zeros(1, 2)}
+    (sent,) = captioner.send([inputs])
+    assert all(sent[name] is inputs[name] for name in inputs)
+    captioner._side_stream.synchronize.assert_called_once_with()
 
 
 def test_a_full_gpu_has_pictures_prepared_on_the_cpu(

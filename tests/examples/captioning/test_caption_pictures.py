@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import random
 import struct
+import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +15,11 @@ from typing import Any, NoReturn
 import numpy as np
 import PIL
 import pytest
+import torch
 from captioner import pictures
 from captioner.batches import Task
 from captioner.items import Item
-from captioner.pictures import read_image, upright_size
+from captioner.pictures import read_bytes, read_image, upright_size
 from captioner.worker import Row, decode
 from PIL import Image, ImageFile, PngImagePlugin
 from programs import encode
@@ -193,6 +195,91 @@ def test_damaged_files_never_stop_the_run(
             broken[chance.randrange(len(data))] = chance.randrange(256)
         row = decoded(tmp_path, bytes(broken))
         assert row.errors[0] or (row.medium.mode == "RGB" and row.medium.size == (row.width, row.height))
+
+
+# --- JPEGs by torchvision --------------------------------------------------------------------------------------------
+
+
+JPEGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "quality 30": ("RGB", {"quality": 30}),
+    "quality 100": ("RGB", {"quality": 100}),
+    "4:4:4": ("RGB", {"subsampling": 0}),
+    "4:2:0": ("RGB", {"subsampling": 2}),
+    "progressive": ("RGB", {"progressive": True}),
+    "grey": ("L", {}),
+    "cmyk": ("CMYK", {}),
+    "turned": ("RGB", {"exif": Image.Exif()}),
+}
+JPEGS["turned"][1]["exif"][0x0112] = 6
+
+
+def check_as_pillow(data: bytes) -> None:
+    """Check that `read_bytes` gives the bytes and size, or the error, that Pillow gives."""
+    try:
+        expected, expected_size = read_image(io.BytesIO(data))
+    except OSError as error:
+        with pytest.raises(type(error)) as raised:
+            read_bytes(io.BytesIO(data))
+        assert str(raised.value) == str(error)
+    else:
+        pixels, size = read_bytes(io.BytesIO(data))
+        assert np.array_equal(pixels, np.asarray(expected)) and size == expected_size
+
+
+def check_whole_and_damaged(data: bytes) -> None:
+    """Check a JPEG that is whole, cut off, and damaged in the middle. Pillow decodes most of the latter."""
+    check_as_pillow(data)
+    for share in (0.3, 0.6, 0.9):
+        check_as_pillow(data[: int(share * len(data))])
+        damage = int(share * len(data))
+        check_as_pillow(data[:damage] + bytes(range(100, 120)) + data[damage + 20 :])
+
+
+@pytest.mark.gpu  # machines with a GPU have torchvision
+@pytest.mark.parametrize("name", JPEGS)
+def test_torchvision_gives_the_bytes_and_errors_of_pillow(noise: Image.Image, name: str) -> None:
+    pytest.importorskip("torchvision")
+    mode, options = JPEGS[name]
+    check_whole_and_damaged(encode(noise.convert(mode), "JPEG", **options))
+
+
+@pytest.mark.parametrize("name", JPEGS)
+def test_plain_jpegs_alone_are_torchvisions(
+    tmp_path: Path, noise: Image.Image, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def decode_jpeg(encoded: torch.Tensor) -> torch.Tensor:
+        calls.append(encoded)
+        try:
+            pixels = np.array(Image.open(io.BytesIO(encoded.numpy().tobytes())))
+        except OSError:
+            raise RuntimeError("Image is incomplete or truncated") from None
+        return torch.from_numpy(pixels).permute(2, 0, 1)
+
+    monkeypatch.setitem(sys.modules, "torchvision.io", SimpleNamespace(decode_jpeg=decode_jpeg))
+    mode, options = JPEGS[name]
+    data = encode(noise.convert(mode), "JPEG", **options)
+    check_whole_and_damaged(data)
+    assert len(calls) == (7 if mode == "RGB" and name != "turned" else 0)
+    calls.clear()
+    reduced, _ = read_bytes(io.BytesIO(data), lambda width, height: (width // 4, height // 4))
+    assert not calls and sorted(reduced.shape) == [3, 16, 24]
+    (tmp_path / "file.jpg").write_bytes(data[:500])
+    task = Task(item=Item(key="file.jpg", file=str(tmp_path / "file.jpg")), prompts=(PICTURE_PROMPT,))
+    assert decode(task, None, for_gpu=True).errors == decode(task, None).errors != (None,)
+
+
+def test_a_torchvision_without_its_library_leaves_jpegs_to_pillow(
+    noise: Image.Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`torchvision.io.image` then warns that its extension cannot be loaded, and `torch.ops.image` has no operator."""
+
+    def decode_jpeg(encoded: torch.Tensor) -> torch.Tensor:
+        raise AttributeError("'_OpNamespace' 'image' object has no attribute 'decode_jpeg'")
+
+    monkeypatch.setitem(sys.modules, "torchvision.io", SimpleNamespace(decode_jpeg=decode_jpeg))
+    check_whole_and_damaged(encode(noise, "JPEG"))
 
 
 def png_chunk(kind: bytes, data: bytes) -> bytes:
