@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-from documents import ROOT, Document, grid, measured_at, title
+from documents import ROOT, Document, grid, load, measured_at, title
 
 FILE = "whole_call.json"
 CHART = ROOT / "docs" / "speedup.svg"
@@ -25,7 +25,7 @@ WITH = {"patched": "`patch`", "decoding": "`patch` and `graphed_decoding`"}
 """What a row's own time was measured with, by the key of the file."""
 YOU_ADD = {"patched": "`patch`", "decoding": "`patch`, `graphed_decoding`"}
 """The same in README's table."""
-PICTURES = {"one 1024²": "one picture (~950x950)", "32 x 34x46": "batch of 32 pictures (~500x700)"}
+PICTURES = {"one 1024²": "one picture (~950x950)", "32 x 34x46": "32 pictures (~500x700)"}
 """A size in pixels: between that of Qwen2.5-VL, whose patches have 14 a side, and that of Qwen3-VL, which has 16."""
 
 
@@ -46,7 +46,7 @@ class Case:
     @property
     def label(self) -> str:
         """Say what is timed: "answer of 64 tokens, one picture (~950x950)"."""
-        names = {TOWER_ALONE: "vision tower", 1: "forward pass (embedding, first token)"}
+        names = {TOWER_ALONE: "vision tower", 1: "first token"}
         return f"{names.get(self.tokens, f'answer of {self.tokens} tokens')}, {PICTURES[self.size]}"
 
 
@@ -149,8 +149,20 @@ def tabled(document: Document) -> list[Case]:
     return [case for case in cases if case in rows]
 
 
+def text() -> str:
+    """Write README's table, and below it a note on asterisks and the conditions of the measurement.
+
+    Raises:
+        ValueError: if the file mixes measurements of two commits
+    """
+    document = load(FILE)
+    rows = table(document)
+    note = "\\* Here FlashAttention-3 is slower than sdpa. " * ("\\*" in rows)
+    return f"{rows}\n{note}*{measured_at(document, FILE)}*\n"
+
+
 def table(document: Document) -> str:
-    """Write README's table: stock beside ours, at most five rows, no empty cell. A note explains asterisks."""
+    """Write the rows of README's table: stock beside ours, at most five rows, no empty cell."""
     by_case = comparisons(document)
     cases = tabled(document)
     head = ["job", "you add"]
@@ -161,8 +173,7 @@ def table(document: Document) -> str:
         head += [title(model), "gain over FlashAttention-3"][:count]
         for row, cells in zip(rows, columns, strict=True):
             row += cells[:count]
-    is_marked = any(cell.endswith("\\*") for row in rows for cell in row)
-    return grid(head, rows) + "\n\\* Here FlashAttention-3 is slower than sdpa.\n" * is_marked
+    return grid(head, rows)
 
 
 STYLE = """

@@ -26,11 +26,13 @@ class Stack(NamedTuple):
 
 
 PATCH = "model = hf_vit_accel.patch(model)"
+BEFORE = f"{PATCH}  # before making the trainer"
+AFTER = "hf_vit_accel.patch(trainer.model)  # after making the trainer"
 PLUGIN = "--external_plugins fast_vision.py --callbacks patch_tower"
 STACKS = (
     Stack("Trainer, PEFT", "trainer", "transformers", ("trainer", "callback", "peft"), PATCH),
-    Stack("TRL: SFT, DPO, GRPO", "trl", "trl", ("trl", "grpo"), "hf_vit_accel.patch(trainer.model)"),
-    Stack("TRL with QLoRA", "qlora", "trl", ("qlora", "qlora_plain_tower"), PATCH),
+    Stack("TRL: SFT, DPO, GRPO", "trl", "trl", ("trl", "grpo"), AFTER),
+    Stack("TRL with QLoRA", "qlora", "trl", ("qlora", "qlora_plain_tower"), BEFORE),
     Stack("LLaMA-Factory", "llama-factory", "llamafactory", ("llamafactory",), "run_exp(callbacks=[PatchTower()])"),
     Stack("ms-swift", "ms-swift", "swift", ("swift",), PLUGIN),
     Stack("verl", "verl", "verl", ("verl",), "actor_rollout_ref.model.external_lib=hf_vit_accel"),
@@ -81,7 +83,7 @@ def table() -> str:
         if stack.line not in texts or not jobs:
             raise ValueError(f"{stack.name}: {stack.line!r} is not in its recipe, or no run is recorded")
         rows.append([f"[{stack.name}](docs/migrate.md#{stack.anchor})", f"`{stack.line}`", str(len(jobs))])
-    return grid(["stack", "the line to write", "jobs tested, all fast"], rows)
+    return grid(["stack", "the line to write", "jobs tested, all on the fast path"], rows)
 
 
 def _runs(framework: str) -> Iterator[tuple[str, dict[str, Any]]]:

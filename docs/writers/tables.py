@@ -333,7 +333,6 @@ SCRIPTS: Mapping[str, Callable[[Document], str]] = {
 
 
 DECLARED: Mapping[str, Table] = {
-    "headline": Table(file=headline.FILE, write=headline.table),
     "further_tokens": Table(file=headline.FILE, write=further_tokens),
     "fp8_errors": Table(file="fp8.json", write=fp8_errors),
     "memory_of_graphs": Table(file="training_step.json", write=memory_of_graphs),
@@ -346,9 +345,11 @@ TABLES: Mapping[str, Table] = {name: table for name, table in DECLARED.items() i
 
 
 TEXTS: Mapping[str, Callable[[], str]] = {
+    "headline": headline.text,
     "summary": summary.text,
     "beside_the_headline": summary.beside_the_headline,
     "beside_vllm": summary.beside_vllm,
+    "captioning_verdict": summary.captioning_verdict,
     "promise": summary.promise,
     "options": options.options,
     "stacks": stacks.table,

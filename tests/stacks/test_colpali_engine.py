@@ -16,10 +16,12 @@ from colpali_engine.trainer import contrastive_trainer
 from colpali_engine.trainer.colmodel_training import ColModelTraining, ColModelTrainingConfig
 from datasets import Dataset
 from peft import LoraConfig
-from support.stacks import Job, Names, losses, pictures, recipe
+from support.stacks import Job, Names, expect_same_and_fast, losses, pictures, recipe
 from tiny import randomise
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText, TrainingArguments
+
+import hf_vit_accel
 
 Checkpoint = Callable[[str], str]
 MODELS = {
@@ -100,6 +102,20 @@ def test_embed(name: str, checkpoint: Checkpoint) -> None:
         scores = processor.score(list(torch.unbind(embeddings[1])), list(torch.unbind(embeddings[0])))
         runs.append(torch.cat([*(part.flatten() for part in embeddings), scores.flatten()]))
     Job("colpali_engine", "ColQwen and BiQwen, embed", "colpali").expect(name, *runs, model)
+
+
+@every_model
+def test_embed_with_text(name: str, checkpoint: Checkpoint) -> None:
+    """What the comment of the recipe says. Layers of linear attention, as Qwen3.5 has them, stay stock's."""
+    path = checkpoint(MODELS[name])
+    pages = processor_of(name, path).process_images(pictures(4))
+    stock = load(name, path, patched=False)
+    model = load(name, path, patched=True)
+    hf_vit_accel.patch(model, text=True)
+    with torch.no_grad():
+        expect_same_and_fast(stock(**pages), model(**pages), model)
+    is_served = MODELS[name] != "qwen3_5"
+    assert f"text: {int(is_served)} call{'s' * (not is_served)} without padding" in str(hf_vit_accel.status(model))
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name.startswith("Col")])

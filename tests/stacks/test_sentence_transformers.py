@@ -17,8 +17,10 @@ from sentence_transformers import (
 from sentence_transformers.base.modules import Transformer
 from sentence_transformers.sentence_transformer import losses
 from sentence_transformers.sentence_transformer.modules import Pooling
-from support.stacks import FAMILIES, Job, pictures, recipe
+from support.stacks import FAMILIES, Job, expect_same_and_fast, pictures, recipe
 from support.stacks import losses as logged
+
+import hf_vit_accel
 
 Dataset = pytest.importorskip("datasets").Dataset  # its trainer needs it, the package itself does not
 Checkpoint = Callable[[str], str]
@@ -45,6 +47,17 @@ def test_encode(family: str, kind: str, checkpoint: Checkpoint) -> None:
     _, stock = run(path, INPUTS[kind], patched=False, make=SentenceTransformer)
     model, patched = run(path, INPUTS[kind], patched=True, make=SentenceTransformer)
     Job("sentence_transformers", f"encode, {kind}", "sentence_transformers").expect(family, stock, patched, model)
+
+
+@every_family
+@pytest.mark.parametrize("kind", INPUTS)
+def test_encode_with_text(family: str, kind: str, checkpoint: Checkpoint) -> None:
+    """What the comment of the recipe says."""
+    path = checkpoint(family)
+    _, stock = run(path, INPUTS[kind], patched=False, make=SentenceTransformer)
+    model = hf_vit_accel.patch(SentenceTransformer(path), text=True)
+    expect_same_and_fast(stock, torch.as_tensor(model.encode(INPUTS[kind])), model)
+    assert "text: 1 call without padding" in str(hf_vit_accel.status(model))
 
 
 @every_family
