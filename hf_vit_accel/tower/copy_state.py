@@ -94,7 +94,7 @@ class _Reached:
                 continue
             self._add_constants(vars(owner), {name for name in vars(owner) if not name.startswith("__")})
             names = names_in_class(owner)
-            file = vars(sys.modules[owner.__module__])
+            file = getattr(sys.modules.get(owner.__module__), "__dict__", {})
             self._add_constants(file, names)
             for value in [file[name] for name in names & file.keys()]:
                 if isinstance(value, ModuleType) and _may_hold_options(value, file):

@@ -147,7 +147,7 @@ def redirect_shallow_copies(module: nn.Module, args: Arguments, kwargs: Options)
     state = state_of(module)
     if state is None or not is_our_forward(forward) or forward.__self__ is module or state.former_forward is not None:
         return None
-    state = state.copy()
+    state = copy.copy(state)
     vars(module)[STATE] = state
     vars(module)["forward"] = AcceleratedForward(module, state)
     return args, {**kwargs, CALLED_ON: module}

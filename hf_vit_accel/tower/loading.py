@@ -94,7 +94,9 @@ def _wrap_routing(original: Callable[..., Any]) -> Callable[..., Any]:
         elif _is_of_tower(self.config):
             _patch_wrapper(self, requested_attention, args, kwargs)
         elif id(self.config) in _TEXT_CONFIGS:
-            return _skip_text_model(self, original, args, kwargs)
+            name = self.config._attn_implementation  # a model without a tower keeps its own attention
+            applicable: str | None = original(self, None if is_ours(name) else name, *args, **kwargs)
+            return applicable
         else:
             _check_composite(self.config, requested_attention)
             _release_text_configs(self.config)
@@ -151,15 +153,6 @@ def _patch_wrapper(wrapper: Model, name: str, args: tuple[object, ...], kwargs: 
         tower.get_correct_attn_implementation(name, *args, **kwargs)
     if not towers:
         unknown.note(wrapper)
-
-
-def _skip_text_model(
-    model: Model, original: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, object]
-) -> str | None:
-    """Give a model without a tower its own attention, or stock's default."""
-    name = model.config._attn_implementation
-    applicable: str | None = original(model, None if is_ours(name) else name, *args, **kwargs)
-    return applicable
 
 
 def _wrapped(model: Model) -> list[Tower]:

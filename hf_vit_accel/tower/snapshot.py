@@ -278,9 +278,12 @@ class Snapshot:
     def _find_unpredictable(self) -> None:
         """Find modules of others: what each call may compute otherwise, and what mixes the rows of a call."""
         unwrapped = [module for module in self._modules if module_inside(module) is None]
-        others = [module for module in unwrapped if reasons_replaced(module, trusted=self.trusted)]
+        reasons = {}
+        for module in unwrapped:
+            for reason in reasons_replaced(module, trusted=self.trusted)[:1]:
+                reasons[module] = reason
+        others = list(reasons)
         self.called_linears = [module for module in others if hasattr(module, "in_features") and not module._modules]
-        reasons = {module: reasons_replaced(module, trusted=self.trusted)[0] for module in others}
         for module in self._modules:
             if isinstance(module, _RANDOM_OR_STATEFUL):
                 reasons.setdefault(module, f"a {type(module).__name__} is inside")

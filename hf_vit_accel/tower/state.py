@@ -182,13 +182,6 @@ class TowerState:
             if runner is not None and runner.last_way is not None:
                 runner.last_way = "the original forward ran"
 
-    def copy(self) -> TowerState:
-        """Return a state with the same configuration, for another tower."""
-        state = TowerState(self.family, self.settings, former_name=self.former_name)
-        state.keeps_attention = self.keeps_attention
-        state._attention_function = self._attention_function
-        return state
-
     def snapshot(self, tower: nn.Module) -> Snapshot:
         """Return the tower as it is now."""
         snapshot = self.last_snapshot
