@@ -178,7 +178,7 @@ def beside_the_headline() -> str:
     sides = [jobs[model, CAPTIONING, CAPTION_TOKENS] for model in models]
     cells = [_captions_beside_vllm(of_model) for of_model in sides]
     pictures = round(sides[0]["ours"]["pictures/s"] * sides[0]["ours"]["ms"] / 1e3)
-    job = f"captions a second, {pictures} JPEG files (decoding included), {CAPTION_TOKENS} tokens"
+    job = f"captions a second, {pictures} JPEGs (file decoding included), {CAPTION_TOKENS} tokens"
     label = f"{job}: {_name_of_vllm(captions)} → this library"
     rows = [[label, "`patch`, `graphed_decoding`", *cells, str(commit_of(captions, VLLM))]]
     embedding = load("embedding.json")
