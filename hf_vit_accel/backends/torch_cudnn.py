@@ -17,7 +17,7 @@ from hf_vit_accel import machine
 from hf_vit_accel.backends.base import HALF, Attend, Backend, Plan, Request, reasons_from_trial
 from hf_vit_accel.layout import Segments
 from hf_vit_accel.ops.base import Rotate
-from hf_vit_accel.ops.rope import rope_, rope_back_
+from hf_vit_accel.ops.rope import rope_, rope_gather_back
 from hf_vit_accel.ops.rope import rotate as our_rotation
 from hf_vit_accel.ops.training.context import FunctionContext
 from hf_vit_accel.ops.training.nodes import OpWithBackward
@@ -171,7 +171,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: FunctionContext, dout_THD: Tensor) -> tuple[Tensor | None, ...]:
         rotated_T3HD, out_THD, cos_TD, sin_TD, *tensors = ctx.saved_tensors
         dout_THD = dout_THD.contiguous()
-        dqkv_T3HD = torch.empty_like(rotated_T3HD, memory_format=torch.contiguous_format)
+        dqkv_T3HD = torch.empty_like(rotated_T3HD)
         start = 0
         for index, (count, length) in enumerate(ctx.groups):
             rows = count * length
@@ -194,12 +194,17 @@ class _Attention(torch.autograd.Function):
                 False,
                 scale=ctx.scale,
             )
-            gradients_BLHD = [gradient_BHLD.transpose(1, 2) for gradient_BHLD in gradients_BHLD]
-            rows_BL3HD = _rows(dqkv_T3HD, start, rows).view(count, length, *dqkv_T3HD.shape[1:])
-            torch.stack(gradients_BLHD, dim=2, out=rows_BL3HD)
+            if cos_TD is None:
+                for part, gradient_BHLD in enumerate(gradients_BHLD):
+                    _batch(dqkv_T3HD[:, part], start, count, length).copy_(gradient_BHLD)
+            else:
+                rope_gather_back(
+                    gradients_BHLD,
+                    _rows(cos_TD, start, rows),
+                    _rows(sin_TD, start, rows),
+                    _rows(dqkv_T3HD, start, rows),
+                )
             start += rows
-        if cos_TD is not None:
-            rope_back_(dqkv_T3HD, cos_TD, sin_TD)
         return dqkv_T3HD, None, None, None, None
 
 

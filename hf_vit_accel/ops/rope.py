@@ -1,6 +1,6 @@
 """Rotary position embedding on the packed projection.
 
-`T` rows, `H` heads, `D` head dim; 3 stands for q, k, v.
+`T` rows, `B` segments of `L` rows, `H` heads, `D` head dim; 3 stands for q, k, v.
 """
 
 from __future__ import annotations
@@ -92,6 +92,84 @@ def _rotate_in_place(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor, *, back: 
 def rope_back_(dqkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     """Rotate the gradients of rotated q and k back in place."""
     return _rotate_in_place(dqkv_T3HD, cos_TD, sin_TD, back=True)
+
+
+@kernel
+def _rope_gather_kernel(
+    dq,
+    dk,
+    dv,
+    cos,
+    sin,
+    out,
+    rows,
+    length,
+    stride_b,
+    stride_h,
+    stride_l,
+    table_stride,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    half: tl.constexpr = DIM // 2
+    t = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
+    pair = (tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P))[None, :]
+    inside = (t < rows) & (pair < HEADS * half)
+    d = pair % half
+    head = pair // half
+    table = t.to(tl.int64) * table_stride + d
+    c = tl.load(cos + table, mask=inside, other=0.0).to(tl.float32)
+    s = tl.load(sin + table, mask=inside, other=0.0).to(tl.float32)
+    source = (t // length).to(tl.int64) * stride_b + (t % length).to(tl.int64) * stride_l + head * stride_h + d
+    target = out + t.to(tl.int64) * (3 * HEADS * DIM) + head * DIM + d
+    dtype: tl.constexpr = out.dtype.element_ty
+    q1 = tl.load(dq + source, mask=inside, other=0.0).to(tl.float32)
+    q2 = tl.load(dq + source + half, mask=inside, other=0.0).to(tl.float32)
+    tl.store(target, (q1 * c + q2 * s).to(dtype), mask=inside)
+    tl.store(target + half, (q2 * c - q1 * s).to(dtype), mask=inside)
+    k1 = tl.load(dk + source, mask=inside, other=0.0).to(tl.float32)
+    k2 = tl.load(dk + source + half, mask=inside, other=0.0).to(tl.float32)
+    tl.store(target + HEADS * DIM, (k1 * c + k2 * s).to(dtype), mask=inside)
+    tl.store(target + HEADS * DIM + half, (k2 * c - k1 * s).to(dtype), mask=inside)
+    tl.store(target + 2 * HEADS * DIM, tl.load(dv + source, mask=inside, other=0.0), mask=inside)
+    tl.store(target + 2 * HEADS * DIM + half, tl.load(dv + source + half, mask=inside, other=0.0), mask=inside)
+
+
+def rope_gather_back(parts_BHLD: tuple[Tensor, ...], cos_TD: Tensor, sin_TD: Tensor, out_T3HD: Tensor) -> Tensor:
+    """Rotate the gradients of rotated q and k back, and pack them with v's: T rows of B segments, L rows each.
+
+    Args:
+        parts_BHLD: dq, dk and dv, (B, H, L, D), with any strides.
+    """
+    if len({part.stride() for part in parts_BHLD}) > 1 or parts_BHLD[0].stride(3) != 1:
+        parts_BHLD = tuple(part.contiguous() for part in parts_BHLD)
+    batch, heads, length, dim = parts_BHLD[0].shape
+    stride_b, stride_h, stride_l, _ = parts_BHLD[0].stride()
+    assert out_T3HD.is_contiguous() and cos_TD.stride() == sin_TD.stride() and cos_TD.stride(1) == 1
+    rows = batch * length
+    block_t = 4
+    block_p = 512
+    _rope_gather_kernel[(-(-rows // block_t), -(-heads * dim // 2 // block_p))](
+        *parts_BHLD,
+        cos_TD,
+        sin_TD,
+        out_T3HD,
+        rows,
+        length,
+        stride_b,
+        stride_h,
+        stride_l,
+        cos_TD.stride(0),
+        HEADS=heads,
+        DIM=dim,
+        BLOCK_T=block_t,
+        BLOCK_P=block_p,
+        num_warps=8,
+        enable_fp_fusion=False,
+    )
+    return out_T3HD
 
 
 class Rope(torch.autograd.Function):

@@ -43,6 +43,7 @@ SHAPE_HEADS_BACKWARD = (heads, "_shape_heads_backward_kernel")
 LINEAR_SWIGLU = (linear_swiglu, "_linear_swiglu_kernel")
 ADD_POSITIONS = (positions, "_add_positions_kernel")
 ROPE = (rope, "_rope_kernel")
+ROPE_GATHER = (rope, "_rope_gather_kernel")
 COLUMN_SUM = (column_sum, "_column_sum_kernel")
 ADD_UP = (column_sum, "_add_up_kernel")
 ACTIVATION_BACKWARD = (activation_backward, "_activation_backward_kernel")
@@ -87,7 +88,7 @@ KERNELS: dict[str, Kernel] = {
     "shape_heads_": _row(heads.shape_heads_, heads.shape_heads_reference, SHAPE_HEADS),
     "shape_heads": _row(heads.ShapeHeads, heads.shape_heads_reference, SHAPE_HEADS, SHAPE_HEADS_BACKWARD),
     "rope_": _row(rope.rope_, rope.rope_reference, ROPE),
-    "rope": _row(rope.Rope, rope.rope_reference, ROPE),
+    "rope": _row(rope.Rope, rope.rope_reference, ROPE, ROPE_GATHER),
     "window_attention": _row(
         window_attention.window_attention,
         window_attention.window_attention_reference,

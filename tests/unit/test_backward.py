@@ -823,6 +823,13 @@ COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         )
         for dim in (72, 80)
     },
+    "rope_gather_back": (
+        "ops.rope",
+        "_rope_gather_kernel",
+        "dq:*bf16 dk:*bf16 dv:*bf16 cos:*fp32 sin:*fp32 out:*bf16 rows:i32 length:i32 stride_b:i32 stride_h:i32 "
+        "stride_l:i32 table_stride:i32",
+        dict(HEADS=16, DIM=72, BLOCK_T=4, BLOCK_P=512),
+    ),
     **{
         f"gelu_mlp {kind}": (
             "ops.training.activation_backward",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -221,6 +221,11 @@ class CudnnStandIn:
             qkv = [x.detach().requires_grad_() for x in (q, k, v)]
             return torch.autograd.grad((qkv[0] @ qkv[1].mT * scale).softmax(-1) @ qkv[2], qkv, dout)
 
+    @staticmethod
+    def gather_back(parts: Sequence[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> None:
+        packed = torch.stack([part.transpose(1, 2).flatten(0, 1) for part in parts], 1)
+        out.copy_(rotate_back(packed, cos, sin))
+
 
 @pytest.mark.parametrize("lengths", [(5, 5, 5), (5, 5, 1, 1, 3, 5), (9,)], ids=str)
 @pytest.mark.parametrize("packed", [True, False])
@@ -231,7 +236,7 @@ def test_cudnn_attends_runs_of_equal_lengths(
     monkeypatch.setattr(torch_cudnn, "_cudnn_attention", CudnnStandIn.forward)
     monkeypatch.setattr(torch_cudnn, "_cudnn_attention_backward", CudnnStandIn.backward)
     monkeypatch.setattr(torch_cudnn, "_rotate_", rotate_)
-    monkeypatch.setattr(torch_cudnn, "rope_back_", lambda dqkv, cos, sin: dqkv.copy_(rotate_back(dqkv, cos, sin)))
+    monkeypatch.setattr(torch_cudnn, "rope_gather_back", CudnnStandIn.gather_back)
     backend = backend_named("torch_cudnn")
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(sum(lengths), 3, HEADS, DIM, generator=generator).requires_grad_()
