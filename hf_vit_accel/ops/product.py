@@ -141,8 +141,10 @@ def product_backward(
         dbias_F = column_sum(dy_TF)
     if dx_TE is None and ctx.needs_x:
         dx_TE = input_gradient()
-    gradients = _masked(_split(linears, dweight_FE), needs.weights)
-    gradients += _masked(_split(linears, dbias_F) if dbiases is None else dbiases, needs.biases)
+    gradients = [dweight_FE, dbias_F]  # of one Linear, None where it needs none
+    if not linears.is_single or dbiases is not None:
+        gradients = _masked(_split(linears, dweight_FE), needs.weights)
+        gradients += _masked(_split(linears, dbias_F) if dbiases is None else dbiases, needs.biases)
     gradients.append(None)  # of the adapters' tuple
     if ctx.adapters:
         if any(needs.b):

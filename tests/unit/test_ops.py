@@ -396,7 +396,7 @@ WIDE = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", WIDE)
-def test_gpu_at_most_nine_kernels_per_layer(name: str) -> None:
+def test_gpu_few_kernels_per_layer(name: str) -> None:
     """Count kernels at the real widths, where narrow products are split and summed by further kernels."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -418,4 +418,7 @@ def test_gpu_at_most_nine_kernels_per_layer(name: str) -> None:
             torch.cuda.synchronize()
         kernels = [e.name for e in profiled.events() if e.device_type == torch.autograd.DeviceType.CUDA]
         counts.append(len([kernel for kernel in kernels if "Memcpy" not in kernel and "Memset" not in kernel]))
-    assert 2 * 7 <= counts[1] - counts[0] <= 2 * 9, counts  # of them one that cuDNN launches before its own
+    most = (
+        10 if name == "qwen2_vl" else 9
+    )  # quick_gelu is a kernel of its own; one is what cuDNN launches before its own
+    assert 2 * 7 <= counts[1] - counts[0] <= 2 * most, counts

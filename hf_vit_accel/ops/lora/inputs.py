@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -56,12 +57,14 @@ class JoinedLinears:
     def unflatten(self, flat: Sequence[Any]) -> LoraInputs:
         """Name the arguments of a product: all weights, all biases, the tuple of adapters, all A, all B."""
         first_a = 2 * len(self.widths) + 1
+        if len(flat) == first_a:
+            return LoraInputs(flat[: first_a // 2], flat[first_a // 2 : -1], flat[-1], (), ())
         first_b = (first_a + len(flat)) // 2
         weights = flat[: len(self.widths)]
         biases = flat[len(self.widths) : first_a - 1]
         return LoraInputs(weights, biases, flat[first_a - 1], flat[first_a:first_b], flat[first_b:])
 
-    @property
+    @cached_property
     def is_single(self) -> bool:
         """Whether this is one Linear without padding: nothing is joined, and no gradient is split."""
         return len(self.widths) == 1 and not self.padding[0] and not self.extra_features
