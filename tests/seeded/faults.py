@@ -523,4 +523,19 @@ FAULTS = (
         '"packed": padded_S1 * np.int32(width),',
         "tests/unit/test_backends.py",
     ),
+    # --- decoding ---
+    Fault(
+        "rows that share an axis overlap",
+        "decoding/room.py",
+        "begin += _padded(length + after)",
+        "begin += _padded(length)",
+        "tests/unit/test_prefill.py",
+    ),
+    Fault(
+        "padding of a shared axis is seen",
+        "ops/decode_attention.py",
+        "is_own_BS = slots_BS < ends_B2[:, 1:]",
+        "is_own_BS = slots_BS < ends_B2[:, 1:] + 64",
+        "tests/unit/test_prefill.py tests/unit/test_decode_attention.py",
+    ),
 )
