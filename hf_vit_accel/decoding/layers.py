@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias, cast
@@ -114,19 +113,7 @@ def _varlen() -> Callable[..., Tensor] | None:
     return attend
 
 
-def run_layers(reading: Reading, hidden_BTE: Tensor, *arguments: Any, **options: Any) -> Tensor:
-    """Return the hidden states behind the last layer, before the last norm. Arguments are those of `each_layer`."""
-    with torch.cuda.device_of(hidden_BTE):
-        [last] = deque(each_layer(reading, hidden_BTE, *arguments, **options), maxlen=1)
-        return added(*last)
-
-
-def added(hidden_BTE: Tensor, delta_BTE: Tensor | None) -> Tensor:
-    """Return hidden states and what the last MLP adds to them."""
-    return hidden_BTE if delta_BTE is None else hidden_BTE + delta_BTE
-
-
-def each_layer(
+def run_layers(
     reading: Reading,
     hidden_BTE: Tensor,
     positions: Tensor,
@@ -135,8 +122,8 @@ def each_layer(
     attend_linearly: AttendLinearly | None = None,
     deepstack: tuple[Tensor, Sequence[Tensor]] | None = None,
     keep: Callable[[Tensor], object] = lambda hidden_BTE: None,
-) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield the hidden states after every layer, and what is yet to be added. The given ones are not written to.
+) -> Tensor:
+    """Return the hidden states behind the last layer, before the last norm. The given ones are not written to.
 
     Args:
         attend: Gets the tokens of all rows, one after the other.
@@ -144,19 +131,20 @@ def each_layer(
         deepstack: Tokens of the only row, and what the first layers add to them.
         keep: Gets the hidden states (B, T, E) behind every layer but the last, before deepstack, as transformers does.
     """
-    layers = _Layers(reading, hidden_BTE, positions, attend, slots, attend_linearly)
-    delta_BTE: Tensor | None = None
-    for index, layer in enumerate(reading.text.layers):
-        hidden_BTE, out_BTE = layers.add_norm(layer.input_layernorm, hidden_BTE, delta_BTE)
-        if delta_BTE is not None:
-            keep(hidden_BTE)
-        hidden_BTE, delta_BTE = layers.run(index, layer, hidden_BTE, out_BTE)
-        if deepstack is not None and index < len(deepstack[1]):
-            tokens, of_layers = deepstack
-            hidden_BTE, delta_BTE = hidden_BTE + delta_BTE, None
-            keep(hidden_BTE)
-            hidden_BTE = hidden_BTE.index_add(1, tokens, of_layers[index].to(hidden_BTE.dtype)[None])
-        yield hidden_BTE, delta_BTE
+    with torch.cuda.device_of(hidden_BTE):
+        layers = _Layers(reading, hidden_BTE, positions, attend, slots, attend_linearly)
+        delta_BTE: Tensor | None = None
+        for index, layer in enumerate(reading.text.layers):
+            hidden_BTE, out_BTE = layers.add_norm(layer.input_layernorm, hidden_BTE, delta_BTE)
+            if delta_BTE is not None:
+                keep(hidden_BTE)
+            hidden_BTE, delta_BTE = layers.run(index, layer, hidden_BTE, out_BTE)
+            if deepstack is not None and index < len(deepstack[1]):
+                tokens, of_layers = deepstack
+                hidden_BTE, delta_BTE = hidden_BTE + delta_BTE, None
+                keep(hidden_BTE)
+                hidden_BTE = hidden_BTE.index_add(1, tokens, of_layers[index].to(hidden_BTE.dtype)[None])
+        return hidden_BTE if delta_BTE is None else hidden_BTE + delta_BTE
 
 
 class _Layers:

@@ -7,24 +7,20 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Hashable, Iterator
-from functools import partial
-from itertools import islice
+from collections.abc import Callable, Hashable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
-from hf_vit_accel.decoding.layers import added, each_layer, norm
+from hf_vit_accel.decoding.layers import norm, run_layers
 from hf_vit_accel.decoding.packed import Arguments
 from hf_vit_accel.decoding.room import Room, SharedLayer
 from hf_vit_accel.decoding.text_models import Model, Reading, UnservedError, refuse
 from hf_vit_accel.ops.decode_attention import attend_in_chunks, of_samples, why_not_in_chunks
 from hf_vit_accel.versions import cache_name
 
-_LAYERS_OF_A_GRAPH = 9
-"""The GPU begins as soon as the host has launched one graph: one of all 36 layers takes 0.7 ms (8B, H200)."""
 CACHE = cache_name()
 """The name of the cache among the arguments of a model."""
 _WITHOUT_EFFECT = (
@@ -158,7 +154,7 @@ class DecodeStep:
         self._logits: Tensor | None = None
         self.length = 0  # tokens in the cache, counted on the host
         self.nbytes = sum(state.nbytes for layer in self.layers for state in _states_of(layer))
-        self.replays: list[Callable[[], None]] | None = None
+        self.replay: Callable[[], None] | None = None
 
     def load(self, inputs: Arguments, cache: Any, length: int) -> None:
         """Copy the tokens and inputs of a call into this step's buffers, and free the memory of the call's cache."""
@@ -205,38 +201,24 @@ class DecodeStep:
             for state, value in zip(_states_of(target), states, strict=True):
                 state.copy_(value)
 
-    def parts(self) -> list[Callable[[], None]]:
-        """Return the functions that compute one step, in this order. Each is captured in a graph of its own."""
-        count = -(-len(self.layers) // _LAYERS_OF_A_GRAPH)
-        return [partial(self._run_part, number, number == count - 1) for number in range(count)]
-
-    def _run_part(self, number: int, is_last: bool) -> None:
-        """Compute some more layers; the last part computes all that is left."""
-        if number == 0:
-            self._progress = self._run()
-        # A cache of cast weights gains nothing, since a step uses each weight once.
-        autocast = torch.autocast(*self.reading.autocast, cache_enabled=False)
-        with torch.cuda.device_of(self._ids_B1), autocast, torch.no_grad():
-            for _ in islice(self._progress, None if is_last else _LAYERS_OF_A_GRAPH):
-                pass
-
-    def _run(self) -> Iterator[None]:
-        """Compute one step layer by layer, and advance the buffers."""
+    def run(self) -> None:
+        """Compute one step, and advance the buffers. This is what a graph captures."""
         states = [state.data_ptr() for layer in self.layers for state in _states_of(layer)]
         self._mask_B11S.index_fill_(3, self._slots_B, 0.0)
         self._ends_B2[:, 1].add_(1)
-        text = self.reading.text
-        embeds_B1E = text.embed_tokens(self._ids_B1)
-        arguments = self._positions, self._attend, self._slots, self._attend_linearly
-        last: tuple[Tensor, Tensor | None] = embeds_B1E, None
-        for of_layer in each_layer(self.reading, embeds_B1E, *arguments):
-            last = of_layer
-            yield
-        self._logits = self.reading.head(norm(text.norm, added(*last)))
+        # A cache of cast weights gains nothing, since a step uses each weight once.
+        with torch.autocast(*self.reading.autocast, cache_enabled=False), torch.no_grad():
+            self._logits = self.reading.head(self._hidden_B1E())
         self._slots_B.add_(1)
         self._positions.add_(1)
         now = [state.data_ptr() for layer in self.layers for state in _states_of(layer)]
         assert now == states, "not in place"
+
+    def _hidden_B1E(self) -> Tensor:
+        text = self.reading.text
+        hidden_B1E = text.embed_tokens(self._ids_B1)
+        arguments = self.reading, hidden_B1E, self._positions, self._attend, self._slots, self._attend_linearly
+        return norm(text.norm, run_layers(*arguments))
 
     def _attend_linearly(self, attention: Model, hidden_B1E: Tensor) -> Tensor:
         names = inspect.signature(inspect.unwrap(type(attention).forward)).parameters
@@ -251,8 +233,7 @@ class DecodeStep:
     def __call__(self, ids_B1: Tensor) -> Tensor:
         """Return the logits (B, 1, vocabulary) after one more token a row. The next step overwrites them."""
         self._ids_B1.copy_(ids_B1)
-        for part in self.replays or self.parts():
-            part()
+        (self.replay or self.run)()
         self.length += 1
         assert self._logits is not None
         return self._logits

@@ -104,7 +104,7 @@ class DecodeSteps:
         if can_capture(step.device):
             if self._recorder is None:
                 self._recorder = CudaRecorder(step.device)
-            step.replays, nbytes = self._recorder.record(*step.parts())
+            [step.replay], nbytes = self._recorder.record(step.run)
             step.nbytes += nbytes
         self.captures[why_new] += 1
         self._last_captured = step.reading

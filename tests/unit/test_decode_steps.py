@@ -480,14 +480,6 @@ def test_a_hook_that_a_processor_adds_acts_from_the_next_token_on(model: Any, re
     assert counts_of(model).static_calls == 2 and recorder.captures == 1
 
 
-def test_a_step_of_several_graphs(model: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host launches one while the device runs the one before."""
-    monkeypatch.setattr(step_module, "_LAYERS_OF_A_GRAPH", 1)
-    check(model)
-    check(model)
-    assert counts_of(model).static_calls == 4 and recorder.captures == 2
-
-
 @pytest.mark.usefixtures("way")
 def test_a_step_that_computes_otherwise_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def without_mask(query: Any, key: Any, value: Any, mask: Any, *others: Any) -> Any:

@@ -30,7 +30,7 @@ def test_replays_give_the_tokens_and_logits_of_stock(family: str) -> None:
             both(model, on_gpu(inputs), max_new_tokens=200, min_new_tokens=200, **outputs)
             both(model, on_gpu(inputs), max_new_tokens=20, do_sample=True, num_return_sequences=2)
     assert not counts_of(model).reasons
-    assert all(step.replays for step in steps_of(model).kept.values())
+    assert all(step.replay is not None for step in steps_of(model).kept.values())
 
 
 def test_weights_that_move_or_change_between_replays() -> None:
