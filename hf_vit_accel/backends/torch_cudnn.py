@@ -80,10 +80,20 @@ class TorchCudnn(Backend):
         return _Attention.apply(torch.stack((q_THD, k_THD, v_THD), dim=1), None, None, groups, scale)
 
     def attend_layers(self, plan: Plan, layers: int, rotate: Rotate) -> list[Attend]:
-        if not plan.request.grad or getattr(rotate, "__wrapped__", rotate) is not our_rotation:
-            return super().attend_layers(plan, layers, rotate)
-        settings = plan.host["groups"], plan.request.scale  # `_Attention` fuses our rotation and its gradient
-        return [OpWithBackward(function=_Attention, settings=settings, fault=self.name)] * layers
+        groups = plan.host["groups"]
+        scale = plan.request.scale
+        if plan.request.grad and getattr(rotate, "__wrapped__", rotate) is our_rotation:
+            # Our own rotation: `_Attention` fuses it and its gradient.
+            return [OpWithBackward(function=_Attention, settings=(groups, scale), fault=self.name)] * layers
+
+        def attend(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+            rotated_T3HD = rotate(qkv_T3HD, cos_TD, sin_TD)
+            if plan.request.grad:
+                return _Attention.apply(rotated_T3HD, None, None, groups, scale)
+            out_THD, _ = _forward(rotated_T3HD, groups, scale, needs_lse=False)
+            return out_THD
+
+        return [attend] * layers
 
 
 def _groups(segments: Segments) -> tuple[tuple[int, int], ...]:
@@ -107,6 +117,14 @@ def _batch(x_THD: Tensor, start: int, count: int, length: int) -> Tensor:
     return _rows(x_THD, start, count * length).view(count, length, *x_THD.shape[1:]).transpose(1, 2)
 
 
+def _batches(qkv: Tensor | Sequence[Tensor], start: int, count: int, length: int) -> Sequence[Tensor]:
+    """Return the rows of one group of q, k and v as views (B, H, L, D). qkv: (T, 3, H, D), or three of (T, H, D)."""
+    if not isinstance(qkv, Tensor):
+        return [_batch(x_THD, start, count, length) for x_THD in qkv]
+    qkv_BL3HD = _rows(qkv, start, count * length).view(count, length, *qkv.shape[1:])
+    return qkv_BL3HD.permute(2, 0, 3, 1, 4).unbind(0)  # fewer views than of each alone, which the host pays for
+
+
 @dataclass(slots=True)
 class _Saved:
     """The results of a group's forward that its backward needs, under torch's names."""
@@ -118,17 +136,24 @@ class _Saved:
     """cum_seq_q, cum_seq_k, max_q, max_k."""
 
 
-def _forward(qkv: Sequence[Tensor], groups: Groups, scale: float, *, needs_lse: bool) -> tuple[Tensor, list[_Saved]]:
-    """Attend every group of q, k and v, (T, H, D) each; return attended rows, and what a backward needs by group."""
+def _forward(
+    qkv: Tensor | Sequence[Tensor], groups: Groups, scale: float, *, needs_lse: bool
+) -> tuple[Tensor, list[_Saved]]:
+    """Attend every group of q, k and v, (T, 3, H, D) or three of (T, H, D).
+
+    Returns:
+        The attended rows (T, H, D), and for a backward the results of every group that it needs.
+    """
     outs_THD = []
     saved = []
     start = 0
     for count, length in groups:
         if length == 1:  # the row attends to itself alone, and cuDNN has no backward for it
-            outs_THD.append(qkv[2][start : start + count].contiguous())
+            v_THD = qkv[:, 2] if isinstance(qkv, Tensor) else qkv[2]
+            outs_THD.append(v_THD[start : start + count].contiguous())
             saved.append(_Saved())
         else:
-            batches_BHLD = [_batch(x_THD, start, count, length) for x_THD in qkv]
+            batches_BHLD = _batches(qkv, start, count, length)
             out_BHLD, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, seed, offset, *_ = _cudnn_attention(
                 *batches_BHLD, None, needs_lse, 0.0, False, False, scale=scale
             )
@@ -156,7 +181,7 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         if cos_TD is not None and sin_TD is not None:
             _rotate_(qkv_T3HD, cos_TD, sin_TD)
-        out_THD, saved = _forward(qkv_T3HD.unbind(1), groups, scale, needs_lse=any(ctx.needs_input_grad))
+        out_THD, saved = _forward(qkv_T3HD, groups, scale, needs_lse=any(ctx.needs_input_grad))
         ctx.groups = groups
         ctx.scale = scale
         ctx.sizes = [group.sizes for group in saved]
@@ -183,7 +208,7 @@ class _Attention(torch.autograd.Function):
             logsumexp, seed, offset = tensors[3 * index : 3 * index + 3]
             gradients_BHLD = _cudnn_attention_backward(
                 _batch(dout_THD, start, count, length),
-                *[_batch(x_THD, start, count, length) for x_THD in rotated_T3HD.unbind(1)],
+                *_batches(rotated_T3HD, start, count, length),
                 _batch(out_THD, start, count, length),
                 logsumexp,
                 seed,

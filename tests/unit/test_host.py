@@ -39,7 +39,7 @@ class Bound:
     operators: int
 
 
-TRAINING = {"qwen3_vl": Bound(10, 77), "qwen2_5_vl": Bound(13, 76)}
+TRAINING = {"qwen3_vl": Bound(10, 79), "qwen2_5_vl": Bound(13, 76)}
 INFERENCE = {"qwen3_vl": Bound(3, 21), "qwen2_5_vl": Bound(4, 13)}
 """The counts when these tests were written. A lower count needs no change here; a higher one slows small calls."""
 
