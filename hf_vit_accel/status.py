@@ -318,6 +318,7 @@ def ignored_options(settings: Settings) -> dict[str, str]:
     requested = {
         "cuda_graphs": settings.graphs != "auto" and settings.graphs,
         "fp8": settings.fp8,
+        "max_rows": settings.max_rows != "auto" and settings.max_rows,
         "data_parallel": settings.ranks,
         "reuse": settings.reuse,
     }

@@ -83,7 +83,7 @@ def table() -> str:
         if stack.line not in texts or not jobs:
             raise ValueError(f"{stack.name}: {stack.line!r} is not in its recipe, or no run is recorded")
         rows.append([f"[{stack.name}](docs/migrate.md#{stack.anchor})", f"`{stack.line}`", str(len(jobs))])
-    return grid(["stack", "the line to write", "jobs tested, all on the fast path"], rows)
+    return grid(["stack (link: recipe)", "the key line", "jobs tested, all fast"], rows)
 
 
 def _runs(framework: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -1,6 +1,7 @@
 """All attention backends, and the choice among them: `AUTO` ranks them by measurement.
 
-A new backend is one file here and its line in `BACKENDS`. Tests, doctor, status and bench then pick it up.
+A new backend is one file here, its line in `BACKENDS` and its place in the rules of `AUTO`. Tests, doctor, status and
+bench then pick it up.
 """
 
 from __future__ import annotations

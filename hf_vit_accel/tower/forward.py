@@ -1,6 +1,6 @@
 """Replacement for the forward of a tower: read the call, decide about it, run.
 
-Only the `forward` of a tower instance is replaced. `decide` names the ways of a call. A call that cannot be fast
+Only the `forward` of a tower instance is replaced. `decide` makes the plan of a call. A call that cannot be fast
 runs the original forward, on our metadata and attention if it can.
 
 `T` packed patch rows, `P` pixels of a patch.

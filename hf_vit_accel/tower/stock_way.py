@@ -28,7 +28,7 @@ from hf_vit_accel.tower.state import TowerState
 
 
 class Way(Enum):
-    """The way of a call that the stock forward runs. All others go through our operations and attention (FAST).
+    """The way of a call that the stock forward runs. All others have a `FastPlan`: our operations and attention.
 
     `checks.Reasons.stock` sends a call the way STOCK, `slow` the way METADATA, where stock calls the blocks one by one.
     `status` counts ATTENTION as fast calls if a backend of ours has attended in any call so far. A copy never goes

@@ -297,6 +297,19 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         assert "-8&lt;-" not in page.read_text(), f"{path.name}: a file that is not included"
 
 
+def test_the_call_on_one_page_shows_lines_of_the_source() -> None:
+    """Each file's lines are shown in their order, without its comments; `...` stands for those between."""
+    page = (ROOT / "docs" / "how-it-works.md").read_text()
+    (screen,) = re.findall(r"^```text\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    files = re.findall(r"^# (\S+\.py).*\n((?:(?!# ).*\n)+)", screen, re.MULTILINE)
+    assert len(files) == 3
+    for file, part in files:
+        source = iter((ROOT / "hf_vit_accel" / file).read_text().splitlines())
+        for line in filter(None, part.splitlines()):
+            code = line.split("  # ")[0]
+            assert code.strip() == "..." or code in source, f"{file}: {code}"
+
+
 def test_every_page_is_in_the_menu() -> None:
     menu = (ROOT / "mkdocs.yml").read_text()
     assert not [path.name for path in PAGES if f": {path.name}\n" not in menu]

@@ -235,6 +235,18 @@ def test_options_beyond_attention_are_reported(tower: nn.Module) -> None:
 
 
 @different_towers
+def test_passes_are_reported_where_they_were_asked_for(tower: nn.Module) -> None:
+    """`max_rows="auto"` and None ask for none."""
+    for max_rows in ("auto", None):
+        [status] = hf_vit_accel.status(hf_vit_accel.patch(tower, max_rows=max_rows, strict=True)).towers
+        assert not status.unfused
+    [status] = hf_vit_accel.status(hf_vit_accel.patch(tower, max_rows=8)).towers
+    assert set(status.unfused) == {"max_rows"}
+    with pytest.raises(FallbackError, match="max_rows: this family is served attention only"):
+        hf_vit_accel.patch(tower, max_rows=8, strict=True)
+
+
+@different_towers
 def test_segments_of_the_caller_are_used(tower: nn.Module) -> None:
     """Stock takes them, too; `status` reports the call."""
     geometry = geometry_of(tower)
