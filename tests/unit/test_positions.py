@@ -155,7 +155,7 @@ def test_images_are_numbered_at_once(name: str, seeds: range, on_device: type[On
         sys.setprofile(None)
         for actual, stock in zip(ours, type(model).get_rope_index(model, **batch), strict=True):
             assert actual.dtype == stock.dtype and torch.equal(actual, stock), seed
-    assert len(calls) < len(seeds) / 2
+    assert len(calls) < len(seeds), "some calls are stock's"
 
 
 def text_inputs(model: Model, inputs: Inputs) -> Inputs:
