@@ -61,6 +61,8 @@ class WeightMemory:
         dtype: Of the first parameter.
         dtypes: Of all parameters that our operations read.
         contiguous: Whether every parameter is contiguous.
+        transposable: Indices of parameters with two equal sizes, and whether each is contiguous. Transposed, such a
+            parameter keeps its address and its shape.
         nbytes: Their bytes in all.
         key: Their part of the key of a spec: all dtypes, and which modules are called.
         reasons: Why kernels cannot read them.
@@ -79,6 +81,11 @@ class WeightMemory:
         self.dtype = parameters[0].dtype if parameters else torch.float32
         self.dtypes = frozenset(parameter.dtype for parameter in own)
         self.contiguous = all(map(Tensor.is_contiguous, parameters))
+        self.transposable = [
+            (index, parameter.is_contiguous())
+            for index, parameter in enumerate(parameters)
+            if len(set(parameter.shape)) < parameter.dim()
+        ]
         self.nbytes = sum(parameter.nbytes for parameter in parameters)
         dtypes = enumerate(parameter.dtype for parameter in parameters)
         self.key = frozenset([*dtypes, ("own", len(own)), ("called", called)])  # a frozenset computes its hash once
@@ -97,7 +104,7 @@ class WeightMemory:
             self.reasons.append("parameters on several devices")
 
     def are(self, parameters: list[nn.Parameter]) -> bool:
-        """Return whether these are the parameters, at the same addresses."""
+        """Return whether these are the parameters, at the same addresses and not transposed."""
         try:
             if _SAME_POINTERS is not None and self.pointers and len(parameters) == len(self.indices):
                 is_same: bool = _SAME_POINTERS(parameters, self.pointers, self.indices)
@@ -105,7 +112,8 @@ class WeightMemory:
                 is_same = list(map(Tensor.data_ptr, parameters)) == self.pointers
         except (RuntimeError, TypeError):  # a tensor class without memory
             return False
-        return is_same and (not parameters or parameters[0].dtype == self.dtype)
+        is_same = is_same and (not parameters or parameters[0].dtype == self.dtype)
+        return is_same and all(parameters[index].is_contiguous() == was for index, was in self.transposable)
 
     def __eq__(self, other: object) -> bool:
         return self is other or (

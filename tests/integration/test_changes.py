@@ -134,8 +134,8 @@ def merge_adapter(part: Part) -> None:
 
 
 def set_class_of_layer(part: Part) -> None:
-    kind = type(part.layers[0])
-    part.layers[0].__class__ = type("Mine", (kind,), {"forward": scaled(kind.forward)})
+    kind = type(part.layers[-1])
+    part.layers[-1].__class__ = type("Mine", (kind,), {"forward": scaled(kind.forward)})
 
 
 def hook_in_a_new_dict(part: Part) -> None:
@@ -240,6 +240,7 @@ CHANGES: dict[str, Change] = {
     "a weight written": write,
     "a weight written through .data": lambda part: part.weight.data.mul_(1.5),
     "a weight with other .data": lambda part: setattr(part.weight, "data", part.weight * 1.5),
+    "a weight transposed": lambda part: setattr(part.weight, "data", part.weight.data.t()),
     "a weight over other memory": resize,
     "a module exchanged": exchange,
     "an attribute": lambda part: setattr(part.attention, "scaling", 0.9),
@@ -301,7 +302,7 @@ WHY = {
     "an attribute": "scale attention differently",
     "heads of a layer": "layers have different heads",
     "interpolation": "positions are interpolated in a way that is not known",
-    "the class of a layer": "layer 0 has a Mine",
+    "the class of a layer": "layer 1 has a Mine",
     "a global hook": "global module hooks",
     "a function of the file": "relative error",
     "a registered attention": "the attention 'sdpa' is a function of your own",

@@ -121,7 +121,7 @@ def random_batch(config: Model, name: str, seed: int, kinds_of_pictures: Sequenc
     }
 
 
-SEEDS = alike(range(5), range(5, 40))
+SEEDS = alike(range(10), range(10, 40))
 
 
 @pytest.mark.parametrize("seeds", SEEDS, ids=str)
@@ -155,7 +155,7 @@ def test_images_are_numbered_at_once(name: str, seeds: range, on_device: type[On
         sys.setprofile(None)
         for actual, stock in zip(ours, type(model).get_rope_index(model, **batch), strict=True):
             assert actual.dtype == stock.dtype and torch.equal(actual, stock), seed
-    assert len(calls) < len(seeds), "some calls are stock's"
+    assert len(calls) < len(seeds) / 2
 
 
 def text_inputs(model: Model, inputs: Inputs) -> Inputs:
