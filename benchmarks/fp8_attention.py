@@ -19,7 +19,7 @@ from measuring import in_turn
 from hf_vit_accel.backends import BACKENDS, FP8, Plan, Request, plan_alone
 from hf_vit_accel.config import Fp8Config, Settings
 from hf_vit_accel.layout import Segments
-from hf_vit_accel.ops.rope import rope_
+from hf_vit_accel.ops.embedding import rope_
 
 HEADS = 16
 ROUNDS = 7

@@ -18,8 +18,8 @@ from torch import Tensor
 from hf_vit_accel import machine
 from hf_vit_accel.backends.base import HALF, Attend, Backend, Plan, Request, attention_op, reasons_from_trial
 from hf_vit_accel.ops.base import Rotate
-from hf_vit_accel.ops.rope import rope_, rope_back_
-from hf_vit_accel.ops.rope import rotate as our_rotation
+from hf_vit_accel.ops.embedding import rope_, rope_back_
+from hf_vit_accel.ops.embedding import rotate as our_rotation
 from hf_vit_accel.ops.training.context import FunctionContext
 from hf_vit_accel.ops.training.nodes import OpWithBackward
 

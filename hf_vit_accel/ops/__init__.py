@@ -14,14 +14,12 @@ from torch import Tensor
 
 from hf_vit_accel.families.base import Block, Parts
 from hf_vit_accel.ops import (
-    convolutions,
+    embedding,
     heads,
     merger,
     mlp,
     norm,
-    positions,
     project,
-    rope,
 )
 from hf_vit_accel.ops import window_attention as window
 from hf_vit_accel.ops.base import AddThen, Apply, BuiltOperation, Context, Operation, Rotate
@@ -30,12 +28,12 @@ from hf_vit_accel.ops.launch import why_not_triton
 __all__ = ["PARTS", "TABLE", "Context", "LayerOps", "Operation", "Ops", "build", "why_not_triton"]
 
 TABLE: tuple[Operation, ...] = (
-    convolutions.PATCH_EMBED,
-    positions.OPERATION,
+    embedding.PATCH_EMBED,
+    embedding.POSITIONS,
     norm.OPERATION,
     heads.OPERATION,
-    rope.OPERATION,
-    convolutions.DOWNSAMPLE,
+    embedding.ROPE,
+    merger.DOWNSAMPLE,
     merger.OPERATION,
     mlp.OPERATION,
     window.OPERATION,
@@ -45,7 +43,6 @@ PARTS: Mapping[str, str] = {operation.name: operation.summary for operation in T
 NOTHING_PLAIN: Mapping[str, str] = MappingProxyType({})
 
 Rows = Tensor
-Finish = Callable[[Rows, Rows | None], tuple[Rows, ...]]
 Table = tuple[Tensor, Tensor]
 
 
@@ -87,7 +84,7 @@ class Ops:
     rotate: Rotate
     attend_window: window.AttendWindows | None
     layers: tuple[LayerOps, ...]
-    finish: Finish
+    finish: merger.Finish
     deepstack: Mapping[int, AddThen]
     fused: frozenset[str]
     unfused: Mapping[str, str]
@@ -107,11 +104,11 @@ def build(parts: Parts, context: Context, why_plain: Mapping[str, str] = NOTHING
         parts=parts,
         embed=_embed(parts, built, context),
         add_positions=None if parts.table is None else built["positions"][id(parts.table)],
-        tables=rope.tables(parts.rotary, context),
+        tables=embedding.tables(parts.rotary, context),
         rotate=built["rope"][id(parts)],
         attend_window=built["window_attention"].get(id(parts)),
         layers=tuple(_layer(block, built, context) for block in parts.blocks),
-        finish=_finish(_final_norm(parts, built, context), downsampled, merge, grad=context.grad),
+        finish=merger.finish(_final_norm(parts, built, context), downsampled, merge, grad=context.grad),
         deepstack={layer: built["mergers"][id(module)] for layer, module in parts.deepstack.items()},
         fused=frozenset(context.fused),
         unfused=unfused,
@@ -159,24 +156,3 @@ def _layer(block: Block, built: BuiltOperations, context: Context) -> LayerOps:
         norm2=norm2,
         mlp=mlp_op,
     )
-
-
-def _finish(norm: AddThen | None, downsample: Apply | None, merge: AddThen | None, *, grad: bool) -> Finish:
-    """Build the end of the tower. With gradients it returns the very rows that the merger gets, for hooks on them."""
-    if norm is None and merge is not None and not grad:
-        return merge
-
-    def finish(x_TE: Rows, delta_TE: Rows | None) -> tuple[Rows, ...]:
-        if norm is not None:
-            _, x_TE = norm(x_TE, delta_TE)
-            delta_TE = None
-            if downsample is not None:
-                x_TE = downsample(x_TE)
-        if merge is None:
-            return (x_TE if delta_TE is None else x_TE + delta_TE,)
-        if not grad:
-            return merge(x_TE, None)
-        x_TE = x_TE if delta_TE is None else x_TE + delta_TE
-        return x_TE, merge(x_TE, None)[1]
-
-    return finish

@@ -1,17 +1,22 @@
-"""The residual addition before a merger, its norm, and the products that follow.
+"""How a tower ends: rows may be downsampled, then a merger adds, normalises and multiplies.
 
-`T` rows, `M` merged tokens, `E` width.
+Downsampling is a convolution over each merge block, run as one matrix product. The patches of a block are consecutive
+rows. `T` rows, `M` merged tokens, `E` width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_vit_accel.families.base import Part, Parts
 from hf_vit_accel.machine import KERNELS, guarded
 from hf_vit_accel.ops import mlp as mlps
 from hf_vit_accel.ops import norm as norms
-from hf_vit_accel.ops.base import AddThen, Context, Operation
+from hf_vit_accel.ops.base import AddThen, Apply, Context, Operation
+from hf_vit_accel.ops.embedding import READ_OF_CONVOLUTION, reasons_overlapping
 from hf_vit_accel.ops.lora.modules import Lora
 from hf_vit_accel.ops.project import build_linear, is_foreign
 from hf_vit_accel.ops.training import mlp as trained_mlp
@@ -128,3 +133,67 @@ OPERATION = Operation(
     plain=_plain,
     guards=True,
 )
+
+
+def _reasons_against_downsample(conv: Part, context: Context) -> list[str]:
+    return context.reasons_replaced(conv, nn.Conv2d) or reasons_overlapping(conv)
+
+
+def _fused_downsample(conv: Part, context: Context) -> Apply:
+    cast = context.cast
+    for name in READ_OF_CONVOLUTION:
+        context.read(conv, name)
+
+    def downsample(x_TE: Tensor) -> Tensor:
+        # Rows have their channels last, so the weight is copied in that order: a hundredth of the product's time.
+        weight = cast(conv.weight).permute(0, 2, 3, 1).flatten(1)
+        return F.linear(x_TE.reshape(-1, weight.shape[1]).to(weight.dtype), weight, cast(conv.bias))
+
+    return downsample
+
+
+def _plain_downsample(conv: Part, context: Context) -> Apply:
+    conv = context.called(conv)
+
+    def downsample(x_TE: Tensor) -> Tensor:
+        x_MijE = x_TE.view(-1, *conv.kernel_size, x_TE.shape[-1])
+        return Tensor.flatten(conv(x_MijE.permute(0, 3, 1, 2)), 1)
+
+    return downsample
+
+
+DOWNSAMPLE = Operation(
+    name="downsample",
+    summary="a convolution over each merge block as one matrix product",
+    subjects=lambda parts: [] if parts.downsample is None else [parts.downsample],
+    reasons_against=_reasons_against_downsample,
+    fused=_fused_downsample,
+    plain=_plain_downsample,
+    triton=False,
+    missing="the tower does not downsample",
+)
+
+
+Finish = Callable[[Tensor, Tensor | None], tuple[Tensor, ...]]
+"""The last layer's (x, delta) to the outputs of the tower."""
+
+
+def finish(norm: AddThen | None, downsample: Apply | None, merge: AddThen | None, *, grad: bool) -> Finish:
+    """Build the end of the tower. With gradients it returns the very rows that the merger gets, for hooks on them."""
+    if norm is None and merge is not None and not grad:
+        return merge
+
+    def run(x_TE: Tensor, delta_TE: Tensor | None) -> tuple[Tensor, ...]:
+        if norm is not None:
+            _, x_TE = norm(x_TE, delta_TE)
+            delta_TE = None
+            if downsample is not None:
+                x_TE = downsample(x_TE)
+        if merge is None:
+            return (x_TE if delta_TE is None else x_TE + delta_TE,)
+        if not grad:
+            return merge(x_TE, None)
+        x_TE = x_TE if delta_TE is None else x_TE + delta_TE
+        return x_TE, merge(x_TE, None)[1]
+
+    return run

@@ -17,11 +17,10 @@ from hf_vit_accel.ops import (
     activation,
     add_norm,
     decode_attention,
+    embedding,
     heads,
     linear_swiglu,
     place_heads,
-    positions,
-    rope,
     token_products,
     window_attention,
 )
@@ -41,9 +40,9 @@ ADD_NORM_BACKWARD = (norm_backward, "_add_norm_backward_kernel")
 SHAPE_HEADS = (heads, "_shape_heads_kernel")
 SHAPE_HEADS_BACKWARD = (heads, "_shape_heads_backward_kernel")
 LINEAR_SWIGLU = (linear_swiglu, "_linear_swiglu_kernel")
-ADD_POSITIONS = (positions, "_add_positions_kernel")
-ROPE = (rope, "_rope_kernel")
-ROPE_GATHER = (rope, "_rope_gather_kernel")
+ADD_POSITIONS = (embedding, "_add_positions_kernel")
+ROPE = (embedding, "_rope_kernel")
+ROPE_GATHER = (embedding, "_rope_gather_kernel")
 COLUMN_SUM = (column_sum, "_column_sum_kernel")
 ADD_UP = (column_sum, "_add_up_kernel")
 ACTIVATION_BACKWARD = (activation_backward, "_activation_backward_kernel")
@@ -87,16 +86,16 @@ KERNELS: dict[str, Kernel] = {
     "add_norm": _row(norm_backward.AddNormFunction, add_norm.add_norm_reference, ADD_NORM, ADD_NORM_BACKWARD),
     "shape_heads_": _row(heads.shape_heads_, heads.shape_heads_reference, SHAPE_HEADS),
     "shape_heads": _row(heads.ShapeHeads, heads.shape_heads_reference, SHAPE_HEADS, SHAPE_HEADS_BACKWARD),
-    "rope_": _row(rope.rope_, rope.rope_reference, ROPE),
-    "rope": _row(rope.Rope, rope.rope_reference, ROPE, ROPE_GATHER),
+    "rope_": _row(embedding.rope_, embedding.rope_reference, ROPE),
+    "rope": _row(embedding.Rope, embedding.rope_reference, ROPE, ROPE_GATHER),
     "window_attention": _row(
         window_attention.window_attention,
         window_attention.window_attention_reference,
         WINDOW_ATTENTION,
         WINDOW_ATTENTION_BACKWARD,
     ),
-    "add_positions_": _row(positions.add_positions_, positions.add_positions_reference, ADD_POSITIONS),
-    "add_positions": _row(positions.AddPositions, positions.add_positions_reference, ADD_POSITIONS),
+    "add_positions_": _row(embedding.add_positions_, embedding.add_positions_reference, ADD_POSITIONS),
+    "add_positions": _row(embedding.AddPositions, embedding.add_positions_reference, ADD_POSITIONS),
     "linear_swiglu": _row(linear_swiglu.linear_swiglu, linear_swiglu.linear_swiglu_reference, LINEAR_SWIGLU),
     "activated": _row(trained_mlp.Activated, trained_mlp.activated_reference, QUICK_GELU, SWIGLU, ACTIVATION_BACKWARD),
     "mlp": _row(

@@ -23,12 +23,11 @@ from torch.utils.checkpoint import checkpoint
 from hf_vit_accel.ops import product as product_module
 from hf_vit_accel.ops.activation import ACTIVATIONS
 from hf_vit_accel.ops.add_norm import add_norm_reference
+from hf_vit_accel.ops.embedding import AddPositions, Rope, add_positions_reference, rope_back_, rope_reference
 from hf_vit_accel.ops.heads import ShapeHeads, shape_heads_reference
 from hf_vit_accel.ops.launch import triton
 from hf_vit_accel.ops.lora.inputs import JoinedLinears
-from hf_vit_accel.ops.positions import AddPositions, add_positions_reference
 from hf_vit_accel.ops.product import ProductFunction, product_reference
-from hf_vit_accel.ops.rope import Rope, rope_back_, rope_reference
 from hf_vit_accel.ops.training import column_sum as column_sum_module
 from hf_vit_accel.ops.training import norm_backward
 from hf_vit_accel.ops.training.column_sum import column_sum, column_sum_reference
@@ -816,7 +815,7 @@ COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     ),
     **{
         f"rope_back_ {dim}": (
-            "ops.rope",
+            "ops.embedding",
             "_rope_kernel",
             "qkv:*bf16 cos:*fp32 sin:*fp32 rows:i32 row_stride:i32 table_stride:i32",
             dict(BACK=True, HEADS=16, DIM=dim, BLOCK_T=8, BLOCK_P=128),
@@ -824,7 +823,7 @@ COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         for dim in (72, 80)
     },
     "rope_gather_back": (
-        "ops.rope",
+        "ops.embedding",
         "_rope_gather_kernel",
         "dq:*bf16 dk:*bf16 dv:*bf16 cos:*fp32 sin:*fp32 out:*bf16 rows:i32 length:i32 stride_b:i32 stride_h:i32 "
         "stride_l:i32 table_stride:i32",

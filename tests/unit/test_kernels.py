@@ -25,6 +25,7 @@ from hf_vit_accel.ops.activation import (
     swiglu_reference,
 )
 from hf_vit_accel.ops.add_norm import add_norm_, add_norm_reference_
+from hf_vit_accel.ops.embedding import add_positions_, add_positions_reference, rope_, rope_reference
 from hf_vit_accel.ops.fp8.quantize import (
     dequantize,
     dequantize_reference,
@@ -39,8 +40,6 @@ from hf_vit_accel.ops.linear_swiglu import (
     linear_swiglu,
     linear_swiglu_reference,
 )
-from hf_vit_accel.ops.positions import add_positions_, add_positions_reference
-from hf_vit_accel.ops.rope import rope_, rope_reference
 from hf_vit_accel.ops.window_attention import window_attention, window_attention_reference
 
 SMALL = dict(device="cpu", rows=7, heads=2, dtype=torch.float16)
@@ -438,7 +437,7 @@ def test_quantize_by_fixed_scales_cuts_off(exact_e4m3: None, target: Target) -> 
 
 COMPILED = {
     "rope": (
-        "ops.rope",
+        "ops.embedding",
         "_rope_kernel",
         "qkv:*bf16 cos:*fp32 sin:*fp32 rows:i32 row_stride:i32 table_stride:i32",
         dict(BACK=False, HEADS=16, DIM=72, BLOCK_T=8, BLOCK_P=128),
@@ -516,7 +515,7 @@ COMPILED = {
     ),
     "quick_gelu": ("ops.activation", "_quick_gelu_kernel", "x:*bf16 out:*bf16 total:i32", dict(BLOCK=4096)),
     "positions": (
-        "ops.positions",
+        "ops.embedding",
         "_add_positions_kernel",
         "x:*bf16 table:*bf16 indices:*i32 weights:*fp32 out:*bf16",
         dict(WIDTH=1152, TAPS=4, BLOCK=256),

@@ -15,7 +15,7 @@ from hf_vit_accel import machine
 from hf_vit_accel.backends import Plan, Request, backend_named, flash_attention_4, plan_alone, torch_cudnn
 from hf_vit_accel.backends.base import attention_op, reasons_from_trial
 from hf_vit_accel.layout import Segments
-from hf_vit_accel.ops import rope
+from hf_vit_accel.ops import embedding
 
 LENGTHS = (5, 1, 12)
 HEADS = 2
@@ -24,14 +24,14 @@ DIM = 8
 
 def rotate_(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> None:
     """Rotate q and k in place, by the plain-torch reference."""
-    qkv_T3HD.copy_(rope.rope_reference(qkv_T3HD, cos_TD, sin_TD))
+    qkv_T3HD.copy_(embedding.rope_reference(qkv_T3HD, cos_TD, sin_TD))
 
 
 def rotate_back(dqkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
     """Return the gradient before the rotation, by autograd through the plain-torch reference."""
     with torch.enable_grad():
         zeros_T3HD = torch.zeros_like(dqkv_T3HD, requires_grad=True)
-        rotated_T3HD = rope.rope_reference(zeros_T3HD, cos_TD, sin_TD)
+        rotated_T3HD = embedding.rope_reference(zeros_T3HD, cos_TD, sin_TD)
         return torch.autograd.grad(rotated_T3HD, zeros_T3HD, dqkv_T3HD)[0]
 
 
@@ -184,10 +184,10 @@ def test_the_rotation_is_fused(interface: Interface, monkeypatch: pytest.MonkeyP
     )
     backend = backend_named("flash_attention_4")
     plan = plan_alone(backend, Segments(lengths_S=torch.tensor(LENGTHS, dtype=torch.int32).numpy()), request)
-    [trained, same] = backend.attend_layers(plan, 2, rope.rotate)
+    [trained, same] = backend.attend_layers(plan, 2, embedding.rotate)
     assert trained is same
     out = trained(qkv + 0.0, angles.cos(), angles.sin())
-    check(out, attend(rope.rope_reference(qkv, angles.cos(), angles.sin())), qkv, generator)
+    check(out, attend(embedding.rope_reference(qkv, angles.cos(), angles.sin())), qkv, generator)
 
 
 class CudnnStandIn:
@@ -242,7 +242,7 @@ def test_cudnn_attends_runs_of_equal_lengths(
     qkv = torch.randn(sum(lengths), 3, HEADS, DIM, generator=generator).requires_grad_()
     angles = torch.randn(sum(lengths), DIM // 2, generator=generator).repeat(1, 2)
     tables = angles.cos(), angles.sin()
-    expected = attend(rope.rope_reference(qkv, *tables) if packed else qkv, lengths)
+    expected = attend(embedding.rope_reference(qkv, *tables) if packed else qkv, lengths)
 
     def plan(grad: bool) -> Plan:
         segments = Segments(lengths_S=torch.tensor(lengths, dtype=torch.int32).numpy())
@@ -252,13 +252,13 @@ def test_cudnn_attends_runs_of_equal_lengths(
 
     with torch.no_grad():
         if packed:
-            [run] = backend.attend_layers(plan(grad=False), 1, rope.rope_reference)
+            [run] = backend.attend_layers(plan(grad=False), 1, embedding.rope_reference)
             out = run(qkv.detach().clone(), *tables)
         else:
             out = backend.attend(*qkv.detach().clone().unbind(1), plan(grad=False))
         assert relative_error(out, expected) < 1e-6
     if packed:
-        [run] = backend.attend_layers(plan(grad=True), 1, rope.rotate)
+        [run] = backend.attend_layers(plan(grad=True), 1, embedding.rotate)
         out = run(qkv + 0.0, *tables)
     else:
         out = backend.attend(*qkv.unbind(1), plan(grad=True))

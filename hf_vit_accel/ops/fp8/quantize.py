@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_vit_accel.ops.embedding import rope_reference
 from hf_vit_accel.ops.fp8.scales import E4M3, LARGEST, device_fit, fit, rounded
 from hf_vit_accel.ops.launch import kernel, next_power_of_2, tl
-from hf_vit_accel.ops.rope import rope_reference
 
 _SAMPLES = 256
 """Rows from which the amax of all rows is estimated."""
