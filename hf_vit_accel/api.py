@@ -23,7 +23,8 @@ from hf_vit_accel.layout import Grid, rows_of
 from hf_vit_accel.machine import raise_if_any
 from hf_vit_accel.model import around
 from hf_vit_accel.status import Status, ignored_options, status, text_forwards_in, towers_of
-from hf_vit_accel.tower import checks
+from hf_vit_accel.tower.attention import attention_name
+from hf_vit_accel.tower.forward import reasons_of
 from hf_vit_accel.tower.install import foreign_forward, install, uninstall
 from hf_vit_accel.tower.loading import restore_name
 from hf_vit_accel.tower.processors import normalisation_of, parts_of
@@ -176,7 +177,7 @@ def _prepare(path: str, tower: Tower, family: Family, settings: Settings) -> tup
     if is_copy and former_forward is not None:
         raise ValueError(f"{type(tower).__name__} has a forward of its own on the instance, which `like` cannot prove")
     # A copy keeps its attention: its own forward runs untouched, or not at all.
-    name = former_name if is_copy else checks.attention_name(tower, settings, former_name)
+    name = former_name if is_copy else attention_name(tower, settings, former_name)
     label = f"the tower {path or '(the model itself)'}"
     if family.attention_only:
         if settings.strict:
@@ -189,7 +190,7 @@ def _prepare(path: str, tower: Tower, family: Family, settings: Settings) -> tup
         for reason in snapshot.weights()[1].reasons:
             warn_once(f"{type(tower).__name__} stays stock: {reason}. {_LEAVE_OUT}")
     if settings.strict:
-        reasons = checks.reasons_of(tower, family, snapshot, former_forward, name, {}, grad=False, between_calls=True)
+        reasons = reasons_of(tower, family, snapshot, former_forward, name, {}, grad=False, between_calls=True)
         raise_if_any([*reasons.stock, *reasons.slow], label)
     return tower, state, name
 

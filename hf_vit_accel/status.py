@@ -20,10 +20,9 @@ from hf_vit_accel.graphs.store import GraphStore
 from hf_vit_accel.model import around
 from hf_vit_accel.ops import PARTS, TABLE, why_not_triton
 from hf_vit_accel.options.reuse import ReuseStatus
-from hf_vit_accel.tower.checks import reasons_of
-from hf_vit_accel.tower.forward import spec_of
+from hf_vit_accel.tower.forward import reasons_of
 from hf_vit_accel.tower.install import foreign_forward, towers_in
-from hf_vit_accel.tower.state import state_of
+from hf_vit_accel.tower.state import SpecKey, state_of
 from hf_vit_accel.versions import untested
 
 _CPU = torch.device("cpu")
@@ -271,7 +270,10 @@ def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
     spec = None
     if reasons.weights is not None:
         device = snapshot.parts.projection.weight.device
-        spec = spec_of(state, snapshot, reasons.weights, device, fast=not against, grad=False)
+        weights = reasons.weights
+        kept = None if state.asked_for is None else state.kept(snapshot, device)
+        key = SpecKey(device, None, not against, False, weights.dtype, weights.key, kept)
+        spec = state.spec(snapshot, weights, key)
     last = state.last_route
     choices = {} if last is None else last.choices
     if spec is not None and not choices:

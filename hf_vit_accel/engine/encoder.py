@@ -18,7 +18,7 @@ from hf_vit_accel import versions
 from hf_vit_accel.backends import Attend
 from hf_vit_accel.engine.route import Route
 from hf_vit_accel.families.base import Parts
-from hf_vit_accel.ops import LayerOps, Ops
+from hf_vit_accel.ops import LayerOps
 
 Residual = tuple[Tensor, Tensor | None]
 """The residual stream: x (T, E), and delta (T, E), which the next norm adds to it."""
@@ -112,7 +112,15 @@ def encode(
     tensors = route.tensors
     assert ops is not None
     x_TE = pixels_or_rows.clone() if is_embedded else ops.embed(pixels_or_rows)
-    x_TE, cos_TD, sin_TD = with_positions(ops, tensors, x_TE)
+    if ops.add_positions is not None:
+        x_TE = ops.add_positions(x_TE, tensors["interp_indices"], tensors["interp_weights"])
+    positions_T2 = tensors["position_ids"]
+    window_index_M = tensors.get("window_index")
+    if window_index_M is not None:  # complete merge blocks of rows go to the order of the windows
+        merges = len(window_index_M), -1
+        x_TE = x_TE.unflatten(0, merges)[window_index_M].flatten(0, 1)
+        positions_T2 = positions_T2.unflatten(0, merges)[window_index_M].flatten(0, 1)
+    cos_TD, sin_TD = map(Tensor.contiguous, ops.tables(x_TE, positions_T2))
     qkv_shape = 3, route.spec.request.heads, route.spec.request.head_dim
     merged_by_layer: list[Tensor] = []
     delta_TE: Tensor | None = None
@@ -156,7 +164,7 @@ def encode(
         if after_layer is not None:
             x_TE, delta_TE = after_layer(index, (x_TE, delta_TE))
     outputs = list(ops.finish(x_TE, delta_TE))
-    if "window_index" in tensors:
+    if window_index_M is not None:
         outputs[-1] = outputs[-1][tensors["inverse_index"]]
     return outputs + merged_by_layer + states
 
@@ -172,20 +180,6 @@ def _keep_state(
     state_TE = slices[len(states)] if slices else torch.empty_like(x_TE)  # apart from x, to which kernels write
     states.append(state_TE.copy_(x_TE) if delta_TE is None else torch.add(x_TE, delta_TE, out=state_TE))
     return x_TE, delta_TE
-
-
-def with_positions(ops: Ops, tensors: Mapping[str, Tensor], x_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Add learned positions to embedded rows, in the order of the windows; also return cos and sin of the rotation."""
-    if ops.add_positions is not None:
-        x_TE = ops.add_positions(x_TE, tensors["interp_indices"], tensors["interp_weights"])
-    positions_T2 = tensors["position_ids"]
-    window_index_M = tensors.get("window_index")
-    if window_index_M is not None:  # complete merge blocks of rows go to the order of the windows
-        merges = len(window_index_M), -1
-        x_TE = x_TE.unflatten(0, merges)[window_index_M].flatten(0, 1)
-        positions_T2 = positions_T2.unflatten(0, merges)[window_index_M].flatten(0, 1)
-    cos_TD, sin_TD = ops.tables(x_TE, positions_T2)
-    return x_TE, cos_TD.contiguous(), sin_TD.contiguous()
 
 
 def _layer(

@@ -71,8 +71,8 @@ def read(expected: Expected, read_grid: ReadGrid | None, /, *args: object, **opt
         pixels have dimensions or a class of their own.
 
     Raises:
-        ValueError: A dtype or layout is wrong, or the batch is empty. Sizes are not positive, or no multiple of the
-            merge size. Pixels do not fit the grid or the tower.
+        ValueError: A dtype, layout or device is wrong, or the batch is empty. Sizes are not positive, or no multiple of
+            the merge size. Pixels do not fit the grid or the tower.
     """
     names = expected.names
     positional = dict(zip(names, args))  # noqa: B905
@@ -93,7 +93,37 @@ def read(expected: Expected, read_grid: ReadGrid | None, /, *args: object, **opt
     if isinstance(grid_thw, Tensor) and type(grid_thw) not in _PLAIN:
         return None
     pixels = pixels if pixels.dim() == 2 else pixels.flatten(0, 1).flatten(1)
-    grid, host_grid = _read_grid(grid_thw, pixels, expected.merge, read_grid)
+    if (
+        not isinstance(grid_thw, Tensor)
+        or grid_thw.layout != torch.strided
+        or grid_thw.is_nested
+        or grid_thw.dim() != 2
+        or grid_thw.shape[1] != 3
+    ):
+        raise ValueError(
+            f"expected grid_thw of shape (images and videos, 3), got {_describe(grid_thw)}; each row is "
+            "(frames, height, width) in patches, as the processor returns it"
+        )
+    if grid_thw.is_floating_point() or grid_thw.is_complex() or grid_thw.dtype == torch.bool:
+        raise ValueError(f"expected an integer grid_thw, got {_describe(grid_thw)}; convert it with .long()")
+    if grid_thw.device.type != "cpu" and grid_thw.device != pixels.device:
+        raise ValueError(
+            f"expected grid_thw on the CPU or with the pixel values on {pixels.device}, got it on {grid_thw.device}; "
+            "move both to the model's device"
+        )
+    host_grid = None if read_grid is None else read_grid(pixels, grid_thw)
+    sizes = grid_thw.tolist() if host_grid is None else host_grid.sizes
+    grid: Grid = tuple([(t, h, w) for t, h, w in sizes if t or h < 0 or w < 0])  # rows of no frames pad a batch
+    for t, h, w in grid:
+        if t < 1 or h < 1 or w < 1:
+            raise ValueError(f"expected positive sizes in grid_thw, got {(t, h, w)}; drop that entry")
+        if h % expected.merge or w % expected.merge:
+            raise ValueError(
+                f"expected height and width in multiples of the merge size {expected.merge}, got {(t, h, w)} in "
+                "grid_thw; resize images the way the model's processor does"
+            )
+    if not grid:
+        raise ValueError("expected at least one image or video, got an empty grid_thw; skip the vision tower instead")
     rows = sum([t * h * w for t, h, w in grid])
     width = expected.width
     if width is not None and pixels.numel() == rows * width and pixels.is_contiguous():
@@ -126,50 +156,6 @@ def _check_no_images(pixels: Tensor, grid_thw: object, expected: Expected) -> No
             f"expected pixel values of shape ({rows}, {expected.width}), packed patches of this grid_thw, got "
             f"images of shape {tuple(pixels.shape)}; pass the pixel values that the processor of this model returns"
         )
-
-
-def _read_grid(
-    grid_thw: object, pixels_TP: Tensor, merge: int, read_grid: ReadGrid | None
-) -> tuple[Grid, HostGrid | None]:
-    """Return the grid on the host, without the rows of no frames that pad a batch, and what an option read with it.
-
-    Raises:
-        ValueError: The grid is empty, or no integer tensor (N, 3) on the CPU or beside the pixels. Sizes are not
-            positive, or no multiple of the merge size.
-    """
-    device = pixels_TP.device
-    if (
-        not isinstance(grid_thw, Tensor)
-        or grid_thw.layout != torch.strided
-        or grid_thw.is_nested
-        or grid_thw.dim() != 2
-        or grid_thw.shape[1] != 3
-    ):
-        raise ValueError(
-            f"expected grid_thw of shape (images and videos, 3), got {_describe(grid_thw)}; each row is "
-            "(frames, height, width) in patches, as the processor returns it"
-        )
-    if grid_thw.is_floating_point() or grid_thw.is_complex() or grid_thw.dtype == torch.bool:
-        raise ValueError(f"expected an integer grid_thw, got {_describe(grid_thw)}; convert it with .long()")
-    if grid_thw.device.type != "cpu" and grid_thw.device != device:
-        raise ValueError(
-            f"expected grid_thw on the CPU or with the pixel values on {device}, got it on {grid_thw.device}; "
-            "move both to the model's device"
-        )
-    host_grid = None if read_grid is None else read_grid(pixels_TP, grid_thw)
-    sizes = grid_thw.tolist() if host_grid is None else host_grid.sizes
-    grid: Grid = tuple([(t, h, w) for t, h, w in sizes if t or h < 0 or w < 0])
-    for t, h, w in grid:
-        if t < 1 or h < 1 or w < 1:
-            raise ValueError(f"expected positive sizes in grid_thw, got {(t, h, w)}; drop that entry")
-        if h % merge or w % merge:
-            raise ValueError(
-                f"expected height and width in multiples of the merge size {merge}, got {(t, h, w)} in grid_thw; "
-                "resize images the way the model's processor does"
-            )
-    if not grid:
-        raise ValueError("expected at least one image or video, got an empty grid_thw; skip the vision tower instead")
-    return grid, host_grid
 
 
 def _describe(value: object) -> str:

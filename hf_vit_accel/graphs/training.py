@@ -132,24 +132,19 @@ class TrainingRunner(GraphStore[CapturedStep]):
         pixels_TP = batch.pixels_TP
         if pixels_TP.is_inference():  # autograd cannot save inference tensors
             pixels_TP = pixels_TP.clone()
-        call = self._forward(step, pixels_TP, parameters)
+        recorder = self._recorder  # if memory runs out, the store drops it
+        with torch.no_grad():
+            call = _Call(step, parameters)
+            recorder.wait()
+            try:
+                step.pixels_TP.copy_(pixels_TP)
+                step.replay()
+                call.outputs = [output.clone() for output in step.outputs]
+            finally:
+                recorder.done()
+        self._last = weakref.ref(call)
         leaves = [parameters[index] for index in step.trained]  # collected while the GPU works
         return list(_Replay.apply(self, call, route, pixels_TP, *leaves))
-
-    @torch.no_grad()
-    def _forward(self, step: CapturedStep, pixels_TP: Tensor, parameters: Sequence[Tensor]) -> _Call:
-        """Replay a forward and copy its outputs out."""
-        call = _Call(step, parameters)
-        recorder = self._recorder  # if memory runs out, the store drops it
-        recorder.wait()
-        try:
-            step.pixels_TP.copy_(pixels_TP)
-            step.replay()
-            call.outputs = [output.clone() for output in step.outputs]
-        finally:
-            recorder.done()
-        self._last = weakref.ref(call)
-        return call
 
     def backward(
         self, call: _Call, incoming: Sequence[Tensor | None], parameters: Sequence[Tensor]

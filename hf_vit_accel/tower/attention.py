@@ -1,22 +1,27 @@
-"""The attention function behind the registered names, for towers with a route, and for others without one."""
+"""The attention function behind the registered names, and the name that a patched tower has."""
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hf_vit_accel import versions
 from hf_vit_accel.backends import Request
 from hf_vit_accel.config import Settings
 from hf_vit_accel.engine.route import PLANS_OF_OFFSETS, ROUTE, Route, SegmentPlans
+from hf_vit_accel.families import Tower
 from hf_vit_accel.layout import Segments
-from hf_vit_accel.machine import FallbackError, reasons_untraceable
+from hf_vit_accel.machine import FallbackError, is_upstream, reasons_untraceable
 from hf_vit_accel.tower import unknown
-from hf_vit_accel.tower.proof import NAMES
+from hf_vit_accel.tower.code import names_of_forwards
+from hf_vit_accel.tower.proof import NAMES, name_for
 
 
 def vision_attention(
@@ -152,3 +157,38 @@ def _plans_from_device(settings: Settings, cu_seqlens_S1: Tensor, rows: int) -> 
         )
     segments = Segments(np.ascontiguousarray(lengths_S[lengths_S > 0], dtype=np.int32))
     return SegmentPlans(kind="full", segments=segments, settings=settings)
+
+
+def reasons_custom_attention(tower: Tower, name: str | None) -> list[str]:
+    """Return a reason if the attention of this name is a function of the user's, which may compute anything.
+
+    Functions of transformers, ours, and those of the Hub (a name with a slash) compute attention.
+    """
+    if name == "eager":  # not registered, but a function in the tower's file
+        function: Any = getattr(sys.modules.get(type(tower).forward.__module__), "eager_attention_forward", None)
+    else:
+        function = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.get(name)
+    if function is None or "/" in str(name) or str(function.__module__).startswith("hf_vit_accel."):
+        return []
+    if is_upstream(function):
+        return []
+    return [f"the attention {name!r} is a function of your own; patch(attention=...) with a backend's name replaces it"]
+
+
+def attention_name(tower: Tower, settings: Settings, former_name: str | None) -> str | None:
+    """Return the attention name for the config of a patched tower.
+
+    Under "auto", a function of the user's stays. So does "eager": a user who loads with it may ask for attention
+    weights, which no other attention returns.
+
+    Args:
+        settings: What `patch` was given.
+    """
+    if settings.attention != "auto":
+        return name_for(settings.attention)
+    if former_name == "eager" or reasons_custom_attention(tower, former_name):
+        return former_name
+    names = names_of_forwards({type(module) for module in tower.modules()})
+    if former_name == "flash_attention_2" and not versions.knows_segments(names):
+        return former_name  # under our names, layers that run as modules would attend once a segment
+    return name_for("auto")

@@ -14,24 +14,29 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.jit._trace import is_tracing
+from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from hf_vit_accel.engine import inputs
 from hf_vit_accel.engine.call import Attempt, Batch, FastPlan
 from hf_vit_accel.engine.encoder import CalledBlock, checkpoints_of
-from hf_vit_accel.engine.route import Spec
-from hf_vit_accel.families import Tower
+from hf_vit_accel.families import Family, Tower
+from hf_vit_accel.families.copies import CopyFamily
 from hf_vit_accel.graphs import memory
-from hf_vit_accel.machine import KERNELS, Fault, autocast_dtype, raise_if_any, reasons_fake
-from hf_vit_accel.tower import stock_way
-from hf_vit_accel.tower.checks import reasons_of
-from hf_vit_accel.tower.snapshot import Snapshot, WeightMemory
+from hf_vit_accel.machine import KERNELS, Fault, autocast_dtype, raise_if_any, reasons_fake, reasons_untraceable
+from hf_vit_accel.tower import fsdp, proof, stock_way
+from hf_vit_accel.tower.attention import reasons_custom_attention
+from hf_vit_accel.tower.differences import CallDtypes
+from hf_vit_accel.tower.slots import name_of
+from hf_vit_accel.tower.snapshot import HOOKS, Snapshot, WeightMemory, is_inert
 from hf_vit_accel.tower.state import STATE, SpecKey, TowerState, state_of
 from hf_vit_accel.tower.stock_way import StockPlan, Way
+from hf_vit_accel.versions import POPPED
 
 Original = Callable[..., object]
 """The stock forward of a tower, or the forward that its instance had before it was patched."""
@@ -46,6 +51,14 @@ _OUTER_GRAPH = (
 )
 CALLED_ON = "_hf_vit_accel_called_on"
 """Keyword argument that names the instance of a call, where it is not the forward's own (a shallow copy)."""
+
+
+HooksOf = Callable[[dict[str, Any]], Mapping[int, Callable[..., object]]]
+"""Reads the hooks of one kind from the dictionary of a module."""
+
+_GLOBAL_HOOKS = tuple(
+    hooks for name, hooks in vars(torch_module).items() if name.startswith("_global_") and isinstance(hooks, dict)
+)
 
 
 class AcceleratedForward:
@@ -193,6 +206,149 @@ def _call(tower: Tower, state: TowerState, original: Original, args: Arguments, 
             # Nothing holds what the failed attempt allocated when the next one begins.
 
 
+class Reasons(NamedTuple):
+    """Why a call does not run our operations, and what was read of its tower to know.
+
+    Attributes:
+        stock: Why it must reach the stock forward as it is. If there are any, nothing else was read.
+        slow: Why its blocks must be called one by one.
+        parameters: Of the tower, as they are now.
+        weights: Their addresses, dtypes and sizes.
+        hidden_states: Whether hidden states are returned, too.
+        hooked_parts: The `id` of every callable part with hooks: these run as modules.
+    """
+
+    stock: Sequence[str] = ()
+    slow: Sequence[str] = ()
+    parameters: Sequence[nn.Parameter] = ()
+    weights: WeightMemory | None = None
+    hidden_states: bool = False
+    hooked_parts: frozenset[int] = frozenset()
+
+
+def reasons_of(
+    tower: Tower,
+    family: Family,
+    snapshot: Snapshot,
+    former_forward: Any,
+    name: str | None,
+    options: Mapping[str, object],
+    *,
+    grad: bool,
+    between_calls: bool = False,
+) -> Reasons:
+    """Return why a call with these options does not run our operations.
+
+    Args:
+        former_forward: A forward of others on the instance, which does not call the class's; None for none.
+        name: The attention name of the config, or the one that it will have.
+        between_calls: Whether no call is under way, so that FSDP2 has not gathered the weights.
+    """
+    reasons = list(snapshot.reasons_stock)
+    if former_forward is not None:
+        reasons.append(f"the tower has a forward of its own: {name_of(former_forward)} does not call the class's")
+    if any(popped in options for popped in POPPED):
+        reasons.append("the caller supplies sequence metadata")
+    is_own_code = snapshot.is_copy and name == "eager"  # which the proof of a copy ran
+    if name not in proof.NAMES and not is_own_code:
+        reasons += reasons_custom_attention(tower, name)
+    if is_tracing():  # a trace does not record tensors that numpy makes
+        reasons.append("torch.jit.trace is at work")
+    if reasons:
+        return Reasons(reasons)
+    parameters, weights = snapshot.weights()
+    if between_calls:
+        weights = _as_gathered(tower, snapshot, weights)
+    if snapshot.is_copy:
+        reasons = _reasons_of_copy(tower, family, snapshot, weights, options)
+        if reasons:
+            return Reasons(reasons)
+    requested = options.get("output_hidden_states", getattr(tower.config, "output_hidden_states", False))
+    hooked_parts: set[int] = set()
+    slow = [*snapshot.reasons_slow, *weights.reasons]
+    if grad and snapshot.proof.why_not_gradients is not None:
+        slow.append(snapshot.proof.why_not_gradients)
+    if any(_GLOBAL_HOOKS):
+        slow.append("global module hooks")
+    for hooks_of in HOOKS if grad else HOOKS[:2]:  # without gradients, hooks of the forward alone
+        if any(map(hooks_of, snapshot.attributes_inside)):
+            slow += _reasons_hooked(snapshot, hooks_of, hooked_parts)
+    if hooked_parts and grad and snapshot.outputs_require_grad():
+        slow.append("hooks inside, and one of transformers that our patch embedding does not run")
+    if hooked_parts and requested and getattr(tower, "_output_capturing_hooks_installed", False):
+        slow.append("hooks inside, and older ones of transformers that capture hidden states")
+    if snapshot.sharded_layers:
+        slow += fsdp.reasons_against(snapshot.sharded_layers.values(), weights.dtype)
+    if requested and snapshot.proof.why_not_hidden_states is not None:
+        slow.append(snapshot.proof.why_not_hidden_states)
+    elif requested and requested is not True:  # newer towers take a number, or several, to select some
+        slow.append(f"output_hidden_states={requested!r} selects hidden states of the tower")
+    if options.get("output_attentions", getattr(tower.config, "output_attentions", False)):
+        slow.append("output_attentions is requested")
+    if snapshot.dropout and any(block.attention.training for block in snapshot.parts.blocks):
+        slow.append("attention weights are dropped out")
+    if weights.mixed is not None or snapshot.proof.why_not_autocast is not None:
+        autocast = autocast_dtype(snapshot.parts.projection.weight.device, weights.dtype)
+        if autocast is None and weights.mixed is not None and weights.mixed not in slow:
+            slow.append(f"{weights.mixed} without autocast")
+        if snapshot.proof.why_not_autocast is not None and autocast is not None and weights.dtypes != {autocast}:
+            slow.append(snapshot.proof.why_not_autocast)
+    slow += reasons_untraceable()
+    hidden_states = bool(requested) and snapshot.proof.returns_hidden_states
+    return Reasons((), slow, parameters, weights, hidden_states, frozenset(hooked_parts))
+
+
+def _as_gathered(tower: Tower, snapshot: Snapshot, weights: WeightMemory) -> WeightMemory:
+    """Return the weights as calls will see them: FSDP2 gathers sharded weights, in the dtype of its policy.
+
+    If a parent of the tower is sharded with it, the policy of the layers counts. The parent's is unknown here.
+    """
+    if not snapshot.uses_fsdp or not (weights.reasons or weights.mixed):
+        return weights
+    holder = tower if isinstance(tower, fsdp.wrapper()) else next(iter(snapshot.sharded_layers.values()))
+    gathered = copy.copy(weights)
+    gathered.dtype = fsdp.gathered_dtype(holder, weights.dtype)
+    gathered.reasons = []
+    gathered.mixed = None
+    return gathered
+
+
+def _reasons_of_copy(
+    tower: Tower, family: Family, snapshot: Snapshot, weights: WeightMemory, options: Mapping[str, object]
+) -> list[str]:
+    """Return why a call of a copy must reach its own forward."""
+    assert isinstance(family, CopyFamily)
+    if weights.mixed is not None:
+        return [weights.mixed]
+    device = snapshot.parts.projection.weight.device
+    dtypes = CallDtypes(weights.dtype, autocast_dtype(device, weights.dtype))
+    reasons = proof.reasons_of_call(tower, family, snapshot.proof, dtypes, options)
+    # Blocks that are checkpointed themselves are served; older code checkpoints them in the tower's forward.
+    blocks = [block.module for block in snapshot.parts.blocks]
+    is_checkpointed = tower.training and getattr(tower, "gradient_checkpointing", False)
+    if is_checkpointed and not any(getattr(block, "gradient_checkpointing", False) for block in blocks):
+        reasons.append("gradient checkpointing in the copy's own forward")
+    return reasons
+
+
+def _reasons_hooked(snapshot: Snapshot, hooks_of: HooksOf, hooked_parts: set[int]) -> list[str]:
+    """Return a sentence about the first module inside with a hook that the fast path would skip; empty for none.
+
+    Hooks inside a part that can run as a module add it to `hooked_parts` instead.
+    """
+    sharded_ids = {id(vars(block)) for block in snapshot.sharded_layers.values()}
+    for name, attributes in zip(snapshot.names_inside, snapshot.attributes_inside, strict=True):
+        is_sharded = id(attributes) in sharded_ids
+        part = snapshot.callable_parts.get(id(attributes))
+        for hook in hooks_of(attributes).values():
+            if is_inert(hook) or (is_sharded and fsdp.hooked_by_fsdp(hook)):
+                continue
+            if part is None:
+                return [f"hooks on {name}"]
+            hooked_parts.add(part)
+    return []
+
+
 def decide(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) -> StockPlan | FastPlan:
     """Return the plan of a call, by the tower as it is now and its inputs, which are checked once.
 
@@ -235,23 +391,27 @@ def decide(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) ->
     reasons_slow = list(reasons.slow)
     if not state.family.videos and any(frames > 1 for frames, _, _ in call.grid):
         reasons_slow.append("this family takes the frames of a video one by one")
-    unmet: list[str] = []
-    called: Mapping[int, CalledBlock] = {}
-    if reasons.hooked_parts and not reasons_slow:
-        spec = spec_of(state, snapshot, weights, device, fast=False, grad=grad)
-        called = stock_way.called_blocks(state, call, snapshot, reasons.hooked_parts, spec, unmet)
-    if called and state.settings.score_mod is not None:
-        reasons_slow.append("hooks inside blocks, which may attend without the score_mod")
-    spec = spec_of(
-        state,
-        snapshot,
-        weights,
-        device,
+    key = SpecKey(
+        device=device,
+        autocast=autocast_dtype(device, weights.dtype),
         fast=not reasons_slow,
         grad=grad,
+        weights_dtype=weights.dtype,
+        weights_key=weights.key,
+        kept=None if state.asked_for is None else state.kept(snapshot, device),
         hidden_states=reasons.hidden_states,
         hooked_parts=reasons.hooked_parts,
     )
+    unmet: list[str] = []
+    called: Mapping[int, CalledBlock] = {}
+    if key.fast and key.hooked_parts:
+        key_of_blocks = key._replace(fast=False, hidden_states=False, hooked_parts=frozenset())
+        spec_of_blocks = state.spec(snapshot, weights, key_of_blocks)
+        called = stock_way.called_blocks(state, call, snapshot, key.hooked_parts, spec_of_blocks, unmet)
+    if called and state.settings.score_mod is not None:
+        reasons_slow.append("hooks inside blocks, which may attend without the score_mod")
+        key = key._replace(fast=False)
+    spec = snapshot.specs.get(key) or state.spec(snapshot, weights, key)
     has_class = not snapshot.is_copy and snapshot.output_class is not None
     plan = FastPlan(
         reasons=tuple(unmet),
@@ -277,29 +437,6 @@ def decide(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) ->
 def _decide_stock(state: TowerState, reasons: Sequence[str]) -> StockPlan:
     state.raise_if_strict(list(reasons))
     return StockPlan(way=Way.STOCK, reasons=tuple(reasons))
-
-
-def spec_of(
-    state: TowerState,
-    snapshot: Snapshot,
-    weights: WeightMemory,
-    device: torch.device,
-    *,
-    fast: bool,
-    grad: bool,
-    hidden_states: bool = False,
-    hooked_parts: frozenset[int] = frozenset(),
-) -> Spec:
-    """Return the spec of calls like this one; the same object while nothing of it changes.
-
-    Args:
-        hooked_parts: See `checks.Reasons`.
-    """
-    autocast = autocast_dtype(device, weights.dtype)
-    kept = None if state.asked_for is None else state.kept(snapshot, device)
-    key = SpecKey(device, autocast, fast, grad, weights.dtype, weights.key, kept, hidden_states, hooked_parts)
-    spec = snapshot.specs.get(key)
-    return state.make_spec(snapshot, weights, key) if spec is None else spec
 
 
 def run(state: TowerState, plan: FastPlan, attempt: Attempt) -> object:

@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ import transformers
 from torch import nn
 
 from hf_vit_accel import machine, versions
-from hf_vit_accel.engine.encoder import encode, with_positions
+from hf_vit_accel.engine.encoder import encode
 from hf_vit_accel.engine.route import ROUTE, make_route
 from hf_vit_accel.families import Config, Family, Tower
 from hf_vit_accel.families.base import named_tensors
@@ -340,20 +341,23 @@ def _places_replaced(subject: Subject, trial: Trial, places: Mapping[nn.Module, 
 def _block_arguments(subject: Subject, trial: Trial) -> frozenset[str] | None:
     """Return the names of the keyword arguments that blocks got in the last run; None where ours are not equal."""
     calls = [vars(block.module)[ARGUMENTS] for block in subject.parts.blocks[:2]]  # of both kinds
-    route = calls[0][1].get(ROUTE)
-    if route is None:
+    if ROUTE not in calls[0][1]:
         return None
     names = frozenset(calls[0][1]) - {ROUTE}
-    ops = subject.spec.ops
-    assert ops is not None
+    ours: list[object] = []
+
+    def keep_arguments(x_TE: torch.Tensor, **arguments: object) -> torch.Tensor:
+        ours.append([x_TE.clone(), arguments])
+        return calls[1][0][0].clone()
+
     [grid] = trial.grids.values()
-    x_TE, *tables = with_positions(ops, route.tensors, ops.embed(subject.draw_pixels(grid)))
-    arguments = [{**route.block_arguments(layer, names), "position_embeddings": tuple(tables)} for layer in (0, 1)]
+    route = make_route(grid, subject.spec).ready()
+    blocks = {layer: partial(keep_arguments, **route.block_arguments(layer, names)) for layer in (0, 1)}
+    encode(route, subject.draw_pixels(grid), blocks_to_call=blocks)
+    bound = subject.dtypes.bound
     try:
-        stock = [{name: value for name, value in kwargs.items() if name != ROUTE} for _, kwargs in calls]
-        ours = [(x_TE,), *arguments]
-        bound = subject.dtypes.bound
-        torch.testing.assert_close(ours, [calls[0][0], *stock], rtol=bound, atol=bound)
+        stock = [[x_TE, {name: kwargs[name] for name in kwargs if name != ROUTE}] for (x_TE,), kwargs in calls]
+        torch.testing.assert_close(ours, stock, rtol=bound, atol=bound)
     except (AssertionError, TypeError, ValueError):
         return None
     return names

@@ -103,18 +103,6 @@ class WeightMemory:
         if offloaded and len({parameter.device for parameter in parameters}) > 1:
             self.reasons.append("parameters on several devices")
 
-    def are(self, parameters: list[nn.Parameter]) -> bool:
-        """Return whether these are the parameters, at the same addresses and not transposed."""
-        try:
-            if _SAME_POINTERS is not None and self.pointers and len(parameters) == len(self.indices):
-                is_same: bool = _SAME_POINTERS(parameters, self.pointers, self.indices)
-            else:
-                is_same = list(map(Tensor.data_ptr, parameters)) == self.pointers
-        except (RuntimeError, TypeError):  # a tensor class without memory
-            return False
-        is_same = is_same and (not parameters or parameters[0].dtype == self.dtype)
-        return is_same and all(parameters[index].is_contiguous() == was for index, was in self.transposable)
-
     def __eq__(self, other: object) -> bool:
         return self is other or (
             isinstance(other, WeightMemory)
@@ -411,8 +399,17 @@ class Snapshot:
         parameters = [value for value in chain.from_iterable(self._own) if value is not None]
         count = len(parameters)
         parameters += [value for value in chain.from_iterable(self._others) if value is not None]
-        if weights is not None and weights.are(parameters):
-            return parameters, weights
+        if weights is not None:
+            try:
+                if _SAME_POINTERS is not None and weights.pointers and len(parameters) == len(weights.indices):
+                    is_same = _SAME_POINTERS(parameters, weights.pointers, weights.indices)
+                else:
+                    is_same = list(map(Tensor.data_ptr, parameters)) == weights.pointers
+            except (RuntimeError, TypeError):  # a tensor class without memory
+                is_same = False
+            is_same = is_same and (not parameters or parameters[0].dtype == weights.dtype)
+            if is_same and all(parameters[index].is_contiguous() == was for index, was in weights.transposable):
+                return parameters, weights
         called_ids = self._called_ids
         self._read_parameters()  # a weight that was replaced may be of another class
         if self._called_ids != called_ids:
@@ -506,3 +503,11 @@ def is_output_marker(hook: Callable[..., object]) -> bool:
         getattr(hook, "__module__", None) == "transformers.modeling_utils"
         and getattr(hook, "__name__", None) == "make_inputs_require_grads"
     )
+
+
+def is_inert(hook: Callable[..., object]) -> bool:
+    """Return whether a hook is one of transformers' that does nothing unless hidden states or attentions are requested.
+
+    Output-capturing hooks stay on after one use.
+    """
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing" or is_output_marker(hook)

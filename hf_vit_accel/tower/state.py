@@ -27,10 +27,10 @@ from hf_vit_accel.machine import KERNELS, Fault, raise_if_any
 from hf_vit_accel.ops import PARTS, Context, Ops, build, why_not_triton
 from hf_vit_accel.ops.window_attention import LONGEST
 from hf_vit_accel.options.data_parallel import Sharing
-from hf_vit_accel.options.passes import InPasses
+from hf_vit_accel.options.passes import InPasses, OnePass
 from hf_vit_accel.options.reuse import Reuse
-from hf_vit_accel.tower import checks, fsdp, proof
-from hf_vit_accel.tower.one_pass import OnePass
+from hf_vit_accel.tower import fsdp, proof
+from hf_vit_accel.tower.attention import attention_name
 from hf_vit_accel.tower.processors import BYTES_UNKNOWN, References
 from hf_vit_accel.tower.snapshot import Snapshot, WeightMemory
 
@@ -228,7 +228,7 @@ class TowerState:
             return
         self._attention_function = function
         if self.keeps_attention and tower.config._attn_implementation in (*proof.NAMES, self.former_name):
-            tower.config._attn_implementation_internal = checks.attention_name(tower, self.settings, self.former_name)
+            tower.config._attn_implementation_internal = attention_name(tower, self.settings, self.former_name)
 
     def _build(self, snapshot: Snapshot, weights: WeightMemory, request: Request, hooked_parts: frozenset[int]) -> Ops:
         """Build the operations for weights and rows of these dtypes on this device."""
@@ -268,8 +268,10 @@ class TowerState:
         self._kept = self.asked_for.keep(self.settings, device, layers, snapshot.heads)
         return self._kept
 
-    def make_spec(self, snapshot: Snapshot, weights: WeightMemory, key: SpecKey) -> Spec:
-        """Make the spec of a kind of calls, with the operations for it, and keep it with the snapshot."""
+    def spec(self, snapshot: Snapshot, weights: WeightMemory, key: SpecKey) -> Spec:
+        """Return the spec of a kind of calls: the one that the snapshot keeps, or a new one with its operations."""
+        if key in snapshot.specs:
+            return snapshot.specs[key]
         settings = self.settings
         grad = key.grad
         # Stock's blocks may attend in another dtype than that of the weights.

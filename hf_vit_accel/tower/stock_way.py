@@ -10,6 +10,7 @@ from typing import Any
 
 import transformers
 from torch import Tensor
+from torch.jit._trace import is_tracing
 
 from hf_vit_accel import versions
 from hf_vit_accel.engine.call import Attempt, FastPlan
@@ -20,17 +21,18 @@ from hf_vit_accel.families import Tower
 from hf_vit_accel.families.copies import CopyFamily
 from hf_vit_accel.layout import Grid
 from hf_vit_accel.machine import raise_if_any
-from hf_vit_accel.tower.checks import reasons_without_segments
+from hf_vit_accel.tower.attention import reasons_custom_attention
 from hf_vit_accel.tower.code import names_of_forwards
 from hf_vit_accel.tower.proof import NAMES
 from hf_vit_accel.tower.snapshot import Snapshot
 from hf_vit_accel.tower.state import TowerState
+from hf_vit_accel.versions import POPPED
 
 
 class Way(Enum):
     """The way of a call that the stock forward runs. All others have a `FastPlan`: our operations and attention.
 
-    `checks.Reasons.stock` sends a call the way STOCK, `slow` the way METADATA, where stock calls the blocks one by one.
+    `forward.Reasons.stock` sends a call the way STOCK, `slow` the way METADATA: stock calls the blocks one by one.
     `status` counts ATTENTION as fast calls if a backend of ours has attended in any call so far. A copy never goes
     METADATA, since its forward may take none.
     """
@@ -110,7 +112,7 @@ def decide_attention(tower: Tower, state: TowerState, args: tuple[object, ...], 
     names = state.family.arguments
     arguments: dict[str, Any] = dict(zip(names, args)) | kwargs  # noqa: B905
     grid: Grid = ()
-    reasons = reasons_without_segments(tower, arguments, names)
+    reasons = _reasons_without_segments(tower, arguments, names)
     if "cu_seqlens" not in taken:
         reasons = [f"transformers {transformers.__version__} computes the segments of this tower by itself"]
     if state.settings.score_mod is not None and len({parameter.device for parameter in tower.parameters()}) > 1:
@@ -130,6 +132,21 @@ def decide_attention(tower: Tower, state: TowerState, args: tuple[object, ...], 
     if geometry.quarters:  # the tower would pass our offsets to the layers behind its merger, too
         taken = (taken - {"cu_seqlens"}) | {ROUTE}
     return StockPlan(way=Way.ATTENTION, reasons=(), injected=route.injected(taken), route=route)
+
+
+def _reasons_without_segments(tower: Tower, arguments: Mapping[str, object], names: tuple[str, ...]) -> list[str]:
+    """Return why a tower whose attention alone is ours gets no segments from us, and must compute them itself."""
+    name = tower.config._attn_implementation
+    if name not in NAMES:
+        return reasons_custom_attention(tower, name) or [f"its attention is {name!r}"]
+    if any(popped in arguments for popped in POPPED):
+        return ["the caller supplies sequence metadata"]
+    pixels = arguments.get(names[0])
+    grid = arguments.get(names[1])
+    has_grid = isinstance(grid, Tensor) and grid.dim() == 2 and not grid.is_floating_point()
+    if not has_grid or not isinstance(pixels, Tensor) or is_tracing():
+        return ["the arguments are not those that are known, or torch.jit.trace is at work"]
+    return []
 
 
 def call_original(

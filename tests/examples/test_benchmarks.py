@@ -20,9 +20,9 @@ from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel.families import FAMILIES
+from hf_vit_accel.options import passes as tower_module
 from hf_vit_accel.tools.bench import towers
 from hf_vit_accel.tools.bench import ways as bench_ways
-from hf_vit_accel.tower import one_pass as tower_module
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS)]

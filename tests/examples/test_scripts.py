@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from transformers import BatchFeature, PreTrainedTokenizerFast
 
 import hf_vit_accel
-from hf_vit_accel.tower import one_pass as tower_module
+from hf_vit_accel.options import passes as tower_module
 
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
 PROMPT = "--prompt=describe this picture ."

@@ -15,7 +15,7 @@ from hf_vit_accel.backends import BACKENDS, Plan, Request
 from hf_vit_accel.backends.sdpa import Sdpa
 from hf_vit_accel.graphs import called, recorder, store
 from hf_vit_accel.layout import Segments
-from hf_vit_accel.tower import one_pass as one_pass_module
+from hf_vit_accel.options import passes as one_pass_module
 from support.recorded_ops import OperationRecorder
 
 SMALL = GraphConfig(max_tokens=128, exact_after=0)

@@ -26,7 +26,7 @@ IMPORTS = {
     "backends": "config families layout machine ops",
     "engine": "backends config families layout machine ops versions watch",
     "graphs": "backends config engine layout machine ops",
-    "options": "config engine layout machine ops",
+    "options": "config engine graphs layout machine ops",
     "decoding": "backends graphs machine ops versions watch",
     "tower": "backends config engine families graphs layout machine ops options versions watch",
     "model": "families machine tower versions watch",

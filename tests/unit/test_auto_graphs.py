@@ -28,7 +28,7 @@ from hf_vit_accel.graphs import memory
 from hf_vit_accel.graphs.budgets import Bin
 from hf_vit_accel.graphs.policy import NO_ROOM
 from hf_vit_accel.graphs.runner import Runner
-from hf_vit_accel.tower import one_pass as one_pass_module
+from hf_vit_accel.options import passes as one_pass_module
 from hf_vit_accel.tower.state import state_of
 
 IMAGE: Grid = [(1, 6, 8)]

@@ -38,7 +38,6 @@ import hf_vit_accel
 from hf_vit_accel.layout import rows_of
 from hf_vit_accel.options import passes
 from hf_vit_accel.options.passes import AUTO_ROWS, cut
-from hf_vit_accel.tower import one_pass as tower_module
 from hf_vit_accel.tower.state import state_of
 
 Grid = list[tuple[int, int, int]]
@@ -414,7 +413,7 @@ def test_the_backward_pass_saves_inputs_alone(monkeypatch: pytest.MonkeyPatch) -
 def tight(monkeypatch: pytest.MonkeyPatch, limit: int) -> list[int]:
     """Raise out-of-memory for more rows than a limit; return the number of rows of every try."""
     tried = []
-    encode = tower_module.encode
+    encode = passes.encode
 
     def encoded(route: Any, pixels_TP: torch.Tensor, *others: Any, **options: object) -> Any:
         tried.append(len(pixels_TP))
@@ -422,7 +421,7 @@ def tight(monkeypatch: pytest.MonkeyPatch, limit: int) -> list[int]:
             raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB.")
         return encode(route, pixels_TP, *others, **options)
 
-    monkeypatch.setattr(tower_module, "encode", encoded)
+    monkeypatch.setattr(passes, "encode", encoded)
     return tried
 
 

@@ -18,8 +18,8 @@ from tiny import TINY, assert_close, pixels_for, run_tower, tower_of
 import hf_vit_accel
 from hf_vit_accel import RankError, machine
 from hf_vit_accel.graphs import memory
+from hf_vit_accel.options import passes as tower_module
 from hf_vit_accel.options.split import Assignment
-from hf_vit_accel.tower import one_pass as tower_module
 from hf_vit_accel.tower.state import state_of
 
 

@@ -21,9 +21,9 @@ from hf_vit_accel import FallbackError, FlexConfig, ReuseConfig
 from hf_vit_accel.engine.route import Route
 from hf_vit_accel.machine import KERNELS, guarded
 from hf_vit_accel.options import checksum
+from hf_vit_accel.options import passes as tower_module
 from hf_vit_accel.options import reuse as reuse_module
 from hf_vit_accel.options.reuse import WeightTable, _layout_of, _Repeat
-from hf_vit_accel.tower import one_pass as tower_module
 from hf_vit_accel.tower.state import state_of
 
 ACROSS = ReuseConfig(across_calls=True)
