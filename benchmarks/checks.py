@@ -9,13 +9,11 @@ Towers are frozen and have real shapes. The grid is on the host, so nothing wait
 row of a model is the time of Python and launches for each layer, without CUDA graphs.
 """
 
-import argparse
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import DEVICE, DTYPE, Row, document_of, write_json
+from measuring import DEVICE, DTYPE, Row, measure_models
 from torch import nn
 
 import hf_vit_accel
@@ -96,23 +94,15 @@ def measure_layer(tower: nn.Module, *, calls: int = CALLS // 10) -> dict[str, fl
     return {"median": times[calls // 2], "least": times[calls // 10]}
 
 
-def main() -> None:
-    """Time checks and a layer of every model, print the times and write them to a file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="qwen2.5-vl-7b,qwen3-vl-8b,qwen2-vl-7b")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    rows: list[Row] = []
-    for model in arguments.models.split(","):
-        tower = build_tower(model, DEVICE, DTYPE).requires_grad_(False)
-        hf_vit_accel.patch(tower)
-        for grad in (False, True):
-            rows.append({"model": model, "grad": grad, **measure(tower, grad=grad)})
-            print(rows[-1], flush=True)
-        rows.append({"model": model, "what": "a layer", **measure_layer(tower)})
-        print(rows[-1], flush=True)
-    write_json(arguments.json, document_of(rows))
+def measure_model(model: str) -> list[Row]:
+    """Time the checks and a layer of one model."""
+    tower = build_tower(model, DEVICE, DTYPE).requires_grad_(False)
+    hf_vit_accel.patch(tower)
+    rows: list[Row] = [{"model": model, "grad": grad, **measure(tower, grad=grad)} for grad in (False, True)]
+    rows.append({"model": model, "what": "a layer", **measure_layer(tower)})
+    print(*rows, sep="\n", flush=True)
+    return rows
 
 
 if __name__ == "__main__":
-    main()
+    measure_models(__doc__, "qwen2.5-vl-7b,qwen3-vl-8b,qwen2-vl-7b", measure_model, options={})

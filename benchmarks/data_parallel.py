@@ -3,7 +3,7 @@
 torchrun --nproc-per-node 4 benchmarks/data_parallel.py --json results.json
 
 Weights and pixels are random. The checks come first: calls of random sizes, and a rank that raises. Then every possible
-number of ranks (1, 2, 4, 8) is timed in turns, in one run. `pays` holds the times of small calls, which are shared too.
+number of ranks (1, 2, 4, 8) is timed in turns, in one run.
 """
 
 import argparse
@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import nn
 
 import hf_vit_accel
-from hf_vit_accel.options import data_parallel
 from hf_vit_accel.options.split import Assignment, cost, split
 from hf_vit_accel.tools.bench import timing
 from hf_vit_accel.tools.bench.towers import build_tower, family_of_tower
@@ -38,8 +37,6 @@ SIZES = {
     "video 64 x 36x64": [(64, 36, 64)],
     "32 pages": [(1, 136, 106)] * 32,
 }
-SMALL = (2, 3, 4, 6, 8)
-"""Images of 448², around the smallest call that is worth sharing."""
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """A CPU suffices to try this out with tiny towers."""
 LARGEST_ERROR = 2e-2
@@ -76,9 +73,7 @@ def milliseconds(act: Callable[[], object]) -> list[float]:
     return [float(of_rank) for of_rank in by_rank]
 
 
-def in_turns(
-    tower: nn.Module, grid: Grid, groups: Groups, rounds: int, repeats: int = 1, *, cuda_graphs: bool | None = None
-) -> dict[int, Row]:
+def in_turns(tower: nn.Module, grid: Grid, groups: Groups, rounds: int) -> dict[int, Row]:
     """Time a call on every number of ranks, in turns.
 
     Args:
@@ -86,16 +81,12 @@ def in_turns(
         grid: frames, height and width of every input
         groups: the process groups; one rank is timed without a group
         rounds: the number of turns
-        repeats: the timed calls of a turn
-        cuda_graphs: passed to `patch`; None for its default
 
     Returns:
         By number of ranks: the slowest rank's median time, and the difference of its outputs from those of one rank.
     """
     pixels = pixels_for(tower, grid)
     rank = dist.get_rank()
-    options = {} if cuda_graphs is None else {"cuda_graphs": cuda_graphs}
-    calls_before = 4 if cuda_graphs else 1  # layouts and plans are computed, then graphs captured
     times: dict[int, list[float]] = {count: [] for count in (1, *groups)}
     rows: dict[int, Row] = {count: {"rows": len(pixels), "difference": 0.0} for count in times}
     expected: list[torch.Tensor] = []
@@ -108,14 +99,12 @@ def in_turns(
 
             error = 0.0
             if takes_part:
-                hf_vit_accel.patch(tower, data_parallel=groups.get(count, False), **options)
-                for _ in range(calls_before):
-                    outputs = call()
+                hf_vit_accel.patch(tower, data_parallel=groups.get(count, False))
+                outputs = call()  # computes layouts and plans
                 expected = expected or outputs
                 error = difference(outputs, expected)
                 del outputs
-            for _ in range(repeats):
-                of_count.append(max(milliseconds(call)))
+            of_count.append(max(milliseconds(call)))
             worst = torch.tensor(error, device=DEVICE)
             dist.all_reduce(worst, dist.ReduceOp.MAX)
             row = rows[count]
@@ -164,26 +153,6 @@ def balance(tower: nn.Module, grid: Grid, count: int) -> dict[str, float]:
     for _ in range(2):
         by_rank = milliseconds(encode_share)[:count]
     return {"balance": max(costs) / statistics.mean(costs), "balance_measured": max(by_rank) / statistics.mean(by_rank)}
-
-
-def pays(tower: nn.Module, groups: Groups) -> list[Row]:
-    """Time small calls, which are shared whatever their size: `spared_rows` are those that the slowest rank saves."""
-    least = data_parallel.LEAST
-    data_parallel.LEAST = 1
-    rows = []
-    try:
-        for graphs in (False, True):
-            rounds = 1 if graphs else 3  # every round captures its graphs anew
-            for images in SMALL:
-                by_count = in_turns(tower, [(1, 28, 28)] * images, groups, rounds, 18 // rounds, cuda_graphs=graphs)
-                for count in groups:
-                    spared = (images - -(-images // count)) * 784
-                    row: Row = dict(graphs=graphs, images=images, ranks=count, spared_rows=spared)
-                    comparison = compared(by_count, count)
-                    rows.append(row | {key: comparison[key] for key in ("alone_ms", "shared_ms")})
-    finally:
-        data_parallel.LEAST = least
-    return rows
 
 
 def random_grids(calls: int) -> list[list[tuple[int, int, int]]]:
@@ -263,7 +232,7 @@ def measure(arguments: argparse.Namespace) -> None:
     size = dist.get_world_size()
     groups = {count: dist.new_group(list(range(count))) for count in (2, 4, 8) if count <= size}
     runs: dict[int, Row] = {count: {"ranks": count, "towers": []} for count in groups}
-    document = document_of([], runs=list(runs.values()), pays={})
+    document = document_of([], runs=list(runs.values()))
 
     def report(row: Row) -> None:
         if dist.get_rank() == 0:
@@ -281,10 +250,6 @@ def measure(arguments: argparse.Namespace) -> None:
                 row = {"model": model, "size": name, "graphs": False} | balance(tower, SIZES[name], count)
                 run["towers"].append(row | compared(by_count, count))
                 report({"ranks": count} | run["towers"][-1])
-        if groups and not arguments.no_pays:
-            document["pays"][model] = pays(tower, groups)
-            for row in document["pays"][model]:
-                report({"pays": model} | row)
         del tower
 
 
@@ -295,7 +260,6 @@ def main() -> None:
     parser.add_argument("--sizes", default=",".join(SIZES), help="names of SIZES, comma-separated")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--calls", type=int, default=250, help="random calls of every model")
-    parser.add_argument("--no-pays", action="store_true", help="do not time small calls")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if DEVICE.type == "cuda":

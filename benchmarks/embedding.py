@@ -6,18 +6,17 @@ Complete models with random weights in real shapes, in bf16: stock, `patch(model
 turns. Before, hidden states of two rows are compared with fp32, beside stock's own error. Each way is warmed up anew.
 """
 
-import statistics
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 
 import torch
-from measuring import DEVICE, ERROR_BAR, Row, in_turn, largest_error, measure_models
+from measuring import DEVICE, ERROR_BAR, Row, largest_error, measure_models, spread, time_set_ups
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from whole_call import TEXT, build, inputs_for
 
 from hf_vit_accel import patch, status, unpatch
-from hf_vit_accel.tools.bench.timing import milliseconds
 
 Inputs = dict[str, Tensor]
 BATCHES = {
@@ -27,8 +26,6 @@ BATCHES = {
 """Name -> the grid of the picture in every row. Rows of small pictures are padded on the left."""
 WAYS = {"stock": None, "patch(model)": {}, "text=True": {"text": True}}
 """Name -> the options of `patch`; None for no patch."""
-WARM_UP = 3
-"""Calls until the tower is captured."""
 CALLS = 5
 """Timed calls of each way in a round."""
 
@@ -51,12 +48,13 @@ def embed(model: PreTrainedModel, inputs: Inputs) -> Tensor:
     return hidden
 
 
-def set_up(model: PreTrainedModel, way: str) -> None:
-    """Prepare the model for calls of one way."""
+def set_up(model: PreTrainedModel, inputs: Inputs, way: str) -> Callable[[], Tensor]:
+    """Prepare the model for one way, and return its call."""
     unpatch(model)
     options = WAYS[way]
     if options is not None:
         patch(model, **options)
+    return partial(embed, model, inputs)
 
 
 def verify(model: PreTrainedModel) -> dict[str, float]:
@@ -68,8 +66,8 @@ def verify(model: PreTrainedModel) -> dict[str, float]:
     del exact_model
     errors = {}
     for way in WAYS:
-        set_up(model, way)
-        errors[way] = largest_error([embed(model, inputs)[is_token]], [exact])
+        call = set_up(model, inputs, way)
+        errors[way] = largest_error([call()[is_token]], [exact])
     assert max(errors.values()) <= ERROR_BAR * errors["stock"], errors
     return errors
 
@@ -82,23 +80,16 @@ def time_model(name: str, rounds: int) -> list[Row]:
     rows = []
     for size, grids in BATCHES.items():
         inputs = batch_of(model, grids)
-        patches = len(inputs["pixel_values"])
-        call = partial(embed, model, inputs)
-        times: dict[str, list[float]] = {way: [] for way in WAYS}
-        for index in range(rounds):
-            for way in in_turn(WAYS, index):
-                set_up(model, way)
-                for _ in range(WARM_UP):
-                    call()
-                times[way] += [milliseconds(call, cuda=DEVICE.type == "cuda") for _ in range(CALLS)]
-                if way == "text=True":
-                    print(status(model).text, flush=True)
+
+        def report(way: str) -> None:
+            if way == "text=True":
+                print(status(model).text, flush=True)
+
+        times = time_set_ups(WAYS, partial(set_up, model, inputs), rounds, CALLS, after=report)
         for way, of_way in times.items():
-            row = {"model": name, "size": size, "patches": patches, "contender": way, "error": errors[way]}
-            row |= {"ms": statistics.median(of_way), "ms_low": min(of_way), "ms_high": max(of_way)}
-            print(row, flush=True)
-            rows.append(row)
-    unpatch(model)
+            row = {"model": name, "size": size, "patches": len(inputs["pixel_values"])}
+            rows.append(row | {"contender": way, "error": errors[way]} | spread(of_way))
+            print(rows[-1], flush=True)
     return rows
 
 

@@ -19,16 +19,16 @@ import queue
 import shlex
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from measuring import host
+from measuring import host, write_json
 
 from hf_vit_accel import machine
 
@@ -188,7 +188,7 @@ JOBS = {
     "captions": Job(file="captions.json", command="python tests/tiny_captioner/parity.py --scenes 300", seconds=120),
     "data_parallel": Job(
         file="data_parallel.json",
-        command="torchrun --nproc-per-node {gpus} benchmarks/data_parallel.py --rounds 3 --calls 50 --no-pays "
+        command="torchrun --nproc-per-node {gpus} benchmarks/data_parallel.py --rounds 3 --calls 50 "
         '--sizes "16 x 512²,64 x 512²,video 64 x 36x64,32 pages"',
         seconds=120,
         gpus=0,
@@ -235,6 +235,8 @@ def run(job: Job, path: Path, gpus: Sequence[str], limit: float) -> str | None:
             code = process.wait(limit)
             if code != 0:
                 problem = f"exit code {code}"
+            elif not path.exists():
+                problem = "no file was made"
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -253,66 +255,39 @@ class Part:
     path: Path
 
 
-class Files:
-    """Write the file of every job whose parts have all ended without a problem.
+def run_all(parts: Sequence[Part], gpus: Sequence[str], limit: float) -> Iterator[tuple[Part, str | None]]:
+    """Run the parts that need one GPU beside each other, longest first, then the others alone.
 
-    Args:
-        jobs: the jobs by name
-        parts: the parts of all jobs
-        output: the folder of the files
-        commit: the measured commit
+    Yields:
+        Every part that has ended, and the problem if there was one.
     """
-
-    def __init__(self, jobs: Mapping[str, Job], parts: Sequence[Part], output: Path, commit: str | None) -> None:
-        self.jobs = jobs
-        self.parts = parts
-        self.output = output
-        self.commit = commit
-        self.problems: dict[Path, str | None] = {part.path: f"{part.path.stem}: broke off" for part in parts}
-        self._lock = threading.Lock()
-
-    def end(self, part: Part, problem: str | None) -> None:
-        """Note how a part ended, and write its job's file if it was the last part and none failed."""
-        paths = [other.path for other in self.parts if other.name == part.name]
-        with self._lock:
-            self.problems[part.path] = problem
-            if any(self.problems[path] for path in paths):
-                return
-            self.problems[part.path] = f"{part.path.stem}: no file was made"  # holds if reading a part raises
-            documents = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-            job = self.jobs[part.name]
-            text = json.dumps(merge(job, documents, self.commit), indent=1, ensure_ascii=False) + "\n"
-            (self.output / job.file).write_text(text, encoding="utf-8")
-            self.problems[part.path] = None
-
-
-def run_all(parts: Sequence[Part], files: Files, gpus: Sequence[str], limit: float) -> None:
-    """Run the parts that need one GPU beside each other, longest first, then the others alone."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     share = len(cores) // len(gpus)
     free: queue.Queue[int] = queue.Queue()
     for gpu in range(len(gpus)):
         free.put(gpu)
 
-    def run_on(part: Part, gpu: int) -> None:
+    def run_on_a_free_gpu(part: Part) -> tuple[Part, str | None]:
+        gpu = free.get()
         try:
             own_cores = cores[gpu * share : (gpu + 1) * share]
             if own_cores and hasattr(os, "sched_setaffinity"):
                 os.sched_setaffinity(0, own_cores)  # of this thread alone; the process that it starts inherits it
-            files.end(part, run(part.job, part.path, [gpus[gpu]], limit))
+            return part, run(part.job, part.path, [gpus[gpu]], limit)
         finally:
             free.put(gpu)
 
-    threads = []
-    for part in sorted(parts, key=lambda part: -part.job.seconds):
-        if part.job.gpus == 1:
-            threads.append(threading.Thread(target=run_on, args=(part, free.get())))
-            threads[-1].start()
-    for thread in threads:
-        thread.join()
+    pool = ThreadPoolExecutor(len(gpus))
+    try:
+        longest_first = sorted(parts, key=lambda part: -part.job.seconds)
+        ends = [pool.submit(run_on_a_free_gpu, part) for part in longest_first if part.job.gpus == 1]
+        for end in as_completed(ends):
+            yield end.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
     for part in parts:
         if part.job.gpus != 1:
-            files.end(part, run(part.job, part.path, gpus, limit))
+            yield part, run(part.job, part.path, gpus, limit)
 
 
 def described_commit() -> str | None:
@@ -347,9 +322,19 @@ def main(
             parts.append(Part(name, part, build / f"{'_'.join([name, *models])}.json"))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",")[:gpus] if visible else [str(gpu) for gpu in range(gpus)]
-    files = Files(jobs, parts, output, commit or described_commit())
-    run_all(parts, files, names, limit)
-    problems = [problem for problem in files.problems.values() if problem]
+    commit = commit or described_commit()
+    problems: list[str] = []
+    ended: set[Path] = set()
+    for part, problem in run_all(parts, names, limit):
+        if problem:
+            problems.append(problem)
+            continue
+        ended.add(part.path)
+        paths = [other.path for other in parts if other.name == part.name]
+        if ended.issuperset(paths):
+            documents = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+            job = jobs[part.name]
+            write_json(output / job.file, merge(job, documents, commit))
     print(*problems, sep="\n")
     if problems:
         raise typer.Exit(1)

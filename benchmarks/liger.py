@@ -5,7 +5,8 @@
 Towers have their full size. Language models have eight layers instead of 28 and 36: the tower's share of a call is
 larger, and two models fit. Weights and pictures are random. Adapters are on all Linears of tower and language model.
 Liger is applied to a loaded model, as `use_liger_kernel` of TRL, LLaMA-Factory and ms-swift does. The four contenders
-take turns in one process. `result` is the loss of a step, or the largest logit of the first token.
+take turns in one process. `result` is the loss of a step, or the largest logit of the first token. `--side` are the
+patches along one side of the picture, `--layers` those of the language model.
 """
 
 from __future__ import annotations
@@ -16,19 +17,16 @@ import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from liger_kernel.transformers import monkey_patch
-from measuring import DEVICE, STEPS_UNTIL_STEADY, Row, document_of, in_turn, write_json
+from measuring import DEVICE, Row, measure_models, time_set_ups
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from whole_call import TEXT, build, inputs_for
 
 import hf_vit_accel
-from hf_vit_accel.tools.bench.timing import milliseconds
 
 CONTENDERS = {"stock": (False, False), "Liger": (True, False), "ours": (False, True), "both": (True, True)}
 """Whether Liger is applied, and whether the model is patched."""
@@ -94,54 +92,40 @@ def step(model: nn.Module, inputs: Inputs) -> float:
 
 
 def measure(pair: Pair, run: Callable[[nn.Module, Inputs], float], inputs: Inputs, rounds: int, calls: int) -> Row:
-    """Time all contenders in turns; each is warmed up anew in every round, since setting it up drops its graphs."""
-    times: dict[str, list[float]] = {name: [] for name in CONTENDERS}
-    rows: dict[str, Row] = {}
-    for index in range(rounds):
-        for name in in_turn(CONTENDERS, index):
-            model = pair.set_up(name)
-            result = run(model, inputs)
-            for _ in range(STEPS_UNTIL_STEADY):
-                run(model, inputs)
-            call = partial(run, model, inputs)
-            times[name] += [milliseconds(call, cuda=DEVICE.type == "cuda") for _ in range(calls)]
-            rows[name] = {"result": result}
-            if CONTENDERS[name][1]:
-                status = hf_vit_accel.status(model).towers[0]
-                graphs = status.training if run is step else status.graphs
-                rows[name] |= {"fast": status.calls, "stock": status.stock_calls, "unfused": dict(status.unfused)}
-                rows[name] |= {"why": list(status.against_fast), "graphs": None if graphs is None else graphs.last}
+    """Time all contenders in turns; return their times, results and, where patched, what ran."""
+    rows: dict[str, Row] = {name: {} for name in CONTENDERS}
+
+    def set_up(name: str) -> Callable[[], float]:
+        model = pair.set_up(name)
+        rows[name]["result"] = run(model, inputs)
+        return partial(run, model, inputs)
+
+    def note(name: str) -> None:
+        has_liger, is_patched = CONTENDERS[name]
+        if is_patched:
+            status = hf_vit_accel.status(pair.models[has_liger]).towers[0]
+            rows[name] |= {"fast": status.calls, "stock": status.stock_calls, "why": list(status.against_fast)}
+
+    times = time_set_ups(CONTENDERS, set_up, rounds, calls, after=note)
     for name, row in rows.items():
         row |= {"ms": statistics.median(times[name]), "low": min(times[name]), "high": max(times[name])}
-    return {"contenders": {name: rows[name] for name in CONTENDERS}}
+    return {"contenders": rows}
 
 
-def main(
-    models: Annotated[str, typer.Option(help="Comma-separated.")] = "qwen2.5-vl-7b,qwen3-vl-8b",
-    layers: Annotated[int, typer.Option(help="Layers of the language model.")] = 8,
-    side: Annotated[int, typer.Option(help="Patches along one side of the picture.")] = 64,
-    rounds: int = 4,
-    calls: int = 6,
-    rank: int = 16,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write one JSON object to this file.")] = None,
-) -> None:
-    """Time both jobs for every model, and print and write the rows."""
-    rows: list[Row] = []
-    document = document_of(rows, layers=layers)
-    for name in models.split(","):
-        pair = Pair(name, layers)
-        inputs = inputs_for(pair.models[False], [(1, side, side)])
-        for job, run in (("tower", tower_alone), ("first token", first_token), ("LoRA step", step)):
-            if run is step:
-                pair.add_adapters(rank)
-            rows.append({"model": name, "job": job, "side": side} | measure(pair, run, inputs, rounds, calls))
-            print(json.dumps(rows[-1]), flush=True)
-            write_json(json_path, document)
-        pair.set_up("stock")
-        del pair
-        if DEVICE.type == "cuda":
-            torch.cuda.empty_cache()
+def measure_model(model: str, layers: int, side: int, rounds: int, calls: int, rank: int) -> list[Row]:
+    """Return the rows of all jobs."""
+    pair = Pair(model, layers)
+    inputs = inputs_for(pair.models[False], [(1, side, side)])
+    rows = []
+    for job, run in (("tower", tower_alone), ("first token", first_token), ("LoRA step", step)):
+        if run is step:
+            pair.add_adapters(rank)
+        rows.append({"model": model, "job": job, "side": side} | measure(pair, run, inputs, rounds, calls))
+        print(json.dumps(rows[-1]), flush=True)
+    pair.set_up("stock")  # the names in transformers' file, for the next model
+    return rows
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    defaults = {"layers": 8, "side": 64, "rounds": 4, "calls": 6, "rank": 16}
+    measure_models(__doc__, "qwen2.5-vl-7b,qwen3-vl-8b", measure_model, options=defaults)

@@ -10,7 +10,6 @@ stock. It compares every output, and all adapters' gradients together.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -18,16 +17,26 @@ from functools import partial
 import peft
 import torch
 from baselines import BASELINES
-from measuring import DEVICE, Grid, Row, largest_error, measure_models, time_rows
+from measuring import (
+    DEVICE,
+    Forward,
+    Grid,
+    Row,
+    Steps,
+    clear,
+    largest_error,
+    measure_models,
+    peak_gigabytes,
+    time_rows,
+)
 from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel.layout import rows_of
-from hf_vit_accel.tools.bench.towers import SIZES, build_tower, family_of_tower, weight_of
+from hf_vit_accel.tools.bench.towers import SIZES, build_tower, family_of_tower
 
 SIZE = "16 x 512²"
 RANK = 16
-Forward = Callable[..., object]
 
 
 def add_adapters(tower: nn.Module, linears: list[str]) -> nn.Module:
@@ -60,74 +69,35 @@ class Contender:
     tower: nn.Module
     forward: Forward
 
-    def clear(self) -> None:
-        """Drop the gradients."""
-        self.tower.zero_grad(set_to_none=True)
+
+def results(steps: Steps, contender: Contender, *, exact: bool = False) -> list[torch.Tensor]:
+    """Run a step; return the outputs, then all gradients in one tensor, on the CPU."""
+    clear(contender.tower)
+    outputs = steps.step(contender.forward, exact=exact)
+    gradients = [p.grad.flatten() for p in contender.tower.parameters() if p.grad is not None]
+    clear(contender.tower)
+    return [*(output.cpu() for output in outputs), torch.cat(gradients).cpu()]
 
 
-class Steps:
-    """Run training steps of several towers with the same pixels and the same incoming gradients.
+def plain(steps: Steps, tower: nn.Module) -> Contender:
+    """Return a contender that calls the tower's own forward."""
+    return Contender(tower, steps.forward_of(tower))
 
-    Args:
-        tower: the adapted stock tower
-        grid: frames, height and width of every input
-        device: the device of the tower
-    """
 
-    def __init__(self, tower: nn.Module, grid: Grid, device: torch.device) -> None:
-        self.device = device
-        self.tensors_of = family_of_tower(tower).tensors_of
-        self.grid = torch.tensor(grid, device=device)
-        self.pixels_TP = torch.randn(rows_of(grid), weight_of(tower)[0].numel(), device=device).bfloat16()
-        self.incoming: list[torch.Tensor] = []
-
-    def plain(self, tower: nn.Module) -> Contender:
-        """Return a contender that calls the tower's own forward."""
-        return Contender(tower, lambda pixels_TP: tower(pixels_TP, grid_thw=self.grid))
-
-    def run(self, contender: Contender, *, exact: bool = False) -> list[torch.Tensor]:
-        """Run forward and backward; return the outputs.
-
-        Args:
-            contender: the tower to run
-            exact: run in fp32, without autocast
-        """
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=not exact):
-            pixels_TP = self.pixels_TP.float() if exact else self.pixels_TP
-            outputs = self.tensors_of(contender.forward(pixels_TP))
-        if not self.incoming:
-            self.incoming = [torch.randn_like(output) for output in outputs]
-        gradients = [gradient.to(output.dtype) for gradient, output in zip(self.incoming, outputs, strict=True)]
-        torch.autograd.backward(outputs, gradients)
-        return [output.detach() for output in outputs]
-
-    def results(self, contender: Contender, *, exact: bool = False) -> list[torch.Tensor]:
-        """Run a step; return the outputs, then all gradients in one tensor, on the CPU."""
-        contender.clear()
-        outputs = self.run(contender, exact=exact)
-        gradients = [p.grad.flatten() for p in contender.tower.parameters() if p.grad is not None]
-        contender.clear()
-        return [*(output.cpu() for output in outputs), torch.cat(gradients).cpu()]
-
-    def peak_gigabytes(self, contender: Contender) -> float | None:
-        """Measure the peak memory of a step, its weights included; None on a CPU."""
-        if self.device.type != "cuda":
-            return None
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        self.run(contender)
-        peak = torch.cuda.max_memory_allocated() - before
-        return (peak + sum(parameter.nbytes for parameter in contender.tower.parameters())) / 1e9
+def peak_with_weights(steps: Steps, contender: Contender) -> float | None:
+    """Measure the peak memory of a step in GB, its weights included; None on a CPU."""
+    peak = peak_gigabytes(partial(steps.step, contender.forward), steps.device)
+    return None if peak is None else peak + sum(weight.nbytes for weight in contender.tower.parameters()) / 1e9
 
 
 def contenders(tower: nn.Module, grid: Grid, steps: Steps, stack: ExitStack) -> dict[str, Contender]:
     """Return stock, stock with compiled blocks (where that runs) and patched."""
-    ways = {"stock sdpa": steps.plain(tower)}
+    ways = {"stock sdpa": plain(steps, tower)}
     compiled = copy.deepcopy(tower)
     opens = BASELINES["compile_blocks"](compiled)
     if not isinstance(opens, list):  # a list holds the reasons why it cannot run
         ways["stock compile_blocks"] = Contender(compiled, stack.enter_context(opens(compiled, grid)))
-    ways["auto"] = steps.plain(hf_vit_accel.patch(copy.deepcopy(tower), strict=True))
+    ways["auto"] = plain(steps, hf_vit_accel.patch(copy.deepcopy(tower), strict=True))
     return ways
 
 
@@ -137,16 +107,16 @@ def measure(model: str, rounds: int) -> list[Row]:
     tower = adapted(model)
     steps = Steps(tower, grid, DEVICE)
     exact = copy.deepcopy(tower).float()
-    expected = steps.results(steps.plain(exact), exact=True)
+    expected = results(steps, plain(steps, exact), exact=True)
     del exact
     with ExitStack() as stack:
         ways = contenders(tower, grid, steps, stack)
         measured: dict[str, Row] = {}
         for way, contender in ways.items():
-            error = largest_error(steps.results(contender), expected)
-            measured[way] = dict(error=error, peak_gb=steps.peak_gigabytes(contender))
-        runs = {way: partial(steps.run, contender) for way, contender in ways.items()}
-        before = {way: contender.clear for way, contender in ways.items()}
+            error = largest_error(results(steps, contender), expected)
+            measured[way] = dict(error=error, peak_gb=peak_with_weights(steps, contender))
+        runs = {way: partial(steps.step, contender.forward) for way, contender in ways.items()}
+        before = {way: partial(clear, contender.tower) for way, contender in ways.items()}
         common = dict(model=model, size=SIZE, patches=rows_of(grid), rank=RANK)
         rows = time_rows(runs, rounds, DEVICE, before=before, **common)
     return [row | measured[row["contender"]] for row in rows]

@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import statistics
 import time
-from pathlib import Path
-from typing import Annotated
+from collections.abc import Callable
+from functools import partial
 
 import torch
-import typer
-from measuring import DEVICE, Row, document_of, largest_error, write_json
+from measuring import DEVICE, Row, largest_error, measure_models, time_set_ups
 from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel.options.passes import AUTO_ROWS, cut
-from hf_vit_accel.tools.bench.timing import milliseconds
 from hf_vit_accel.tools.bench.towers import build_tower, family_of_tower, weight_of
 
 SIZES = (None, 16384, 28672, AUTO_ROWS, 50688, 65536)
@@ -30,6 +28,11 @@ SIZES = (None, 16384, 28672, AUTO_ROWS, 50688, 65536)
 HEIGHT = 36
 WIDTH = 64
 """Patches of a frame's sides."""
+FRAMES = 64
+MILLION_FRAMES = 435
+"""Frames of the video, and of the very long one."""
+MILLION: Row = {}
+"""The row of the very long video, which the first model encodes."""
 
 
 def draw_pixels(tower: nn.Module, frames: int, device: torch.device) -> torch.Tensor:
@@ -92,34 +95,25 @@ def compare_sizes(model: str, tower: nn.Module, pixels: torch.Tensor, grid: torc
 
 
 @torch.inference_mode()
-def measure(model: str, frames: int, rounds: int, device: torch.device) -> list[Row]:
+def measure(model: str, rounds: int) -> list[Row]:
     """Return a row for every size of pass."""
-    tower = build_tower(model, device, torch.bfloat16)
-    grid = grid_of(frames)
-    pixels = draw_pixels(tower, frames, device)
-    rows = compare_sizes(model, tower, pixels, grid)
-    times: list[list[float]] = [[] for _ in rows]
-    lengths = {frames_of_pass for row in rows for frames_of_pass in row["frames"]}
-    alone: dict[int, list[float]] = {length: [] for length in lengths}
-    for index in range(rounds):
-        order = list(zip(rows, times, strict=True))
-        for row, of_row in order[:: -1 if index % 2 else 1]:
-            hf_vit_accel.patch(tower, max_rows=row["max_rows"])
-            of_row.append(_milliseconds_of_second_call(tower, pixels, grid))
-        hf_vit_accel.patch(tower, max_rows=None)
-        for length in lengths:
-            clip = pixels[: length * HEIGHT * WIDTH]
-            alone[length].append(_milliseconds_of_second_call(tower, clip, grid_of(length)))
-    for row, of_row in zip(rows, times, strict=True):
-        row["ms"] = statistics.median(of_row)
-        row["alone_ms"] = sum(statistics.median(alone[length]) for length in row["frames"])
+    tower = build_tower(model, DEVICE, torch.bfloat16)
+    pixels = draw_pixels(tower, FRAMES, DEVICE)
+    rows = compare_sizes(model, tower, pixels, grid_of(FRAMES))
+
+    def set_up(contender: tuple[int | None, int]) -> Callable[[], object]:
+        max_rows, frames = contender
+        hf_vit_accel.patch(tower, max_rows=max_rows)
+        return partial(tower, pixels[: frames * HEIGHT * WIDTH], grid_thw=grid_of(frames))
+
+    calls = [(row["max_rows"], FRAMES) for row in rows]
+    passes_alone = {(None, frames) for row in rows for frames in row["frames"]}
+    times = time_set_ups([*calls, *sorted(passes_alone - {*calls})], set_up, rounds, 1, warm_ups=1)
+    for row in rows:
+        row["ms"] = statistics.median(times[row["max_rows"], FRAMES])
+        row["alone_ms"] = sum(statistics.median(times[None, frames]) for frames in row["frames"])
         print(row, flush=True)
     return rows
-
-
-def _milliseconds_of_second_call(tower: nn.Module, pixels: torch.Tensor, grid: torch.Tensor) -> float:
-    tower(pixels, grid_thw=grid)
-    return milliseconds(lambda: tower(pixels, grid_thw=grid), cuda=pixels.is_cuda)
 
 
 @torch.inference_mode()
@@ -150,23 +144,13 @@ def many(model: str, frames: int, device: torch.device) -> Row:
     return row
 
 
-def main(
-    models: Annotated[str, typer.Option(help="Comma-separated.")] = "qwen3-vl-8b,qwen2.5-vl-7b,qwen2-vl-7b",
-    frames: int = 64,
-    rounds: int = 5,
-    million: Annotated[int, typer.Option(help="Frames of the very long video of the first model; 0 for none.")] = 435,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write one JSON object to this file.")] = None,
-) -> None:
-    """Measure every model, and print and write the rows."""
-    rows: list[Row] = []
-    document = document_of(rows, rows_of_call=frames * HEIGHT * WIDTH)
-    names = models.split(",")
-    if million:
-        document["million"] = many(names[0], million, DEVICE)
-    for model in names:
-        rows += measure(model, frames, rounds, DEVICE)
-        write_json(json_path, document)
+def measure_model(model: str, rounds: int) -> list[Row]:
+    """Return the rows of a model; with those of the first one also the very long video."""
+    if not MILLION:
+        MILLION.update(many(model, MILLION_FRAMES, DEVICE))
+    return measure(model, rounds)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    fields = {"rows_of_call": FRAMES * HEIGHT * WIDTH, "million": MILLION}
+    measure_models(__doc__, "qwen3-vl-8b,qwen2.5-vl-7b,qwen2-vl-7b", measure_model, options={"rounds": 5}, **fields)

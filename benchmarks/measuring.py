@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
 import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from hf_vit_accel import machine
-from hf_vit_accel.tools.bench.timing import Step, time_in_turns
+from hf_vit_accel.layout import rows_of
+from hf_vit_accel.tools.bench.timing import Step, milliseconds, nothing, time_in_turns
+from hf_vit_accel.tools.bench.towers import family_of_tower, weight_of
 
 Row = dict[str, Any]
 """A row of a JSON file."""
 Grid = Sequence[tuple[int, int, int]]
 """Frames, height and width in patches of every image or video."""
-
+Forward = Callable[[torch.Tensor], object]
+"""Calls a tower with pixels."""
+Name = TypeVar("Name", bound=Hashable)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
@@ -63,18 +68,117 @@ def time_rows(
     Returns:
         Rows with the median, the least and the most milliseconds of a step.
     """
-    rows = []
-    for contender, of_step in time_in_turns(steps, rounds, cuda=device.type == "cuda", before=before).items():
-        row = common | {"contender": contender, "ms": statistics.median(of_step)}
-        rows.append(row | {"ms_low": min(of_step), "ms_high": max(of_step)})
-        print(rows[-1], flush=True)
+    times = time_in_turns(steps, rounds, cuda=device.type == "cuda", before=before)
+    rows = [common | {"contender": contender} | spread(of_step) for contender, of_step in times.items()]
+    print(*rows, sep="\n", flush=True)
     return rows
 
 
-def in_turn(contenders: Iterable[str], index: int) -> list[str]:
+def time_set_ups(
+    names: Iterable[Name],
+    set_up: Callable[[Name], Step],
+    rounds: int,
+    calls: int,
+    *,
+    warm_ups: int = STEPS_UNTIL_STEADY,
+    after: Callable[[Name], None] = nothing,
+    device: torch.device | None = None,
+) -> dict[Name, list[float]]:
+    """Time contenders in turns that are one model, set up anew in every round, since that drops its graphs.
+
+    Args:
+        names: The contenders.
+        set_up: Prepares the model for a contender, and returns its step.
+        rounds: The rounds.
+        calls: The timed steps of a contender in a round.
+        warm_ups: The steps before them.
+        after: Called with a contender after its steps, to note what ran.
+        device: The device that the steps run on.
+
+    Returns:
+        The milliseconds of every timed step.
+    """
+    contenders = list(names)
+    times: dict[Name, list[float]] = {name: [] for name in contenders}
+    cuda = (device or DEVICE).type == "cuda"
+    for index in range(rounds):
+        for name in in_turn(contenders, index):
+            step = set_up(name)
+            for _ in range(warm_ups):
+                step()
+            times[name] += [milliseconds(step, cuda=cuda) for _ in range(calls)]
+            after(name)
+    return times
+
+
+def in_turn(contenders: Iterable[Name], index: int) -> list[Name]:
     """Order the contenders of a round: backwards in every other round, so that drift favours nobody."""
     names = list(contenders)
     return names[::-1] if index % 2 else names
+
+
+def spread(times: Sequence[float]) -> Row:
+    """Return the median, the least and the most of some milliseconds, as rows hold them."""
+    return {"ms": statistics.median(times), "ms_low": min(times), "ms_high": max(times)}
+
+
+def peak_gigabytes(step: Step, device: torch.device) -> float | None:
+    """Measure the most memory that a step takes beyond the memory before it; None on a CPU, where nothing runs."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 1e9
+
+
+class Steps:
+    """Run training steps of several towers with the same pixels and the same incoming gradients.
+
+    Args:
+        tower: A tower of their class.
+        grid: Frames, height and width of every input.
+        device: The device of the towers.
+        dtype: The dtype of the pixels.
+        autocast: Whether steps run under autocast to bf16.
+    """
+
+    def __init__(
+        self,
+        tower: nn.Module,
+        grid: Grid,
+        device: torch.device,
+        dtype: torch.dtype = torch.bfloat16,
+        *,
+        autocast: bool = True,
+    ) -> None:
+        self.device = device
+        self.autocast = autocast
+        self.tensors_of = family_of_tower(tower).tensors_of
+        self.grid = torch.tensor(grid, device=device)
+        self.pixels_TP = torch.randn(rows_of(grid), weight_of(tower)[0].numel(), device=device).to(dtype)
+        self.incoming: list[torch.Tensor] = []
+
+    def forward_of(self, tower: nn.Module) -> Forward:
+        """Return the forward that calls a tower with the grid."""
+        return lambda pixels_TP: tower(pixels_TP, grid_thw=self.grid)
+
+    def step(self, forward: Forward, *, exact: bool = False) -> list[torch.Tensor]:
+        """Run forward and backward, with `exact` in fp32 without autocast; return the outputs."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast and not exact):
+            outputs = self.tensors_of(forward(self.pixels_TP.float() if exact else self.pixels_TP))
+        if not self.incoming:
+            self.incoming = [torch.randn_like(output) for output in outputs]
+        gradients = [gradient.to(output.dtype) for gradient, output in zip(self.incoming, outputs, strict=True)]
+        torch.autograd.backward(outputs, gradients)
+        return [output.detach() for output in outputs]
+
+
+def clear(module: nn.Module) -> None:
+    """Drop the gradients."""
+    module.zero_grad(set_to_none=True)
 
 
 def switch_checkpointing(tower: nn.Module, *, enable: bool, reentrant: bool = False) -> None:
@@ -126,36 +230,58 @@ def host() -> dict[str, str | int | float | None]:
     return facts
 
 
-def document_of(rows: list[Row], device: torch.device = DEVICE, **fields: object) -> Row:
+def document_of(rows: list[Row], device: torch.device | None = None, **fields: object) -> Row:
     """Return the content of a JSON file: what measured the rows, and the rows, to which more may be added."""
-    common = {"device": device_name(device), "dtype": str(DTYPE).removeprefix("torch."), "versions": machine.versions()}
+    common = {
+        "device": device_name(device or DEVICE),
+        "dtype": str(DTYPE).removeprefix("torch."),
+        "versions": machine.versions(),
+    }
     return common | fields | {"rows": rows}
 
 
 def measure_models(
-    description: str | None, models: str, measure: Callable[[str, int], list[Row]], *, rounds: int = 2, **fields: object
-) -> None:
+    description: str | None,
+    models: str,
+    measure: Callable[..., list[Row]],
+    *,
+    options: Mapping[str, int | str] = MappingProxyType({"rounds": 2}),
+    **fields: object,
+) -> Row:
     """Read the options of a benchmark, measure every model, and write the rows to a file.
 
     Args:
         description: The text of `--help`.
         models: The models by default, comma-separated.
-        measure: Returns the rows of a model, by its name and the rounds of timing.
-        rounds: The rounds by default.
+        measure: Returns the rows of a model, by its name and the options.
+        options: The other options by name, with their defaults; False for a flag.
         fields: What the file says beside the rows.
+
+    Returns:
+        The content of the file.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--models", default=models)
-    parser.add_argument("--rounds", type=int, default=rounds)
-    options = parser.parse_args()
-    document = document_of([], **fields)
-    for model in options.models.split(","):
-        document["rows"] += measure(model, options.rounds)
-        write_json(options.json, document)
+    parser.add_argument("--models", default=models, help=models)
+    for name, default in options.items():
+        if default is False:
+            parser.add_argument(f"--{name}", action="store_true")
+        else:
+            parser.add_argument(f"--{name}", type=type(default), default=default, help=str(default))
+    chosen = vars(parser.parse_args())
+    path = chosen.pop("json")
+    names = chosen.pop("models").split(",")
+    document = document_of([], **fields, **chosen)
+    for name in names:
+        document["rows"] += measure(name, **chosen)
+        write_json(path, document)
+        gc.collect()
+        if DEVICE.type == "cuda":
+            torch.cuda.empty_cache()
+    return document
 
 
 def write_json(path: Path | None, document: Row) -> None:
-    """Write a document to a file, if one was asked for."""
-    if path is not None:
+    """Write a document to a file, if one was asked for. Of several processes the first writes."""
+    if path is not None and os.environ.get("RANK", "0") == "0":
         path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -14,8 +14,19 @@ from functools import partial
 
 import bitsandbytes as bnb
 import torch
-from lora import Contender, Steps, add_adapters
-from measuring import DEVICE, ERROR_BAR, STEPS_UNTIL_STEADY, Row, largest_error, measure_models, time_rows
+from lora import Contender, add_adapters, plain
+from lora import results as results_of_step
+from measuring import (
+    DEVICE,
+    ERROR_BAR,
+    STEPS_UNTIL_STEADY,
+    Row,
+    Steps,
+    clear,
+    largest_error,
+    measure_models,
+    time_rows,
+)
 from torch import nn
 
 from hf_vit_accel import patch, status
@@ -85,16 +96,16 @@ def compared(
     """
     steps = Steps(tower, SIZES[size], DEVICE)
     ours = patch(deepcopy(tower))
-    ways = {"stock": steps.plain(deepcopy(tower)), "patch(model)": steps.plain(ours)}
+    ways = {"stock": plain(steps, deepcopy(tower)), "patch(model)": plain(steps, ours)}
 
     def results(contender: Contender, *, exact: bool = False) -> list[torch.Tensor]:
         if trains:
-            return steps.results(contender, exact=exact)
+            return results_of_step(steps, contender, exact=exact)
         with torch.no_grad():
             pixels_TP = steps.pixels_TP.float() if exact else steps.pixels_TP
             return [output.cpu() for output in steps.tensors_of(contender.forward(pixels_TP))]
 
-    expected = results(steps.plain(exact_copy(tower)), exact=True)
+    expected = results(plain(steps, exact_copy(tower)), exact=True)
     stock = results(ways["stock"])
     errors = {"stock": largest_error(stock, expected)}
     for _ in range(STEPS_UNTIL_STEADY):
@@ -112,12 +123,15 @@ def measure(tower: nn.Module, size: str, rounds: int, *, trains: bool, model: st
     """Return a row for each contender."""
     steps, ways, errors = compared(tower, bits, size, trains=trains)
 
-    def forward(contender: Contender) -> None:
+    def run(contender: Contender) -> None:
+        if trains:
+            steps.step(contender.forward)
+            return
         with torch.no_grad():
             contender.forward(steps.pixels_TP)
 
-    runs = {way: partial(steps.run if trains else forward, contender) for way, contender in ways.items()}
-    before = {way: contender.clear for way, contender in ways.items()}
+    runs = {way: partial(run, contender) for way, contender in ways.items()}
+    before = {way: partial(clear, contender.tower) for way, contender in ways.items()}
     common = dict(model=model, bits=bits, size=size, patches=rows_of(SIZES[size]), work="step" if trains else "forward")
     rows = time_rows(runs, rounds, DEVICE, before=before, **common)
     [served] = status(ways["patch(model)"].tower).towers

@@ -13,13 +13,10 @@ from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Annotated
 
 import numpy as np
 import torch
-import typer
-from measuring import DEVICE, DTYPE, Grid, Row, document_of, in_turn, largest_error, write_json
+from measuring import DEVICE, DTYPE, Grid, Row, in_turn, largest_error, measure_models
 from torch import nn
 
 from hf_vit_accel import patch, status
@@ -115,28 +112,17 @@ def measure_stream(model: str, towers: dict[str, nn.Module], stream: Stream, see
 
 
 @torch.inference_mode()
-def measure(model: str, device: torch.device, streams: tuple[Stream, ...] = STREAMS) -> list[Row]:
+def measure(model: str) -> list[Row]:
     """Return a row for every stream. Kernels are compiled before, by streams of other sizes."""
-    default = build_tower(model, device, DTYPE)
+    default = build_tower(model, DEVICE, DTYPE)
     towers = {"without": patch(deepcopy(default), cuda_graphs=False), "default": default}
     rows = []
-    for seed, stream in enumerate((Stream(40, 10), *streams)):
+    for seed, stream in enumerate((Stream(40, 10), *STREAMS)):
         patch(default)  # without the graphs of the stream before
         rows.append(measure_stream(model, towers, stream, seed))
         print(rows[-1], flush=True)
     return rows[1:]
 
 
-def main(
-    models: Annotated[str, typer.Option(help="Comma-separated models.")] = "qwen2.5-vl-7b,qwen3-vl-8b",
-    json: Annotated[Path | None, typer.Option(help="File of the results.")] = None,
-) -> None:
-    """Send the streams through every model; print the rows and write them to a file."""
-    document = document_of([])
-    for model in models.split(","):
-        document["rows"] += measure(model, DEVICE)
-        write_json(json, document)
-
-
 if __name__ == "__main__":
-    typer.run(main)
+    measure_models(__doc__, "qwen2.5-vl-7b,qwen3-vl-8b", measure, options={})

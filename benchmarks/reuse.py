@@ -8,15 +8,13 @@ largest ratio that we accept. Calls that can reuse nothing also time `again`, a 
 difference between two equal towers.
 """
 
-import argparse
 import math
 import statistics
-from collections.abc import Callable
 from copy import deepcopy
-from pathlib import Path
+from functools import partial
 
 import torch
-from measuring import DEVICE, Row, document_of, largest_error, write_json
+from measuring import DEVICE, Row, clear, largest_error, measure_models
 from torch import nn
 
 from hf_vit_accel import ReuseConfig, patch, status
@@ -32,8 +30,8 @@ SIDE = 32
 LARGE = 64
 """Patches of a picture's side: 512 x 512 pixels, and 1024 x 1024, with 16 a patch."""
 ACROSS = ReuseConfig(across_calls=True)
+CUDA = DEVICE.type == "cuda"
 
-Build = Callable[[str, torch.device, torch.dtype], nn.Module]
 Pictures = list[torch.Tensor]
 """The patches of every picture."""
 
@@ -104,22 +102,22 @@ def verify(plain: nn.Module, reused: nn.Module, across: nn.Module) -> dict[str, 
     return {"outputs": 0.0, "gradients": largest_error(gradients["reused"], gradients["plain"])}
 
 
-def chat(tower: nn.Module, calls: int, cuda: bool, *, seed: int, side: int = SIDE) -> list[float]:
+def chat(tower: nn.Module, calls: int, *, seed: int, side: int = SIDE) -> list[float]:
     """Return the milliseconds of every call of a chat: one new picture and the ten before it."""
     pictures = draw(tower, OLD, seed, side)
     times = []
     for index in range(calls):
         pictures = [*pictures[-OLD:], *draw(tower, 1, seed * 100_003 + index, side)]
-        times.append(milliseconds(lambda: forward(tower, pictures), cuda=cuda))  # noqa: B023
+        times.append(milliseconds(partial(forward, tower, pictures), cuda=CUDA))
     return times
 
 
-def ask(tower: nn.Module, pictures: int, cuda: bool, *, seed: int) -> list[float]:
+def ask(tower: nn.Module, pictures: int, *, seed: int) -> list[float]:
     """Return the milliseconds of all questions about every picture; every question is a call."""
     times = []
     for index in range(pictures):
-        picture = draw(tower, 1, seed * 100_003 + index)
-        times.append(sum(milliseconds(lambda: forward(tower, picture), cuda=cuda) for _ in range(QUESTIONS)))  # noqa: B023
+        call = partial(forward, tower, draw(tower, 1, seed * 100_003 + index))
+        times.append(sum(milliseconds(call, cuda=CUDA) for _ in range(QUESTIONS)))
     return times
 
 
@@ -128,28 +126,19 @@ class Comparison:
 
     Args:
         model: the model's name
-        device: the device of the towers
         rounds: the rounds of every comparison
         calls: the calls of the chat
-        build: builds a tower
     """
 
-    def __init__(self, model: str, device: torch.device, rounds: int, calls: int, build: Build) -> None:
+    def __init__(self, model: str, rounds: int, calls: int) -> None:
         self.model = model
         self.rounds = rounds
         self.calls = calls
-        self.cuda = device.type == "cuda"
         self.rows: list[Row] = []
-        self.plain = build(model, device, torch.bfloat16)
-        self.reused = deepcopy(self.plain)
-        self.kept = deepcopy(self.plain)
-        self.patch()
-
-    def patch(self) -> None:
-        """Patch every tower with its kind of reuse."""
+        self.plain = build_tower(model, DEVICE, torch.bfloat16)
+        self.reused = patch(deepcopy(self.plain), reuse=True, strict=True)
+        self.kept = patch(deepcopy(self.plain), reuse=ACROSS, strict=True)
         patch(self.plain)
-        patch(self.reused, reuse=True, strict=True)
-        patch(self.kept, reuse=ACROSS, strict=True)
 
     def add(self, what: str, times: dict[str, float], bar: float | None = None, **fields: object) -> None:
         """Add a row and print it."""
@@ -158,31 +147,31 @@ class Comparison:
         milliseconds_of_ways = ", ".join(f"{name} {value:.3f} ms" for name, value in times.items())
         print(f"{self.model}, {what}: {milliseconds_of_ways}; {ratio:.3f} (bar {bar})", flush=True)
 
-    def time(self, steps: dict[str, Step]) -> dict[str, float]:
+    def time(self, **steps: Step) -> dict[str, float]:
         """Return the median milliseconds of every step, timed in turns."""
         for step in steps.values():
             step()
             step()
-        times = time_in_turns(steps, self.rounds, cuda=self.cuda)
+        times = time_in_turns(steps, self.rounds, cuda=CUDA)
         return {name: statistics.median(of_step) for name, of_step in times.items()}
+
+    def forwards(self, pictures: Pictures) -> dict[str, Step]:
+        """Return the steps of a call without and with reuse."""
+        return {"without": partial(forward, self.plain, pictures), "reuse": partial(forward, self.reused, pictures)}
 
     def copies(self) -> None:
         """Compare calls of which every picture occurs eight times, and a step of GRPO on them."""
         errors = verify(self.plain, self.reused, self.kept)
         pictures = draw(self.plain, PICTURES)
         copies = [pictures[index // COPIES] for index in range(PICTURES * COPIES)]
-        steps: dict[str, Step] = {
-            "without": lambda: forward(self.plain, copies),
-            "reuse": lambda: forward(self.reused, copies),
-        }
-        self.add(f"{PICTURES} x {COPIES} copies, forward", self.time(steps), 0.16, errors=errors)
+        self.add(f"{PICTURES} x {COPIES} copies, forward", self.time(**self.forwards(copies)), 0.16, errors=errors)
         for tower in (self.plain, self.reused):
             tower.requires_grad_(True)
-        steps = {"without": lambda: train(self.plain, copies), "reuse": lambda: train(self.reused, copies)}
-        self.add(f"{PICTURES} x {COPIES} copies, forward and backward", self.time(steps), 0.18)
+        times = self.time(without=partial(train, self.plain, copies), reuse=partial(train, self.reused, copies))
+        self.add(f"{PICTURES} x {COPIES} copies, forward and backward", times, 0.18)
         self._policies(copies)
         for tower in (self.plain, self.reused):
-            tower.requires_grad_(False).zero_grad(set_to_none=True)
+            clear(tower.requires_grad_(False))
 
     def _policies(self, copies: Pictures) -> None:
         """Compare a step of GRPO: the policy is trained, the old policy and the reference are frozen.
@@ -192,28 +181,26 @@ class Comparison:
         reference = patch(deepcopy(self.kept), reuse=ACROSS, strict=True)
         plain_frozen = deepcopy(self.plain).requires_grad_(False)
 
-        def without_reuse() -> None:
-            train(self.plain, copies)
-            forward(plain_frozen, copies)
-            forward(plain_frozen, copies)
-
-        def with_reuse() -> None:
-            train(self.reused, copies)
-            forward(self.kept, copies)
+        def step(policy: nn.Module, old_policy: nn.Module, reference: nn.Module) -> None:
+            train(policy, copies)
+            forward(old_policy, copies)
             forward(reference, copies)
 
-        steps: dict[str, Step] = {"without": without_reuse, "reuse": with_reuse}
-        self.add("policy, old policy and reference, same pictures again", self.time(steps))
+        times = self.time(
+            without=partial(step, self.plain, plain_frozen, plain_frozen),
+            reuse=partial(step, self.reused, self.kept, reference),
+        )
+        self.add("policy, old policy and reference, same pictures again", times)
 
     def conversations(self) -> None:
         """Compare chats, and questions about a picture one after the other."""
         for side in (SIDE, LARGE):
             for tower in (self.plain, self.kept):
-                chat(tower, 5, self.cuda, seed=1, side=side)
+                chat(tower, 5, seed=1, side=side)
             times: dict[str, list[float]] = {"without": [], "reuse": []}
             for seed in range(2, 12):  # in turn
-                times["without"] += chat(self.plain, max(self.calls // 100, 2), self.cuda, seed=seed, side=side)
-                reused = chat(self.kept, max(self.calls // 10, 2), self.cuda, seed=seed, side=side)
+                times["without"] += chat(self.plain, max(self.calls // 100, 2), seed=seed, side=side)
+                reused = chat(self.kept, max(self.calls // 10, 2), seed=seed, side=side)
                 times["reuse"] += reused[1:]  # all pictures of the first call are new
             medians = {name: statistics.median(of_way) for name, of_way in times.items()}
             hits = str(status(self.kept).towers[0].reuse).split(maxsplit=1)[1]
@@ -221,40 +208,31 @@ class Comparison:
             self.add(what, medians, 0.15, calls=len(times["reuse"]), reuse=hits)
         times = {"without": [], "reuse": []}
         for seed in range(20, 23):
-            times["without"] += ask(self.plain, max(self.calls // 100, 1), self.cuda, seed=seed)
-            times["reuse"] += ask(self.kept, max(self.calls // 100, 1), self.cuda, seed=seed)
+            times["without"] += ask(self.plain, max(self.calls // 100, 1), seed=seed)
+            times["reuse"] += ask(self.kept, max(self.calls // 100, 1), seed=seed)
         medians = {name: statistics.median(of_way) for name, of_way in times.items()}
         self.add(f"{QUESTIONS} questions about a picture, one after the other", medians)
 
     def questions(self) -> None:
         """Compare a call in which one picture occurs once per question."""
-        pictures = draw(self.plain, 1) * QUESTIONS
-        steps: dict[str, Step] = {
-            "without": lambda: forward(self.plain, pictures),
-            "reuse": lambda: forward(self.reused, pictures),
-        }
-        self.add(f"{QUESTIONS} questions about a picture, in one call", self.time(steps))
+        steps = self.forwards(draw(self.plain, 1) * QUESTIONS)
+        self.add(f"{QUESTIONS} questions about a picture, in one call", self.time(**steps))
 
     def no_copies(self) -> None:
         """Compare calls that can reuse nothing, and a call of one known picture."""
         again = patch(deepcopy(self.plain))
         for count in (16, 2, 1):
             pictures = draw(self.plain, count)
-            steps: dict[str, Step] = {
-                "without": lambda: forward(self.plain, pictures),  # noqa: B023
-                "reuse": lambda: forward(self.reused, pictures),  # noqa: B023
-                "again": lambda: forward(again, pictures),  # noqa: B023
-            }
-            times = self.time(steps)
+            times = self.time(**self.forwards(pictures), again=partial(forward, again, pictures))
             microseconds = 1e3 * (times["reuse"] - times["without"])
             self.add(f"{count} pictures, no copies", times, 1.01, more_us=microseconds)
-        steps = {"without": lambda: forward(self.plain, pictures), "reuse": lambda: forward(self.kept, pictures)}
-        self.add("1 picture that is known (what telling the weights costs)", self.time(steps))
+        known = self.time(without=partial(forward, self.plain, pictures), reuse=partial(forward, self.kept, pictures))
+        self.add("1 picture that is known (what telling the weights costs)", known)
 
 
-def measure(model: str, device: torch.device, rounds: int, calls: int, build: Build = build_tower) -> list[Row]:
+def measure(model: str, rounds: int, calls: int) -> list[Row]:
     """Return all rows of one model."""
-    comparison = Comparison(model, device, rounds, calls, build)
+    comparison = Comparison(model, rounds, calls)
     comparison.copies()
     comparison.conversations()
     comparison.questions()
@@ -262,19 +240,5 @@ def measure(model: str, device: torch.device, rounds: int, calls: int, build: Bu
     return comparison.rows
 
 
-def main() -> None:
-    """Time every model, and print and write the rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--models", default="qwen3-vl-8b,qwen2.5-vl-7b")
-    parser.add_argument("--rounds", type=int, default=2, help="of every comparison")
-    parser.add_argument("--calls", type=int, default=1000, help="of the chat")
-    arguments = parser.parse_args()
-    document = document_of([])
-    for model in arguments.models.split(","):
-        document["rows"] += measure(model, DEVICE, arguments.rounds, arguments.calls)
-        write_json(arguments.json, document)
-
-
 if __name__ == "__main__":
-    main()
+    measure_models(__doc__, "qwen3-vl-8b,qwen2.5-vl-7b", measure, options={"rounds": 2, "calls": 1000})

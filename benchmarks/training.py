@@ -15,14 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from functools import partial
-from pathlib import Path
-from typing import Annotated
 
 import shapes  # noqa: F401
 import torch
-import typer
 from baselines import BASELINES
-from measuring import DEVICE, DTYPE, Row, document_of, switch_checkpointing, write_json
+from measuring import DEVICE, DTYPE, Row, clear, measure_models, peak_gigabytes, switch_checkpointing
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -64,17 +61,12 @@ def step(run: ways.Run, pixels_TP: Tensor, incoming: Incoming) -> list[Tensor]:
 def results(run: ways.Run, pixels_TP: Tensor, incoming: Incoming, *, pixel_grad: bool = False) -> dict[str, Tensor]:
     """Run a batch; return outputs and all gradients by name, with `pixel_grad` also that of the pixels."""
     pixels_TP = pixels_TP.detach().clone().requires_grad_(pixel_grad)
-    clear(run)
+    clear(run.tower)
     values = {f"output {index}": value.detach() for index, value in enumerate(step(run, pixels_TP, incoming))}
     leaves = {**dict(run.tower.named_parameters()), "pixels": pixels_TP}
     values |= {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
-    clear(run)
+    clear(run.tower)
     return values
-
-
-def clear(run: ways.Run) -> None:
-    """Drop the gradients."""
-    run.tower.zero_grad(set_to_none=True)
 
 
 def add_errors(errors: Errors, values: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
@@ -150,20 +142,6 @@ def verify(
     return pixels_TP, incoming
 
 
-def peak_gigabytes(run: ways.Run, pixels_TP: Tensor, incoming: Incoming) -> float | None:
-    """Return the most memory that one step takes beyond the weights; None on a CPU."""
-    if not pixels_TP.is_cuda:
-        return None
-    clear(run)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    bytes_before = torch.cuda.memory_allocated()
-    step(run, pixels_TP, incoming)
-    torch.cuda.synchronize()
-    clear(run)
-    return (torch.cuda.max_memory_allocated() - bytes_before) / 1e9
-
-
 def checkpointed(forward: Callable[..., object]) -> Callable[..., object]:
     """Compute a block again in the backward."""
     return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
@@ -184,9 +162,10 @@ def measure(
             batch = verify(runs, rows, chosen, reference, tower, grid)
             steps = {}
             for name, run in runs.items():
-                rows[name]["peak_gb"] = peak_gigabytes(run, *batch)
                 steps[name] = partial(step, run, *batch)
-            before = {name: partial(clear, run) for name, run in runs.items()}
+                rows[name]["peak_gb"] = peak_gigabytes(steps[name], DEVICE)
+                clear(run.tower)
+            before = {name: partial(clear, run.tower) for name, run in runs.items()}
             add_times(rows, time_in_turns(steps, rounds, cuda=DEVICE.type == "cuda", before=before))
             tower.zero_grad(set_to_none=True)  # gradients may lie in the memory of a graph, which goes now
         for row in rows.values():
@@ -195,30 +174,30 @@ def measure(
     return measured
 
 
-def main(
-    models: Annotated[str, typer.Option(help="Comma-separated.")] = "qwen2.5-vl-7b,qwen3-vl-8b",
-    sizes: Annotated[str, typer.Option(help="Comma-separated, as `hf-vit-accel bench` takes them.")] = (
-        "one 448²,one 1024²,16 x 512²,one page"
-    ),
-    backends: str = "auto",
-    baselines: str = "sdpa,flash_attention_2,compile_blocks",
-    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="With gradient checkpointing, all.")] = False,
-    rounds: int = 5,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write one JSON object to this file.")] = None,
-) -> None:
+def measure_model(
+    model: str, sizes: str, backends: str, baselines: str, rounds: int, *, checkpointing: bool
+) -> list[Row]:
+    """Verify and time all ways to train one model, with all sizes."""
+    tower = build_tower(model, DEVICE, DTYPE).requires_grad_(True).train()
+    if checkpointing:
+        switch_checkpointing(tower, enable=True)
+    chosen = ways.choose(tower, backends.split(","), baselines.split(","))
+    return measure(model, tower, dict(parse_size(size) for size in sizes.split(",")), chosen, rounds)
+
+
+def main() -> None:
     """Verify and time every model and size; exits with 1 if a gradient is wrong."""
-    document = document_of([], train=True, checkpointing=checkpointing)
-    for name in models.split(","):
-        tower = build_tower(name, DEVICE, DTYPE).requires_grad_(True).train()
-        if checkpointing:
-            switch_checkpointing(tower, enable=True)
-        chosen = ways.choose(tower, backends.split(","), baselines.split(","))
-        grids = dict(parse_size(size) for size in sizes.split(","))
-        document["rows"] += measure(name, tower, grids, chosen, rounds)
-        write_json(json_path, document)
+    options: dict[str, int | str] = {
+        "sizes": "one 448²,one 1024²,16 x 512²,one page",
+        "backends": "auto",
+        "baselines": "sdpa,flash_attention_2,compile_blocks",
+        "checkpointing": False,
+        "rounds": 5,
+    }
+    document = measure_models(__doc__, "qwen2.5-vl-7b,qwen3-vl-8b", measure_model, options=options, train=True)
     if any(row["status"] == "wrong" for row in document["rows"]):
-        raise typer.Exit(1)
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

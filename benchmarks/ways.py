@@ -15,17 +15,25 @@ import copy
 import gc
 import math
 import os
-import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
-import typer
-from measuring import STEPS_UNTIL_STEADY, Grid, Row, document_of, in_turn, switch_checkpointing, write_json
+from measuring import (
+    STEPS_UNTIL_STEADY,
+    Grid,
+    Row,
+    Steps,
+    clear,
+    in_turn,
+    measure_models,
+    peak_gigabytes,
+    spread,
+    switch_checkpointing,
+)
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -33,7 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hf_vit_accel
 from hf_vit_accel.layout import rows_of
 from hf_vit_accel.tools.bench.timing import milliseconds
-from hf_vit_accel.tools.bench.towers import build_tower, family_of_tower, parse_size, weight_of
+from hf_vit_accel.tools.bench.towers import build_tower, family_of_tower, parse_size
 
 DEVICE = (
     torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
@@ -121,8 +129,8 @@ def gradients(module: nn.Module) -> torch.Tensor:
     return torch.cat(flat)
 
 
-class Steps:
-    """Run training steps of several modules with the same pixels and the same incoming gradients.
+class StepsOfWay(Steps):
+    """Run training steps of several modules in one way.
 
     Args:
         tower: a tower of the modules' class and weights
@@ -131,23 +139,13 @@ class Steps:
     """
 
     def __init__(self, tower: nn.Module, grid: Grid, way: Way) -> None:
-        shape = (rows_of(grid), weight_of(tower)[0].numel())
-        self.pixels_TP = torch.randn(shape, device=DEVICE).to(way.dtype)
-        self.grid = torch.tensor(grid, device=DEVICE)
-        self.autocast = way.autocast
+        super().__init__(tower, grid, DEVICE, way.dtype, autocast=way.autocast)
         self.batches = way.batches
-        self.tensors_of = family_of_tower(tower).tensors_of
-        self.incoming: list[torch.Tensor] = []
 
     def run(self, module: nn.Module) -> None:
         """Run forward and backward of every batch."""
         for _ in range(self.batches):
-            with torch.autocast(DEVICE.type, torch.bfloat16, enabled=self.autocast):
-                outputs = self.tensors_of(module(self.pixels_TP, grid_thw=self.grid))
-            if not self.incoming:
-                self.incoming = [torch.randn_like(output) for output in outputs]
-            gradients = [gradient.to(output.dtype) for gradient, output in zip(self.incoming, outputs, strict=True)]
-            torch.autograd.backward(outputs, gradients)
+            self.step(self.forward_of(module))
 
     def warm_up(self, module: nn.Module) -> torch.Tensor:
         """Run two steps, which compile kernels; return the gradients of the second."""
@@ -157,16 +155,6 @@ class Steps:
         result = gradients(module)
         clear(module)
         return result
-
-    def peak_gigabytes(self, module: nn.Module) -> float | None:
-        """Measure the peak memory of a step beyond the memory before it; None on a CPU."""
-        if DEVICE.type != "cuda":
-            return None
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        self.run(module)
-        return (torch.cuda.max_memory_allocated() - before) / 1e9
 
     def total_gigabytes(self, tower: nn.Module, way: Way, cuda_graphs: Literal["auto", False]) -> float | None:
         """Measure the memory of a patched copy of a tower in steady steps; None on a CPU.
@@ -197,12 +185,7 @@ class Steps:
         return milliseconds(lambda: self.run(module), cuda=cuda, before=lambda: clear(module))
 
 
-def clear(module: nn.Module) -> None:
-    """Drop the gradients."""
-    module.zero_grad(set_to_none=True)
-
-
-def number_of_turns(steps: Steps, modules: Mapping[str, nn.Module], rounds: int) -> int:
+def number_of_turns(steps: StepsOfWay, modules: Mapping[str, nn.Module], rounds: int) -> int:
     """Return how often every module is timed: on a GPU until all took LEAST_MS together. All ranks return the same."""
     turns = torch.tensor(2 * rounds, device=DEVICE)
     if DEVICE.type == "cuda":
@@ -222,7 +205,7 @@ def measure(model: str, size: str, way: str, rounds: int) -> list[Row]:
     torch.manual_seed(0)
     tower = build_tower(model, DEVICE, WAYS[way].dtype).requires_grad_(True).train()
     tower.set_attn_implementation("sdpa")
-    steps = Steps(tower, grid, WAYS[way])
+    steps = StepsOfWay(tower, grid, WAYS[way])
     steps.run(tower)  # draws the incoming gradients, whose memory is no contender's
     clear(tower)
     totals = {
@@ -236,7 +219,7 @@ def measure(model: str, size: str, way: str, rounds: int) -> list[Row]:
     times: dict[str, list[float]] = {contender: [] for contender in modules}
     for contender, module in modules.items():
         results[contender] = steps.warm_up(module)
-        peaks[contender] = steps.peak_gigabytes(module)
+        peaks[contender] = peak_gigabytes(partial(steps.run, module), DEVICE)
     for index in range(number_of_turns(steps, modules, rounds)):
         for contender in in_turn(modules, index):
             times[contender].append(steps.milliseconds(modules[contender]))
@@ -245,9 +228,7 @@ def measure(model: str, size: str, way: str, rounds: int) -> list[Row]:
     rows = []
     for contender, of_contender in times.items():
         row = dict(model=model, size=name, patches=rows_of(grid), way=way, ranks=dist.get_world_size())
-        row |= dict(contender=contender, ms=statistics.median(of_contender))
-        row |= dict(ms_low=min(of_contender), ms_high=max(of_contender), peak_gb=peaks[contender])
-        rows.append(row)
+        rows.append(row | dict(contender=contender, peak_gb=peaks[contender]) | spread(of_contender))
     status = hf_vit_accel.status(patched).towers[0]
     stock, ours = rows
     ours["difference"] = difference
@@ -257,34 +238,31 @@ def measure(model: str, size: str, way: str, rounds: int) -> list[Row]:
     return rows
 
 
-def main(
-    models: Annotated[str, typer.Option(help="Comma-separated.")] = "qwen3-vl-8b,qwen2.5-vl-7b,qwen2-vl-7b",
-    sizes: Annotated[str, typer.Option(help="Comma-separated, as `hf-vit-accel bench` takes them.")] = (
-        "one 448²,16 x 512²"
-    ),
-    ways: Annotated[str, typer.Option(help="Separated by semicolons.")] = ";".join(WAYS),
-    rounds: int = 1,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write one JSON object to this file.")] = None,
-) -> None:
-    """Time every model, size and way, and print and write the rows."""
+def measure_model(model: str, sizes: str, ways: str, rounds: int) -> list[Row]:
+    """Return the rows of every size and way."""
+    rows = []
+    for size in sizes.split(","):
+        for way in ways.split(";"):
+            rows += measure(model, size, way, rounds)
+            stock, ours = rows[-2:]
+            line = f"{stock['ms']:.1f} and {ours['ms']:.1f} ms, apart {ours['difference']:.1e}, {ours['calls']}"
+            if dist.get_rank() == 0:
+                print(f"{model}, {size}, {way}: {line}, GB {ours['total_gb']}", flush=True)
+    return rows
+
+
+def main() -> None:
+    """Start the processes' group, and time every model, size and way."""
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     if DEVICE.type == "cuda":
         torch.cuda.set_device(DEVICE)
     dist.init_process_group("nccl" if DEVICE.type == "cuda" else "gloo")
-    rows: list[Row] = []
-    document = document_of(rows, DEVICE, gpus=dist.get_world_size())
-    for model in models.split(","):
-        for size in sizes.split(","):
-            for way in ways.split(";"):
-                rows += measure(model, size, way, rounds)
-                if dist.get_rank() == 0:
-                    stock, ours = rows[-2:]
-                    line = f"{stock['ms']:.1f} and {ours['ms']:.1f} ms, apart {ours['difference']:.1e}, {ours['calls']}"
-                    print(f"{model}, {size}, {way}: {line}, GB {ours['total_gb']}", flush=True)
-                    write_json(json_path, document)
+    options: dict[str, int | str] = {"sizes": "one 448²,16 x 512²", "ways": ";".join(WAYS), "rounds": 1}
+    models = "qwen3-vl-8b,qwen2.5-vl-7b,qwen2-vl-7b"
+    measure_models(__doc__, models, measure_model, options=options, gpus=dist.get_world_size())
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -1,23 +1,23 @@
 """Time the vision tower and whole calls of `generate`: stock, patched, and decoding from CUDA graphs.
 
 Weights are random, in the models' real shapes. README's chart and table are made of the file that this writes.
+`--tokens` are numbers of new tokens, 0 for the tower alone.
 
 python benchmarks/whole_call.py --json build/whole_call.json     needs a CUDA device with 40 GB free
 """
 
-from pathlib import Path
-from typing import Annotated, Any
+from functools import partial
+from typing import Any
 
 import torch
 import transformers
-import typer
 from baselines import reasons_against_attention, set_attention
-from measuring import document_of, write_json
+from measuring import DEVICE, Row, measure_models, time_set_ups
 from torch import nn
 from transformers import PreTrainedModel
 
 import hf_vit_accel
-from hf_vit_accel.tools.bench.timing import milliseconds
+from hf_vit_accel.tools.bench.timing import Step
 from hf_vit_accel.tools.bench.towers import SHAPES
 
 IMAGE = 151655
@@ -138,18 +138,14 @@ def batch_of(inputs: dict[str, torch.Tensor], rows: int) -> dict[str, torch.Tens
     return {name: tensor.repeat(rows, *[1] * (tensor.dim() - 1)) for name, tensor in inputs.items()}
 
 
-def whole_call(model: PreTrainedModel, inputs: dict[str, torch.Tensor], new_tokens: int, way: str) -> float:
-    """Measure the milliseconds of one greedy call, or of its tower alone."""
+def whole_call(model: PreTrainedModel, inputs: dict[str, torch.Tensor], new_tokens: int, way: str) -> None:
+    """Make one greedy call, or call the tower alone."""
     options: Options = {"custom_generate": hf_vit_accel.graphed_decoding} if way == "decoding" else {}
-
-    def call() -> None:
-        if new_tokens == TOWER_ALONE:
-            with torch.inference_mode():
-                model.model.visual(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"])
-        else:
-            model.generate(**inputs, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, **options)
-
-    return milliseconds(call, cuda=model.device.type == "cuda")
+    if new_tokens == TOWER_ALONE:
+        with torch.inference_mode():
+            model.model.visual(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"])
+    else:
+        model.generate(**inputs, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, **options)
 
 
 def ways_of(model: PreTrainedModel, new_tokens: int) -> list[str]:
@@ -162,12 +158,15 @@ def ways_of(model: PreTrainedModel, new_tokens: int) -> list[str]:
     return ways
 
 
-def set_up(model: PreTrainedModel, way: str) -> None:
-    """Prepare the model for calls of one way."""
+def set_up(model: PreTrainedModel, inputs: dict[str, torch.Tensor], new_tokens: int, way: str) -> Step:
+    """Prepare the model for one way by short calls, and return its call."""
     hf_vit_accel.unpatch(model)
     set_attention(model.model.visual, FLASH if way == FLASH else "sdpa")
     if way in PATCHED:
         hf_vit_accel.patch(model)
+    for _ in range(3 if way in PATCHED else 1):
+        whole_call(model, inputs, min(new_tokens, 1), way)
+    return partial(whole_call, model, inputs, new_tokens, way)
 
 
 def timed(
@@ -183,49 +182,33 @@ def timed(
     if len(inputs["input_ids"]) == 1:
         repeats = SHORT_CALLS if new_tokens <= 1 else LONG_CALLS
     ways = ways_of(model, new_tokens)
-    times: dict[str, list[float]] = {way: [] for way in ways}
-    for _ in range(rounds):
-        for way in ways:
-            set_up(model, way)
-            for _ in range(3 if way in PATCHED else 1):
-                whole_call(model, inputs, min(new_tokens, 1), way)
-            whole_call(model, inputs, new_tokens, way)
-            times[way] += [whole_call(model, inputs, new_tokens, way) for _ in range(repeats)]
-    return times
+    return time_set_ups(
+        ways, partial(set_up, model, inputs, new_tokens), rounds, repeats, warm_ups=1, device=model.device
+    )
 
 
-def main(
-    models: Annotated[str, typer.Option(help="Comma-separated names of TEXT.")] = ",".join(TEXT),
-    tokens: Annotated[
-        str, typer.Option(help="Comma-separated numbers of new tokens; 0 for the tower alone.")
-    ] = "0,1,64,256",
-    rounds: Annotated[int, typer.Option(min=1)] = 3,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write one JSON object to this file.")] = None,
-) -> None:
-    """Time every model, print the milliseconds of the fastest calls and write them to a file.
+def measure_model(name: str, tokens: str, rounds: int) -> list[Row]:
+    """Return the milliseconds of the fastest calls, for every batch and number of new tokens.
 
     Other work on the host, and memory that torch gets anew, make calls longer. A median of two would hold half of it.
     """
-    rows: list[Options] = []
-    for name in models.split(","):
-        model = build(name)
-        model.requires_grad_(False)  # FlashAttention-3 without transformers' package has no backward
-        model.generation_config.eos_token_id = None
-        model.generation_config.pad_token_id = 0
-        for size, (batch, grid) in BATCHES.items():
-            inputs = batch_of(inputs_for(model, [grid]), batch)
-            for new_tokens in map(int, tokens.split(",")):
-                times = timed(model, inputs, new_tokens, rounds)
-                fastest = {way: min(of_way) for way, of_way in times.items()}
-                ranges = {way: [min(of_way), max(of_way)] for way, of_way in times.items()}
-                line = ", ".join(f"{way} {ms:.1f} ({fastest['stock'] / ms:.1f}x)" for way, ms in fastest.items())
-                print(f"{name}, {size}, {new_tokens} new tokens, ms: {line}; all: {times}", flush=True)
-                rows.append({"model": name, "size": size, "tokens": new_tokens, **fastest, "ranges": ranges})
-            write_json(json_path, document_of(rows, model.device, rounds=rounds))
-        print(hf_vit_accel.status(model).decoding, flush=True)
-        del model
-        torch.cuda.empty_cache()
+    rows: list[Row] = []
+    model = build(name, device=DEVICE)
+    model.requires_grad_(False)  # FlashAttention-3 without transformers' package has no backward
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    for size, (batch, grid) in BATCHES.items():
+        inputs = batch_of(inputs_for(model, [grid]), batch)
+        for new_tokens in map(int, tokens.split(",")):
+            times = timed(model, inputs, new_tokens, rounds)
+            fastest = {way: min(of_way) for way, of_way in times.items()}
+            ranges = {way: [min(of_way), max(of_way)] for way, of_way in times.items()}
+            line = ", ".join(f"{way} {ms:.1f} ({fastest['stock'] / ms:.1f}x)" for way, ms in fastest.items())
+            print(f"{name}, {size}, {new_tokens} new tokens, ms: {line}; all: {times}", flush=True)
+            rows.append({"model": name, "size": size, "tokens": new_tokens, **fastest, "ranges": ranges})
+    print(hf_vit_accel.status(model).decoding, flush=True)
+    return rows
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    measure_models(__doc__, ",".join(TEXT), measure_model, options={"tokens": "0,1,64,256", "rounds": 3})

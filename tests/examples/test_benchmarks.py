@@ -29,8 +29,8 @@ sys.path[:0] = [str(BENCHMARKS)]
 
 import checks  # noqa: E402
 import long_video  # noqa: E402
+import measuring  # noqa: E402
 import shapes  # noqa: E402
-import slower  # noqa: E402
 import training  # noqa: E402
 import ways  # noqa: E402
 
@@ -42,7 +42,7 @@ GRID = ((1, 4, 4), (1, 2, 4))
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide this machine's CUDA device, if it has one."""
     hide_gpu(monkeypatch)
-    for benchmark in (training, ways, long_video):
+    for benchmark in (measuring, training, ways, long_video):
         monkeypatch.setattr(benchmark, "DEVICE", CPU)
 
 
@@ -92,24 +92,6 @@ def test_a_wrong_gradient_is_not_timed(tower: nn.Module, monkeypatch: pytest.Mon
     assert rows["spoiled"]["ms"] is None and "is allowed, of " in rows["spoiled"]["problem"]
 
 
-def test_slower_rows_are_listed() -> None:
-    def rows(**median_of: float) -> dict[str, Any]:
-        timed = [
-            dict(model="m", size="s", contender=name, ms=ms, ms_low=ms - 1, ms_high=ms + 1)
-            for name, ms in median_of.items()
-        ]
-        return {"device": "A", "rows": [*timed, dict(model="m", size="s", contender="skipped", ms=None)]}
-
-    before = rows(same=10, slow=10, noisy=10, fast=9)
-    lines = list(slower.slower(before, rows(same=10.1, slow=20, noisy=11, fast=5, new=3)))
-    assert lines[0] == "slower: m, s, slow: 20.00 ms, before 10.00"
-    assert lines[1:] == ["4 compared, 1 slower by more than 3% and the spread of their runs"]
-    assert next(slower.slower(before, before | {"device": "B"})) == "device: A before, B now"
-    published = json.loads((Path(slower.__file__).parent / "towers.json").read_text())
-    (line,) = slower.slower(published, published)
-    assert line.endswith(" compared, 0 slower by more than 3% and the spread of their runs")
-
-
 @pytest.mark.skipif(len(towers.SHAPES) < 9 + len(shapes.OTHERS), reason="this transformers lacks some families")
 def test_every_family_has_a_shape() -> None:
     kinds = {towers.tower_class(towers.vision_config(model)).__name__ for model in towers.SHAPES}
@@ -142,7 +124,9 @@ def test_every_way_to_train_is_fast_and_has_stocks_gradients(tmp_path: Path, mon
     (tmp_path / "config.json").write_text(json.dumps(config))
     path = tmp_path / "ways.json"
     model = str(tmp_path / "config.json")
-    ways.main(models=model, sizes="1x4x4+1x2x4", rounds=1, json_path=path)
+    options = [f"--models={model}", "--sizes=1x4x4+1x2x4", "--rounds=1", f"--json={path}"]
+    monkeypatch.setattr(sys, "argv", ["ways.py", *options])
+    ways.main()
     rows = json.loads(path.read_text())["rows"]
     assert [row["way"] for row in rows[::2]] == [row["way"] for row in rows[1::2]] == list(ways.WAYS)
     for stock, ours in zip(rows[::2], rows[1::2], strict=True):
@@ -175,7 +159,7 @@ def _run_benchmark(rank: int, path: str) -> None:
     dist.init_process_group = lambda *_, **__: None  # this rank has a group
     dist.destroy_process_group = lambda: None
     sizes = "--sizes=" + ",".join(benchmark.SIZES)
-    sys.argv = ["data_parallel.py", "--models=tiny", sizes, "--rounds=1", "--calls=0", "--no-pays", "--json", path]
+    sys.argv = ["data_parallel.py", "--models=tiny", sizes, "--rounds=1", "--calls=0", "--json", path]
     benchmark.main()
 
 
