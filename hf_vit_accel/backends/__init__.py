@@ -72,14 +72,11 @@ class Rule:
     No rule lists flex, which compiles for seconds before its first result: it runs only if it is named.
 
     Args:
-        order: Names of backends in the order to try.
         measured: The measurement behind the order. FA2 is `torch_varlen`, FA3 and FA4 are `flash_attention_3` and `_4`,
             batched SDPA is `sdpa`. Numbers in brackets are segments x rows.
         grad: Whether the rule is only for requests with gradients.
-        longest_from: The fewest rows of the longest segment.
-        rows_from: The fewest rows of the request.
-        in_exact_graph: Whether the rule is only for calls that a CUDA graph may replay with their own layout. The
-            host's work does not count there.
+        longest_from, rows_from: The fewest rows of the longest segment, and of the request.
+        in_exact_graph: Whether the rule is only for exact replays by a CUDA graph. The host does not count there.
     """
 
     kind: LayerKind
@@ -280,13 +277,8 @@ def resolve(
 ) -> Choice:
     """Choose the backend for a request: the named one if it can run it, else the first in `AUTO`'s order that can.
 
-    Full layers use the backend that an option asks for where it can run them, and is faster.
-
-    Args:
-        name: The name of a backend, or "auto".
-        segments: The layout. None if it is unknown: then the backend of an option is not chosen, and only reasons
-            against it are listed.
-        faults: Backends that failed when they ran, with the error. They are not chosen again.
+    Full layers use the backend that an option asks for where it can run them, and is faster. If the layout is unknown,
+    only reasons against it are listed. Backends that failed when they ran are not chosen again.
 
     Raises:
         BackendUnavailableError: If a `score_mod` is given and no backend can apply it to this request.

@@ -43,12 +43,10 @@ class Request:
     """The properties of a forward that decide which backends can run it.
 
     Args:
-        scale: The factor of q k^T.
         kind: Full layers (one segment per frame) or window layers.
         packed: Whether q, k and v are views of one (T, 3, H, D) projection.
         kept: The scales of the tower for attention in FP8; None unless the option asks for it.
-        max_seqlen: Rows of the longest segment; 0 if unknown.
-        rows: Rows T; 0 if unknown.
+        max_seqlen, rows: Rows of the longest segment, and of all; 0 if unknown.
         replay: How a CUDA graph may replay it. Where it may exactly, the host's work does not count.
     """
 
@@ -96,13 +94,7 @@ HALF = Needs(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """The decisions of a backend for one layout of segments, made once and shared by all layers.
-
-    Args:
-        host: Integers and tuples, decided on the host.
-        arrays: Arrays that the device needs, still on the host.
-        tensors: The same arrays on the device, after `bind`.
-    """
+    """The decisions of a backend for one layout, shared by all layers; after `bind`, `tensors` hold the `arrays`."""
 
     backend: Backend
     segments: Segments
@@ -236,24 +228,16 @@ def missing_requirements(needs: Needs, index: int | None = None) -> list[str]:
             reasons.append(why)
     if needs.cuda and not machine.has_cuda():
         reasons.append("torch finds no CUDA device (install a CUDA build of torch on a machine with a GPU)")
-    elif needs.cuda:
-        reasons += _capability_reasons(needs, index)
+    elif needs.cuda and needs.capability is not None:
+        low, above = needs.capability
+        try:
+            capability = machine.cuda_capability(index)
+        except RuntimeError as error:  # the GPU is full, or another process uses it exclusively
+            return [*reasons, f"the GPU cannot be used: {' '.join(str(error).split())}"]
+        if not low <= capability < above:
+            bounds = f"at least {low[0]}.{low[1]} and below {above[0]}.{above[1]}"
+            reasons.append(f"the GPU's compute capability is {capability[0]}.{capability[1]}, it needs {bounds}")
     return reasons
-
-
-def _capability_reasons(needs: Needs, index: int | None) -> list[str]:
-    """List why the compute capability of a CUDA device does not fit; empty if it does."""
-    if needs.capability is None:
-        return []
-    low, above = needs.capability
-    try:
-        capability = machine.cuda_capability(index)
-    except RuntimeError as error:  # the GPU is full, or another process uses it exclusively
-        return [f"the GPU cannot be used: {' '.join(str(error).split())}"]
-    if low <= capability < above:
-        return []
-    bounds = f"at least {low[0]}.{low[1]} and below {above[0]}.{above[1]}"
-    return [f"the GPU's compute capability is {capability[0]}.{capability[1]}, it needs {bounds}"]
 
 
 def plan_alone(backend: Backend, segments: Segments, request: Request) -> Plan:

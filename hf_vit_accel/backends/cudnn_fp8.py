@@ -80,9 +80,6 @@ class CudnnFp8(FlashinferCudnn):
         reasons = super().reasons_against(request)
         if not request.packed:
             reasons.append("the stock blocks run, which rotate q and k themselves")
-        why_unfit = request.kept.why_unfit() if request.kept is not None else None
-        if why_unfit:
-            reasons.append(why_unfit)
         return reasons
 
     def reasons_against_layout(self, segments: Segments, request: Request) -> list[str]:
@@ -184,17 +181,16 @@ def _attend_packed(plan: Plan, scales: Scales, layer: int, qkv_T3HD: Tensor, cos
     has_file = scales.fixed is not None
     used_1 = plan.tensors["used_1"]
     qkv_3THP, center_HD = quantize(qkv_T3HD, cos_TD, sin_TD, used_1, scaling_43H, _padded(dim), fixed_scales=has_file)
-    out_THP = _attend(plan, qkv_3THP, scaling_43H[3, 0, :1])
-    return dequantize(out_THP, scaling_43H[2, 2], center_HD, qkv_T3HD.dtype)
-
-
-def _attend(plan: Plan, qkv_3THP: Tensor, descale_1: Tensor) -> Tensor:
-    """Call cuDNN. Return rows (T, H, P) in v's quantised units."""
     out_THP = torch.empty_like(qkv_3THP[0], dtype=_written(plan.request))
     qkv = qkv_3THP.unbind(0)
     cudnn_plan, sequences = _cudnn_plan(plan, qkv)
     one = plan.tensors["one"]
     # Only the product of q's and k's scales matters, so it is declared for q. v has none: its units come back.
-    scales = (descale_1, one, one, plan.tensors["weights_scale"], plan.tensors["weights_descale"], one)
-    cudnn_plan.run(qkv, sequences, out_THP, scales)
-    return out_THP
+    descale_1 = scaling_43H[3, 0, :1]
+    cudnn_plan.run(
+        qkv,
+        sequences,
+        out_THP,
+        (descale_1, one, one, plan.tensors["weights_scale"], plan.tensors["weights_descale"], one),
+    )
+    return dequantize(out_THP, scaling_43H[2, 2], center_HD, qkv_T3HD.dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -53,7 +53,8 @@ class FlashAttention4(Backend):
         if reasons:
             return reasons
         if request.grad:
-            return list(_find_backward(request.device, request.dtype, request.head_dim).reasons)
+            backward = _find_backward(request.device, request.dtype, request.head_dim)
+            return list(backward) if isinstance(backward, tuple) else []
         return list(_reasons_from_results(request.device, request.dtype, request.head_dim))
 
     def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Plan) -> Tensor:
@@ -75,7 +76,7 @@ def _settings(plan: Plan) -> tuple[Any, ...]:
     settings = plan.tensors["cu_seqlens_S1"], plan.host["max_seqlen"], request.scale
     if not request.grad:
         return settings
-    return *settings, _find_backward(request.device, request.dtype, request.head_dim).run
+    return *settings, _find_backward(request.device, request.dtype, request.head_dim)
 
 
 def _interface() -> ModuleType:
@@ -206,23 +207,13 @@ def _reasons_from_results(device: torch.device, dtype: torch.dtype, head_dim: in
     return _trial(device, dtype, head_dim, None)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Backward:
-    """The backward that is right on this machine, or the reasons why there is none."""
-
-    run: Kernel | None = None
-    reasons: tuple[str, ...] = ()
-
-
 @machine.probe
-def _find_backward(device: torch.device, dtype: torch.dtype, head_dim: int) -> _Backward:
-    """Try the package's own backward, then the aligned one. If both are wrong, report the reasons against the first."""
+def _find_backward(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel | tuple[str, ...]:
+    """Return the package's own backward if it is right here, else the aligned one; else reasons against the first."""
     reasons_against_own = _trial(device, dtype, head_dim, _own_backward)
     if not reasons_against_own:
-        return _Backward(run=_own_backward())
-    if not _trial(device, dtype, head_dim, _aligned_backward):
-        return _Backward(run=_aligned_backward())
-    return _Backward(reasons=reasons_against_own)
+        return _own_backward()
+    return reasons_against_own if _trial(device, dtype, head_dim, _aligned_backward) else _aligned_backward()
 
 
 def _own_backward() -> Kernel:

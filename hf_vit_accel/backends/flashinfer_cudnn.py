@@ -38,8 +38,6 @@ _UIDS = (
     *("RAGGED_Q_UID", "RAGGED_K_UID", "RAGGED_V_UID", "RAGGED_O_UID"),
 )
 _FP8_UIDS = (*("Q_SCALE_UID", "K_SCALE_UID", "V_SCALE_UID"), *("S_SCALE_UID", "S_DESCALE_UID", "O_SCALE_UID"))
-_USED_NAMES = ("prepare_cudnn_batch_prefill", "_PrefillMetadata", "UIDs", "_create_cudnn_handle")
-"""The names that we use of `flashinfer.cudnn.prefill`. Most are semi-private; 0.7.2 has all, 0.6.12 only half."""
 
 
 def round_segments(count: int) -> int:
@@ -64,18 +62,20 @@ class FlashinferCudnn(Backend):
     needs = replace(HALF, packages=(FLASHINFER, CUDNN_FRONTEND))
 
     def lacks(self) -> tuple[str, ...]:
-        prefill = _prefill_module()
         import cudnn
+        from flashinfer.cudnn.prefill import (  # noqa: F401  (most are semi-private; 0.7.2 has all, 0.6.12 only half)
+            UIDs,
+            _create_cudnn_handle,
+            _PrefillMetadata,
+            prepare_cudnn_batch_prefill,
+        )
 
         version = int(cudnn.backend_version())
-        if not getattr(prefill, "CUDNN_AVAILABLE", True):  # its name in 0.7.2
-            return (f"FlashInfer cannot import the cuDNN frontend ({_REMEDY})",)
         if version < _OLDEST_CUDNN:
             return (f"cuDNN {version} is older than {_OLDEST_CUDNN} (upgrade nvidia-cudnn or torch)",)
         if "tensor_uids" not in inspect.signature(cudnn.pygraph.execute).parameters:
             return (f"the cuDNN frontend is older than 1.31 ({_REMEDY})",)
-        missing = [name for name in _USED_NAMES if not hasattr(prefill, name)]
-        return (f"this FlashInfer has no {', '.join(missing)} ({_REMEDY})",) if missing else ()
+        return ()
 
     def reasons_against_layout(self, segments: Segments, request: Request) -> list[str]:
         largest = (INT32_END - 1) // (3 * request.heads * request.head_dim)

@@ -7,7 +7,7 @@ segments of a group, `L` rows of each of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 
 import torch
@@ -75,8 +75,7 @@ class TorchCudnn(Backend):
         groups = plan.host["groups"]
         scale = plan.request.scale
         if not plan.request.grad:
-            out_THD, _ = _forward((q_THD, k_THD, v_THD), groups, scale, needs_lse=False)
-            return out_THD
+            return _forward((q_THD, k_THD, v_THD), groups, scale, needs_lse=False)[0]
         return _Attention.apply(torch.stack((q_THD, k_THD, v_THD), dim=1), None, None, groups, scale)
 
     def attend_layers(self, plan: Plan, layers: int, rotate: Rotate) -> list[Attend]:
@@ -90,8 +89,7 @@ class TorchCudnn(Backend):
             rotated_T3HD = rotate(qkv_T3HD, cos_TD, sin_TD)
             if plan.request.grad:
                 return _Attention.apply(rotated_T3HD, None, None, groups, scale)
-            out_THD, _ = _forward(rotated_T3HD, groups, scale, needs_lse=False)
-            return out_THD
+            return _forward(rotated_T3HD, groups, scale, needs_lse=False)[0]
 
         return [attend] * layers
 
@@ -125,43 +123,37 @@ def _batches(qkv: Tensor | Sequence[Tensor], start: int, count: int, length: int
     return qkv_BL3HD.permute(2, 0, 3, 1, 4).unbind(0)  # fewer views than of each alone, which the host pays for
 
 
-@dataclass(slots=True)
-class _Saved:
-    """The results of a group's forward that its backward needs, under torch's names."""
-
-    logsumexp: Tensor | None = None
-    seed: Tensor | None = None
-    offset: Tensor | None = None
-    sizes: tuple[Tensor | int, ...] = ()
-    """cum_seq_q, cum_seq_k, max_q, max_k."""
+Saved = list[Tensor | None]
+"""logsumexp, seed and offset of every group, as torch calls them: the tensors that its backward needs."""
+Sizes = list[tuple[Tensor | int, ...]]
+"""cum_seq_q, cum_seq_k, max_q and max_k of every group."""
 
 
 def _forward(
     qkv: Tensor | Sequence[Tensor], groups: Groups, scale: float, *, needs_lse: bool
-) -> tuple[Tensor, list[_Saved]]:
-    """Attend every group of q, k and v, (T, 3, H, D) or three of (T, H, D).
-
-    Returns:
-        The attended rows (T, H, D), and for a backward the results of every group that it needs.
-    """
+) -> tuple[Tensor, Saved, Sizes]:
+    """Attend every group of q, k and v, (T, 3, H, D) or three of (T, H, D); also return what a backward needs."""
     outs_THD = []
-    saved = []
+    saved: Saved = []
+    sizes: Sizes = []
     start = 0
     for count, length in groups:
         if length == 1:  # the row attends to itself alone, and cuDNN has no backward for it
             v_THD = qkv[:, 2] if isinstance(qkv, Tensor) else qkv[2]
             outs_THD.append(v_THD[start : start + count].contiguous())
-            saved.append(_Saved())
+            saved += [None, None, None]
+            sizes.append(())
         else:
             batches_BHLD = _batches(qkv, start, count, length)
             out_BHLD, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, seed, offset, *_ = _cudnn_attention(
                 *batches_BHLD, None, needs_lse, 0.0, False, False, scale=scale
             )
             outs_THD.append(out_BHLD.transpose(1, 2).flatten(0, 1))
-            saved.append(_Saved(logsumexp, seed, offset, sizes=(cum_seq_q, cum_seq_k, max_q, max_k)))
+            saved += [logsumexp, seed, offset]
+            sizes.append((cum_seq_q, cum_seq_k, max_q, max_k))
         start += count * length
     out_THD = outs_THD[0] if len(outs_THD) == 1 else torch.cat(outs_THD)
-    return out_THD, saved
+    return out_THD, saved, sizes
 
 
 class _Attention(torch.autograd.Function):
@@ -181,14 +173,10 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         if cos_TD is not None and sin_TD is not None:
             _rotate_(qkv_T3HD, cos_TD, sin_TD)
-        out_THD, saved = _forward(qkv_T3HD, groups, scale, needs_lse=any(ctx.needs_input_grad))
+        out_THD, saved, ctx.sizes = _forward(qkv_T3HD, groups, scale, needs_lse=any(ctx.needs_input_grad))
         ctx.groups = groups
         ctx.scale = scale
-        ctx.sizes = [group.sizes for group in saved]
-        tensors = []
-        for group in saved:
-            tensors += [group.logsumexp, group.seed, group.offset]
-        ctx.save_for_backward(qkv_T3HD, out_THD, cos_TD, sin_TD, *tensors)
+        ctx.save_for_backward(qkv_T3HD, out_THD, cos_TD, sin_TD, *saved)
         return out_THD
 
     @staticmethod

@@ -56,11 +56,7 @@ def _family(
     grid_name: str = "grid_thw",
     grid: Callable[[Tower, Sequence[Sequence[int]]], Grid] = frames_and_sides,
 ) -> Family:
-    """Return a family that is attention only.
-
-    Args:
-        name: The name of the family, and of its package in transformers.
-    """
+    """Return a family that is attention only, by its name and that of its package in transformers."""
     return Family(
         name=name,
         towers=((f"transformers.models.{name}.modeling_{name}", tower), *other_towers),

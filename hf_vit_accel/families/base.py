@@ -26,17 +26,12 @@ Part: TypeAlias = Any
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Block:
-    """The modules of one layer.
+    """The modules of one layer, and the block itself.
 
     Args:
-        module: The block itself.
-        norm1: The norm before attention.
         attention: The module that holds heads, head dim and scale.
         qkv: One Linear for queries, keys and values, or three.
         head_norms: The norms of every head of queries, and of keys; empty without.
-        proj: The Linear after attention.
-        norm2: The norm before the MLP.
-        mlp: The MLP.
     """
 
     module: Part
@@ -115,11 +110,7 @@ class Parts:
 def block_of(
     block: Part, attention: str = "attn", proj: str = "proj", norms: tuple[str, str] = ("norm1", "norm2")
 ) -> Block:
-    """Describe a block of transformers.
-
-    Args:
-        proj: The name of the Linear after attention, inside the attention.
-    """
+    """Describe a block of transformers, by the names of its modules that families call otherwise."""
     module = getattr(block, attention)
     return Block(
         module=block,
@@ -198,7 +189,6 @@ class Family:
     """The differences between families of towers, as data.
 
     Args:
-        name: The name of the family.
         towers: (module, class) of every tower class in transformers.
         output: The name of the output class, in the same module.
         geometry: Returns a tower's geometry. A ValueError says why it cannot.
@@ -247,10 +237,9 @@ class Family:
         return getattr(sys.modules[kind.__module__], self.output, None)
 
     def output_of(self, output_class: Any, tensors: list[Tensor], states: int = 0) -> Any:
-        """Return the tower's stock output.
+        """Return the tower's stock output, of a class or of bare tensors.
 
         Args:
-            output_class: The stock output class of the tower; None for a tower that returns bare tensors.
             tensors: The last rows, then the merged features if there are any, then the deepstack features.
             states: How many more follow: the rows that each layer takes. The last rows end the hidden states.
         """
@@ -269,11 +258,7 @@ class Family:
         return list(named_tensors(output).values())
 
     def form_of(self, tower: Tower, output: Any, rows: int) -> Any:
-        """Return the `output_class` that `output_of` takes to return a tower's output.
-
-        Args:
-            rows: The rows of the call's pixels.
-        """
+        """Return the `output_class` that `output_of` takes to return a tower's output for so many rows of pixels."""
         return None if isinstance(output, Tensor | tuple) else self.output_class(tower)
 
     def trusted_classes(self, tower: nn.Module) -> frozenset[type]:

@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.utils.generic import ModelOutput
 
-from hf_vit_accel.families.base import Family, Part, Parts, Tower
+from hf_vit_accel.families.base import Family, Parts, Tower
 from hf_vit_accel.layout import Geometry
 
 Output: TypeAlias = Any
@@ -52,11 +52,7 @@ class Form:
 
 
 def form_of(output: Output, rows: int) -> Form:
-    """Return the form of a copy's result.
-
-    Raises:
-        ValueError: The form is none of those that towers have.
-    """
+    """Return the form of a copy's result; raise ValueError for one that no tower has."""
     if isinstance(output, Tensor):
         return Form(Tensor, index=int(output.shape[0] != rows))
     if type(output) is tuple and len(output) == 2 and isinstance(output[0], Tensor) and isinstance(output[1], list):
@@ -68,11 +64,7 @@ def form_of(output: Output, rows: int) -> Form:
 
 @dataclass(frozen=True, kw_only=True)
 class CopyFamily(Family):
-    """A family as it applies to one class of other code.
-
-    Args:
-        copied: The name of the class, as the user gave it.
-    """
+    """A family as it applies to one class of other code, which the user named."""
 
     copied: str = ""
 
@@ -113,30 +105,6 @@ def _arguments(tower: nn.Module) -> list[str]:
     return [parameter.name for parameter in parameters if parameter.kind in kinds]
 
 
-_NAMES = ("patch_embed.proj", "rotary_pos_emb", "blocks")
-_NAMES_OF_BLOCK = ("norm1", "norm2", "attn.proj", "mlp")
-_NAMES_OF_QKV = ("attn.qkv", "attn.q", "attn.q_proj")
-
-
-def _has(module: Part, path: str) -> bool:
-    """Return whether a module has an attribute, by its path."""
-    for name in path.split("."):
-        if not hasattr(module, name):
-            return False
-        module = getattr(module, name)
-    return True
-
-
-def _missing(tower: Tower) -> list[str]:
-    """Return the parts under Qwen's names that a tower lacks."""
-    missing = [path for path in _NAMES if not _has(tower, path)]
-    for block in list(getattr(tower, "blocks", ()))[:1]:
-        missing += [f"blocks.0.{path}" for path in _NAMES_OF_BLOCK if not _has(block, path)]
-        if not any(_has(block, path) for path in _NAMES_OF_QKV):
-            missing.append("blocks.0.attn.qkv")
-    return missing
-
-
 def misfits(tower: Tower, family: Family) -> list[str]:
     """List the parts of a tower that are missing, or differ from a family's."""
     problems = []
@@ -148,8 +116,7 @@ def misfits(tower: Tower, family: Family) -> list[str]:
     try:
         parts = family.parts(tower)
     except (AttributeError, TypeError, ValueError, IndexError) as error:
-        missing = _missing(tower)
-        return problems + ([f"missing: {', '.join(missing)}"] if missing else [str(error)])
+        return [*problems, str(error)]
     if not parts.blocks:
         return [*problems, "missing: blocks"]
     try:

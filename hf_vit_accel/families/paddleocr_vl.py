@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from hf_vit_accel.families.base import Block, Family, Part, Parts, Tower, block_of
+from hf_vit_accel.families.base import Family, Parts, Tower, block_of
 from hf_vit_accel.layout import Geometry
 
 
@@ -21,18 +21,17 @@ def _geometry(tower: Tower) -> Geometry:
     return Geometry(merge=1, table=side, align_corners=getattr(embeddings, "interpolation_align_corners", False))
 
 
-def _block(layer: Part) -> Block:
-    return block_of(layer, attention="self_attn", proj="out_proj", norms=("layer_norm1", "layer_norm2"))
-
-
 def _parts(tower: Tower) -> Parts:
     embeddings = tower.embeddings
+    blocks = [
+        block_of(layer, "self_attn", "out_proj", ("layer_norm1", "layer_norm2")) for layer in tower.encoder.layers
+    ]
     return Parts(
         patch_embed=embeddings.patch_embedding,
         projection=embeddings.patch_embedding,
         table=embeddings.position_embedding,
         rotary=tower.encoder.rotary_pos_emb,
-        blocks=tuple(_block(layer) for layer in tower.encoder.layers),
+        blocks=tuple(blocks),
         final_norm=tower.post_layernorm,
         around=(embeddings, tower.encoder),
     )

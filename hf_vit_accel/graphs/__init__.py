@@ -6,8 +6,8 @@ In training: one graph of the forward of `encode` over one layout, and up to eig
 A graph reads weights and buffers where they lie in memory. Pixels are copied in before a replay, in inference also the
 arrays of the layout. A training graph keeps the arrays of its own layout.
 
-**How a call finds its graph.** By its `identity.Identity`, and by a signature.
-In inference the signature is `identity.Signature`: rows, array shapes and dtypes, and the host decisions of all plans.
+**How a call finds its graph.** By its `store.Identity`, and by a signature.
+In inference the signature holds rows, array shapes and dtypes, and the host decisions of all plans.
 In training it is the call's grid, and which outputs receive gradients.
 
 **How a pass is decided.** Once, in `GraphStore.decide`, when its signatures are known: for every way to replay it that

@@ -59,13 +59,7 @@ def most_windows(tokens: int, frames: int, side: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Bin:
-    """Neighbouring images of a call that are replayed together.
-
-    Attributes:
-        first: Index of the first image.
-        last: Index after the last image.
-        budget: Tokens of the graph, or None for a graph of the exact shape.
-    """
+    """Neighbouring images of a call, from `first` to before `last`, that one graph replays; no budget if exactly."""
 
     first: int
     last: int
@@ -75,11 +69,7 @@ class Bin:
 
 @lru_cache(maxsize=256)
 def pack(grid: Grid, merge: int, budgets: tuple[int, ...]) -> tuple[Bin, ...] | str:
-    """Pack neighbouring images into as few bins as tokens and frames allow.
-
-    Returns:
-        The bins, or why the call runs eagerly.
-    """
+    """Pack neighbouring images into as few bins as tokens and frames allow; or return why the call runs eagerly."""
     largest = budgets[-1]
     tokens_of = [t * h * w // merge**2 for t, h, w in grid]
     frames_of = [t for t, _, _ in grid]

@@ -18,12 +18,9 @@ _TRIALS: dict[tuple[object, ...], str | None] = {}
 
 def reason_against_capture(modules: Iterable[nn.Module], dtype: torch.dtype, device: torch.device) -> str | None:
     """Return why linears cannot run in CUDA graphs, by a trial of each kind; None if all can."""
-    kinds: dict[tuple[object, ...], Any] = {}
     for module in modules:
         weight = module._parameters.get("weight")
-        sizes = module.in_features, module.out_features
-        kinds.setdefault((type(module), type(weight), sizes, dtype, device), module)
-    for key, module in kinds.items():
+        key = type(module), type(weight), module.in_features, module.out_features, dtype, device
         if key not in _TRIALS:
             _TRIALS[key] = _try(module, dtype, device)
         if _TRIALS[key] is not None:

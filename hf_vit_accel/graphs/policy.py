@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import torch
 
 from hf_vit_accel.backends import Replay
-from hf_vit_accel.config import GraphConfig
 from hf_vit_accel.engine.route import Route
 from hf_vit_accel.graphs.budgets import Bin
 
@@ -73,26 +72,6 @@ of more than 16,384 would hold more memory than is allowed.
 """
 AUTOMATIC_STEPS = Thresholds(exact_calls=3, most_rows=5120, most_graphs=64, most_bytes=8 << 30, asked_for=False)
 """Training with `cuda_graphs="auto"`."""
-
-
-def thresholds_of(config: GraphConfig) -> Thresholds:
-    """Return the thresholds of inference with a config."""
-    return Thresholds(
-        exact_calls=config.exact_after or NEVER,
-        padded_calls=1,
-        most_graphs=config.max_graphs,
-        most_bytes=config.max_bytes,
-    )
-
-
-def thresholds_of_steps(config: GraphConfig) -> Thresholds:
-    """Return the thresholds of training with a config."""
-    return Thresholds(
-        exact_calls=config.exact_after or NEVER,
-        most_rows=4 * config.max_tokens,
-        most_graphs=config.max_graphs,
-        most_bytes=config.max_training_bytes,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,4 +201,4 @@ class Policy:
 def _is_profiling() -> bool:
     """Return whether a profiler of torch runs in this thread or in another."""
     in_this_thread: bool = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
-    return in_this_thread or getattr(torch.autograd.profiler, "_is_profiler_enabled", False)
+    return in_this_thread or torch.autograd.profiler._is_profiler_enabled

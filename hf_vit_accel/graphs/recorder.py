@@ -86,16 +86,10 @@ class CudaRecorder:
     def record(
         self, *runs: Callable[[], None], after_each: Callable[[], None] = lambda: None
     ) -> tuple[list[Callable[[], None]], int]:
-        """Run all functions to warm up, then capture each in a graph of its own.
+        """Run all functions to warm up, then capture each in a graph; return their replays, and the bytes they take.
 
         A function may read tensors that the one before it left. Its replay finds them at the same addresses,
-        unless another graph of the pool was replayed in between.
-
-        Args:
-            after_each: Called after every function, as long as nothing is captured.
-
-        Returns:
-            A replay function for every run, and the device memory that they take in bytes.
+        unless another graph of the pool was replayed in between. `after_each` runs between captures.
         """
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
@@ -114,7 +108,6 @@ class CudaRecorder:
     def _capture_all(
         self, runs: Sequence[Callable[[], None]], after_each: Callable[[], None]
     ) -> tuple[list[Callable[[], None]], int]:
-        """Capture every run; return the replay functions and their device memory in bytes."""
         # not the free memory of the device, which other processes change
         reserved_before = torch.cuda.memory_reserved(self._device)
         graphs = [torch.cuda.CUDAGraph() for _ in runs]
@@ -128,7 +121,6 @@ class CudaRecorder:
         return [*replays], max(nbytes, 0)
 
     def _capture(self, graph: torch.cuda.CUDAGraph, run: Callable[[], None]) -> None:
-        """Capture one run."""
         # cuBLAS keeps scratch memory per stream. Without clearing it, graphs of two towers would share it.
         torch._C._cuda_clearCublasWorkspaces()
         torch.clear_autocast_cache()  # replays would read a weight that was cast before the capture

@@ -24,7 +24,7 @@ from hf_vit_accel.engine.route import Route, Routes, Spec
 from hf_vit_accel.graphs import budgets
 from hf_vit_accel.graphs.budgets import Bin
 from hf_vit_accel.graphs.buffers import pad
-from hf_vit_accel.graphs.policy import AUTOMATIC, NEVER, Accepted, Decision, thresholds_of
+from hf_vit_accel.graphs.policy import AUTOMATIC, NEVER, Accepted, Decision, Thresholds
 from hf_vit_accel.graphs.recorder import CudaRecorder
 from hf_vit_accel.graphs.status import GraphStatus
 from hf_vit_accel.graphs.store import Bins, GraphStore, StoredGraph
@@ -40,11 +40,7 @@ _BYTES_PER_VALUE = 36
 
 @dataclass(kw_only=True, eq=False)
 class _Graph(StoredGraph):
-    """A graph of inference. Its pixels are longer than a call's, whose tail is zeros.
-
-    Attributes:
-        rows_per_token: The rows of every output for one merged token: 1 for merged outputs.
-    """
+    """A graph of inference, with the rows of every output for one merged token. The tail of its pixels is zeros."""
 
     packed: Tensor
     rows_per_token: list[int]
@@ -54,7 +50,13 @@ class Runner(GraphStore[_Graph]):
     """The graphs of one tower without gradients: chooses, captures and replays them."""
 
     def __init__(self, config: GraphConfig | None, routes: Routes) -> None:
-        super().__init__(AUTOMATIC if config is None else thresholds_of(config), routes)
+        thresholds = AUTOMATIC
+        if config is not None:
+            exact_calls = config.exact_after or NEVER
+            thresholds = Thresholds(
+                exact_calls=exact_calls, padded_calls=1, most_graphs=config.max_graphs, most_bytes=config.max_bytes
+            )
+        super().__init__(thresholds, routes)
         config = config or GraphConfig()
         self.budgets = config.budgets or budgets.ladder(config.max_tokens)
         self._rows_called = 0

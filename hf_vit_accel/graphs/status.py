@@ -13,13 +13,9 @@ class GraphStatus:
     Attributes:
         budgets: Merged tokens that graphs are captured for; empty for graphs of training steps.
         graphs: For every stored graph its label, the bytes that it added, and its replays.
-        eager: Reason -> passes that ran without graphs.
-        stale: Reason -> times that all graphs went stale.
-        kept: Reason -> times that graphs could not be replayed, and stay for a time when they can.
+        eager, stale, kept: Reason -> passes without graphs, times that all graphs went stale, or stayed unused.
         padding: Replayed rows per row of the calls.
-        nbytes: Device memory of graphs. It includes dropped graphs, whose memory only later graphs can take.
-        off: Why no capture is tried any more.
-        last: How the last call ran.
+        nbytes: Device memory of graphs, dropped ones included: only later graphs can take theirs.
     """
 
     budgets: tuple[int, ...] = ()

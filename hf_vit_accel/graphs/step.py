@@ -32,13 +32,9 @@ MOST_STAGES = 8
 
 @dataclass(eq=False)
 class Stage:
-    """The backward of a run of layers.
+    """The backward of a run of layers: its gradients, which the pool's next replay overwrites, and their places.
 
-    Attributes:
-        indices: The places of its gradients: 0 of the pixels, then one for every trained parameter.
-        gradients: Its gradients at these places. Their memory is the pool's: they are valid until the next replay of
-            any graph in it.
-        replay: Launches its graph.
+    Place 0 is that of the pixels, then comes one for every trained parameter.
     """
 
     indices: list[int] = field(default_factory=list)
@@ -62,10 +58,9 @@ class CapturedStep(StoredGraph):
     """The graphs of a layout: `replay` launches the forward, `stages` launch the backward.
 
     Attributes:
-        used: Whether the loss uses each output, so that a gradient arrives for it.
-        incoming: Static gradients of the used outputs, read by the backward.
+        incoming: Static gradients of the outputs that are used, read by the backward.
         trained: The indices of the distinct trained parameters.
-        other_slots: Where they store other tensors: buffers and plain attributes.
+        other_slots: Where modules store other tensors: buffers and plain attributes.
     """
 
     differentiable: list[bool]
@@ -94,9 +89,7 @@ class StepCapture:
     The recorder runs both to warm up, then under capture, and once more if memory ran out. Every run replaces the
     tensors that the last one left. Lists change in place, since the captured step holds the same lists.
 
-    Args:
-        pixels_TP: The call's pixels, of which only shape and `requires_grad` count.
-        used: Whether the last loss used each output; empty before any backward.
+    Of the call's pixels only shape and `requires_grad` count. `used` says whether the last loss used each output.
     """
 
     def __init__(
@@ -243,14 +236,7 @@ class StepCapture:
 def run_eagerly(
     step: CapturedStep, route: Route, leaf_TP: Tensor, parameters: Sequence[Tensor], incoming: Sequence[Tensor | None]
 ) -> Gradients:
-    """Run forward and backward without graphs.
-
-    Args:
-        incoming: The gradient of every output, None for an output that the loss does not use.
-
-    Returns:
-        The gradients of the pixels and of every trained parameter.
-    """
+    """Run forward and backward without graphs; return the gradients of the pixels and of every trained parameter."""
     with torch.enable_grad(), _detached_leaves(step.slots, parameters, step.requires_grad) as leaves:
         outputs = encode(route, leaf_TP)
     used_outputs = [output for output, gradient in zip(outputs, incoming, strict=True) if gradient is not None]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import RLock
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from hf_vit_accel.engine.call import Batch, PassDone
 from hf_vit_accel.engine.route import Route, Routes, Spec
 from hf_vit_accel.graphs.budgets import Bin
 from hf_vit_accel.graphs.called import reason_against_capture
-from hf_vit_accel.graphs.identity import Identity, what_differs
 from hf_vit_accel.graphs.memory import capture_of_ours, drop_when_memory_runs_out
 from hf_vit_accel.graphs.policy import (
     CHANGED,
@@ -43,12 +42,39 @@ _SHARE = 8
 """The graphs of one kind may hold an eighth of the memory that is free."""
 
 
+class Identity(NamedTuple):
+    """The state that graphs were captured under. They are replayed under an equal identity alone.
+
+    Another memory makes the graphs of all identities stale. Otherwise those of several are kept beside each other.
+
+    Attributes:
+        spec: Stands for modules, settings, device and dtypes: one object while these stay.
+        memory: Equal while weights and buffers stay at their addresses.
+        requires_grad: Whether the pixels and every parameter require gradients; empty in inference.
+    """
+
+    spec: Spec
+    memory: list[object]
+    pixel_width: int
+    numerics: tuple[object, ...]
+    requires_grad: tuple[bool, ...] = ()
+
+
+STALE_REASONS: Mapping[str, str] = {
+    "spec": "the device, dtypes or requested hidden states changed, or passes were halved after memory ran out",
+    "memory": "weights or buffers moved, or were replaced",
+    "pixel_width": "patches have another width",
+    "numerics": "torch computes in another precision",
+    "requires_grad": "other tensors require gradients",
+}
+"""Field of `Identity` -> why graphs captured under another value cannot be replayed."""
+
+
 @dataclass(kw_only=True, eq=False)
 class StoredGraph:
     """A captured graph of one layout, or of a budget.
 
     Attributes:
-        label: What the graph replays, as `status` prints it.
         way: How a call that it serves is reported: at which call it was captured.
         grid: The one grid that it replays; None for the graph of a budget.
         route: The route that was captured. It keeps the tensors alive that the graph reads.
@@ -408,7 +434,8 @@ class GraphStore(ABC, Generic[G]):
         has_room = max(self.nbytes, needed_bytes) < self._most_bytes(identity.spec)
         is_stale = identity.memory != former.memory or not has_room
         counts = self._stale if is_stale else self._kept
-        counts[what_differs(former, identity)] += 1
+        differing = (why for name, why in STALE_REASONS.items() if getattr(former, name) != getattr(identity, name))
+        counts[next(differing)] += 1
         if is_stale:
             self.drop_graphs()
         self.policy.forget_failures()

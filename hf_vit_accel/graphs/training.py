@@ -23,7 +23,7 @@ from hf_vit_accel.engine.call import Batch
 from hf_vit_accel.engine.recorded import Recorded
 from hf_vit_accel.engine.route import Route, Routes, Spec
 from hf_vit_accel.graphs.budgets import Bin
-from hf_vit_accel.graphs.policy import AUTOMATIC_STEPS, Accepted, Decision, thresholds_of_steps
+from hf_vit_accel.graphs.policy import AUTOMATIC_STEPS, NEVER, Accepted, Decision, Thresholds
 from hf_vit_accel.graphs.recorder import CudaRecorder
 from hf_vit_accel.graphs.step import (
     CapturedStep,
@@ -42,12 +42,9 @@ _BYTES_PER_VALUE = 33
 
 
 class _Call:
-    """A replayed forward whose backward may still come.
+    """A replayed forward whose backward may still come: it is over once that ran, or can no longer be replayed.
 
-    Attributes:
-        is_over: Whether its backward ran, or can no longer be replayed.
-        outputs: The call's outputs, until they are returned.
-        parameters: The tower's parameters, until autograd has saved them.
+    It holds its outputs until they are returned, and the tower's parameters until autograd has saved them.
     """
 
     def __init__(self, step: CapturedStep, parameters: Sequence[Tensor]) -> None:
@@ -62,7 +59,15 @@ class TrainingRunner(GraphStore[CapturedStep]):
     """The graphs of forward and backward of one tower."""
 
     def __init__(self, config: GraphConfig | None, routes: Routes) -> None:
-        super().__init__(AUTOMATIC_STEPS if config is None else thresholds_of_steps(config), routes)
+        thresholds = AUTOMATIC_STEPS
+        if config is not None:
+            thresholds = Thresholds(
+                exact_calls=config.exact_after or NEVER,
+                most_rows=4 * config.max_tokens,
+                most_graphs=config.max_graphs,
+                most_bytes=config.max_training_bytes,
+            )
+        super().__init__(thresholds, routes)
         self._outputs_of_last_loss: tuple[bool, ...] = ()  # whether it used each output
         self._last: weakref.ref[_Call] | None = None
 
@@ -106,9 +111,6 @@ class TrainingRunner(GraphStore[CapturedStep]):
             return why
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             return "what gradients need is saved by hooks of somebody else (checkpointing, offloading)"
-        for parameter in batch.plan.parameters:
-            if parameter._backward_hooks:
-                return "a parameter has a hook on its gradient"
         last = None if self._last is None else self._last()
         if last is not None and not last.is_over:
             return Accepted("the gradients of an earlier call are still to come")
@@ -149,11 +151,7 @@ class TrainingRunner(GraphStore[CapturedStep]):
     def backward(
         self, call: _Call, incoming: Sequence[Tensor | None], parameters: Sequence[Tensor]
     ) -> Gradients | None:
-        """Return the gradients of a call from its graphs, fresh tensors; None where they must be computed again.
-
-        Args:
-            incoming: The gradient of every output, None for an output that the loss does not use.
-        """
+        """Return the gradients of a call from its graphs, fresh tensors; None where they must be computed again."""
         step = call.step
         used = tuple(gradient is not None for gradient in incoming)
         with self._lock:

@@ -251,12 +251,8 @@ def _rope_kernel(
     tl.store(first + half, (x2 * c + x1 * s).to(qkv.dtype.element_ty), mask=inside)
 
 
-def rope_(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+def rope_(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor, *, back: bool = False) -> Tensor:
     """Run `rope_reference` as one kernel, in place; the results are bit-equal, as products are not fused."""
-    return _rotate_in_place(qkv_T3HD, cos_TD, sin_TD, back=False)
-
-
-def _rotate_in_place(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor, *, back: bool) -> Tensor:
     rows, _, heads, dim = qkv_T3HD.shape
     block_t = 8
     block_p = 128
@@ -280,7 +276,7 @@ def _rotate_in_place(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor, *, back: 
 
 def rope_back_(dqkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     """Rotate the gradients of rotated q and k back in place."""
-    return _rotate_in_place(dqkv_T3HD, cos_TD, sin_TD, back=True)
+    return rope_(dqkv_T3HD, cos_TD, sin_TD, back=True)
 
 
 @kernel

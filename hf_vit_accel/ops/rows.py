@@ -14,19 +14,17 @@ from typing import Any
 from torch import nn
 
 from hf_vit_accel import machine
-from hf_vit_accel.ops.base import class_of_own_weight, own_forward
+from hf_vit_accel.ops.base import reasons_replaced
 from hf_vit_accel.ops.lora import modules as lora
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowWise:
-    """Declare modules that treat each row by itself.
+    """Declare modules that treat each row by itself; `docs/` has summary and condition.
 
     Attributes:
-        summary, condition: the modules, and what must hold for them, for the documentation.
         classes: exact classes of torch; a subclass is another class.
         file: a file all of whose modules count. (Its import here would take seconds.)
-        holds: whether the condition holds for a module.
         of_patches: whether only modules inside the patch embedding or the downsampling count.
     """
 
@@ -48,26 +46,8 @@ TRIED = RowWise(
     condition="it follows LoRA's formula, or a trial gave rows the same results alone as beside others",
 )
 
-_ELEMENTWISE = (
-    nn.CELU,
-    nn.ELU,
-    nn.GELU,
-    nn.Hardsigmoid,
-    nn.Hardswish,
-    nn.Hardtanh,
-    nn.LeakyReLU,
-    nn.LogSigmoid,
-    nn.Mish,
-    nn.ReLU,
-    nn.ReLU6,
-    nn.SELU,
-    nn.SiLU,
-    nn.Sigmoid,
-    nn.Softplus,
-    nn.Softsign,
-    nn.Tanh,
-)
-_CONTAINERS = nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict
+_ELEMENTWISE = nn.GELU, nn.Hardswish, nn.LeakyReLU, nn.ReLU, nn.ReLU6, nn.SiLU, nn.Sigmoid, nn.Tanh
+"""The activations that configs of transformers name."""
 
 TABLE: tuple[RowWise, ...] = (
     PROVEN,
@@ -85,19 +65,14 @@ TABLE: tuple[RowWise, ...] = (
         holds=lambda norm: len(norm.normalized_shape) == 1,
     ),
     RowWise(
-        summary="activations of torch and transformers that act element by element",
+        summary="activations that configs of transformers name, but RReLU and PReLU",
         classes=_ELEMENTWISE,
         file="transformers.activations",
     ),
+    RowWise(summary="Dropout of torch", classes=(nn.Dropout,)),
     RowWise(
-        summary="Softmax, LogSoftmax, Softmin and GLU of torch",
-        classes=(nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.GLU),
-        condition="`dim=-1`",
-        holds=lambda module: module.dim == -1,
-    ),
-    RowWise(summary="Dropout and AlphaDropout of torch", classes=(nn.Dropout, nn.AlphaDropout)),
-    RowWise(
-        summary="containers of torch (Sequential, ModuleList, ModuleDict, and those of parameters)", classes=_CONTAINERS
+        summary="containers of torch (Sequential, ModuleList, ModuleDict, and those of parameters)",
+        classes=(nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict),
     ),
     RowWise(
         summary="Conv2d and Conv3d of torch",
@@ -139,46 +114,21 @@ def reasons_mixing(
     return []
 
 
-def _name_of_own_function(module: nn.Module, *, is_activation: bool) -> str | None:
-    """Return the attribute by which a proven module calls a function of the user's, or None.
-
-    It may be an activation in `ACT2FN`, or one that was exchanged: a function, `functools.partial` or a method.
-    transformers' activations hold partial functions themselves. Frameworks keep theirs under private names.
-    """
-    for name, value in vars(module).items():
-        if isinstance(value, FunctionType):
-            is_own = not machine.is_upstream(value)
-        elif is_activation or name.startswith("_") or name == "forward":
-            is_own = False
-        else:
-            is_own = callable(value) and not isinstance(value, type | nn.Module)
-        if is_own:
-            return name
-    return None
-
-
 def _reason_mixing(
     module: nn.Module, kind: type, proven: Collection[type], *, is_trusted: bool, is_of_patches: bool
 ) -> str | None:
     """Return why a module may mix rows; None if it is known to treat each row by itself."""
-    is_torch = kind.__module__.startswith("torch.")
-    is_transformers = kind.__module__.startswith("transformers.")
-    is_upstream = is_torch or is_transformers
-    if own_forward(module) is not None:
-        return f"a {kind.__name__} has a forward of its own"
+    replaced = reasons_replaced(module, trusted=(type(module),) if is_trusted else ())
+    if replaced:
+        return replaced[0]
     entry = next((entry for entry in TABLE if kind in entry.classes or kind.__module__ == entry.file), None)
-    if kind in proven and (is_transformers or is_trusted):
-        name = _name_of_own_function(module, is_activation=entry is not None)
-        if name is not None:
-            return f"{name} of a {kind.__name__} is a function of your own"
-        entry = PROVEN
+    if kind in proven and (is_trusted or kind.__module__.startswith("transformers.")):
+        for name, value in vars(module).items():
+            if isinstance(value, FunctionType) and not machine.is_upstream(value):
+                return f"{name} of a {kind.__name__} is a function of your own"
+        return None
     if entry is None:
-        return f"a {kind.__name__ if is_torch else f'{kind.__module__}.{kind.__name__}'} is inside"
-    if is_upstream and not machine.is_upstream(type(module).forward):
-        return f"the forward of {kind.__name__} was replaced by another"
-    kind_of_weight = class_of_own_weight(module)
-    if is_upstream and kind_of_weight is not None:
-        return f"a {kind.__name__} holds a {kind_of_weight.__module__}.{kind_of_weight.__name__}"
+        return f"a {kind.__name__} is inside"
     if not entry.holds(module) or (entry.of_patches and not is_of_patches):
         description = str(module)
         return f"a {kind.__name__ if chr(10) in description else description} is inside"

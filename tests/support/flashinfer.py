@@ -46,7 +46,6 @@ class Uids:
 class Flashinfer(ModuleType):
     """The parts of `flashinfer.cudnn.prefill` 0.7.2 that the backend uses, on the CPU. It counts plans and runs."""
 
-    CUDNN_AVAILABLE = True
     UIDs = Uids()
 
     class _PrefillMetadata(SimpleNamespace):

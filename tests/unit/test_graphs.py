@@ -25,7 +25,7 @@ import hf_vit_accel
 from hf_vit_accel import FallbackError, GraphConfig, backends
 from hf_vit_accel.backends import BACKENDS
 from hf_vit_accel.graphs import policy, recorder, runner, store
-from hf_vit_accel.graphs.identity import STALE_REASONS
+from hf_vit_accel.graphs.store import STALE_REASONS
 from hf_vit_accel.tower.state import state_of
 
 Tensors = list[torch.Tensor]

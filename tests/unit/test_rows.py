@@ -24,9 +24,6 @@ SIZED: dict[type, Callable[[], nn.Module]] = {
     nn.Linear: lambda: nn.Linear(WIDTH, WIDTH),
     nn.LayerNorm: lambda: nn.LayerNorm(WIDTH),
     nn.RMSNorm: lambda: nn.RMSNorm(WIDTH),
-    nn.Softmax: lambda: nn.Softmax(dim=-1),
-    nn.LogSoftmax: lambda: nn.LogSoftmax(dim=-1),
-    nn.Softmin: lambda: nn.Softmin(dim=-1),
     activations.ClippedGELUActivation: lambda: activations.ClippedGELUActivation(-10, 10),
     nn.Sequential: lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()),
 }
@@ -101,12 +98,10 @@ UNKNOWN: dict[str, Callable[[], nn.Module]] = {
     "a GroupNorm is inside": lambda: nn.GroupNorm(2, WIDTH),
     "a Conv1d is inside": lambda: nn.Conv1d(WIDTH, WIDTH, 1),
     "a LSTM is inside": lambda: nn.LSTM(WIDTH, WIDTH),
-    "a Softmax(dim=0) is inside": lambda: nn.Softmax(dim=0),
-    "a Softmax(dim=None) is inside": lambda: nn.Softmax(),
-    "a GLU(dim=0) is inside": lambda: nn.GLU(dim=0),
+    "a Softmax is inside": lambda: nn.Softmax(dim=0),
     "a LayerNorm((6, 8), eps=1e-05, elementwise_affine=True": lambda: nn.LayerNorm((6, WIDTH)),
-    "a test_rows.OwnLinear is inside": lambda: OwnLinear(WIDTH, WIDTH),
-    "a test_rows.Own is inside": lambda: Own(nn.Linear(WIDTH, WIDTH)),
+    "a OwnLinear is inside": lambda: OwnLinear(WIDTH, WIDTH),
+    "a test_rows.Own is neither torch's nor transformers'": lambda: Own(nn.Linear(WIDTH, WIDTH)),
     "a Linear has a forward of its own": replaced,
 }
 
@@ -129,7 +124,7 @@ GRID = [(1, 4, 6), (1, 4, 6), (4, 6, 4), (1, 2, 10)]
 
 MIXERS: dict[str, Callable[[], nn.Module]] = {
     "a TransformerEncoderLayer is inside": lambda: nn.TransformerEncoderLayer(32, 4, 16, batch_first=True),
-    "a Softmax(dim=0) is inside": lambda: nn.Softmax(dim=0),
+    "a Softmax is inside": lambda: nn.Softmax(dim=0),
 }
 """Modules of torch that mix the rows of all images, and the reason that names them."""
 

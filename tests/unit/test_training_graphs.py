@@ -290,7 +290,7 @@ def test_a_checkpointed_tower(one_pair: Pair, is_reentrant: bool) -> None:
     assert (runner.status().replays > 1) == is_reentrant
 
 
-def test_third_party_hooks_run_eagerly(one_pair: Pair) -> None:
+def test_third_party_hooks_on_gradients_are_called_and_those_on_saved_tensors_run_eagerly(one_pair: Pair) -> None:
     stock, tower = one_pair
     runner = patch(tower)
     train(tower, SMALL)
@@ -305,10 +305,10 @@ def test_third_party_hooks_run_eagerly(one_pair: Pair) -> None:
     assert_same(gradients, expected)
     weight.register_post_accumulate_grad_hook(lambda parameter: calls.append("accumulated"))
     assert_same(train(tower, SMALL, 2), train(stock, SMALL, 2))
-    assert calls == ["gradient", "accumulated"] and list(runner.status().eager.values()) == [1]
+    assert calls == ["gradient", "accumulated"] and not runner.status().eager
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
         assert_same(train(tower, SMALL, 3), train(stock, SMALL, 3))
-    assert list(runner.status().eager.values()) == [1, 1]
+    assert list(runner.status().eager.values()) == [1]
 
 
 def test_checkpointed_layers_and_third_party_modules_run_eagerly(one_pair: Pair) -> None:

@@ -82,8 +82,6 @@ class Scales:
 
     Attributes:
         fixed: amax of a file; None to scale every call by its own amax.
-        source: where the scales come from, for `status`.
-        min_seqlen: see `Fp8Config`.
         scaling_L43H: of every layer, the `scaling_43H` of `quantize`: expected amax, true amax, scales, and the factor
             of the scores. Kept with fixed amax, and after `record_amax`; None otherwise.
     """
@@ -106,13 +104,6 @@ class Scales:
             self.scaling_L43H = torch.zeros(len(amax_L3H), 4, *amax_L3H.shape[1:], device=self.device)
             self.scaling_L43H[:, 0] = torch.where(amax_L3H == 0, 1.0, amax_L3H)
         settle(self.device)
-
-    def why_unfit(self) -> str | None:
-        """Report why the file's amax does not fit the tower, whose layers may have changed; None if it does."""
-        layers, _, heads = (self.layers, 3, self.heads) if self.fixed is None else self.fixed.amax_L3H.shape
-        if (layers, heads) == (self.layers, self.heads):
-            return None
-        return f"the file holds amax of {layers} layers of {heads} heads, the tower has {self.layers} of {self.heads}"
 
     def record_amax(self) -> None:
         """Keep the true amax of the last call from now on. Calls must come one after the other, on one stream."""

@@ -42,10 +42,7 @@ class LoraInputs(NamedTuple):
 class JoinedLinears:
     """How Linears with the same input lie side by side in one product, for rows of a dtype.
 
-    Attributes:
-        widths, in_features: F of every Linear, and E.
-        padding: rows of zeros after every Linear's weight.
-        extra_features: columns of zeros that the rows have after their E.
+    Zeros pad the weight of every Linear by `padding` rows, and the rows by `extra_features` columns.
     """
 
     widths: tuple[int, ...]

@@ -108,39 +108,24 @@ def _reason_against(module: Part, context: Context) -> str | None:
         return reason
     if context.grad and not context.trains_by_kernels:
         return "gradients do not flow through kernels here"
-    matrices = [*module.lora_A.values(), *module.lora_B.values()]
-    checks = [
-        (_variants(module), "it is a variant of LoRA, such as DoRA"),
-        (any(_is_unlike_linear(matrix, context) for matrix in matrices), "an adapter is no Linear without bias"),
-        (not _has_plain_dropouts(module), "an adapter's dropout is no nn.Dropout"),
-        (_trains_scaling(module), "an adapter's scaling is trained"),
-        (_have_other_dtype(matrices, context), "an adapter has another dtype than the rows"),
-        (context.reasons_replaced(module.base_layer, nn.Linear), "its base layer is no plain Linear"),
-    ]
-    return next((reason for holds, reason in checks if holds), None)
+    if _variants(module):
+        return "it is a variant of LoRA, such as DoRA"
+    for matrix in (*module.lora_A.values(), *module.lora_B.values()):
+        if context.reasons_replaced(matrix, nn.Linear) or matrix.bias is not None:
+            return "an adapter is no Linear without bias"
+        # Outside autocast, PEFT computes adapters of another dtype in that dtype and casts the result.
+        if context.rows_dtype is None and matrix.weight.dtype != context.dtype:
+            return "an adapter has another dtype than the rows"
+    if not all(type(dropout) in (nn.Identity, nn.Dropout) for dropout in module.lora_dropout.values()):
+        return "an adapter's dropout is no nn.Dropout"
+    if any(getattr(scaling, "requires_grad", False) for scaling in module.scaling.values()):
+        return "an adapter's scaling is trained"
+    return "its base layer is no plain Linear" if context.reasons_replaced(module.base_layer, nn.Linear) else None
 
 
 def _variants(module: Part) -> list[str]:
     dora = [name for name, is_used in getattr(module, "use_dora", {}).items() if is_used]
     return [*getattr(module, "lora_variant", ()), *dora]
-
-
-def _is_unlike_linear(matrix: Part, context: Context) -> bool:
-    return bool(context.reasons_replaced(matrix, nn.Linear)) or matrix.bias is not None
-
-
-def _have_other_dtype(matrices: list[nn.Module], context: Context) -> bool:
-    # Outside autocast, PEFT computes adapters of another dtype in that dtype and casts the result.
-    dtypes = {matrix.weight.dtype for matrix in matrices if type(matrix) is nn.Linear}
-    return context.rows_dtype is None and dtypes != {context.dtype}
-
-
-def _has_plain_dropouts(module: Part) -> bool:
-    return all(type(dropout) in (nn.Identity, nn.Dropout) for dropout in module.lora_dropout.values())
-
-
-def _trains_scaling(module: Part) -> bool:
-    return any(getattr(scaling, "requires_grad", False) for scaling in module.scaling.values())
 
 
 @machine.probe

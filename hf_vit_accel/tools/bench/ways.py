@@ -79,14 +79,12 @@ def choose(
     if attentions is None:
         usable = [backend.name for backend in backends.BACKENDS if not backend.reasons_against(request)]
         attentions = ["auto", *usable]
-    return [_stock_way(name, tower) for name in baselines] + [_patched_way(name, request) for name in attentions]
-
-
-def _stock_way(name: str, tower: Tower) -> Way:
-    opens = BASELINES[name](tower)
-    if isinstance(opens, list):
-        return Way(name=f"stock {name}", open=None, reasons=opens, is_stock=True)
-    return Way(name=f"stock {name}", open=opens, is_stock=True)
+    ways = []
+    for name in baselines:
+        looked = BASELINES[name](tower)
+        reasons, opens = (looked, None) if isinstance(looked, list) else ([], looked)
+        ways.append(Way(name=f"stock {name}", open=opens, reasons=reasons, is_stock=True))
+    return [*ways, *(_patched_way(name, request) for name in attentions)]
 
 
 def _patched_way(name: str, request: backends.Request) -> Way:
