@@ -237,26 +237,13 @@ def backend_named(name: str) -> Backend:
 
 
 def require(name: str, *, fp8: bool = False) -> None:
-    """Raise BackendUnavailableError, with reasons and alternatives, if this machine cannot run a backend or FP8."""
+    """Raise BackendUnavailableError, with the reasons, if this machine cannot run a backend or FP8."""
     if fp8:
         require_fp8("\nUse fp8=False.")
-    if name == "auto":
-        return
-    reasons = backend_named(name).reasons_against_machine()
-    if not reasons:
-        return
-    alternatives = []
-    for backend in BACKENDS:
-        if backend.name != name:
-            verdict = "; ".join(backend.reasons_against_machine()) or "usable"
-            alternatives.append(f"  {backend.name}: {verdict}")
-    raise BackendUnavailableError(
-        f"attention backend {name!r} cannot run on this machine:\n  - "
-        + "\n  - ".join(reasons)
-        + "\nThe others:\n"
-        + "\n".join(alternatives)
-        + "\nUse attention='auto' (at load time attn_implementation='flash_vit_auto') for the fastest that can run."
-    )
+    if name != "auto":
+        advice = "\nUse attention='auto' (at load time attn_implementation='flash_vit_auto') for the fastest "
+        advice += "that can run. `hf-vit-accel doctor` lists the others."
+        _require(backend_named(name), f"attention backend {name!r}", advice)
 
 
 def asked_for(settings: Settings) -> CudnnFp8 | None:
@@ -266,10 +253,13 @@ def asked_for(settings: Settings) -> CudnnFp8 | None:
 
 def require_fp8(advice: str = "") -> None:
     """Raise BackendUnavailableError, with the reasons and the advice, if this machine cannot run attention in FP8."""
-    if reasons := FP8.reasons_against_machine():
-        raise BackendUnavailableError(
-            "attention in FP8 cannot run on this machine:\n  - " + "\n  - ".join(reasons) + advice
-        )
+    _require(FP8, "attention in FP8", advice)
+
+
+def _require(backend: Backend, subject: str, advice: str) -> None:
+    reasons = backend.reasons_against_machine()
+    if reasons:
+        raise BackendUnavailableError(f"{subject} cannot run on this machine:\n  - " + "\n  - ".join(reasons) + advice)
 
 
 def resolve(

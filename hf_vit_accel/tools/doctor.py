@@ -133,10 +133,7 @@ def _gpus() -> tuple[tuple[Gpu, ...], str | None, torch.device]:
 
 def _examine_backend(backend: Backend, devices: Sequence[torch.device]) -> BackendVerdict:
     """Run one backend on every device, dtype and head dim that it takes, with q, k and v packed and separate."""
-    try:
-        reasons = backend.reasons_against_machine()
-    except Exception as error:
-        return BackendVerdict(name=backend.name, status="wrong", reasons=(machine.one_line(error),))
+    reasons = backend.reasons_against_machine()
     if reasons:
         return BackendVerdict(name=backend.name, status="unusable", reasons=tuple(reasons))
     requests = [request for request in _requests(devices) if not backend.reasons_against(request)]
@@ -217,30 +214,12 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def lines(report: Report) -> Iterator[str]:
-    """Yield the report as lines of plain text."""
-    yield from _machine_lines(report)
-    yield from _check_lines(report)
-    yield from _backend_lines(report.backends)
-
-    wrong = [verdict.name for verdict in report.backends if verdict.status == "wrong"]
-    yield from _auto_lines(report.auto, wrong)
-
-    yield "Result"
-    if wrong:
-        yield f"  wrong or crashed: {', '.join(wrong)}"
-    else:
-        yield "  every backend that was run agrees with the reference"
-    if report.gpu_problem is not None:
-        yield "  the GPU that is here cannot be used"
-
-
 _WITHOUT_VERSION = {"cuda": "none (torch is built without CUDA)", "cudnn": "not looked at without a CUDA device"}
 """The text in place of a version, where it is another than "none"."""
 
 
-def _machine_lines(report: Report) -> Iterator[str]:
-    """Yield versions and GPUs."""
+def lines(report: Report) -> Iterator[str]:
+    """Yield the report as lines of plain text."""
     yield "Versions"
     width = max(len(name) for name in report.versions)
     for name, version in report.versions.items():
@@ -257,52 +236,37 @@ def _machine_lines(report: Report) -> Iterator[str]:
         memory = f"{gpu.memory / 2**30:.1f} GiB"
         yield f"  cuda:{gpu.index}  {gpu.name}, compute capability {gpu.capability}, {memory}"
 
+    devices = "; ".join(f"{device} in {', '.join(dtypes)}" for device, dtypes in report.devices.items())
+    yield f"Backends, each in what it takes: {devices}; head dims {', '.join(map(str, HEAD_DIMS))}"
+    for verdict in report.backends:
+        yield from _backend_lines(verdict)
 
-def _check_lines(report: Report) -> Iterator[str]:
-    """Yield the devices, dtypes and sizes that backends were run with."""
-    yield "Checked (each backend in what it takes; the largest relative L2 error allowed in parentheses)"
-    for device, dtypes in report.devices.items():
-        yield f"  {device:9}  " + ", ".join(f"{dtype} ({BOUNDS[getattr(torch, dtype)]:.0e})" for dtype in dtypes)
-    yield f"  segments   {', '.join(str(length) for length in LENGTHS)} rows"
-    head_dims = ", ".join(str(head_dim) for head_dim in HEAD_DIMS)
-    yield f"  head dims  {head_dims}; {TRIAL_HEADS} heads; q, k, v separate and packed"
-
-
-def _backend_lines(verdicts: Sequence[BackendVerdict]) -> Iterator[str]:
-    """Yield every backend's verdict, with its reasons and checks."""
-    yield "Backends"
-    width = max(len(verdict.name) for verdict in verdicts)
-    for verdict in verdicts:
-        yield f"  {verdict.name:{width}}  {'WRONG' if verdict.status == 'wrong' else verdict.status}"
-        for reason in verdict.reasons:
-            yield f"    - {reason}"
-        groups: dict[tuple[str, str], list[Check]] = {}
-        for check in verdict.checks:
-            groups.setdefault((check.device, check.dtype), []).append(check)
-        for (device, dtype), checks in groups.items():
-            for outcome in _outcomes(checks):
-                yield f"    {device:6}  {dtype:8}  {outcome}"
-
-
-def _auto_lines(auto: Auto, wrong: Sequence[str]) -> Iterator[str]:
-    """Yield the backends that "auto" takes, with a warning for wrong ones."""
-    yield f'attention="auto" takes on {auto.device} in {auto.dtype}'
-    if auto.problem is not None:
-        yield f"  unknown: {auto.problem}"
-    for kind, name in auto.layers.items():
+    wrong = [verdict.name for verdict in report.backends if verdict.status == "wrong"]
+    yield f'attention="auto" takes on {report.auto.device} in {report.auto.dtype}'
+    if report.auto.problem is not None:
+        yield f"  unknown: {report.auto.problem}"
+    for kind, name in report.auto.layers.items():
         warning = " (WRONG here, name another)" if name in wrong else ""
         yield f"  {kind + ' layers':13}  {name}{warning}"
 
+    yield "Result"
+    if wrong:
+        yield f"  wrong or crashed: {', '.join(wrong)}"
+    else:
+        yield "  every backend that was run agrees with the reference"
+    if report.gpu_problem is not None:
+        yield "  the GPU that is here cannot be used"
 
-def _outcomes(checks: Sequence[Check]) -> Iterator[str]:
-    """Yield one line for all checks that passed, and one for every distinct problem with the cases that had it."""
-    errors = [check.error for check in checks if check.problem is None and check.error is not None]
+
+def _backend_lines(verdict: BackendVerdict) -> Iterator[str]:
+    """Yield a backend's verdict: its reasons, how many checks passed, and every other check with its problem."""
+    yield f"  {verdict.name:17}  {'WRONG' if verdict.status == 'wrong' else verdict.status}"
+    for reason in verdict.reasons:
+        yield f"    - {reason}"
+    errors = [check.error for check in verdict.checks if check.problem is None and check.error is not None]
     if errors:
-        yield f"{len(errors)} of {len(checks)} passed, largest error {max(errors):.1e}"
-    cases_of: dict[str, list[str]] = {}
-    for check in checks:
+        yield f"    {len(errors)} of {len(verdict.checks)} passed, largest error {max(errors):.1e}"
+    for check in verdict.checks:
         if check.problem is not None:
             layout = "packed" if check.packed else "separate"
-            cases_of.setdefault(check.problem, []).append(f"{check.head_dim} {layout}")
-    for problem, cases in cases_of.items():
-        yield f"{problem} [head dim {', '.join(cases)}]"
+            yield f"    {check.device}, {check.dtype}, head dim {check.head_dim} {layout}: {check.problem}"
