@@ -21,7 +21,7 @@ from hf_vit_accel.engine import inputs
 from hf_vit_accel.engine.encoder import Residual, encode
 from hf_vit_accel.layout import rows_of
 from hf_vit_accel.tools.bench.towers import build_tower, weight_of
-from hf_vit_accel.tower.checks import reasons_of
+from hf_vit_accel.tower.forward import reasons_of
 from hf_vit_accel.tower.state import state_of
 
 CALLS = 1000
