@@ -5,12 +5,8 @@ Parameters are left out. The proof draws them anew, so they may change.
 
 from __future__ import annotations
 
-import functools
-import os
 import sys
-from collections.abc import Collection
 from enum import Enum
-from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -22,9 +18,15 @@ from hf_vit_accel.tower.code import names_in_class
 from hf_vit_accel.versions import ADAPTERS
 from hf_vit_accel.watch import Attributes, Watch, stamp_of
 
+_CONSTANT = bool, int, float, complex, str, bytes, range, slice, Enum, torch.dtype, torch.device, type(None)
+_BY_IDENTITY = type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, nn.Module
+_DESCRIPTOR = property, staticmethod, classmethod
+_KNOWN_PACKAGES = {"torch", "transformers", "logging", "functools", "typing", ADAPTERS}
+"""Packages whose objects do not act on results."""
+
 
 def watch_state(watch: Watch, tower: nn.Module) -> None:
-    """Watch the buffers of a copy, its tensors that are plain attributes, and the values that its code reaches.
+    """Watch the buffers of a copy, its tensors that are plain attributes, and the values that its code reads.
 
     A write through `tensor.data` goes unseen, as it does for autograd.
 
@@ -37,12 +39,17 @@ def watch_state(watch: Watch, tower: nn.Module) -> None:
         if any(isinstance(value, Tensor) for value in vars(module).values()):
             dictionaries.append(vars(module))
     watch.add("a buffer", _stamps_in, dictionaries)
-    reached = _Reached(watch)
+    values: list[tuple[str, object]] = []
+    for owner in dict.fromkeys(owner for module in tower.modules() for owner in type(module).__mro__):
+        values += _constants_of(watch, owner)
     for module in tower.modules():
-        reached.add(type(module), type(module).__name__)
-        for name in names_in_class(type(module)) & vars(module).keys() - vars(nn.Module()).keys():
-            if not isinstance(vars(module)[name], Tensor):  # watched with its stamp
-                reached.add(vars(module)[name], name)
+        names = names_in_class(type(module)) & vars(module).keys() - vars(nn.Module()).keys()
+        values += [(name, vars(module)[name]) for name in names if not isinstance(vars(module)[name], Tensor)]
+    holders: dict[int, Any] = {}
+    for name, value in values:
+        _find_holders(value, name, holders)
+    for holder in holders.values():
+        watch.add(f"a field of a {type(holder).__name__}", dict, [vars(holder)])
     watch.remember()
 
 
@@ -54,92 +61,39 @@ def _stamps_in(attributes: Attributes) -> list[object]:
     return [stamp_of(tensor) for tensor in tensors]
 
 
-_CONSTANT = bool, int, float, complex, str, bytes, range, slice, Enum, torch.dtype, torch.device, type(None)
-_BY_IDENTITY = BuiltinFunctionType, ModuleType, nn.Module, property, staticmethod, classmethod
-_KNOWN_PACKAGES = {"torch", "transformers", "logging", ADAPTERS}
-
-
-class _Reached:
-    """The values that the code of a copy reaches. Objects of known packages do not act on results."""
-
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
-        self._seen: dict[int, object] = {}
-
-    def add(self, value: Any, name: str) -> None:
-        """Watch what a value holds; ValueError if its changes cannot be seen."""
-        if value is os.getenv or value is os.environ:
-            raise ValueError(f"its forward reads {name}, whose changes cannot be seen")
-        if isinstance(value, (*_CONSTANT, *_BY_IDENTITY)) or id(value) in self._seen:
-            return
-        self._seen[id(value)] = value
-        if isinstance(value, dict | list | tuple | set | frozenset):
-            for item in value.values() if isinstance(value, dict) else value:
-                self.add(item, name)
-        elif isinstance(value, functools.partial):
-            self.add([value.func, value.args, value.keywords], name)
-        elif isinstance(value, MethodType):
-            self.add(value.__self__, name)
-        elif isinstance(value, type):
-            self._add_class(value)
-        elif not isinstance(value, FunctionType):
-            self._add_object(value, name)
-
-    def _add_class(self, kind: type) -> None:
-        """Add the constants and the methods of a class, and the names of its file that methods read."""
-        for owner in kind.__mro__:
-            if _package(owner) in _KNOWN_PACKAGES | sys.stdlib_module_names or issubclass(
-                owner, transformers.PretrainedConfig
-            ):
-                continue
-            self._add_constants(vars(owner), {name for name in vars(owner) if not name.startswith("__")})
-            names = names_in_class(owner)
-            file = getattr(sys.modules.get(owner.__module__), "__dict__", {})
-            self._add_constants(file, names)
-            for value in [file[name] for name in names & file.keys()]:
-                if isinstance(value, ModuleType) and _may_hold_options(value, file):
-                    self._add_constants(vars(value), names)
-            for value in vars(owner).values():
-                if isinstance(value, FunctionType):
-                    self._add_held(value)
-
-    def _add_constants(self, values: Any, names: Collection[str]) -> None:
-        constants = sorted(values.keys() & names)
-        self._watch.add("a constant of the code", values.get, constants)
-        for name in constants:
-            self.add(values[name], name)
-
-    def _add_held(self, function: FunctionType) -> None:
-        """Add the default values of a method and the variables around it, which may change in place."""
-        held = [value for value in _held_by(function) if not isinstance(value, (*_CONSTANT, FunctionType, type))]
-        if held:
-            self._watch.add("a constant of the code", _held_by, [function])
-            self.add(held, function.__name__)
-
-    def _add_object(self, value: Any, name: str) -> None:
-        is_config = isinstance(value, transformers.PretrainedConfig)
-        if _package(type(value)) in _KNOWN_PACKAGES and not is_config and not isinstance(value, Tensor):
-            return
-        if not hasattr(value, "__dict__") or isinstance(value, Tensor) or hasattr(type(value), "__slots__"):
-            raise ValueError(f"its forward reads {name}, a {type(value).__name__}, whose changes cannot be seen")
-        kind = "a config" if is_config else f"a {type(value).__name__}"
-        self._watch.add(f"a field of {kind}", dict, [vars(value)])
-        self._add_class(type(value))
-        for field, item in vars(value).items():
-            if not is_config or isinstance(item, transformers.PretrainedConfig | dict | list):
-                self.add(item, f"{name}.{field}")
+def _constants_of(watch: Watch, owner: type) -> list[tuple[str, object]]:
+    """Watch the constants of a class, those of its file that its methods read, and the values that methods hold."""
+    if owner.__module__.partition(".")[0] in _KNOWN_PACKAGES | sys.stdlib_module_names:
+        return []
+    methods = [value for value in vars(owner).values() if isinstance(value, FunctionType)]
+    watch.add("a constant of the code", _held_by, methods)
+    file = vars(sys.modules[owner.__module__])
+    own_names = {name for name in vars(owner) if not name.startswith("__")}
+    constants: list[tuple[str, object]] = []
+    for values, names in ((vars(owner), own_names), (file, names_in_class(owner) & file.keys())):
+        watch.add("a constant of the code", values.get, names)
+        constants += [(name, values[name]) for name in names]
+    return constants
 
 
 def _held_by(function: FunctionType) -> list[object]:
+    """Return the default values of a method and the variables around it, which may change in place."""
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
     return [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *cells]
 
 
-def _may_hold_options(module: ModuleType, names_of_file: dict[str, Any]) -> bool:
-    """Return whether a module is `os`, or one in the folder of a file."""
-    folder = Path(names_of_file.get("__file__") or os.devnull).parent
-    return module is os or folder in Path(getattr(module, "__file__", None) or os.devnull).parents
-
-
-def _package(kind: type) -> str:
-    return kind.__module__.partition(".")[0]
+def _find_holders(value: Any, name: str, holders: dict[int, Any]) -> None:
+    """Add a config or another object with fields, and those inside; ValueError if its changes cannot be seen."""
+    is_config = isinstance(value, transformers.PretrainedConfig)
+    is_known = type(value).__module__.partition(".")[0] in _KNOWN_PACKAGES and not isinstance(value, Tensor)
+    if isinstance(value, dict | list | tuple | set | frozenset):
+        for item in value.values() if isinstance(value, dict) else value:
+            _find_holders(item, name, holders)
+    elif is_config or not (is_known or isinstance(value, (*_CONSTANT, *_BY_IDENTITY, *_DESCRIPTOR))):
+        if not hasattr(value, "__dict__") or isinstance(value, Tensor) or hasattr(type(value), "__slots__"):
+            raise ValueError(f"its forward reads {name}, a {type(value).__name__}, whose changes cannot be seen")
+        if id(value) not in holders:
+            holders[id(value)] = value
+            for field, item in vars(value).items():
+                if not is_config or isinstance(item, transformers.PretrainedConfig | dict | list):
+                    _find_holders(item, f"{name}.{field}", holders)

@@ -8,7 +8,6 @@ in what a forward returns and in how attention runs. No class inherits from a to
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,8 +19,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
 from transformers.utils import ModelOutput
-
-from support import options_of_copies
 
 Sizes = list[tuple[int, int, int]]
 Output = Tensor | tuple[Tensor, list[Tensor]] | ModelOutput
@@ -612,20 +609,6 @@ class ActsByOptions(CopyOfQwen2):
 
     def after_layer(self, x: Tensor, index: int, grid: Sizes) -> Tensor:
         return x * self.options.scale  # type: ignore[attr-defined]
-
-
-class ActsByEnvironment(CopyOfQwen2):
-    """Scales rows by a variable of the process."""
-
-    def after_layer(self, x: Tensor, index: int, grid: Sizes) -> Tensor:
-        return x * float(os.environ.get("SCALE_OF_ROWS", "1"))
-
-
-class ActsByImport(CopyOfQwen2):
-    """Scales rows by an option in another file of the same folder."""
-
-    def after_layer(self, x: Tensor, index: int, grid: Sizes) -> Tensor:
-        return x * options_of_copies.scale
 
 
 # --- other copies -----------------------------------------------------------------------------------------------------

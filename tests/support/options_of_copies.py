@@ -1,3 +1,0 @@
-"""An option of a copied tower, which may be changed in place."""
-
-scale = 1.0
