@@ -3,7 +3,7 @@
 An option (`options/`) wraps `encode`, a function from a `Batch` to outputs. It may encode other batches in its place:
 a few frames, distinct images, the share of a rank. The innermost `encode` decides for the grid that it is given.
 
-`T` packed patch rows, `P` pixels of a patch, `E` width.
+`T` packed patch rows, `P` pixels of a patch.
 """
 
 from __future__ import annotations
@@ -141,7 +141,6 @@ class Batch:
     """Whole images and frames to be encoded.
 
     Attributes:
-        pixels_TP: Their pixels, or their embedded rows (T, E).
         is_part: Whether it is one of several passes of a call.
         output_slices: The slices of the call's outputs for this batch, where outputs may be written; else empty.
     """
@@ -150,7 +149,6 @@ class Batch:
     attempt: Attempt
     grid: Grid
     pixels_TP: Tensor
-    is_embedded: bool = False
     is_part: bool = False
     output_slices: Sequence[Tensor] = ()
 

@@ -83,11 +83,10 @@ def _call_block(block: CalledBlock, x_TE: Tensor, cos_TD: Tensor, sin_TD: Tensor
 
 def encode(
     route: Route,
-    pixels_or_rows: Tensor,
+    pixels_TP: Tensor,
     checkpoints: Sequence[Checkpoint | None] = (),
     blocks_to_call: Mapping[int, nn.Module | CalledBlock] = MappingProxyType({}),
     output_slices: Sequence[Tensor] = (),
-    is_embedded: bool = False,
     after_layer: AfterLayer | None = None,
 ) -> list[Tensor]:
     """Encode pixels: return last rows, merged features if the tower merges them, deepstack features, hidden states.
@@ -101,7 +100,6 @@ def encode(
             that runs in place of the layer.
         output_slices: The slices of the call's outputs for this pass. Deepstack features and hidden states are written
             there at once.
-        is_embedded: Whether these are embedded rows. The caller keeps them, so they are not written to.
 
     Shapes:
         rows: (T, E), or as they are downsampled.
@@ -111,7 +109,7 @@ def encode(
     ops = route.spec.ops
     tensors = route.tensors
     assert ops is not None
-    x_TE = pixels_or_rows.clone() if is_embedded else ops.embed(pixels_or_rows)
+    x_TE = ops.embed(pixels_TP)
     if ops.add_positions is not None:
         x_TE = ops.add_positions(x_TE, tensors["interp_indices"], tensors["interp_weights"])
     positions_T2 = tensors["position_ids"]

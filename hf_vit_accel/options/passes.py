@@ -67,7 +67,7 @@ class OnePass:
         is_strict = spec.settings.strict
         runner = self._training if spec.request.grad else self._inference
         is_automatic = spec.settings.graphs == "auto"
-        if batch.is_embedded or (is_automatic and spec.request.device.type not in AUTOMATIC_ON):
+        if is_automatic and spec.request.device.type not in AUTOMATIC_ON:
             runner = None
         why_eager = "such calls are never replayed"
         route = None
@@ -92,7 +92,6 @@ class OnePass:
             plan.checkpoints,
             plan.called or plan.reading.sharded_layers,
             output_slices=batch.output_slices,
-            is_embedded=batch.is_embedded,
         )
         batch.attempt.passes.append(PassDone(route, f"eager: {why_eager}"))
         return outputs
@@ -261,33 +260,13 @@ class RecomputedPasses:
     """Passes with gradients: nothing of a pass is kept but its input, from which it runs again in the backward pass."""
 
     def __init__(self, plan: FastPlan) -> None:
-        assert plan.spec.ops is not None
-        reading = plan.reading
-        parts = reading.parts
-        self._embed = plan.spec.ops.embed
-        self._embedding = [module for module in (parts.patch_embed, parts.embed_norm) if module is not None]
-        self._recorded = RecordedModules(parts, has_adapters=reading.unpredictable is not None)
+        self._recorded = RecordedModules(plan.reading.parts, has_adapters=plan.reading.unpredictable is not None)
 
     def run(self, encode_part: Encode, part: Batch) -> list[Tensor]:
         """Return the outputs of a pass."""
-        rows_TE = self._embedded(part.pixels_TP)
-        if rows_TE is not None:
-            part = replace(part, pixels_TP=rows_TE, is_embedded=True)
 
-        def encode_rows(pixels_or_rows: Tensor) -> list[Tensor]:
-            return encode_part(replace(part, pixels_TP=pixels_or_rows))
+        def encode_pixels(pixels_TP: Tensor) -> list[Tensor]:
+            return encode_part(replace(part, pixels_TP=pixels_TP))
 
-        # The rows are an argument: autograd raises if they are overwritten before it runs them again.
-        return checkpoint(encode_rows, part.pixels_TP, use_reentrant=False, context_fn=self._recorded.contexts)
-
-    def _embedded(self, pixels_TP: Tensor) -> Tensor | None:
-        """Return the embedded rows (T, E) where no gradient reaches them; None where one does.
-
-        A frozen embedding of stock does not keep the pixels, so a program may overwrite them before the backward pass.
-        That pass then begins at the embedded rows.
-        """
-        parameters = (parameter for module in self._embedding for parameter in module.parameters())
-        if pixels_TP.requires_grad or any(parameter.requires_grad for parameter in parameters):
-            return None
-        rows_TE = self._embed(pixels_TP)
-        return None if rows_TE.requires_grad else rows_TE
+        # The pixels are an argument: autograd raises if they are overwritten before it runs them again.
+        return checkpoint(encode_pixels, part.pixels_TP, use_reentrant=False, context_fn=self._recorded.contexts)

@@ -78,20 +78,6 @@ def test_frequencies_changed_before_the_backward(family: str, change: Callable[[
 # --- pixels -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_pixels_overwritten_before_the_backward_while_the_embedding_is_frozen(family: str) -> None:
-    """Allow the write, since stock saves no pixels under a frozen embedding."""
-    stock = tower_of(TINY[family].build())
-    stock.patch_embed.requires_grad_(False)
-    tower = patched(stock)
-    for model in (tower, stock):
-        pixels = pixels_for(model, GRID)
-        loss = loss_of(model, pixels)
-        pixels.zero_()
-        loss.backward()
-    assert_same_gradients(tower, stock)
-
-
 @pytest.mark.parametrize("needs", ["weights", "pixels"])
 def test_pixels_that_a_gradient_needs_may_not_be_overwritten(needs: str) -> None:
     tower = patched(tower_of(TINY["qwen3_vl"].build()))
@@ -102,22 +88,6 @@ def test_pixels_that_a_gradient_needs_may_not_be_overwritten(needs: str) -> None
         pixels.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_of_a_frozen_embedding_rows_are_kept_instead_of_pixels() -> None:
-    """Run twice through one graph, since layers must not write to the saved rows."""
-    stock = tower_of(TINY["qwen3_vl"].build())
-    stock.patch_embed.requires_grad_(False)
-    stock.blocks[0].requires_grad_(False)
-    tower = patched(stock)
-    for model in (tower, stock):
-        loss = loss_of(model)
-        loss.backward(retain_graph=True)
-        loss.backward()
-    assert_same_gradients(tower, stock)
-
-
-# --- training mode ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("trains_first", [True, False])
