@@ -127,7 +127,6 @@ def patch(
     for tower, state, name in prepared:
         state.processors = () if processor is None else tuple(weakref.ref(part) for part in parts_of(processor))
         install(tower, state)
-        state.keeps_attention = True
         tower.config._attn_implementation_internal = name
     for holder in holders:
         around.install(holder, around.ModelState(every_rank))

@@ -26,16 +26,74 @@ HIDDEN_STATES_OF_STEP = "with gradients, hidden states are those that the layers
 """Why such calls are neither cut nor replayed: the gradients of these rows include those of later layers."""
 
 
-class Weights(Protocol):
-    """The memory of a tower's parameters: equal while no address, dtype or size changes."""
+_CAST_BY_AUTOCAST = {torch.bfloat16, torch.float16, torch.float32}
 
-    pointers: list[int] | None
-    dtype: torch.dtype
-    contiguous: bool
+
+class WeightMemory:
+    """Addresses, dtypes and sizes of a tower's parameters. It holds none of them, and is equal while none changes.
+
+    Args:
+        own: Those that our operations read.
+        others: Those of adapters and called modules.
+        called: The ids of the dictionaries that hold the others.
+
+    Attributes:
+        pointers: The addresses of all parameters; None if a tensor class has none.
+        dtype: Of the first parameter.
+        dtypes: Of all parameters that our operations read.
+        transposable: Indices of parameters with two equal sizes, and whether each is contiguous. Transposed, such a
+            parameter keeps its address and its shape.
+        key: Their part of the key of a spec: all dtypes, and which modules are called.
+        mixed: Why kernels cannot read them without autocast, which casts them to one dtype; None for one dtype.
+    """
+
+    def __init__(
+        self, own: Sequence[nn.Parameter], others: Sequence[nn.Parameter], called: tuple[int, ...], offloaded: bool
+    ) -> None:
+        parameters = [*own, *others]
+        self.indices = list(range(len(parameters)))
+        try:
+            self.pointers: list[int] | None = list(map(Tensor.data_ptr, parameters))
+        except RuntimeError:  # a tensor class without memory
+            self.pointers = None
+        self.dtype = parameters[0].dtype if parameters else torch.float32
+        self.dtypes = frozenset(parameter.dtype for parameter in own)
+        self.contiguous = all(map(Tensor.is_contiguous, parameters))
+        self.transposable = [
+            (index, parameter.is_contiguous())
+            for index, parameter in enumerate(parameters)
+            if len(set(parameter.shape)) < parameter.dim()
+        ]
+        self.nbytes = sum(parameter.nbytes for parameter in parameters)
+        dtypes = enumerate(parameter.dtype for parameter in parameters)
+        self.key = frozenset([*dtypes, ("own", len(own)), ("called", called)])  # a frozenset computes its hash once
+        self.mixed: str | None = None
+        if len(self.dtypes) > 1:
+            self.mixed = f"parameters of several dtypes ({', '.join(sorted(map(str, self.dtypes)))})"
+        self.reasons: list[str] = []
+        if self.mixed and not self.dtypes <= _CAST_BY_AUTOCAST:
+            self.reasons.append(self.mixed)
+        names = sorted({type(parameter).__name__ for parameter in own if type(parameter) is not nn.Parameter})
+        if names:
+            self.reasons.append(f"parameters of a class of their own ({', '.join(names)})")
+        if hasattr(next(iter(parameters), None), "ds_id"):
+            self.reasons.append("DeepSpeed ZeRO-3 gathers the weights of a module when it is called")
+        if offloaded and len({parameter.device for parameter in parameters}) > 1:
+            self.reasons.append("parameters on several devices")
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, WeightMemory)
+            and self.pointers is not None
+            and (self.pointers, self.dtype, self.contiguous, self.nbytes, self.key)
+            == (other.pointers, other.dtype, other.contiguous, other.nbytes, other.key)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class Reading(Protocol):
-    """A tower as it was read. Attributes are those of `tower.snapshot.Snapshot`."""
+    """A tower as it was read: see `tower.snapshot.Snapshot`."""
 
     parts: Parts
     geometry: Geometry
@@ -47,20 +105,11 @@ class Reading(Protocol):
     called_linears: list[nn.Module]
     parameter_dicts: list[dict[str, Any]]
 
-    def buffers(self) -> list[Tensor]:
-        """Return every buffer as it is now."""
-
-    def called_memory(self) -> object:
-        """Return what third-party linears hold: the same object until they hold another tensor."""
-
-    def is_trained(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Return whether a parameter requires a gradient."""
-
-    def in_training_mode(self) -> bool:
-        """Return whether a module inside is in training mode."""
-
-    def holds_plain_tensors(self) -> bool:
-        """Return whether a module holds a tensor that is neither parameter nor buffer."""
+    def buffers(self) -> list[Tensor]: ...
+    def called_memory(self) -> object: ...
+    def is_trained(self, parameters: Sequence[nn.Parameter]) -> bool: ...
+    def in_training_mode(self) -> bool: ...
+    def holds_plain_tensors(self) -> bool: ...
 
 
 class PassDone(NamedTuple):
@@ -104,7 +153,6 @@ class FastPlan:
     """The decisions about a call that runs our operations.
 
     Attributes:
-        weights: Their addresses, dtypes and sizes.
         checkpoints: By layer, None for a layer that keeps what its gradient needs.
         called: The blocks that run by their own call, by the index of the layer.
         outputs_require_grad: Whether the outputs of a frozen tower must require gradients.
@@ -114,7 +162,7 @@ class FastPlan:
     inputs: Inputs
     reading: Reading
     parameters: Sequence[nn.Parameter]
-    weights: Weights
+    weights: WeightMemory
     spec: Spec
     checkpoints: Sequence[Checkpoint | None]
     called: Mapping[int, CalledBlock] = field(default_factory=dict)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from hf_vit_accel import machine
 from hf_vit_accel.config import ReuseConfig
-from hf_vit_accel.engine.call import Batch, Encode, Reading, Weights
+from hf_vit_accel.engine.call import Batch, Encode, Reading, WeightMemory
 from hf_vit_accel.engine.inputs import HostGrid
 from hf_vit_accel.layout import Grid, settle, to_device
 from hf_vit_accel.machine import KERNELS, LRU, autocast_dtype, guarded, keep_in_children, reasons_untraceable
@@ -159,7 +159,7 @@ class Reuse:
         self,
         reading: Reading,
         parameters: list[nn.Parameter],
-        weights: Weights,
+        weights: WeightMemory,
         no_kernels: str | None,
         pixels_TP: Tensor,
         grid_N3: Tensor,
@@ -213,7 +213,7 @@ class Reuse:
         return Repeats(sizes=sizes, unmet=unmet, sources=sources, bits=bits, keys=keys)
 
     def _weights_to_sum(
-        self, reading: Reading, parameters: list[nn.Parameter], weights: Weights
+        self, reading: Reading, parameters: list[nn.Parameter], weights: WeightMemory
     ) -> tuple[list[Tensor], list[str]]:
         """Return all parameters and buffers, whose checksum keys kept features; or none, and why none are kept."""
         is_trained = reading.unpredictable is not None or reading.is_trained(parameters)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -23,7 +24,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from hf_vit_accel.engine import inputs
-from hf_vit_accel.engine.call import Attempt, Batch, FastPlan
+from hf_vit_accel.engine.call import Attempt, Batch, FastPlan, WeightMemory
 from hf_vit_accel.engine.encoder import CalledBlock, checkpoints_of
 from hf_vit_accel.families import Family, Tower
 from hf_vit_accel.families.copies import CopyFamily
@@ -33,7 +34,7 @@ from hf_vit_accel.tower import fsdp, proof, stock_way
 from hf_vit_accel.tower.attention import reasons_custom_attention
 from hf_vit_accel.tower.differences import CallDtypes
 from hf_vit_accel.tower.slots import name_of
-from hf_vit_accel.tower.snapshot import HOOKS, Snapshot, WeightMemory, is_inert
+from hf_vit_accel.tower.snapshot import HOOKS, Snapshot, is_inert
 from hf_vit_accel.tower.state import STATE, SpecKey, TowerState, state_of
 from hf_vit_accel.tower.stock_way import StockPlan, Way
 from hf_vit_accel.versions import POPPED
@@ -373,7 +374,8 @@ def decide(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) ->
         return _decide_stock(state, reasons.stock)
     parameters, weights = reasons.parameters, reasons.weights
     read_grid = None
-    if state.read_grid is not None and not (reasons.hidden_states or reasons.hooked_parts or state.is_warming):
+    is_warming = state.warming == threading.get_ident()
+    if state.read_grid is not None and not (reasons.hidden_states or reasons.hooked_parts or is_warming):
         read_grid = partial(state.read_grid, snapshot, parameters, weights, state.faults.get(KERNELS))
     call = inputs.read(snapshot.expected, read_grid, *args, **kwargs)
     if call is None:

@@ -80,7 +80,6 @@ def _wrap_routing(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_correct_attn_implementation(
         self: Model, requested_attention: str | None, *args: object, **kwargs: object
     ) -> str | None:
-        unknown.warn(beside=self.config)
         if not is_ours(requested_attention):
             if is_ours(getattr(getattr(self.config, "vision_config", None), "_attn_implementation", None)):
                 _notify_model(self, True)

@@ -15,10 +15,10 @@ from operator import attrgetter, itemgetter, methodcaller
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 from hf_vit_accel.backends import Request
+from hf_vit_accel.engine.call import WeightMemory
 from hf_vit_accel.engine.inputs import Expected
 from hf_vit_accel.engine.route import Spec
 from hf_vit_accel.families import Family, Parts, Tower
@@ -38,80 +38,11 @@ from hf_vit_accel.watch import Watch, attributes_of, watch_called
 HOOKS = tuple(map(itemgetter, ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")))
 # Only CUDA builds have it. `data_ptr` takes 25 us for 400 parameters, five times as long.
 _SAME_POINTERS: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
-_CAST_BY_AUTOCAST = {torch.bfloat16, torch.float16, torch.float32}
 _PLACE = attrgetter("device", "dtype")
 _REQUIRES_GRAD = attrgetter("requires_grad")
 # No tower has any of these: people add them to fine-tune. They behave otherwise in training, or at every call.
 _RANDOM_OR_STATEFUL = nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase
 _COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
-
-class WeightMemory:
-    """Addresses, dtypes and sizes of a tower's parameters. It holds none of the parameters.
-
-    Two that are equal were made of parameters at the same addresses, perhaps by two readings of one tower.
-
-    Args:
-        own: Those that our operations read.
-        others: Those of adapters and called modules.
-        called: The ids of the dictionaries that hold the others.
-
-    Attributes:
-        pointers: The addresses of all parameters; None if a tensor class has none.
-        dtype: Of the first parameter.
-        dtypes: Of all parameters that our operations read.
-        contiguous: Whether every parameter is contiguous.
-        transposable: Indices of parameters with two equal sizes, and whether each is contiguous. Transposed, such a
-            parameter keeps its address and its shape.
-        nbytes: Their bytes in all.
-        key: Their part of the key of a spec: all dtypes, and which modules are called.
-        reasons: Why kernels cannot read them.
-        mixed: Why kernels cannot read them without autocast, which casts them to one dtype; None for one dtype.
-    """
-
-    def __init__(
-        self, own: Sequence[nn.Parameter], others: Sequence[nn.Parameter], called: tuple[int, ...], offloaded: bool
-    ) -> None:
-        parameters = [*own, *others]
-        self.indices = list(range(len(parameters)))
-        try:
-            self.pointers: list[int] | None = list(map(Tensor.data_ptr, parameters))
-        except RuntimeError:  # a tensor class without memory
-            self.pointers = None
-        self.dtype = parameters[0].dtype if parameters else torch.float32
-        self.dtypes = frozenset(parameter.dtype for parameter in own)
-        self.contiguous = all(map(Tensor.is_contiguous, parameters))
-        self.transposable = [
-            (index, parameter.is_contiguous())
-            for index, parameter in enumerate(parameters)
-            if len(set(parameter.shape)) < parameter.dim()
-        ]
-        self.nbytes = sum(parameter.nbytes for parameter in parameters)
-        dtypes = enumerate(parameter.dtype for parameter in parameters)
-        self.key = frozenset([*dtypes, ("own", len(own)), ("called", called)])  # a frozenset computes its hash once
-        self.mixed: str | None = None
-        if len(self.dtypes) > 1:
-            self.mixed = f"parameters of several dtypes ({', '.join(sorted(map(str, self.dtypes)))})"
-        self.reasons: list[str] = []
-        if self.mixed and not self.dtypes <= _CAST_BY_AUTOCAST:
-            self.reasons.append(self.mixed)
-        names = sorted({type(parameter).__name__ for parameter in own if type(parameter) is not nn.Parameter})
-        if names:
-            self.reasons.append(f"parameters of a class of their own ({', '.join(names)})")
-        if hasattr(next(iter(parameters), None), "ds_id"):
-            self.reasons.append("DeepSpeed ZeRO-3 gathers the weights of a module when it is called")
-        if offloaded and len({parameter.device for parameter in parameters}) > 1:
-            self.reasons.append("parameters on several devices")
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (
-            isinstance(other, WeightMemory)
-            and self.pointers is not None
-            and (self.pointers, self.dtype, self.contiguous, self.nbytes, self.key)
-            == (other.pointers, other.dtype, other.contiguous, other.nbytes, other.key)
-        )
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 def _is_called(module: nn.Module, known: Collection[type]) -> bool:
@@ -162,7 +93,7 @@ class Snapshot:
     geometry: Geometry
     expected: Expected
 
-    def __init__(self, tower: Tower, family: Family, attention: str | None = None) -> None:
+    def __init__(self, tower: Tower, family: Family) -> None:
         exchanged: dict[str, list[nn.Module]] = {}
         if isinstance(family, CopyFamily):
             self.proof = proof.prove_copy(tower, family)
@@ -188,7 +119,7 @@ class Snapshot:
         self._find_unpredictable()
         self.reasons_slow = [] if self.reasons_stock else list(self._find_reasons_slow(tower))
         self._watch_attributes()
-        self._watch_modules(tower, attention, is_of_device=bool(exchanged or self.unpredictable))
+        self._watch_modules(tower, is_of_device=bool(exchanged or self.unpredictable))
 
     def _read_parts(self, tower: Tower, family: Family) -> list[str]:
         """Read the tower's parts, geometry and heads. Return `reasons_stock`; parts may be unread if there are any."""
@@ -349,7 +280,7 @@ class Snapshot:
                     if not isinstance(attributes[name], Tensor):
                         self.watch.read(module, name)
 
-    def _watch_modules(self, tower: Tower, attention: str | None, *, is_of_device: bool) -> None:
+    def _watch_modules(self, tower: Tower, *, is_of_device: bool) -> None:
         """Watch the modules of a tower, its attributes and its config. The tower itself is held weakly.
 
         Args:
@@ -376,8 +307,6 @@ class Snapshot:
         if is_of_device or self.proof.key.device_type != "cpu" or not self.proof.is_verdict:
             complete = [parameters for parameters in self._own if all(value is not None for value in parameters)]
             watch.add("the device or the dtype", _PLACE, next(iter(complete), ()))
-        functions = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
-        watch.add("the registered attention function", functions.get, [attention])
         watch.add("the tower's attribute", partial(attributes_of, weakref.ref(tower)), [names])
         watch.add("the config's field", partial(attributes_of, config_of), [fields])
         watch.remember()

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from hf_vit_accel.backends import Request, Scales, asked_for
 from hf_vit_accel.backends.sdpa import Sdpa
 from hf_vit_accel.config import GraphConfig, Settings
-from hf_vit_accel.engine.call import HIDDEN_STATES_OF_STEP, Attempt, Encode, FastPlan
+from hf_vit_accel.engine.call import HIDDEN_STATES_OF_STEP, Attempt, Encode, FastPlan, WeightMemory
 from hf_vit_accel.engine.inputs import HostGrid
 from hf_vit_accel.engine.route import Route, Routes, Spec
 from hf_vit_accel.families import Family, Tower
@@ -30,9 +28,8 @@ from hf_vit_accel.options.data_parallel import Sharing
 from hf_vit_accel.options.passes import InPasses, OnePass
 from hf_vit_accel.options.reuse import Reuse
 from hf_vit_accel.tower import fsdp, proof
-from hf_vit_accel.tower.attention import attention_name
 from hf_vit_accel.tower.processors import BYTES_UNKNOWN, References
-from hf_vit_accel.tower.snapshot import Snapshot, WeightMemory
+from hf_vit_accel.tower.snapshot import Snapshot
 
 STATE = "_hf_vit_accel"
 HOOKS = "_hf_vit_accel_hooks"
@@ -77,7 +74,6 @@ class TowerState:
         rebuilds: How often the tower was read, and built, again because it changed.
         rebuild_reason: Why it was last.
         asked_for: The backend that an option asks for, beside `attention`; None for none.
-        keeps_attention: Whether an attention function that the user registers is kept.
         processors: Those that leave rescaling and normalising to the tower.
         has_checked_bytes: Whether the pixels of a call were looked at.
     """
@@ -87,8 +83,6 @@ class TowerState:
         self.settings = settings
         self.former_name = former_name
         self.former_forward: Callable[..., object] | None = None
-        self.keeps_attention = False
-        self._attention_function = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.get(former_name)
 
         self.fast_calls = 0
         self.stock_calls = 0
@@ -146,14 +140,12 @@ class TowerState:
         return encode
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("family", "settings", "former_name", "former_forward", "keeps_attention")
+        names = ("family", "settings", "former_name", "former_forward")
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["family"], state["settings"], former_name=state["former_name"])  # type: ignore[misc]
         self.former_forward = state["former_forward"]
-        self.keeps_attention = state["keeps_attention"]
-        self._attention_function = None  # another process may have registered another
 
     def pixel_values(self, tower: Tower, pixels: Tensor) -> Tensor:
         """Return the pixel values of a call whose processor may leave them to the tower.
@@ -203,8 +195,7 @@ class TowerState:
             if not all(reading.can_return() for reading in readings):
                 self.drop_caches()
                 readings = ()
-            self.follow_attention(tower)
-            snapshot = Snapshot(tower, self.family, self.former_name)
+            snapshot = Snapshot(tower, self.family)
             for reason in snapshot.reasons_slow:
                 if reason != snapshot.proof.why_not_fast:  # of which `warn_stock` tells more
                     proof.warn_once(f"{fsdp.class_of(tower).__name__} stays stock: {reason}.")
@@ -217,18 +208,6 @@ class TowerState:
         self.earlier = tuple(reading for reading in readings if reading is not snapshot)[:_EARLIER_READINGS]
         self.last_snapshot = snapshot
         return snapshot
-
-    def follow_attention(self, tower: Tower) -> None:
-        """Give a tower the attention name that `patch` would give it now.
-
-        Its former name may stand for a function of the user's that was registered, or replaced, after `patch`.
-        """
-        function = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.get(self.former_name)
-        if function is self._attention_function:
-            return
-        self._attention_function = function
-        if self.keeps_attention and tower.config._attn_implementation in (*proof.NAMES, self.former_name):
-            tower.config._attn_implementation_internal = attention_name(tower, self.settings, self.former_name)
 
     def _build(self, snapshot: Snapshot, weights: WeightMemory, request: Request, hooked_parts: frozenset[int]) -> Ops:
         """Build the operations for weights and rows of these dtypes on this device."""
@@ -321,11 +300,6 @@ class TowerState:
         """Raise FallbackError for a call that would go the stock way, under `strict` or with a score_mod."""
         if self.why_raised is not None:
             raise_if_any(reasons, because=self.why_raised)
-
-    @property
-    def is_warming(self) -> bool:
-        """Whether this thread runs `warmup`."""
-        return self.warming == threading.get_ident()
 
     def disable(self, faults_at_call: dict[str, str], faults: dict[str, str], fault: Fault) -> None:
         """Disable the backend or kernel that failed, so that the next attempt goes without; else raise its error.

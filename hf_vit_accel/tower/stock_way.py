@@ -104,7 +104,6 @@ def decide_attention(tower: Tower, state: TowerState, args: tuple[object, ...], 
     Raises:
         FallbackError: The call would not get what was asked for, under `strict`.
     """
-    state.follow_attention(tower)
     if state.popped is None:
         state.popped = versions.popped_by(names_of_forwards({type(module) for module in tower.modules()}))
         state.routes.allow(sum(parameter.nbytes for parameter in tower.parameters()))

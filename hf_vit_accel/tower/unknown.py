@@ -1,7 +1,7 @@
 """Vision towers of an unknown class that were loaded by one of our names: a warning says that they stay stock.
 
 A model with the config of a tower is a wrapper around one, or an unknown tower. While it is made there is nothing
-inside: it is too early to say. So it is noted, and looked at when the next model is made, or at its first attention.
+inside: it is too early to say. So it is noted, and looked at when a stock tower attends by one of our names.
 """
 
 from __future__ import annotations
@@ -20,17 +20,9 @@ def note(model: Model) -> None:
     _NOTED[id(model)] = model
 
 
-def warn(beside: object = None) -> None:
-    """Warn once per class of noted models in which no known tower was made.
-
-    Args:
-        beside: The config of a model that is made now. A noted model that shares it may still be under construction.
-    """
-    if not _NOTED:
-        return
+def warn() -> None:
+    """Warn once per class of noted models in which no known tower was made."""
     for key, model in list(_NOTED.items()):
-        if model.config is beside:
-            continue
         del _NOTED[key]
         if model.config._attn_implementation in NAMES and not any(find_towers(model)):
             name = type(model).__name__

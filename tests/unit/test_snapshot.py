@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,8 +10,6 @@ import torch
 from support.towers import ONE_TOWER
 from tiny import GRIDS, TINY, assert_close, relative_error, run_tower, tower_of
 from torch import nn
-from transformers import AttentionInterface, modeling_utils
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_vit_accel
 from hf_vit_accel import ReuseConfig
@@ -24,60 +21,6 @@ GRID = GRIDS["mixed"]
 @pytest.fixture(params=ONE_TOWER)
 def tower(request: pytest.FixtureRequest) -> nn.Module:
     return tower_of(TINY[request.param].build())
-
-
-# --- attention functions --------------------------------------------------------------------------------------------
-
-
-def half(module: nn.Module, *args: object, **kwargs: object) -> tuple[torch.Tensor, None]:
-    """Halve the attention, as a function of the user does."""
-    return sdpa_attention_forward(module, *args, **kwargs)[0] * 0.5, None
-
-
-Register = Callable[[str, Callable[..., object]], None]
-
-
-@pytest.fixture
-def register(monkeypatch: pytest.MonkeyPatch) -> Register:
-    """Return the function that registers an attention, undone after the test."""
-    functions = modeling_utils.ALL_ATTENTION_FUNCTIONS._global_mapping
-    monkeypatch.setitem(functions, "sdpa", functions["sdpa"])
-    return AttentionInterface.register
-
-
-def test_an_attention_registered_after_patch_is_kept(tower: nn.Module, register: Register) -> None:
-    """The tower stays stock while a function of the user is registered, as if it had been there before."""
-    stock = copy.deepcopy(tower)
-    expected = run_tower(stock, GRID)
-    hf_vit_accel.patch(tower)
-    run_tower(tower, GRID)
-    register("sdpa", half)
-    halved = run_tower(stock, GRID)
-    assert relative_error(halved[0], expected[0]) > 0.01, "the change matters"
-    assert_close(run_tower(tower, GRID), halved, 0.0)
-    status = hf_vit_accel.status(tower).towers[0]
-    assert (status.calls, status.stock_calls) == (1, 1)
-    assert "the attention 'sdpa' is a function of your own" in status.against_fast[0]
-    register("sdpa", sdpa_attention_forward)
-    assert_close(run_tower(tower, GRID), expected)
-    assert state_of(tower).fast_calls == 2
-    register("sdpa", half)
-    hf_vit_accel.unpatch(tower)
-    assert tower.config._attn_implementation == "sdpa"
-    assert_close(run_tower(tower, GRID), halved, 0.0)
-
-
-@pytest.mark.parametrize("way", ["backend", "set_attn_implementation"])
-def test_a_named_attention_replaces_one_registered_later(tower: nn.Module, register: Register, way: str) -> None:
-    expected = run_tower(tower, GRID)
-    if way == "backend":
-        hf_vit_accel.patch(tower, attention="flex")
-    else:
-        tower.set_attn_implementation("flash_vit_auto")
-    run_tower(tower, GRID)
-    register("sdpa", half)
-    assert_close(run_tower(tower, GRID), expected)
-    assert state_of(tower).fast_calls == 2
 
 
 def test_an_attention_that_the_user_sets_is_not_taken_back(tower: nn.Module) -> None:
