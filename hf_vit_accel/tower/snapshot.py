@@ -2,7 +2,7 @@
 
 The fast path computes what blocks, norms and attention compute, without calling them: it would skip a hook on a module.
 A `Snapshot` reads the tower once. Every call compares the tower with it. Reasons are lists of sentences, empty where
-there is none. `checks` adds those of a call.
+there is none. `forward.reasons_of` adds those of a call.
 """
 
 from __future__ import annotations
