@@ -8,6 +8,7 @@ write keys and values to the slots of a decode step.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -114,9 +115,9 @@ class PackedPrompt:
                 "weights on several devices": any(x.device != weight.device for x in reading.text.parameters()),
             }
         )
+        self._model = model
         self._reading = reading
         self._columns = columns
-        self._model = _Standin(model, model=_Standin(model.model, language_model=self._text))
         config = reading.text.config
         shape = 0, config.num_key_value_heads, 0, reading.text.layers[0].self_attn.head_dim
         self.cache = SimpleNamespace(layers=[DynamicLayer() for _ in reading.text.layers])
@@ -131,13 +132,15 @@ class PackedPrompt:
             inputs: Stock's inputs of a group; the last column is no padding.
             rows: The group's rows in the room.
         """
-        self._room = room
-        self._rows = rows
-        logits_G1V: Tensor = self._model(**inputs, return_dict=True).logits
+        text = partial(self._text, rows, room)  # no attribute: a cycle of references would keep the room
+        model = _Standin(self._model, model=_Standin(self._model.model, language_model=text))
+        logits_G1V: Tensor = model(**inputs, return_dict=True).logits
         return logits_G1V[:, -1:]
 
     def _text(
         self,
+        rows_of_group: Sequence[int],
+        room: Room,
         *,
         inputs_embeds: Tensor,
         position_ids: Tensor,
@@ -150,8 +153,8 @@ class PackedPrompt:
         refuse({f"the argument {name} of the text model": not isinstance(x, bool | None) for name, x in others.items()})
         mask_GC = inputs_embeds.new_ones(inputs_embeds.shape[:2]) if attention_mask is None else attention_mask
         rows = PackedRows(mask_GC)
-        rows_T = torch.tensor(self._rows, device=mask_GC.device)[rows.rows_T]
-        slots = self._room.slots_of(rows_T, rows.columns_T + self._columns - mask_GC.shape[1])
+        rows_T = torch.tensor(rows_of_group, device=mask_GC.device)[rows.rows_T]
+        slots = room.slots_of(rows_T, rows.columns_T + self._columns - mask_GC.shape[1])
         deepstack = visual_pos_masks, deepstack_visual_embeds
         hidden_1TE = rows.run(self._reading, inputs_embeds, position_ids, deepstack, slots=slots)
         last_G1E = norm(self._reading.text.norm, hidden_1TE[0, rows.attend.last_G]).unsqueeze(1)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +25,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_vit_accel import graphed_decoding, patch, status
 from hf_vit_accel.decoding import layers, loop, prefill, step
 from hf_vit_accel.decoding.prefill import plan_groups
-from hf_vit_accel.decoding.steps import steps_of
+from hf_vit_accel.decoding.steps import free_steps, steps_of
 
 GRIDS = [(1, 4, 4), (1, 4, 8), (1, 8, 8), (1, 4, 12), (2, 4, 4)]
 """Pictures, and a video."""
@@ -265,6 +267,26 @@ def test_stock_goes_on_where_rows_share_an_axis(family: str) -> None:
 
 
 @pytest.mark.usefixtures("way")
+def test_the_room_of_a_call_goes_with_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may take half of a GPU's memory, which Python's collector does not know."""
+    model = TINY["qwen3_vl"].build()
+    rooms = []
+    make = loop.Room.__init__
+    monkeypatch.setattr(loop.Room, "__init__", lambda room, *args: rooms.append(weakref.ref(room)) or make(room, *args))
+    inputs = joined([tiny.chat_inputs(model, [grid]) for grid in GRIDS[:4]])
+    gc.collect()
+    gc.disable()
+    try:
+        for tokens in (1, 20):
+            model.generate(**inputs, max_new_tokens=tokens, min_new_tokens=tokens, custom_generate=graphed_decoding)
+            alive = {id(room) for room in (reference() for reference in rooms) if room is not None}
+            assert alive == {id(step.room) for step in steps_of(model).kept.values()}
+        free_steps(model)
+        assert rooms and not any(reference() for reference in rooms)
+    finally:
+        gc.enable()
+
+
 def test_one_token_is_computed_in_groups() -> None:
     model = TINY["qwen2_5_vl"].build()
     compare(model, batch(model, random.Random(8), 9), max_new_tokens=1)
