@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from packaging.version import Version
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, GenerationMixin
 from transformers.cache_utils import DynamicLayer
+from transformers.generation import utils as generation_utils
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -53,6 +55,10 @@ _MOST_PROOFS = 32
 """Proofs of packed prompts that are remembered: their keys name every weight."""
 _RESERVE = 128
 """Slots for tokens to come that a new cache has at least. Where it is full, a larger one takes over."""
+_STOP_CHECK = "DeferredStopCheck"
+"""transformers' check whether all rows have ended, which looks at the step before. It is for "mps" alone there."""
+_RUNS_AHEAD_ON = ("cuda",)
+"""Devices on which greedy calls take it: the host queues a step while the device computes the last one."""
 
 
 def slots_after(length: int, due: int) -> int:
@@ -136,7 +142,8 @@ def graphed_decoding(
         _check(input_ids, generation_config, model_kwargs, of_generate, synced_gpus)
         with steps.locked_for_call(max_graphs, max_bytes), torch.no_grad():
             loop = _ModelInLoop(model, steps, generation_config.max_length, input_ids.shape[1])
-            return loop.finish(method(loop, input_ids, **arguments, streamer=streamer))
+            sample = method if streamer is not None else _without_waits(method, input_ids, arguments)
+            return loop.finish(sample(loop, input_ids, **arguments, streamer=streamer))
     except UnservedError as error:
         steps.stock_reasons[str(error)] += 1
     except torch.OutOfMemoryError as error:
@@ -194,6 +201,33 @@ def _check(
         f"a device of type {input_ids.device.type}": input_ids.device.type not in ("cpu", "cuda"),
     }
     refuse(reasons)
+
+
+def _without_waits(method: Callable[..., Any], input_ids: Tensor, arguments: Arguments) -> Callable[..., Any]:
+    """Return transformers' loop, where possible with its deferred check of the end instead of a wait in every step.
+
+    Such a loop takes one step more than it returns, so it is for greedy calls: a sample would take a random number
+    more. Nor does code of the user's see that step. The loop is transformers' function with one other global.
+    """
+    config = arguments["generation_config"]
+    others = *arguments["logits_processor"], *arguments["stopping_criteria"]
+    is_possible = (
+        method is GenerationMixin._sample
+        and hasattr(generation_utils, _STOP_CHECK)
+        and input_ids.device.type in _RUNS_AHEAD_ON
+        and not (config.do_sample or config.return_dict_in_generate)
+        and all(type(each).__module__.startswith("transformers.") for each in others)
+    )
+    if not is_possible:
+        return method
+
+    class OnOurDevices(getattr(generation_utils, _STOP_CHECK)):  # type: ignore[misc]
+        @staticmethod
+        def is_supported(*_: object, **__: object) -> bool:
+            return True
+
+    names = method.__globals__ | {_STOP_CHECK: OnOurDevices}
+    return FunctionType(method.__code__, names, method.__name__, method.__defaults__)
 
 
 class _ModelInLoop:

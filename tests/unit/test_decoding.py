@@ -8,6 +8,7 @@ import pickle
 import threading
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,12 +28,13 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
+from transformers.generation import utils as generation_utils
 from transformers.generation.streamers import BaseStreamer, TextIteratorStreamer
 
 import hf_vit_accel
 from hf_vit_accel import graphed_decoding
 from hf_vit_accel.decoding import loop as decoding
-from hf_vit_accel.decoding.step import CACHE
+from hf_vit_accel.decoding.step import CACHE, DecodeStep
 from hf_vit_accel.decoding.steps import steps_of
 
 ALL_OUTPUTS: dict[str, Any] = dict(return_dict_in_generate=True, output_scores=True, output_logits=True)
@@ -169,6 +171,55 @@ def test_rows_end_by_themselves(model: Any) -> None:
     ours = both(model, inputs, max_new_tokens=24, eos_token_id=ends, **ALL_OUTPUTS)
     lengths = [int((row != 2).sum()) for row in ours.sequences]
     assert len(set(lengths)) > 1
+
+
+@pytest.fixture
+def runs_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the CPU queue a step before it knows whether the last one was the end, as a GPU does."""
+    if not hasattr(generation_utils, decoding._STOP_CHECK):
+        pytest.skip("this transformers waits for every step")
+    done = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+    monkeypatch.setattr(torch, "Event", lambda **_: done)
+    monkeypatch.setattr(decoding, "_RUNS_AHEAD_ON", ("cpu",))
+
+
+@both_ways
+@pytest.mark.usefixtures("runs_ahead")
+def test_a_step_too_many_leaves_no_trace(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = []
+    call = DecodeStep.__call__
+    monkeypatch.setattr(DecodeStep, "__call__", lambda step, ids: steps.append(step) or call(step, ids))
+    inputs = text([5, 6, 7, 8], [9, 4, 3, 3], [11, 12, 13, 14])
+    free = both(model, inputs, max_new_tokens=24, min_new_tokens=24)
+    assert len(steps) == 23, "the last token is known in advance"
+    ends = [int(free[row, 4 + 5 * row + 3]) for row in range(3)]
+    ours = both(model, inputs, max_new_tokens=24, eos_token_id=ends)
+    new_tokens = ours.shape[1] - 4
+    assert new_tokens < 24 and len(steps) == 23 + new_tokens, "the first token takes no step; one step is too many"
+
+
+@both_ways
+@pytest.mark.usefixtures("runs_ahead")
+def test_random_numbers_and_code_of_the_user_see_no_step_too_many(model: Any) -> None:
+    calls = []
+
+    class Counting(LogitsProcessor):
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            calls.append(input_ids.shape)
+            return scores
+
+    inputs = text([5, 6, 7, 8], [9, 4, 3, 3])
+    free = both(model, inputs, max_new_tokens=24, min_new_tokens=24)
+    ends = [int(free[row, 4 + 5 * row + 3]) for row in range(2)]
+    both(model, inputs, max_new_tokens=24, eos_token_id=ends, do_sample=True)  # compares generators, too
+    ours = both(
+        model,
+        inputs,
+        max_new_tokens=24,
+        eos_token_id=ends,
+        make_logits_processor=lambda: LogitsProcessorList([Counting()]),
+    )
+    assert len(calls) == 2 * (ours.shape[1] - 4)
 
 
 @both_ways

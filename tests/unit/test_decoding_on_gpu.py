@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +34,27 @@ def test_replays_give_the_tokens_and_logits_of_stock(family: str) -> None:
             both(model, on_gpu(inputs), max_new_tokens=20, do_sample=True, num_return_sequences=2)
     assert not counts_of(model).reasons
     assert all(step.replay is not None for step in steps_of(model).kept.values())
+
+
+def test_greedy_calls_do_not_wait_for_their_steps() -> None:
+    """Rows end by themselves, and the waits of a call do not grow with its tokens."""
+    model = TINY["qwen2_5_vl"].build().cuda()
+    inputs = on_gpu(tiny.left_padded(model))
+    rows, columns = inputs["input_ids"].shape
+    free = both(model, inputs, max_new_tokens=40, min_new_tokens=40)
+    ends = [int(free[row, columns + 8 + 5 * row]) for row in range(rows)]
+    both(model, inputs, max_new_tokens=40, eos_token_id=ends)
+    waits = []
+    for tokens in (20, 40):
+        options = dict(max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
+        both(model, inputs, **options)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            model.generate(**inputs, **options, custom_generate=graphed_decoding)
+            torch.cuda.set_sync_debug_mode("default")
+        waits.append(Counter(f"{Path(wait.filename).name}:{wait.lineno}" for wait in caught))
+    assert not waits[1] - waits[0]
 
 
 def test_weights_that_move_or_change_between_replays() -> None:
