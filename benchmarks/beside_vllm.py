@@ -10,6 +10,7 @@ and decode greedily, without an end. A side runs every job once to warm up; then
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -180,10 +181,11 @@ def jobs_of_ours(model: str, folder: Path, pictures: Sequence[Path]) -> dict[str
             text=[text] * len(images), images=list(images), padding=True, return_tensors="pt", device="cuda"
         )
         length = inputs["input_ids"].shape[1]
+        config = copy.deepcopy(full_size.generation_config)
+        config.update(max_new_tokens=tokens, do_sample=False)
         output = full_size.generate(
             **inputs.to("cuda", dtype=torch.bfloat16),
-            max_new_tokens=tokens,
-            do_sample=False,
+            generation_config=config,
             custom_generate=hf_vit_accel.graphed_decoding,
         )
         assert output.shape[1] == length + tokens

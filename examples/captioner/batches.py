@@ -1,13 +1,17 @@
-"""Measure items by their headers, and pack them into batches."""
+"""Measure items by their headers, pack them into batches, and join the inputs of parts of a batch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
+from torch.nn import functional
 from transformers import ProcessorMixin
 
 from captioner.items import Item, open_item
@@ -15,13 +19,9 @@ from captioner.pictures import upright_size
 from captioner.processors import vision_tokens
 
 _VIDEO_TOKENS = 8192  # assumed for a video before it is decoded, which is a batch of its own
-_FIRST_ITEMS = 32
-"""Items of the first batch, for which the model waits. They are of all sizes, so the next one is decoded meanwhile."""
-_SHORT = 64
-"""Most new tokens for which a small first batch pays: its steps of decoding cost as much as a large one's."""
 _PROMPT_TOKENS = 256  # assumed for the text of a prompt
-_SPARE_SLOTS = 1.25
-"""The slots of a cache are rounded up by at most a quarter."""
+_SPARE_SLOTS = 1.25  # the slots of a cache are rounded up by at most a quarter
+Inputs = dict[str, Any]  # of the model: tensors by name
 _READERS = 16  # threads, which mostly wait for the file system
 
 
@@ -90,22 +90,12 @@ class Bounds:
 
 
 def pack(tasks: Sequence[Task], bounds: Bounds) -> Iterator[list[Task]]:
-    """Pack tasks into batches within the bounds at that time: a small one, then all others, the longest first.
+    """Pack tasks into batches within the bounds at that time, the longest first.
 
     One item alone may exceed them. All items of a batch have the same prompts. A video stands alone.
     """
-    others = sorted(tasks, key=lambda task: (task.prompts, -task.tokens, task.item.key))
-    if 0 < bounds.new_tokens <= _SHORT and len(others) > _FIRST_ITEMS:
-        stride = -(-len(others) // _FIRST_ITEMS)
-        yield from _packed(others[::stride], bounds)
-        del others[::stride]
-    yield from _packed(others, bounds)
-
-
-def _packed(tasks: Sequence[Task], bounds: Bounds) -> Iterator[list[Task]]:
-    """Pack tasks, sorted, into batches."""
     batch: list[Task] = []
-    for task in tasks:
+    for task in sorted(tasks, key=lambda task: (task.prompts, -task.tokens, task.item.key)):
         has_video = task.item.kind == "video" or (batch and batch[0].item.kind == "video")
         if batch and (has_video or task.prompts != batch[0].prompts or not bounds.hold([*batch, task])):
             yield batch
@@ -113,3 +103,26 @@ def _packed(tasks: Sequence[Task], bounds: Bounds) -> Iterator[list[Task]]:
         batch.append(task)
     if batch:
         yield batch
+
+
+def joined(parts: Sequence[Inputs], padding: int) -> Inputs:
+    """Join the inputs of parts of a batch: tokens are padded to the longest part."""
+    if len(parts) == 1:
+        return parts[0]
+    inputs = {}
+    for name in parts[0]:
+        values = [part[name] for part in parts]
+        if len({value.shape[-1] for value in values}) > 1:
+            columns = max(value.shape[-1] for value in values)
+            fill = padding if name == "input_ids" else 0
+            values = [functional.pad(value, (columns - value.shape[-1], 0), value=fill) for value in values]
+        inputs[name] = _cat(values)
+    return inputs
+
+
+def _cat(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Join tensors, on the CPU if the GPU has no memory for one of them or for all."""
+    if len({value.device for value in values}) == 1:
+        with suppress(torch.OutOfMemoryError):
+            return torch.cat(values)
+    return torch.cat([value.cpu() for value in values])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import sys
 from collections.abc import Callable, Sequence
@@ -28,14 +29,11 @@ from transformers.utils.logging import disable_progress_bar
 from transformers.video_utils import VideoMetadata
 
 import hf_vit_accel
-from captioner.batches import Bounds
+from captioner.batches import Bounds, Inputs, joined
 
 _PIXELS = frozenset({"pixel_values", "pixel_values_videos"})
-_SHARE_OF_MEMORY = 0.7
-"""The part of the free memory for caches, pixels and features of batches. The rest is for forwards and graphs."""
+_SHARE_OF_MEMORY = 0.7  # for caches, pixels and features of batches; the rest is for forwards and graphs
 _SMALLEST = 1e-300  # a uniform sample of 0 has no logarithm
-Inputs = dict[str, Any]
-"""Inputs of the model: tensors by name."""
 
 
 def load_model(model: str, dtype: torch.dtype, device: torch.device, revision: str | None = None) -> PreTrainedModel:
@@ -159,14 +157,15 @@ class Captioner:
                 return inputs
         raise torch.OutOfMemoryError("no memory for the pixels of a batch")
 
-    def send(self, inputs_by_prompt: Sequence[Inputs]) -> list[Inputs]:
-        """Copy the inputs of one batch to the GPU, with one copy of the pixels for all prompts.
+    def send(self, parts_by_prompt: Sequence[Sequence[Inputs]]) -> list[Inputs]:
+        """Join the parts of one batch and copy them to the GPU, with one copy of the pixels for all prompts.
 
         The copy runs from pinned memory beside the work there. If memory is full, the inputs stay where they are.
         """
-        first = inputs_by_prompt[0]
-        pixels = {name: first[name] for name in _PIXELS & first.keys()}
-        shared = [dict(inputs) | pixels for inputs in inputs_by_prompt]
+        with self._own_stream():
+            shared = [joined(parts, self.processor.tokenizer.pad_token_id) for parts in parts_by_prompt]
+        pixels = {name: shared[0][name] for name in _PIXELS & shared[0].keys()}
+        shared = [inputs | pixels for inputs in shared]
         if self._side_stream is None:
             return shared
         with suppress(torch.OutOfMemoryError), self._own_stream():
@@ -244,13 +243,11 @@ class Captioner:
                 samplers.append(TopPLogitsWarper(self.top_p))
             samplers.append(_Sampler(seeds, self.model.device))
         decoding = {} if self.patching is None else {"custom_generate": self._decode()}
-        tokens = self.model.generate(
-            **inputs,
-            **decoding,
-            max_new_tokens=self.max_new_tokens,
-            do_sample=False,
-            logits_processor=samplers,
-        )
+        config = copy.deepcopy(
+            self.model.generation_config
+        )  # without one, `generate` builds a model's config to compare
+        config.update(max_new_tokens=self.max_new_tokens, do_sample=False)
+        tokens = self.model.generate(**inputs, **decoding, generation_config=config, logits_processor=samplers)
         self._may_hold_graphs = self.patching is not None
         new_tokens = tokens[:, inputs["input_ids"].shape[1] :]
         tokenizer = self.processor.tokenizer
@@ -264,13 +261,10 @@ class Captioner:
     def _decode() -> Callable[..., Any]:
         """Return how to generate. The worker halves batches itself; later ones are smaller, too.
 
-        On a GPU the step of a batch is kept, since the next batch often has its size.
+        The step of a batch is kept, since the next batch often has its size.
         """
-        decode = partial(hf_vit_accel.graphed_decoding, halve=False)
-        if not torch.cuda.is_available():
-            return decode
-        _, total = torch.cuda.mem_get_info()
-        return partial(decode, max_graphs=2, max_bytes=int(_SHARE_OF_MEMORY * total))
+        most = int(_SHARE_OF_MEMORY * torch.cuda.mem_get_info()[1]) if torch.cuda.is_available() else None
+        return partial(hf_vit_accel.graphed_decoding, halve=False, max_graphs=2, max_bytes=most)
 
     def free_graphs(self) -> bool:
         """Free the memory that graphs and features hold. Return whether there may have been any since the last time."""

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -23,6 +24,7 @@ from captioner.processors import reduced
 from captioner.progress import Progress
 
 _DECODERS = min(16, os.cpu_count() or 1)  # threads
+_PART = 32  # items that are encoded together, while the next ones are decoded
 _SLACK_ON_GPU = 4.0  # the GPU resizes fast, so only much larger pictures are reduced on the CPU
 _SWITCH_SECONDS = 1e-4  # the model's thread gets the interpreter back after every launch: Python's 5 ms add up
 
@@ -114,8 +116,10 @@ class Worker:
         sys.setswitchinterval(_SWITCH_SECONDS)
 
         def prepare(batch: list[Task]) -> Ready:
-            decoded = pool.map(lambda task: decode(task, processor, resize, for_gpu=on_gpu), batch)
-            return self.prepare(list(decoded))
+            parts = [batch[begin : begin + _PART] for begin in range(0, len(batch), _PART)]
+            read = partial(decode, processor=processor, resize=resize, for_gpu=on_gpu)
+            decoding = [[pool.submit(read, task) for task in part] for part in reversed(parts)]  # small ones come soon
+            return self.prepare([row.result() for row in part] for part in decoding)
 
         begin = perf_counter()
         try:
@@ -126,16 +130,24 @@ class Worker:
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def prepare(self, rows: list[Row]) -> Ready:
-        """Encode the decoded items of a batch, and sort out those that failed."""
-        good = [row for row in rows if not row.failed]
+    def prepare(self, decoded: Iterable[list[Row]]) -> Ready:
+        """Encode the parts of a batch as they are decoded, the last one first, and sort out the items that failed."""
+        encoded = [self._encoded(rows) for rows in decoded][::-1]
+        parts = [inputs for _, inputs in encoded if inputs]
+        rows = [row for rows, _ in encoded for row in rows]
+        return Ready(
+            failed=[row for row in rows if row.failed],
+            rows=[row for row in rows if not row.failed],
+            inputs=self.captioner.send([*zip(*parts, strict=True)]) if parts else [],
+        )
+
+    def _encoded(self, rows: list[Row]) -> tuple[list[Row], list[Inputs]]:
+        """Return the rows of a part, and the inputs of those that did not fail."""
         try:
-            inputs = self._encode(good)
+            return rows, self._encode([row for row in rows if not row.failed])
         except Exception:  # the processor refuses an item, which must not cost the whole batch: find it
             rows = [self._checked(row) for row in rows]
-            good = [row for row in rows if not row.failed]
-            inputs = self._encode(good)
-        return Ready(failed=[row for row in rows if row.failed], rows=good, inputs=inputs)
+            return rows, self._encode([row for row in rows if not row.failed])
 
     def _checked(self, row: Row) -> Row:
         try:
@@ -146,14 +158,10 @@ class Worker:
             return _fail(row, error)
 
     def _encode(self, rows: Sequence[Row]) -> list[Inputs]:
-        """Return the model's inputs of rows, for every prompt, on their way to the GPU."""
+        """Return the model's inputs of rows, for every prompt."""
         media = [row.medium for row in rows if row.medium is not None]
-        if not media:
-            return []
-        inputs = []
-        for index in range(len(rows[0].prompts)):
-            inputs.append(self.captioner.encode(media, [row.prompts[index] for row in rows]))
-        return self.captioner.send(inputs)
+        prompts = zip(*(row.prompts for row in rows), strict=True)
+        return [self.captioner.encode(media, prompts_of_rows) for prompts_of_rows in prompts]
 
     def caption(self, ready: Ready) -> None:
         """Caption a batch that is ready, and write its records."""
@@ -179,7 +187,7 @@ class Worker:
         if not rows:
             return []
         try:
-            return self._generate(rows, inputs or self._encode(rows))
+            return self._generate(rows, inputs or self.captioner.send([[part] for part in self._encode(rows)]))
         except torch.OutOfMemoryError as error:
             failure = error.with_traceback(None)  # a traceback would keep the failed batch's tensors alive
         inputs.clear()  # their pixels are in the memory that is full

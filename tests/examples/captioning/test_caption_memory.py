@@ -221,13 +221,31 @@ def test_tokens_are_those_of_a_call_of_the_processor(processor: ProcessorMixin) 
         assert torch.equal(inputs[name], value) and inputs[name].dtype == value.dtype, name
 
 
+def test_parts_of_a_batch_are_the_batch(processor: ProcessorMixin, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their tokens have the padding of the longest part; where the GPU has no memory, the CPU joins them."""
+    captioner = Captioner(SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32), processor, patching=None)
+    images = [draw(2)[0].resize(size) for size in ((224, 112), (70, 40), (33, 33), (64, 96))]
+    prompts = ["describe this picture .", "is the text above ?", "describe this picture .", "describe ."]
+    expected = captioner.encode(images, prompts)
+    parts = [captioner.encode(images[begin:end], prompts[begin:end]) for begin, end in ((0, 1), (1, 3), (3, 4))]
+    assert len({part["input_ids"].shape[1] for part in parts}) > 1
+    full = Mock(side_effect=[torch.OutOfMemoryError, *[None] * 9])
+    for cat in (torch.cat, lambda values: full() or torch.concatenate(values)):
+        with monkeypatch.context() as patched:
+            patched.setattr(torch, "cat", cat)
+            (joined,) = captioner.send([parts])
+        assert joined.keys() == expected.keys()
+        assert all(torch.equal(joined[name], expected[name]) for name in expected)
+    assert full.call_count == 1 + len(expected)
+
+
 def test_pixels_are_in_the_models_dtype_and_shared_by_prompts(processor: ProcessorMixin) -> None:
     model = load_once(str(MODEL), torch.bfloat16, torch.device("cpu"))
     captioner = Captioner(model, processor, patching=None)
     image = draw(1)[0]
     inputs = [captioner.encode([image], [prompt]) for prompt in ("describe this picture .", "is the text above ?")]
     assert inputs[0]["pixel_values"].dtype == torch.bfloat16
-    sent = captioner.send(inputs)
+    sent = captioner.send([[part] for part in inputs])
     assert sent[0]["pixel_values"] is sent[1]["pixel_values"]
     assert not torch.equal(sent[0]["input_ids"], sent[1]["input_ids"])
     text_inputs = processor(text=[" "], images=None, return_tensors="pt")
@@ -243,7 +261,7 @@ def test_pixels_are_complete_where_texts_find_no_memory(
     monkeypatch.setattr(captioner, "_own_stream", nullcontext)
     monkeypatch.setattr(captioner, "_move", Mock(side_effect=torch.OutOfMemoryError))
     inputs = {"pixel_values": torch.zeros(4, 8), "input_ids": torch.zeros(1, 2)}
-    (sent,) = captioner.send([inputs])
+    (sent,) = captioner.send([[inputs]])
     assert all(sent[name] is inputs[name] for name in inputs)
     captioner._side_stream.synchronize.assert_called_once_with()
 

@@ -40,7 +40,7 @@ def generate(
 ) -> list[list[str]]:
     """Return the captions of the images for every prompt."""
     captions = []
-    for inputs in captioner.send([captioner.encode(images, [prompt] * len(images)) for prompt in prompts]):
+    for inputs in captioner.send([[captioner.encode(images, [prompt] * len(images))] for prompt in prompts]):
         answers = captioner.generate(inputs, range(first_seed, first_seed + len(images)))
         captions.append([caption.text for caption in answers])
     return captions

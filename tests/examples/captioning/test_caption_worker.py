@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from captioner import worker as worker_module
 from captioner.batches import Bounds, Task
 from captioner.items import Item
 from captioner.journal import Journal, Record
@@ -40,8 +41,11 @@ class FakeCaptioner:
             raise IndexError("refused")
         return {"input_ids": red, "prompts": list(prompts)}
 
-    def send(self, inputs: list[Inputs]) -> list[Inputs]:
-        return inputs
+    def send(self, parts_by_prompt: Sequence[Sequence[Inputs]]) -> list[Inputs]:
+        joined = []
+        for parts in parts_by_prompt:
+            joined.append({name: [value for part in parts for value in part[name]] for name in parts[0]})
+        return joined
 
     def vision_tokens(self, inputs: Inputs) -> int:
         return 10 * len(inputs["input_ids"])
@@ -107,6 +111,18 @@ def test_worker_writes_every_record_once(tmp_path: Path, prompts: tuple[str, ...
     counts = PROGRESS[tmp_path].counts
     assert counts == {"items": 45, "failed": 5 * len(prompts), "vision": 400, "text": 80 * len(prompts)}
     assert "45 of 45 items in" in PROGRESS[tmp_path].summary() and "halved" not in PROGRESS[tmp_path].summary()
+
+
+def test_a_batch_of_several_parts_loses_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One part has nothing but unreadable pictures, another has one that the processor refuses."""
+    monkeypatch.setattr(worker_module, "_PART", 1)
+    captioner = FakeCaptioner(refused=(4,))
+    records = work(tmp_path, captioner, 45, ("p", "q"))
+    captions = {(record.key, record.prompt): record.caption for record in records}
+    good = [index for index in range(45) if index % 10 != 1 and index != 4]
+    expected = {(f"{index:03d}.png", prompt): f"{prompt}{index}" for index in good for prompt in ("p", "q")}
+    assert {key: caption for key, caption in captions.items() if caption} == expected
+    assert len(captions) == len(records) == 90 and len(captioner.batches) == 12
 
 
 @pytest.mark.parametrize("max_rows", [1, 5])
