@@ -136,14 +136,14 @@ FAULTS = (
         "engine/inputs.py",
         "if rows != pixels.shape[0]:",
         "if rows < 0:",
-        "tests/unit/test_checks.py " + TOWER,
+        TOWER,
     ),
     Fault(
         "frames that pad a batch count as images",
         "engine/inputs.py",
         "if t or h < 0 or w < 0])",
         "])",
-        "tests/unit/test_checks.py " + TOWER,
+        TOWER,
     ),
     # --- graphs ---
     Fault(
@@ -179,7 +179,7 @@ FAULTS = (
         "graphs/buffers.py",
         "    if parts:\n        shares",
         "    lengths_S[segments.count - 1] += spare_rows\n    if False:\n        shares",
-        "tests/unit/test_budgets.py " + GRAPHS,
+        GRAPHS,
     ),
     Fault(
         "the last tokens of a padded layout are not permuted",
@@ -193,7 +193,7 @@ FAULTS = (
         "graphs/store.py",
         "or self._identities[-1] != identity:",
         "or self._identities[-1]._replace(memory=identity.memory) != identity:",
-        GRAPHS,
+        "tests/integration/test_changes.py",
     ),
     Fault(
         "trained tensors do not make graphs stale",
@@ -470,7 +470,7 @@ FAULTS = (
         "tower/forward.py",
         "    if any(_GLOBAL_HOOKS):",
         "    if False:",
-        "tests/unit/test_checks.py " + CHANGES,
+        CHANGES,
     ),
     Fault(
         "dropout is left out in training",

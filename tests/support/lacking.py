@@ -86,7 +86,6 @@ LACKS = (
         _vision_utils() is None,
         (
             "test_a_stock_tower_under_our_name_is_right_without_plans",
-            "test_offsets_without_a_plan_are_planned_once",
             "test_a_call_that_is_too_long_for_a_backend_goes_to_the_next",
         ),
     ),
@@ -99,7 +98,6 @@ LACKS = (
             "test_features_of_models_with_other_grids_equal_stock",
             "test_states_of_linear_attention_in_inference_mode[replayed",
             "test_half_precision_is_as_exact_as_stock[replayed",
-            "test_a_tower_of_frames_gets_one_row_a_frame",
             "test_under_autocast_a_tower_is_as_stock[torch.bfloat16-PaddleOCRVisionTransformer",
             "test_whatever_module_is_replaced_runs_itself[PaddleOCRVisionTransformer",
         ),
@@ -131,10 +129,8 @@ LACKS = (
             "[ColQwen2ForRetrieval",
             "test_bytes_beyond_the_outputs_are_a_pass_whatever_the_length[qwen2_5_vl",
             "test_flash_attention_2_of_torch",
-            "test_steps_are_captured_when_their_layout_comes_often",
             "test_attentions_of_an_eager_model_are_returned",
             "test_gradients_add_up_once",
-            "test_a_frozen_tower_has_gradients_of_pixels_and_marked_outputs",
         ),
     ),
     Lack(
@@ -145,10 +141,7 @@ LACKS = (
     Lack(
         "Qwen3-VL before transformers 5.9 fails on images without rows, and reads unset memory by other merge sizes",
         _vision_utils() is None,
-        (
-            "test_odd_input_is_replayed[qwen3_vl-padding rows in the grid]",
-            "test_any_attribute_may_change[qwen3_vl-True]",
-        ),
+        ("test_any_attribute_may_change[qwen3_vl-True]",),
     ),
 )
 """Every group."""

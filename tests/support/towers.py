@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import FAMILIES, TINY, Tiny
+from tiny import FAMILIES, TINY, Tiny, tower_of
 
 
 def alike(case: Any, *similar_cases: Any) -> list[Any]:
@@ -59,3 +59,9 @@ both_towers = pytest.mark.parametrize("model", TOWERS, indirect=True)
 def model(request: Any) -> Any:
     """Build a tiny model of a family: of `ONE_TOWER`, or of the test's own parameters."""
     return TINY[request.param].build()
+
+
+@pytest.fixture
+def tower(model: Any) -> Any:
+    """Return the tower of the fixture `model`."""
+    return tower_of(model)

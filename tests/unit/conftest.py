@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from support.ranks import OnRanks, runner
 
 from hf_vit_accel.tower import proof
 
@@ -17,3 +20,9 @@ def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
 def nothing_proven(nothing_said: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget all proofs, too."""
     monkeypatch.setattr(proof, "_PROOFS", {})
+
+
+@pytest.fixture
+def on_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OnRanks:
+    """Return the function that runs a check on a number of ranks, which share every call."""
+    return runner(tmp_path, monkeypatch)

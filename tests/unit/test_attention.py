@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import gc
-import itertools
-import weakref
-
 import pytest
 import torch
 from support.saved import Saved, save
 from support.towers import alike
 from tiny import GRIDS, TINY, assert_close, left_padded, merged_of, outputs_of, pixels_for, run_tower, tower_of
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_vit_accel
-from hf_vit_accel.tower import attention as tower_attention
 from hf_vit_accel.tower.state import state_of
 
 AUTO = "flash_vit_auto"
@@ -53,16 +47,6 @@ def test_the_text_decoder_keeps_its_padding_mask(saved: Saved, way: str) -> None
     assert not torch.allclose(stock(**unmasked).logits[mask], expected[mask], atol=1e-2), "the mask matters here"
 
 
-def test_text_that_slipped_through_the_routing_keeps_its_mask(saved: Saved) -> None:
-    """A text config that was set without transformers' setters still masks its padding."""
-    inputs = left_padded(saved.model)
-    expected = saved.model(**inputs).logits
-    model = saved.load()
-    model.config.text_config._attn_implementation_internal = AUTO
-    mask = inputs["attention_mask"].bool()
-    assert_close([model(**inputs).logits[mask]], [expected[mask]], 1e-5)
-
-
 def test_a_stock_tower_under_our_name_is_right_without_plans(saved: Saved) -> None:
     """A tower with a stock forward may share a config that has our name. Its attention makes its own plans."""
     expected = saved.outputs()
@@ -92,30 +76,6 @@ def test_dropout_is_stock(saved: Saved) -> None:
     assert_close(outputs[2:], outputs[:2])
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize("grad", [False, True])
-def test_fewer_key_heads_than_query_heads(groups: int, grad: bool) -> None:
-    """Compare with stock's sdpa attention, which repeats heads, segment by segment."""
-    module = tower_of(TINY["qwen3_vl"].build()).blocks[0].attn
-    module.num_key_value_groups = groups
-    torch.manual_seed(0)
-    qkv = [torch.randn(1, heads, 24, 16, requires_grad=grad) for heads in (4, 4 // groups, 4 // groups)]
-    offsets = torch.tensor([0, 5, 16, 24], dtype=torch.int32)
-    output, _ = tower_attention.vision_attention(
-        module, *qkv, None, scaling=0.3, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, is_causal=False
-    )
-    segments = []
-    for start, stop in itertools.pairwise(offsets.tolist()):
-        segment = [tensor[:, :, start:stop] for tensor in qkv]
-        segments.append(sdpa_attention_forward(module, *segment, None, scaling=0.3, is_causal=False)[0])
-    expected = torch.cat(segments, dim=1)
-    assert_close([output], [expected])
-    if grad:
-        weights = torch.randn_like(output)
-        gradients = torch.autograd.grad((output * weights).sum(), qkv)
-        assert_close(list(gradients), list(torch.autograd.grad((expected * weights).sum(), qkv)))
-
-
 def test_attentions_of_an_eager_model_are_returned(saved: Saved) -> None:
     """Setting `config.output_attentions` needs the name "eager", so a patched model keeps that name."""
     model = saved.load(attn_implementation="eager")
@@ -134,31 +94,3 @@ def test_attentions_of_an_eager_model_are_returned(saved: Saved) -> None:
         attentions = tower(pixels, grid_thw=grid).attentions
     assert len(attentions) == len(tower.blocks)
     assert_close(list(attentions), list(expected))
-
-
-def test_offsets_without_a_plan_are_planned_once(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
-    grid = [(1, 4, 4), (1, 4, 4)]
-    offsets = torch.tensor([0, 32], dtype=torch.int32)
-    tower = tower_of(saved.load(attn_implementation=AUTO))
-    original = tower_attention._plans_from_device
-    plans: list[object] = []
-
-    def plan_offsets(*args: object) -> object:
-        plans.append(original(*args))
-        return plans[-1]
-
-    monkeypatch.setattr(tower_attention, "_plans_from_device", plan_offsets)
-    expected = run_tower(tower_of(saved.model), grid, cu_seqlens=offsets)
-    assert_close(run_tower(tower, grid, cu_seqlens=offsets), expected)
-    has_windows = type(tower).__name__.startswith("Qwen2_5")  # the windows' offsets alternate with the caller's
-    assert len(plans) == (2 if has_windows else 1), "one for each tensor of offsets, whatever the number of layers"
-    planned = weakref.ref(plans[-1])
-    offsets.copy_(torch.tensor([0, 16]))  # the same tensor with other values is another layout
-    with pytest.raises(ValueError, match="cu_seqlens to rise"):
-        run_tower(tower, grid, cu_seqlens=offsets)
-    offsets.copy_(torch.tensor([0, 32]))
-    assert_close(run_tower(tower, grid, cu_seqlens=offsets), expected)
-    del offsets
-    plans.clear()
-    gc.collect()
-    assert planned() is None, "plans go with their offsets"

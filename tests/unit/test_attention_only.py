@@ -48,10 +48,6 @@ def geometry_of(tower: nn.Module) -> Geometry:
     return family.geometry(tower)
 
 
-def attentions_in(tower: nn.Module) -> list[nn.Module]:
-    return [module for module in tower.modules() if hasattr(module, "is_causal")]
-
-
 def run(tower: nn.Module, *, trained: bool = False, **changed: object) -> list[torch.Tensor]:
     """Return the outputs and, if trained, the gradients of pixels and parameters."""
     arguments = inputs(tower) | changed
@@ -141,53 +137,6 @@ def test_odd_sizes_stay_stock() -> None:
 
 
 @different_towers
-def test_autocast_equals_stock(tower: nn.Module) -> None:
-    stock = copy.deepcopy(tower)
-    hf_vit_accel.patch(tower, strict=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert_close(run(tower), run(stock), 0.02)
-
-
-@typical_towers
-def test_compiled_layers_count_as_stock(tower: nn.Module) -> None:
-    """A compiled layer reads the offsets that it gets. `torch.compile` of the tower runs as without it."""
-    layers = next(module for module in tower.modules() if isinstance(module, nn.ModuleList))
-    del layers[2:]  # compiling is slow
-    if hasattr(tower.config, "insert_layer_id"):
-        tower.config.insert_layer_id = 0
-    stock = copy.deepcopy(tower)
-    name = grid_name(tower)
-    call = inputs(tower, images=[(1, 4, 6), (2, 2, 4)])
-    sizes = call[name]
-    if "merge_sizes" in call:
-        call["merge_sizes"] = call["merge_sizes"][: len(sizes)]
-    hf_vit_accel.patch(tower)
-    assert_close(torch.compile(tower, backend="eager")(**call).to_tuple()[:1], run(stock, **call)[:1])
-    assert hf_vit_accel.status(tower).towers[0].calls == 1
-    hf_vit_accel.patch(tower)
-    torch.compiler.reset()  # else towers of other tests count as compiled too often
-    for module in attentions_in(tower):
-        module.compile(backend="eager")
-    for layout in (sizes, sizes.flip(0)):
-        assert_close(run(tower, **(call | {name: layout})), run(stock, **(call | {name: layout})))
-    [status] = hf_vit_accel.status(tower).towers
-    [why] = status.fallbacks
-    assert (status.calls, status.stock_calls) == (0, 2) and why.startswith("no layer attended by segments")
-    hf_vit_accel.patch(tower, strict=True)
-    with pytest.raises(FallbackError, match="no layer attended by segments"):
-        run(tower, **call)
-
-
-@typical_towers
-def test_a_named_backend_runs_all_layers(tower: nn.Module) -> None:
-    expected = run(tower)
-    hf_vit_accel.patch(tower, attention="flex", strict=True)
-    assert_close(run(tower), expected)
-    [status] = hf_vit_accel.status(tower).towers
-    assert set(status.backends.values()) == {"flex"}
-
-
-@different_towers
 def test_a_score_mod_is_applied(tower: nn.Module) -> None:
     expected = run(tower)
     hf_vit_accel.patch(tower, attention=FlexConfig(score_mod=lambda score, *_: score * 0.5))
@@ -232,40 +181,6 @@ def test_options_beyond_attention_are_reported(tower: nn.Module) -> None:
     hf_vit_accel.unpatch(tower)
     with pytest.raises(FallbackError, match="cuda_graphs: this family is served attention only"):
         hf_vit_accel.patch(tower, cuda_graphs=True, strict=True)
-
-
-@different_towers
-def test_passes_are_reported_where_they_were_asked_for(tower: nn.Module) -> None:
-    """`max_rows="auto"` and None ask for none."""
-    for max_rows in ("auto", None):
-        [status] = hf_vit_accel.status(hf_vit_accel.patch(tower, max_rows=max_rows, strict=True)).towers
-        assert not status.unfused
-    [status] = hf_vit_accel.status(hf_vit_accel.patch(tower, max_rows=8)).towers
-    assert set(status.unfused) == {"max_rows"}
-    with pytest.raises(FallbackError, match="max_rows: this family is served attention only"):
-        hf_vit_accel.patch(tower, max_rows=8, strict=True)
-
-
-@different_towers
-def test_segments_of_the_caller_are_used(tower: nn.Module) -> None:
-    """Stock takes them, too; `status` reports the call."""
-    geometry = geometry_of(tower)
-    if geometry.quarters:
-        pytest.skip("stock gives them to the layers behind its merger, too, and fails")
-    hf_vit_accel.patch(tower)
-    grid = inputs(tower)[grid_name(tower)]
-    lengths = grid.prod(1) if geometry.clips else (grid[:, 1] * grid[:, 2]).repeat_interleave(grid[:, 0])
-    if geometry.class_tokens:
-        lengths = lengths * tower.config.spatial_merge_size**2 + 1
-    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
-    expected = run(tower)
-    outputs = [x for x in tower(**inputs(tower), cu_seqlens=offsets).values() if isinstance(x, torch.Tensor)]
-    assert_close(outputs, expected)
-    [status] = hf_vit_accel.status(tower).towers
-    assert status.stock_calls == 1 and "the caller supplies sequence metadata" in status.fallbacks
-    hf_vit_accel.patch(tower, attention=FlexConfig(score_mod=lambda score, *_: score * 0.5))
-    with pytest.raises(FallbackError, match=r"a score_mod was given .* the caller supplies sequence metadata"):
-        tower(**inputs(tower), cu_seqlens=offsets)
 
 
 def test_every_class_is_tested() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -243,23 +242,6 @@ def test_every_gpu_is_asked_for_its_own_capability(monkeypatch: pytest.MonkeyPat
     machine.reset()
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype", "grad", "missing", "expected"),
-    [
-        ("full", torch.bfloat16, False, (), "flash_attention_3"),
-        ("full", torch.bfloat16, False, ("flash_attn_interface",), "flashinfer_cudnn"),
-        ("full", torch.bfloat16, False, ("flash_attn_interface", "flashinfer"), "torch_varlen"),
-        ("full", torch.float16, True, (), "torch_varlen"),
-        ("full", torch.float32, False, (), "sdpa"),
-        ("window", torch.bfloat16, False, (), "torch_varlen"),
-        ("window", torch.float32, True, (), "sdpa"),
-    ],
-)
-def test_auto_follows_the_table(monkeypatch, kind, dtype, grad, missing, expected) -> None:
-    fake_machine(monkeypatch, missing=missing)
-    assert resolve("auto", request("cuda", dtype, kind=kind, grad=grad)).backend.name == expected
-
-
 def test_a_named_backend_comes_first_and_its_rejection_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_machine(monkeypatch)
     assert resolve("flashinfer_cudnn", request("cuda", torch.bfloat16)).backend.name == "flashinfer_cudnn"
@@ -303,33 +285,19 @@ VARLEN = "torch_varlen"
     [
         ([784], {}, FA3, CUDNN),
         ([784], dict(replay="exactly"), FA4, FA4),
-        ([1024] * 2, dict(replay="exactly"), CUDNN, CUDNN),
         ([256], dict(replay="exactly"), CUDNN, CUDNN),
         ([784], dict(replay="padded"), FA3, "flashinfer_cudnn"),
-        ([1024, 512], dict(replay="exactly"), FA4, FA4),
-        ([4096], dict(replay="exactly"), FA4, FA4),
         ([1024] * 16, {}, CUDNN, CUDNN),
         ([1024] * 16, dict(replay="padded"), FA3, FA4),
         ([576] * 28, {}, FA3, FA4),
-        ([576] * 2, {}, FA3, CUDNN),
-        ([1024, 512] * 8, {}, FA3, FA4),
         ([1024, 512], {}, FA3, "flashinfer_cudnn"),
-        ([4096], {}, FA3, CUDNN),
         ([64] * 256, {}, VARLEN, VARLEN),
-        ([64] * 256, dict(replay="exactly"), VARLEN, VARLEN),
-        ([80] * 128, {}, FA3, FA4),
         ([64] * 16, {}, FA3, CUDNN),
         ([14416], {}, FA4, FA4),
-        ([14416], dict(replay="padded"), FA4, FA4),
         ([784, 4096, 3772, 600, 5184], {}, FA4, FA4),
         ([784], dict(grad=True), CUDNN, CUDNN),
         ([784], dict(grad=True, replay="exactly"), FA4, FA4),
-        ([256], dict(grad=True, replay="exactly"), CUDNN, CUDNN),
-        ([4096], dict(grad=True), CUDNN, CUDNN),
         ([1024] * 16, dict(grad=True), FA4, FA4),
-        ([1024] * 4, dict(grad=True), CUDNN, CUDNN),
-        ([1024] * 4, dict(grad=True, replay="exactly"), FA4, FA4),
-        ([64 + 8 * i for i in range(40)], dict(grad=True), FA4, FA4),
     ],
     ids=str,
 )
@@ -356,11 +324,6 @@ def test_auto_takes_the_backend_that_measured_fastest(
         assert resolve(CUDNN, call, segments_of(lengths)).backend.name == CUDNN, "a named backend runs if it can"
 
 
-def test_cudnn_refuses_a_graph_for_many_layouts() -> None:
-    call = request("cuda", torch.bfloat16, 72, replay="padded")
-    assert any("CUDA graph" in why for why in backends.backend_named(CUDNN).reasons_against(call))
-
-
 def test_require_lists_reasons_and_names_alternatives() -> None:
     if torch.cuda.is_available():
         pytest.skip("needs a machine without CUDA")
@@ -368,14 +331,6 @@ def test_require_lists_reasons_and_names_alternatives() -> None:
         backends.require("flashinfer_cudnn")
     for part in ("no CUDA device", "attention='auto'", "hf-vit-accel doctor"):
         assert part in str(error.value)
-
-
-def test_importing_flash_attention_3_is_guarded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "flash_attn_interface.py").write_text("raise OSError('kernels are gone')")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "flash_attn_interface", raising=False)
-    (reason,) = FlashAttention3().probe()
-    assert "kernels are gone" in reason and "build FlashAttention-3" in reason
 
 
 @pytest.mark.parametrize("name", ["cudnn_attention", "flash_attention_3"])

@@ -11,8 +11,7 @@ from tiny import TINY
 import hf_vit_accel
 from hf_vit_accel import GraphConfig
 from hf_vit_accel.graphs import budgets
-from hf_vit_accel.graphs.buffers import pad, pad_segments
-from hf_vit_accel.layout import Geometry, Segments, build
+from hf_vit_accel.layout import Geometry, build
 
 
 @pytest.mark.parametrize("largest", [1, 4, 5, 64, 1280, 4096])
@@ -40,40 +39,6 @@ def test_the_bound_on_windows_is_never_exceeded_and_reached(items: list[tuple[in
     assert thin.window.count == budgets.most_windows(thin.merged, 4, side)
 
 
-@given(st.lists(ITEMS, min_size=1, max_size=6), st.integers(0, 200), st.integers(1, 3), st.sampled_from([None, 2, 4]))
-def test_padded_layouts_keep_the_real_part(
-    items: list[tuple[int, int, int]], spare: int, spare_segments: int, side: int | None
-) -> None:
-    grid = tuple((t, 2 * h, 2 * w) for t, h, w in items)
-    geometry = Geometry(merge=2, window=side, table=None if side else 6)
-    plain = build(grid, geometry)
-    tokens = plain.merged + spare
-    segments = plain.full.count + spare_segments
-    padded = pad(plain, geometry, tokens, segments, max_seqlen=4 * tokens)
-    assert padded.rows == padded.full.rows == 4 * tokens and padded.full.count == segments
-    assert (padded.full.lengths_S[: plain.full.count] == plain.full.lengths_S).all()
-    assert (np.diff(padded.full.cu_seqlens_S1) >= 0).all() and padded.full.max_seqlen == 4 * tokens
-    for name, array in padded.arrays().items():
-        real = plain.arrays()[name]
-        assert array.dtype == real.dtype and (array[: len(real)] == real).all(), name
-    if side:
-        assert padded.window is not None and padded.window.rows == 4 * tokens
-        assert padded.window.lengths_S.max() <= 4 * side**2 and padded.window.count == budgets.most_windows(
-            tokens, segments, side
-        )
-        assert (np.sort(padded.window_index_M) == np.arange(tokens)).all()
-        assert (padded.window_index_M[padded.inverse_index_M] == np.arange(tokens)).all()
-        assert (padded.window_index_M[plain.merged :] == np.arange(plain.merged, tokens)).all()
-
-
-def test_spare_rows_need_a_segment_of_their_own() -> None:
-    with pytest.raises(AssertionError):
-        pad_segments(Segments(np.array([4], np.int32)), 8, 1, 8)
-    assert pad_segments(Segments(np.array([4], np.int32)), 4, 3, 8).lengths_S.tolist() == [4, 0, 0]
-    spread = pad_segments(Segments(np.array([4], np.int32)), 4 + 200, 9, 500).lengths_S
-    assert spread.tolist() == [4, 50, 50, 50, 50, 0, 0, 0, 0]
-
-
 @given(st.lists(ITEMS, min_size=1, max_size=40), st.integers(20, 1600))
 def test_packing_loses_no_image(items: list[tuple[int, int, int]], largest: int) -> None:
     grid = tuple((t, 2 * h, 2 * w) for t, h, w in items)
@@ -88,21 +53,6 @@ def test_packing_loses_no_image(items: list[tuple[int, int, int]], largest: int)
         assert sum(t for t, _, _ in items[b.first : b.last]) < budgets.FRAMES
         assert b.budget is not None and b.tokens <= b.budget <= largest
         assert all(smaller < b.tokens for smaller in budgets.ladder(largest) if smaller < b.budget)
-
-
-def test_packing_limits_frames() -> None:
-    bins = budgets.pack(((100, 2, 2),) * 5, 2, (1280,))
-    assert [(b.first, b.last) for b in bins] == [(0, 2), (2, 4), (4, 5)]  # type: ignore[union-attr]
-    assert "a video exceeds the 255 frames" in budgets.pack(((400, 2, 2),), 2, (1280,))
-
-
-def test_much_padding_does_not_pay() -> None:
-    def one(tokens: int, budget: int) -> budgets.Bin:
-        return budgets.Bin(first=0, last=1, tokens=tokens, budget=budget)
-
-    assert budgets.pays([one(16, 512)], 2), "launches alone take longer"
-    assert budgets.pays([one(1000, 1024)], 2) and not budgets.pays([one(1000, 1280)], 2)
-    assert budgets.pays([one(1000, 1024)] * 2, 2) and not budgets.pays([one(1000, 1024)] * 12, 2)
 
 
 @pytest.mark.parametrize(

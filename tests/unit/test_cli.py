@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from click.testing import Result
 from support.backends import Spoil, add_spoiled, hide_gpu
 from typer.testing import CliRunner
 
 import hf_vit_accel
 from hf_vit_accel import backends, machine
-from hf_vit_accel.ops.window_attention import attention_reference
 from hf_vit_accel.tools import cli
 from hf_vit_accel.tools import doctor as doctor_logic
 
@@ -62,13 +59,6 @@ def test_version_and_help() -> None:
     assert "doctor" in RUNNER.invoke(cli.app, ["--help"]).stdout
     help_text = RUNNER.invoke(cli.app, ["doctor", "--help"]).stdout
     assert "--json" in help_text and "gpu_problem" not in help_text
-
-
-@pytest.mark.parametrize("command", ["", "doctor", "bench"])
-def test_help_is_not_cut_at_80_columns(command: str) -> None:
-    result = RUNNER.invoke(cli.app, [*command.split(), "--help"], terminal_width=78)  # of 80 columns
-    lines = [line.rstrip() for line in result.stdout.splitlines() if not line.startswith("Usage:")]
-    assert len(lines) > 4 and not [line for line in lines if "…" in line or line.endswith("...")]
 
 
 def test_without_a_gpu(no_gpu: None) -> None:
@@ -162,23 +152,6 @@ def test_a_wrong_backend(monkeypatch: pytest.MonkeyPatch, no_gpu: None, spoil: S
 
 
 @pytest.mark.usefixtures("short_segments")
-def test_auto_warns_of_a_wrong_backend(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
-    add_spoiled(monkeypatch, torch.zeros_like, name="sdpa")
-    result = doctor()
-    assert result.exit_code == 1
-    assert "  full layers    sdpa (WRONG here, name another)" in result.stdout.splitlines()
-
-
-@pytest.mark.usefixtures("short_segments")
-def test_a_backend_that_takes_no_checked_case(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
-    add_spoiled(monkeypatch, raises, dtypes=(torch.float64,))
-    result = doctor("--json")
-    assert result.exit_code == 0
-    entry = by_name(read(result))["spoiled"]
-    assert (entry["status"], entry["checks"]) == ("unusable", []) and len(entry["reasons"]) == 1
-
-
-@pytest.mark.usefixtures("short_segments")
 def test_a_gpu_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     def busy(index: int | None = None) -> None:
         raise RuntimeError("CUDA error: all devices are busy")
@@ -191,29 +164,6 @@ def test_a_gpu_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 1
     assert "  not usable: RuntimeError: CUDA error: all devices are busy" in result.stdout.splitlines()
     assert "sdpa" in result.stdout and "usable" in result.stdout
-
-
-@pytest.mark.usefixtures("short_segments")
-def test_json_stays_alone_on_standard_output(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
-    def chatty(out_THD: torch.Tensor) -> torch.Tensor:
-        print("compiling")
-        return out_THD
-
-    add_spoiled(monkeypatch, chatty)
-    result = doctor("--json")
-    assert result.exit_code == 0
-    assert read(result)["ok"] is True
-
-
-def test_reference_attention() -> None:
-    lengths_S = (3, 1, 5)
-    scale = 0.3
-    qkv_T3HD = torch.randn(9, 3, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    segment_T = torch.from_numpy(np.repeat(np.arange(3), lengths_S))
-    q, k, v = (x_THD.transpose(0, 1) for x_THD in qkv_T3HD.unbind(1))
-    mask_TT = segment_T[:, None] == segment_T
-    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_TT, scale=scale).transpose(0, 1)
-    torch.testing.assert_close(attention_reference(qkv_T3HD, lengths_S, scale), expected)
 
 
 @pytest.mark.gpu

@@ -8,25 +8,19 @@ from __future__ import annotations
 
 import copy
 import pickle
-import random
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.cpu_graphs import SMALL
 from support.families import CLASSES, build, run, trained
-from support.graphs import patch as patch_with_graphs
 from support.graphs import patch_training
-from support.grids import drawn
-from support.ranks import MIXED, RANKED, Grid, OnRanks, loss_of, runner, sharing_of
+from support.ranks import MIXED, Grid, OnRanks, loss_of, sharing_of
 from support.towers import two_layers
 from tiny import (
     GRIDS,
     TINY,
     assert_close,
     checkpoint_layers,
-    merged_of,
     outputs_of,
     pixels_for,
     relative_error,
@@ -42,11 +36,6 @@ from hf_vit_accel.config import Settings
 from hf_vit_accel.tower.state import state_of
 
 Outputs = list[torch.Tensor]
-
-
-@pytest.fixture
-def on_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OnRanks:
-    return runner(tmp_path, monkeypatch)
 
 
 def assert_gradients_close(gradients: Outputs, expected: Outputs) -> None:
@@ -94,25 +83,6 @@ def test_outputs_and_gradients_are_those_of_one_process(on_ranks: OnRanks, pytes
         cases.append((tower, [run(tower, grid) for grid in MIXES], trained(tower, MIXED)))
     assert len(cases) >= 3
     on_ranks(check_outputs, 3, cases)
-
-
-def check_random_calls(rank: int, cases: list[tuple[nn.Module, list[Grid], list[Outputs]]]) -> None:
-    for tower, grids, expected in cases:
-        hf_vit_accel.patch(tower, data_parallel=True, strict=True)
-        with torch.inference_mode():
-            for seed, (grid, outputs) in enumerate(zip(grids, expected, strict=True)):
-                assert_close(run_tower(tower, grid, seed), outputs, 2e-6)
-        assert state_of(tower).sharing.counts["shared"] > 5
-
-
-def test_random_calls_equal_one_process(on_ranks: OnRanks) -> None:
-    cases = []
-    for family in RANKED:
-        tower = hf_vit_accel.patch(tower_of(two_layers(family).build()))
-        generator = random.Random(3)
-        grids = [drawn(generator) for _ in range(10)]
-        cases.append((tower, grids, [run_tower(tower, grid, seed) for seed, grid in enumerate(grids)]))
-    on_ranks(check_random_calls, 3, cases)
 
 
 ONE_SMALL_IMAGE_EACH: Grid = [(1, 2, 2), (1, 2, 2)]
@@ -171,42 +141,6 @@ def test_gradients_add_up_once(on_ranks: OnRanks, checkpoints: bool) -> None:
     on_ranks(check_steps, 3, checkpoints)
 
 
-def check_frozen(rank: int) -> None:
-    model = TINY["qwen2_vl"].build().requires_grad_(False)
-    tower = tower_of(model)
-    gradients = {}
-    for is_shared in (False, True):
-        hf_vit_accel.patch(model, data_parallel=is_shared, strict=True)
-        pixels = pixels_for(tower, MIXED).requires_grad_()
-        loss_of(tower, pixels, MIXED).backward()
-        gradients[is_shared] = pixels.grad
-    assert relative_error(gradients[True], gradients[False]) < 1e-5
-    model.enable_input_require_grads()
-    output = merged_of(tower(pixels_for(tower, MIXED), grid_thw=torch.tensor(MIXED)))
-    assert output.requires_grad and sharing_of(model) == f"rank {rank} of 3, 2 calls shared"
-
-
-def test_a_frozen_tower_has_gradients_of_pixels_and_marked_outputs(on_ranks: OnRanks) -> None:
-    on_ranks(check_frozen, 3)
-
-
-def check_replays(rank: int) -> None:
-    for family in RANKED:
-        model = two_layers(family).build()
-        tower = tower_of(model)
-        grid = [(8, 8, 8), (1, 4, 6)] * 2
-        expected = run_tower(tower, grid)
-        graphs = patch_with_graphs(model, SMALL, data_parallel=True, strict=True)
-        for _ in range(3):
-            assert_close(run_tower(tower, grid), expected)
-        assert sharing_of(model) == f"rank {rank} of 2, 3 calls shared" and graphs.status().replays >= 3
-        assert not graphs.status().eager
-
-
-def test_each_rank_replays_its_share(references: list[str], on_cpu: type, on_ranks: OnRanks) -> None:
-    on_ranks(check_replays, 2)
-
-
 def check_replayed_steps(rank: int) -> None:
     """The gradients of a replay are a rank's part, too: they must reach the sum over ranks, once."""
     tower = tower_of(two_layers("qwen3_vl").build().train())
@@ -227,34 +161,6 @@ def test_each_rank_replays_the_steps_of_its_share(references: list[str], on_cpu:
 
 
 # --- equal images -----------------------------------------------------------------------------------------------------
-
-
-def check_copies(rank: int) -> None:
-    tower = tower_of(two_layers("qwen2_5_vl").build())
-    grid = [(1, 4, 8), (1, 4, 8), (1, 8, 4), (1, 4, 8), (1, 4, 8)]
-    first, second, third = (pixels_for(tower, grid[:1], seed) for seed in range(3))
-    pixels = torch.cat([first, second, third, first, first])
-
-    def step() -> tuple[Outputs, Outputs]:
-        """Return the outputs, and gradients that weight the rows differently."""
-        tower.zero_grad()
-        outputs = outputs_of(tower(pixels, grid_thw=torch.tensor(grid)))
-        losses = [(x.square() * (1 + torch.arange(len(x)))[:, None]).mean() for x in outputs]
-        torch.stack(losses).sum().backward()
-        return outputs, [parameter.grad.clone() for parameter in tower.parameters() if parameter.grad is not None]
-
-    hf_vit_accel.patch(tower)
-    expected_outputs, expected_gradients = step()
-    hf_vit_accel.patch(tower, data_parallel=True, reuse=True, strict=True)
-    outputs, gradients = step()
-    assert_close(outputs, expected_outputs)
-    assert_gradients_close(gradients, expected_gradients)
-    reuse = hf_vit_accel.status(tower).towers[0].reuse
-    assert sharing_of(tower) == f"rank {rank} of 2, 1 calls shared" and (reuse.items, reuse.encoded) == (5, 3)
-
-
-def test_the_distinct_images_of_a_call_are_shared(on_ranks: OnRanks) -> None:
-    on_ranks(check_copies, 2)
 
 
 def check_copies_on_one_rank(rank: int) -> None:

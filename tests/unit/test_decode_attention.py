@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from support.interpreter import INTERPRETED
 from support.towers import alike
 
-from hf_vit_accel.decoding import step
 from hf_vit_accel.ops import decode_attention
-from hf_vit_accel.ops.decode_attention import attend_in_chunks, attend_reference, chunk_of, why_not_in_chunks
+from hf_vit_accel.ops.decode_attention import attend_in_chunks, attend_reference, why_not_in_chunks
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 SHAPES = [(1, 2, 7, 384, 64), (3, 2, 4, 256, 128), (2, 1, 17, 128, 32), (6, 1, 2, 640, 32)]
 """Samples, key heads, queries of a key head, slots, head dim."""
-LARGE = [(1, 4, 7, 1280, 128), (32, 8, 4, 1280, 128), (1, 4, 7, 10240, 128), (64, 4, 7, 5120, 128)]
 
 
 def inputs_of(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> Inputs:
@@ -86,16 +82,6 @@ def test_interpreted(shape: tuple[int, ...], processors: int, monkeypatch: pytes
     assert_exact(inputs_of(shape, torch.float16), 0.3)
 
 
-@pytest.mark.parametrize("slots", [128, 384, 1280, 10240])
-@pytest.mark.parametrize("rows", [1, 4, 7, 128, 1000])
-def test_chunks_fill_the_gpu(rows: int, slots: int) -> None:
-    chunk = chunk_of(rows, slots, 264)
-    chunks = -(-slots // chunk)
-    assert chunk % 64 == 0 and chunk >= 128 and chunks <= 64
-    assert chunk <= 1024 and (chunks == -(-slots // 1024) or rows * chunks <= 264)
-    assert chunk == 128 or rows * -(-slots // (chunk - 64)) > 264 or -(-slots // (chunk - 64)) > 64
-
-
 def test_other_shapes_and_dtypes_are_refused() -> None:
     query, key, value, mask, _ = inputs_of(SHAPES[0], torch.float16)
     shape = "the kernel has no such shape"
@@ -112,22 +98,3 @@ def test_other_shapes_and_dtypes_are_refused() -> None:
 )
 def test_gpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     assert_exact(inputs_of(shape, dtype, "cuda"), 0.3)
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="test_interpreted.py runs it")
-def test_interpreted_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The attention of the step takes the kernel, with the heads in transformers' order."""
-    query, key, value, mask, ends = inputs_of(SHAPES[1], torch.float16)
-    key, value = key.nan_to_num(0.0), value.nan_to_num(0.0)
-    calls = []
-    attend: Callable[..., torch.Tensor] = attend_in_chunks
-
-    def counted(*tensors_and_scale: object) -> torch.Tensor:
-        calls.append(tensors_and_scale)
-        return attend(*tensors_and_scale)
-
-    monkeypatch.setattr(step, "attend_in_chunks", counted)
-    out = step.attend(query.flatten(1, 2)[:, :, None], key, value, mask, ends, query.shape[-1] ** -0.5, 1280)
-    assert len(calls) == 1
-    expected = attend_reference(query, key, value, mask, ends, query.shape[-1] ** -0.5, 1280)
-    torch.testing.assert_close(out, expected.flatten(1)[:, None], rtol=1e-2, atol=1e-2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.cpu_graphs import Recorder, status_of
 from support.graphs import patch
-from support.towers import TOWERS, both_towers
+from support.towers import TOWERS
 from tiny import GRIDS, TINY, assert_close, checkpoint_layers, pixels_for, run_tower, tower_of
 from torch import Tensor, nn
 
@@ -92,25 +92,6 @@ def test_gradients_of_hidden_states_include_those_of_later_layers(tower: Any, re
 
 
 @one_tower
-def test_states_under_autocast(tower: Any) -> None:
-    stock = copy.deepcopy(tower)
-    hf_vit_accel.patch(tower, strict=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        expected, actual = call(stock), call(tower)
-    assert [state.dtype for state in actual.hidden_states] == [state.dtype for state in expected.hidden_states]
-    assert_close(flat(actual), flat(expected), 5e-2)
-
-
-@deep_tower
-def test_passes_are_joined(tower: Any) -> None:
-    expected = call(tower)
-    hf_vit_accel.patch(tower, max_rows=64, strict=True)
-    assert_close(flat(call(tower)), flat(expected))
-    assert_fast(tower)
-    assert "passes" in str(hf_vit_accel.status(tower))
-
-
-@one_tower
 def test_a_call_with_gradients_is_not_cut(tower: Any) -> None:
     hf_vit_accel.patch(tower, max_rows=64)
     output = tower(pixels_for(tower, GRID), grid_thw=torch.tensor(GRID), output_hidden_states=True)
@@ -130,15 +111,6 @@ def test_equal_pictures_are_encoded_again(tower: Any) -> None:
     assert_close(flat(call(tower, grid, pixels=pixels)), flat(expected))
     [status] = hf_vit_accel.status(tower).towers
     assert status.stock_calls == 0 and "hidden states" in next(iter(status.fallbacks))
-
-
-@one_tower
-def test_a_selection_by_index_is_stocks(tower: Any) -> None:
-    expected = call(tower, output_hidden_states=[1])
-    hf_vit_accel.patch(tower)
-    actual = call(tower, output_hidden_states=[1])
-    assert [state is None for state in actual.hidden_states] == [state is None for state in expected.hidden_states]
-    assert hf_vit_accel.status(tower).towers[0].stock_calls == 1
 
 
 @every_tower
@@ -182,16 +154,6 @@ def test_a_tower_that_ends_otherwise_is_stock() -> None:
         tower(pixels, grid_thw=grid)
     [status] = hf_vit_accel.status(tower).towers
     assert status.stock_calls <= 1 and any("output_hidden_states" in reason for reason in status.fallbacks)
-
-
-@both_towers
-def test_older_towers_ignore_the_request_and_stay_fast(model: nn.Module) -> None:
-    tower = tower_of(model)
-    if hasattr(call(tower), "hidden_states"):
-        pytest.skip("this transformers returns them")
-    hf_vit_accel.patch(tower, strict=True)
-    call(tower)
-    assert_fast(tower)
 
 
 @pytest.mark.gpu

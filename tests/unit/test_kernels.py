@@ -340,23 +340,6 @@ def test_scales_of_extremes_are_normal_numbers() -> None:
 
 
 @where
-def test_kernels_scale_by_the_same(exact_e4m3: None, target: Target) -> None:
-    """Quantise by the amax of a file, of any size."""
-    qkv = torch.zeros(1, 3, 6, 16, dtype=target["dtype"], device=target["device"])
-    zeros_TD = torch.zeros(1, 16)
-    used_1 = torch.ones(1, dtype=torch.int32, device=target["device"])
-    zeros_TD = zeros_TD.to(target["device"])
-    for amax_3H in extremes().to(target["device"])[:: 197 if target["device"] == "cpu" else 1]:
-        scaling_43H = torch.zeros(4, *amax_3H.shape, device=target["device"])
-        scaling_43H[0] = amax_3H
-        quantize(qkv, zeros_TD, zeros_TD, used_1, scaling_43H, 16, fixed_scales=True)
-        scales_3H = fit(amax_3H)
-        assert torch.equal(scaling_43H[2], scales_3H) and scaling_43H[3, 0, 0] == 1 / (
-            scales_3H[0, 0] * scales_3H[1, 0]
-        )
-
-
-@where
 @pytest.mark.parametrize(
     ("dim", "padded", "turned"),
     [
@@ -365,19 +348,10 @@ def test_kernels_scale_by_the_same(exact_e4m3: None, target: Target) -> None:
     ],
 )
 def test_quantize(exact_e4m3: None, target: Target, dim: int, padded: int, turned: float) -> None:
-    """Compare bit for bit, scales and amax too; poisoned padding rows reach neither."""
-    check_quantize(target, dim, padded, turned)
+    """Compare bit for bit, scales and amax too; poisoned padding rows reach neither.
 
-
-@where
-@pytest.mark.parametrize(("heads", "turned"), [(1, 1.0), (5, 100.0)])
-def test_quantize_any_number_of_heads(exact_e4m3: None, target: Target, heads: int, turned: float) -> None:
-    """Quantise fewer and more than one program's 4 heads and 64 rows."""
-    check_quantize(target | {"heads": heads, "rows": target["rows"] + 60}, 72, 128, turned)
-
-
-def check_quantize(target: Target, dim: int, padded: int, turned: float) -> None:
-    """turned: what a rotation multiplies numbers by, which no sample of rows tells."""
+    `turned` is what a rotation multiplies numbers by, which no sample of rows tells.
+    """
     rows = target["rows"]
     heads = target["heads"]
     used = rows - 2
@@ -441,14 +415,6 @@ COMPILED = {
         "_rope_kernel",
         "qkv:*bf16 cos:*fp32 sin:*fp32 rows:i32 row_stride:i32 table_stride:i32",
         dict(BACK=False, HEADS=16, DIM=72, BLOCK_T=8, BLOCK_P=128),
-    ),
-    "linear_swiglu, two stages": (
-        "ops.linear_swiglu",
-        "_linear_swiglu_kernel",
-        "x:tensordesc<bf16[128,64]> gate:tensordesc<bf16[64,64]> up:tensordesc<bf16[64,64]> gate_bias:*bf16 "
-        "up_bias:*bf16 out:tensordesc<bf16[128,64]> down:*bf16 out_down:*bf16 rows:i32 limit:fp32",
-        dict(LIMITED=True, BIASED=False, INNER=1280, WIDTH=3420, PADDED=3424, OUTER=1280)
-        | dict(BLOCK_T=128, BLOCK_F=64, BLOCK_E=64, STAGES=2, GROUP=16, COPY_ROWS=4, COPY_BLOCK=4096),
     ),
     "linear_swiglu": (
         "ops.linear_swiglu",
@@ -545,11 +511,6 @@ def test_kernels_of_fp8_compile_for_blackwell(name: str, capability: int) -> Non
     compile_for_hopper(*COMPILED[name], capability=capability)
 
 
-def a_kernel(x, y, rows, eps, WIDTH, BLOCK):  # type: ignore[no-untyped-def]
-    """Stand for a kernel; Triton never compiles it."""
-
-
-a_kernel.__annotations__ = dict.fromkeys(("WIDTH", "BLOCK"), "tl.constexpr")
 MEMORY = torch.zeros(64, dtype=torch.int32)
 ARGUMENTS = (
     *(0, 1, 2, 15, 16, 17, 32, 2**31 - 1, 2**31 - 16, 2**31, 2**31 + 1, 2**32, 2**63 - 1, 2**63, 2**63 + 1),
@@ -586,59 +547,3 @@ def test_descriptors_are_those_that_triton_checks() -> None:
         descriptor = launch.descriptor_of(x, [8, 8])
         assert descriptor == launch.TensorDescriptor.from_tensor(descriptor.base, [8, 8])
         assert torch.equal(descriptor.base, x) and descriptor.base is not x
-
-
-@pytest.mark.skipif(triton is None or INTERPRETED, reason="needs Triton's compiler")
-def test_triton_is_asked_again_for_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ask Triton again for another device, dtype, alignment, size or constant; else launch with all arguments."""
-    events: list[Any] = []
-
-    class Compiled:
-        function = 1
-        packed_metadata = 2
-
-        def run(self, x: int, y: int, z: int, *args: Any) -> None:
-            stream, function, metadata, *hooks = args[:6]
-            assert (stream, function, metadata, hooks) == (device + 100, 1, 2, [None] * 3)
-            events.append(((x, y, z), args[6:]))
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            return lambda *args: events.append((grid, args))
-
-    def compile_(self: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> Any:
-        assert not warmup
-        events.append("compiled")
-        return Compiled()
-
-    monkeypatch.setattr(triton.JITFunction, "run", compile_)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: device)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: index + 100, raising=False)
-    device = 0
-    x = torch.zeros(64)
-    y = torch.zeros(64)
-    kernel = launch.kernel(a_kernel)
-
-    def again(*args: Any, grid: tuple[int, ...] = (3,), **constants: Any) -> bool:
-        """Return whether the first launch asks Triton; the second launch never does."""
-        events.clear()
-        for _ in range(2):
-            kernel[grid](*args, **constants)
-        assert len(events) == 2
-        launched_grid, arguments = events[1]
-        assert launched_grid == (*grid, 1, 1)[:3] and arguments[:4] == args
-        assert arguments[4:] == (constants["WIDTH"], constants["BLOCK"])
-        return events[0] == "compiled"
-
-    constants = dict(BLOCK=32, WIDTH=80, num_warps=4)
-    assert again(x, y, 5, 1e-6, **constants)
-    for same in ((y, x, 5, 1e-5), (x[4:], y, 7, 0.0), (x, y, 5, 1e-6)):
-        assert not again(*same, grid=(5, 2), **constants)
-    for other in ((x[1:], y, 5, 1e-6), (x, y.half(), 5, 1e-6), (x, y, 1, 1e-6), (x, y, 32, 1e-6), (x, y, 2**31, 1e-6)):
-        assert again(*other, **constants) and not again(*other, **constants)
-    for name in constants:
-        assert again(x, y, 5, 1e-6, **(constants | {name: 8}))
-    device = 1
-    assert again(x, y, 5, 1e-6, **constants)
-    monkeypatch.setattr(Compiled, "run", None)
-    monkeypatch.setattr(triton.knobs.runtime.launch_enter_hook, "calls", [print])
-    assert not again(x, y, 5, 1e-6, **constants), "a profiler's hook is called by Triton"

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from support.versions import vision_function
 
 from hf_vit_accel.layout import Geometry, build, to_device
-from hf_vit_accel.machine import LRU
 
 MERGE = 2
 SIZES = st.one_of(st.integers(1, 12), st.integers(1, 60), st.sampled_from([1, 4, 8, 16, 100]))
@@ -96,16 +95,6 @@ def test_other_interpolations(grid, align_corners, taps) -> None:
     assert torch.equal(torch.from_numpy(metadata.full.cu_seqlens_S1), offsets)
 
 
-@given(merge=st.sampled_from([1, 2, 3]), sizes=st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 3)))
-def test_other_merge_sizes(merge, sizes) -> None:
-    grid = [(sizes[2], merge * sizes[0], merge * sizes[1])]
-    metadata = build(tuple(grid), Geometry(merge=merge))
-    assert torch.equal(
-        torch.from_numpy(metadata.position_ids_T2).long(),
-        vision_function("get_vision_position_ids")(torch.tensor(grid), merge),
-    )
-
-
 def test_the_packed_copy_is_one_buffer_and_exact() -> None:
     arrays = build(((2, 6, 10), (1, 2, 2)), Geometry(merge=MERGE, window=2, table=6)).arrays()
     arrays["empty"] = np.zeros((0, 3), dtype=np.int32)
@@ -127,31 +116,3 @@ def test_gpu_the_packed_copy_does_not_wait() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(np.array_equal(tensors[name].cpu().numpy(), array) for name, array in arrays.items())
-
-
-def test_lru_is_bounded_and_evicts_the_least_recently_used() -> None:
-    made_keys: list[int] = []
-    lru: LRU[int] = LRU(entries=3, cost=100)
-
-    def get(key: int, cost: int = 1) -> int:
-        def make() -> tuple[int, int]:
-            made_keys.append(key)
-            return key, cost
-
-        return lru.get(key, make)
-
-    for key in (1, 2, 3, 1, 4, 1):
-        assert get(key) == key
-    assert made_keys == [1, 2, 3, 4] and len(lru) == 3
-    get(2)
-    assert made_keys[-1] == 2, "2 was the least recently used and is gone"
-    assert (lru.hits, lru.misses) == (2, 5)
-    get(5, cost=99)
-    assert lru.total_cost <= 100 and len(lru) == 2
-    get(6, cost=101)
-    assert len(lru) == 2, "a value above the bound is never cached"
-    get(7, cost=60)
-    get(8, cost=60)
-    assert lru.total_cost == 60
-    lru.clear()
-    assert len(lru) == 0 and lru.total_cost == 0

@@ -17,7 +17,6 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
-    modeling_utils,
 )
 from transformers.configuration_utils import PretrainedConfig
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
@@ -29,7 +28,6 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import (
 
 import hf_vit_accel
 from hf_vit_accel import BackendUnavailableError, backends, machine
-from hf_vit_accel.tower import loading
 from hf_vit_accel.tower.state import state_of
 
 AUTO = "flash_vit_auto"
@@ -88,35 +86,6 @@ def test_set_attn_implementation_there_and_back(saved: Saved) -> None:
         assert state_of(tower) is None and "forward" not in vars(tower)
         assert AUTO not in names(model).values()
         assert_close(run_tower(tower, GRIDS["mixed"]), expected)
-
-
-def test_unpatch_restores_the_name_before_set_attn_implementation(saved: Saved) -> None:
-    model = saved.load(attn_implementation="eager")
-    model.set_attn_implementation({"vision_config": AUTO})
-    hf_vit_accel.unpatch(model)
-    assert set(names(model).values()) == {"eager"}
-
-
-def test_a_bare_tower_by_name(saved: Saved) -> None:
-    tower = tower_of(saved.model)
-    expected = run_tower(tower, GRIDS["images"])
-    tower.set_attn_implementation(AUTO)
-    try:
-        assert_close(run_tower(tower, GRIDS["images"]), expected)
-        assert state_of(tower).fast_calls == 1
-    finally:
-        tower.set_attn_implementation("sdpa")
-    assert state_of(tower) is None
-
-
-@pytest.mark.parametrize("loaded", ["eager", "sdpa"])
-def test_another_attention_of_the_text_leaves_the_tower_as_it_is(saved: Saved, loaded: str) -> None:
-    model = saved.load(attn_implementation=loaded)
-    hf_vit_accel.patch(model)
-    model.set_attn_implementation({"text_config": "sdpa" if loaded == "eager" else "eager"})
-    assert state_of(tower_of(model)) is not None
-    hf_vit_accel.unpatch(model)
-    assert tower_of(model).config._attn_implementation == loaded
 
 
 @by_both_spellings
@@ -183,20 +152,6 @@ def test_a_typo_of_our_names_adds_a_note_to_the_error_of_transformers(typo: str,
     assert error.value.__notes__ == [f"Did you mean '{meant}', of hf_vit_accel?"]
 
 
-def test_registering_again_wraps_nothing_twice() -> None:
-    loading.register()
-    kind = modeling_utils.PreTrainedModel
-    for function in (modeling_utils.lazy_import_flash_attention, kind.get_correct_attn_implementation):
-        assert not hasattr(function.__wrapped__, "__wrapped__")
-
-
-def test_only_our_names_skip_the_import_of_flash_attention() -> None:
-    for name in loading.NAMES:
-        assert modeling_utils.lazy_import_flash_attention(name) is None
-    with pytest.raises((ImportError, ValueError)):
-        modeling_utils.lazy_import_flash_attention("no/such-flash-kernel")
-
-
 # --- towers of other classes, and errors ------------------------------------------------------------------------------
 
 
@@ -238,26 +193,6 @@ def test_a_tower_of_an_unknown_class_warns_once(has_known_tower: bool) -> None:
         assert not texts and state_of(model.tower) is not None
     else:
         assert len(texts) == 1 and "Wrapper stays stock, but for its attention" in texts[0]
-
-
-def test_after_an_error_no_tower_is_patched(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("no device")
-
-    model = saved.load()
-    before = names(model)
-    with monkeypatch.context() as broken:
-        broken.setattr(loading, "require", fail)
-        for spelling in (AUTO, {"vision_config": AUTO}):
-            with pytest.raises(RuntimeError, match="no device"):
-                model.set_attn_implementation(spelling)
-            assert state_of(tower_of(model)) is None and names(model) == before
-    # transformers itself does not restore the name of one sub-model where another refuses its own.
-    with pytest.raises(ValueError, match="no_such_attention"):
-        model.set_attn_implementation({"vision_config": AUTO, "text_config": "no_such_attention"})
-    assert (state_of(tower_of(model)) is None) == (names(model)["vision"] != AUTO)
-    hf_vit_accel.unpatch(model)
-    assert state_of(tower_of(model)) is None and names(model) == before
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------

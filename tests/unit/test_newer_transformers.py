@@ -117,12 +117,8 @@ class Change:
 CHANGES = {
     # Blocks.
     "half an MLP": Change("block", STOCK.replace("self.mlp", "0.5 * self.mlp")),
-    "attention and MLP in parallel": Change("block", "return h + attn(self.norm1(h)) + self.mlp(self.norm2(h))"),
-    "norms after": Change("block", "h = self.norm1(h + attn(h)); return self.norm2(h + self.mlp(h))"),
-    "a sign of the rotation": Change("apply_rotary_pos_emb_vision", (("+ (rotate_half(q)", "- (rotate_half(q)"),)),
     "a clone": Change("block", STOCK.replace("h = h +", "residual = h.clone(); h = residual +"), is_fast=True),
     "an optional argument": Change("block", STOCK, is_fast=True, arguments=", scale=None"),
-    "the residual after the norm": Change("block", f"h = self.norm1(h); {STOCK.replace('self.norm1(h)', 'h')}"),
     "norms swapped": Change(
         "block", STOCK.replace("norm1", "norm0").replace("norm2", "norm1").replace("norm0", "norm2")
     ),
@@ -136,13 +132,6 @@ CHANGES = {
     ),
     # Attention.
     "scale": Change("attention", (("scaling=self.scaling", "scaling=self.scaling * 1.01"),)),
-    "queries and keys swapped": Change(
-        "attention", (("query_states, key_states, value_states = (", "key_states, query_states, value_states = ("),)
-    ),
-    "keys not rotated": Change("attention", (("query_states, key_states = apply", "query_states, _ = apply"),)),
-    "no bias of the projection": Change(
-        "attention", (("self.proj(attn_output)", "nn.functional.linear(attn_output, self.proj.weight)"),)
-    ),
     "a clip attends as one": Change(
         "tower", (("seqlens(grid_thw, self.config,", "seqlens(grid_thw, self.config, True,"),)
     ),
@@ -150,39 +139,18 @@ CHANGES = {
         "tower", (("seqlens(grid_thw, self.config,", "seqlens(grid_thw, self.config, grid_thw[:, 0].max() > 2,"),)
     ),
     # MLP, norms, merger.
-    "gate and up swapped": Change(
-        "mlp", (("gate_proj", "other_proj"), ("up_proj", "gate_proj"), ("other_proj", "up_proj")), ("qwen2_5_vl",)
-    ),
-    "no bias of the MLP": Change(
-        "mlp", (("self.linear_fc1(hidden_state)", "(self.linear_fc1(hidden_state) - self.linear_fc1.bias)"),), QWEN3
-    ),
     "a GELU of another form": Change("mlp", (("self.act_fn(", "nn.functional.gelu("),), QWEN3),
     "an exact GELU for a quick one": Change("mlp", (("self.act(", "nn.functional.gelu("),), ("qwen2_vl",)),
     "epsilon": Change("norm", (("variance + self.variance_epsilon", "variance + 1e-5"),), ("qwen2_5_vl",)),
-    "a norm without weight": Change("norm", (("self.weight * ", ""),), ("qwen2_5_vl",)),
-    "a norm's weight around zero": Change("norm", (("self.weight * ", "(1 + self.weight) * "),), ("qwen2_5_vl",)),
-    "the mean over rows": Change("norm", ((".mean(-1, keepdim", ".mean(0, keepdim"),), ("qwen2_5_vl",)),
-    "patches merged in another order": Change(
-        "merger",
-        ((").view(-1, self.hidden_size)", ").view(-1, 4, self.hidden_size // 4).flip(1).flatten(1)"),),
-        ("qwen2_vl", "qwen2_5_vl"),
-    ),
-    "another activation in the merger": Change("merger", (("self.act_fn(", "nn.functional.silu("),), QWEN3),
     # Around the layers.
-    "pixels in another order": Change("patch_embed", (("self.proj(hidden_states", "self.proj(hidden_states.mT"),)),
     "height and width swapped": Change("get_vision_position_ids", (("[hpos_ids, wpos_ids]", "[wpos_ids, hpos_ids]"),)),
     "windows one larger": Change(
         "get_vision_window_index",
         (("spatial_merge_size // patch_size", "spatial_merge_size // patch_size + 1"),),
         ("qwen2_5_vl",),
     ),
-    "windows in the other layers": Change("tower", (("in self.fullatt", "not in self.fullatt"),), ("qwen2_5_vl",)),
     "the order of windows kept": Change("tower", (("[reverse_indices, :]", "[:]"),), ("qwen2_5_vl",)),
     "another interpolation": Change("tower", (("=self.interpolation_align_corners", "=False"),), QWEN3),
-    "positions subtracted": Change("tower", (("hidden_states + pos_embeds", "hidden_states - pos_embeds"),), QWEN3),
-    "deepstack of the layer after": Change(
-        "tower", (("if layer_num in", "if layer_num ^ 1 in"), (".index(layer_num)", ".index(layer_num ^ 1)")), QWEN3
-    ),
     # We read or call these modules, so a change reaches us.
     "epsilon of a module": Change(
         "block.__init__", (("eps=1e-6", "eps=1e-2"),), ("qwen2_vl", "qwen2_5_vl", *QWEN3), is_fast=True
@@ -196,22 +164,12 @@ CHANGES_WITHOUT_EFFECT = ("a residual without gradients", "dropout in training",
 """Changes without an effect on inference of several images."""
 
 
-GROSS = (
-    *("attention and MLP in parallel", "norms after", "the residual after the norm", "a sign of the rotation"),
-    *("queries and keys swapped", "keys not rotated", "no bias of the projection", "gate and up swapped"),
-    *("no bias of the MLP", "a norm without weight", "a norm's weight around zero", "the mean over rows"),
-    *("patches merged in another order", "another activation in the merger", "pixels in another order"),
-    *("windows in the other layers", "positions subtracted", "deepstack of the layer after"),
-)
-"""Changes that no comparison of any call could miss: in the matrix. Finer ones of the same parts are in every run."""
-
-
 def cells() -> Iterator[object]:
     """Return every change with one of its families, in turn. Its other families are tested in the matrix."""
     for number, (name, change) in enumerate(CHANGES.items()):
         for index, family in enumerate(change.families):
             is_in_turn = index == number % len(change.families)
-            yield pytest.param(name, family, marks=[pytest.mark.matrix] * (name in GROSS or not is_in_turn))
+            yield pytest.param(name, family, marks=[pytest.mark.matrix] * (not is_in_turn))
 
 
 @pytest.mark.parametrize(("name", "family"), list(cells()))
@@ -276,7 +234,7 @@ def test_code_that_changes_after_patching_is_proven_anew(family: str, monkeypatc
     hf_vit_accel.patch(tower)
     before = run_tower(tower, GRID)
     with monkeypatch.context() as newer:
-        CHANGES["norms after"].make(tower, newer)
+        CHANGES["norms swapped"].make(tower, newer)
         with pytest.warns(UserWarning, match="stays stock"):
             outputs = run_tower(tower, GRID)
         hf_vit_accel.unpatch(tower)

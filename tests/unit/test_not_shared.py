@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-from support.ranks import MIXED, OnRanks, loss_of, runner, sharing_of
+from support.ranks import MIXED, OnRanks, loss_of, sharing_of
 from tiny import TINY, assert_close, checkpoint_layers, pixels_for, relative_error, run_tower, tower_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,11 +22,6 @@ from hf_vit_accel.status import TowerStatus
 
 def status_of(model: nn.Module) -> TowerStatus:
     return hf_vit_accel.status(model).towers[0]
-
-
-@pytest.fixture
-def on_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OnRanks:
-    return runner(tmp_path, monkeypatch)
 
 
 # --- ranks whose pixels or weights differ -----------------------------------------------------------------------------
@@ -99,32 +93,6 @@ def test_a_checksum_depends_on_bits_and_the_order_of_rows(dtype: torch.dtype, wi
         flipped.view(torch.uint8)[index, index % width] ^= 1
         checksums |= {int(rows_checksum(swapped)), int(rows_checksum(flipped))}
     assert len(checksums) == 1 + 2 * 49
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_checksum_depends_on_the_order_within_rows(dtype: torch.dtype) -> None:
-    """Cover the order of channels, of frames, and of the rows and columns of a patch, for pixels (T, C, F, H, W)."""
-    patches = torch.randint(256, (40, 3, 2, 4, 4)).to(dtype)
-    flipped = [patches.flip(axis) for axis in (1, 2, 3, 4)]
-    variants = [patches, *flipped, patches.transpose(3, 4), patches.roll(1, 1)]
-    assert len({int(rows_checksum(variant.reshape(40, -1))) for variant in variants}) == len(variants)
-
-
-def check_other_weights(rank: int) -> None:
-    """Rank 1 calls two towers in the other order, as if each rank had drawn weights from a seed of its own."""
-    towers = [tower_of(TINY["qwen2_vl"].build(seed)) for seed in range(2)]
-    expected = [run_tower(tower, MIXED) for tower in towers]
-    for tower in towers:
-        hf_vit_accel.patch(tower, data_parallel=True)
-    for index in (0, 1) if rank == 1 else (1, 0):
-        assert_close(run_tower(towers[index], MIXED), expected[index])
-    for tower in towers:
-        [reason] = status_of(tower).fallbacks
-        assert reason.startswith("not shared: pixel values or weights on ")
-
-
-def test_ranks_whose_weights_differ_share_nothing(on_ranks: OnRanks) -> None:
-    on_ranks(check_other_weights, 2)
 
 
 def check_stock_on_one_rank(rank: int) -> None:

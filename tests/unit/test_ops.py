@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,6 @@ from tiny import (
     TINY,
     assert_close,
     largest_error,
-    outputs_of,
-    pixels_for,
     run_tower,
     tower_of,
 )
@@ -115,54 +112,6 @@ def surround(tower: nn.Module, name: str, change: Any) -> None:
     setattr(tower.get_submodule(parent), child, Around(tower.get_submodule(name), change))
 
 
-REPLACED = ["blocks.1.norm1", "blocks.1.mlp", "blocks.1.attn.qkv", "merger", "patch_embed"]
-
-
-WAYS = ["instance forward", "class forward", "decorated", "wraps", "class", "module"]
-
-
-@pytest.mark.parametrize(
-    ("how", "turn", "name"),
-    [
-        pytest.param(
-            how, turn, name, marks=[pytest.mark.matrix] * (how != WAYS[0] and turn % len(WAYS) != WAYS.index(how))
-        )
-        for how in WAYS
-        for turn, name in enumerate([*REPLACED, "blocks.1", "blocks.1.attn"])
-    ],
-)
-def test_a_replaced_module_runs_itself(
-    references: list[str], turn: int, name: str, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Patch first and change a module afterwards: the next call runs the change. (Families take turns.)"""
-    model = TINY[FAMILIES[(turn + WAYS.index(how)) % len(FAMILIES)]].build()
-    tower = tower_of(model)
-    hf_vit_accel.patch(model)
-    before = run_tower(tower, GRID)
-    module = tower.get_submodule(name)
-    kind = type(module)
-    stock = type(module).forward
-
-    def more(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return stock(self, *args, **kwargs) * 1.5
-
-    if how == "instance forward":
-        module.forward = functools.partial(more, module)
-    elif how == "class":
-        module.__class__ = type(kind.__name__, (kind,), {"forward": more})
-    elif how == "module":
-        if name not in REPLACED:
-            pytest.skip("the tower asks it for more than its forward")
-        surround(tower, name, lambda inner, x: inner(x) * 1.5)
-    else:
-        wrapped = functools.wraps(stock)(more) if how == "wraps" else more
-        monkeypatch.setattr(kind, "forward", wrapped if how == "class forward" else torch.no_grad()(wrapped))
-    actual = run_tower(tower, GRID)
-    hf_vit_accel.unpatch(model)
-    assert_close(actual, run_tower(tower, GRID))
-    assert largest_error(actual, before) > 1e-3
-
-
 ATTRIBUTES = "patch_embed", "pos_embed", "rotary_pos_emb", "blocks.1", "merger"
 OTHER = {bool: lambda value: not value, int: lambda value: value + 1, float: lambda value: value * 1.5 + 0.25}
 
@@ -225,53 +174,7 @@ def test_any_attribute_may_change(
     assert {"eps", "variance_epsilon"} & set(changed) and len(changed) >= 5, changed
 
 
-def test_layers_that_scale_or_drop_differently_go_the_stock_way(references: list[str], model: Any) -> None:
-    tower = tower_of(model)
-    hf_vit_accel.patch(model)
-    run_tower(tower, GRID)
-    tower.blocks[1].attn.scaling = 1.0
-    actual = run_tower(tower, GRID)
-    assert any("scale attention differently" in why for why in status_of(model).fallbacks)
-    tower.blocks[2].attn.attention_dropout = 0.5
-    tower.blocks[2].attn.train()
-    run_tower(tower, GRID)
-    assert "attention weights are dropped out" in status_of(model).fallbacks
-    tower.blocks[2].attn.eval()
-    hf_vit_accel.unpatch(model)
-    assert_close(actual, run_tower(tower, GRID))
-
-
 # --- weights stay what they are --------------------------------------------------------------------------------------
-
-
-def _prune(tower: Any) -> None:
-    mlp = tower.blocks[0].mlp
-    for linear in (mlp.gate_proj, mlp.up_proj):
-        linear.weight.data = linear.weight.data[:101]
-        linear.bias.data = linear.bias.data[:101]
-    mlp.down_proj.weight.data = mlp.down_proj.weight.data[:, :101]
-
-
-def test_weights_are_read_at_every_call(references: list[str], model: Any) -> None:
-    """Change weights in place, by loading, assignment or pruning: no derived value outlives a call."""
-    twin = copy.deepcopy(model)
-    hf_vit_accel.patch(model)
-    fresh = {name: torch.randn_like(value) * 0.1 for name, value in tower_of(twin).state_dict().items()}
-    changes = [
-        lambda tower: [parameter.mul_(1.1) for parameter in tower.parameters()],
-        lambda tower: tower.load_state_dict({name: value.clone() for name, value in fresh.items()}),
-        lambda tower: tower.load_state_dict({name: value.clone() for name, value in fresh.items()}, assign=True),
-        lambda tower: setattr(
-            tower.blocks[0].norm1.weight, "data", torch.ones(1).expand(tower.blocks[0].norm1.weight.shape)
-        ),
-        lambda tower: tower.double(),
-        *([_prune] if hasattr(tower_of(model).blocks[0].mlp, "gate_proj") else []),
-    ]
-    for change in changes:
-        for changed_model in (model, twin):
-            with torch.no_grad():
-                change(tower_of(changed_model))
-        assert_close(run_tower(tower_of(model), GRID), run_tower(tower_of(twin), GRID))
 
 
 def test_checkpoints_of_others_are_complete(references: list[str], model: Any, tmp_path: Path) -> None:
@@ -359,32 +262,6 @@ def test_gpu_everything_that_applies_is_fused(model: Any, dtype: torch.dtype) ->
     run_tower(tower_, GRID)
     assert status_of(model).fused == ("patch_embed",)
     assert "the dtype is float32" in status_of(model).unfused["norms"]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("part", ["all", *PARTS])
-def test_gpu_each_part_is_as_exact_as_stock(model: Any, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
-    tower_ = tower_of(model.cuda())
-    if part != "all":
-        fuse_only(monkeypatch, {part})
-    for parameter in tower_.parameters():
-        parameter.data = parameter.data.bfloat16()
-    exact = copy.deepcopy(tower_).float()
-    for grid in GRIDS.values():
-        errors = []
-        for of in (tower_, None):
-            if of is None:
-                hf_vit_accel.patch(tower_)
-            total = 0.0
-            for seed in range(5):
-                pixels = pixels_for(tower_, grid, seed).bfloat16().cuda()
-                with torch.no_grad():
-                    actual = outputs_of(tower_(pixels, grid_thw=torch.tensor(grid, device="cuda")))
-                    expected = outputs_of(exact(pixels.float(), grid_thw=torch.tensor(grid, device="cuda")))
-                total += largest_error(actual, expected) / 5
-            errors.append(total)
-        hf_vit_accel.unpatch(tower_)
-        assert errors[1] <= max(1.1 * errors[0], torch.finfo(torch.bfloat16).eps), (grid, errors)
 
 
 WIDE = {

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
-import pytest
 import torch
 from support.cpu_graphs import SMALL
 from support.grids import drawn
-from support.ranks import OnRanks, runner, sharing_of
+from support.ranks import OnRanks, sharing_of
 from tiny import TINY, assert_close, largest_error, outputs_of, pixels_for, tower_of
 from torch import nn
 
@@ -53,11 +51,6 @@ def check_options(rank: int) -> None:
             assert (status.calls, status.stock_calls) == (2, 0) and "2 calls shared" in str(sharing_of(tower))
             assert status.reuse is None or status.reuse.encoded <= 2 * len(sizes)
             hf_vit_accel.unpatch(tower)
-
-
-@pytest.fixture
-def on_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OnRanks:
-    return runner(tmp_path, monkeypatch)
 
 
 def test_options_together_equal_stock(references: list[str], on_cpu: type, on_ranks: OnRanks) -> None:

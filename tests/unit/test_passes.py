@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.cpu_graphs import SMALL, Recorder
+from support.cpu_graphs import Recorder
 from support.families import CLASSES, GRIDS, build, run, trained
-from support.graphs import patch as patch_with_graphs
 from support.grids import drawn, frames_of
 from support.tensors import flat
-from support.towers import ONE_TOWER, TOWERS, alike
+from support.towers import ONE_TOWER
 from tiny import (
     TINY,
     assert_close,
@@ -71,22 +70,6 @@ def test_passes_hold_all_frames_in_order_within_bounds_and_are_as_few_as_can_be(
         assert len(pieces) == fewest
 
 
-def test_the_passes_of_a_video_are_equal_but_the_last() -> None:
-    for frames in range(1, 90):
-        first, *others = [rows_of(piece) // 2304 for piece in cut(((frames, 36, 64),), AUTO_ROWS, clips=False)]
-        assert first == -(-frames // (1 + len(others))) <= AUTO_ROWS // 2304 == 16
-        assert all(length == first for length in others[:-1]) and first + sum(others) == frames
-    assert [t for ((t, _, _),) in cut(((64, 36, 64),), AUTO_ROWS, clips=False)] == [16, 16, 16, 16]
-    assert [t for ((t, _, _),) in cut(((64, 36, 64),), 28672, clips=False)] == [11, 11, 11, 11, 11, 9]
-
-
-def test_a_frame_or_a_clip_is_never_cut() -> None:
-    page = (1, 136, 106)
-    assert cut((page, page), 4096, clips=False) == ((page,), (page,))
-    assert cut(((4, 4, 4), (2, 4, 4)), 40, clips=True) == (((4, 4, 4),), ((2, 4, 4),))
-    assert cut(((4, 4, 4), (2, 4, 4)), 40, clips=False) == (((2, 4, 4),), ((2, 4, 4),), ((2, 4, 4),))
-
-
 @pytest.mark.parametrize(
     ("max_rows", "is_cuda", "grad", "cut_in"),
     [
@@ -118,20 +101,6 @@ def test_what_is_no_number_of_rows(max_rows: Any) -> None:
 
 
 # --- what is cut equals what is not -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", TOWERS)
-def test_random_cuts_equal_one_pass(family: str) -> None:
-    """Cut 15 calls of each family; products over other numbers of rows round otherwise."""
-    tower = tower_of(TINY[family].build())
-    generator = random.Random(0)
-    grids = [drawn(generator) for _ in range(15)]
-    hf_vit_accel.patch(tower, strict=True)
-    expected = [run_tower(tower, grid) for grid in grids]
-    for grid, outputs in zip(grids, expected, strict=True):
-        hf_vit_accel.patch(tower, strict=True, max_rows=generator.randint(1, rows_of(grid)))
-        assert_close(run_tower(tower, grid), outputs, 2e-6)
-        assert status_of(tower).calls == 1 and not status_of(tower).fallbacks
 
 
 DIFFERENT = "Qwen2_5_Vision", "Qwen3VLVision", "Glm5Next", "PaddleOCR", "Dots3"
@@ -170,33 +139,12 @@ def shortened(depth: int, indexes: list[int]) -> Callable[[torch.nn.Module], Non
     return shorten
 
 
-def assert_same_gradients(tower: torch.nn.Module, stock: torch.nn.Module) -> None:
-    """Compare the gradients of every parameter; those without one have none in both towers."""
-    for model in (tower, stock):
-        sum(output.square().sum() for output in hold(model, VIDEO)).backward()
-    for (name, parameter), expected in zip(tower.named_parameters(), stock.parameters(), strict=True):
-        assert (parameter.grad is None) == (expected.grad is None), name
-        if expected.grad is not None:
-            assert relative_error(parameter.grad, expected.grad) < 1e-4, name
-
-
 STRUCTURES = {
     "early exit before the last deepstack layer": shortened(2, [0, 2]),
     "deepstack layers out of order": shortened(4, [2, 0]),
     "one deepstack layer listed twice": shortened(4, [1, 1]),
     "no deepstack layers": shortened(4, []),
 }
-
-
-@pytest.mark.parametrize("max_rows", alike(40, None))
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_deepstack_features_follow_the_blocks_that_run(structure: str, max_rows: int | None) -> None:
-    stock = tower_of(TINY["qwen3_vl"].build())
-    STRUCTURES[structure](stock)
-    tower = hf_vit_accel.patch(copy.deepcopy(stock), max_rows=max_rows, strict=True)
-    assert_close(run_tower(tower, VIDEO), run_tower(stock, VIDEO))
-    assert_same_gradients(tower, stock)
-    assert status_of(tower).calls == 2 and bool(status_of(tower).passes) == (max_rows is not None)
 
 
 @pytest.mark.gpu
@@ -224,48 +172,12 @@ def test_passes_over_checkpointed_layers() -> None:
     assert largest_error(ours, gradients) < 1e-4
 
 
-def test_no_passes_over_reentrant_checkpoints() -> None:
-    """Refuse passes: reentrant checkpoints add gradients at once, so hooks of weights would run in each pass."""
-    tower = build(*next(entry for entry in CLASSES if entry[0].name == "qwen3_vl")).train()
-    checkpoint_layers(tower, reentrant=True)
-
-    def step() -> list[torch.Tensor]:
-        tower.zero_grad()
-        sum(output.square().sum() for output in hold(tower, GRIDS[1])).backward()
-        return [parameter.grad for parameter in tower.parameters()]
-
-    seen: list[torch.Tensor] = []
-    tower.blocks[1].mlp.linear_fc1.weight.register_hook(lambda grad: seen.append(grad) or grad.clamp(-0.05, 0.05))
-    expected = step()
-    hf_vit_accel.patch(tower, max_rows=50)
-    actual = step()
-    assert largest_error(actual, expected) < 1e-4 and len(seen) == 2, "a hook ran once in each step"
-    status = status_of(tower)
-    assert status.passes is None
-    why = "not cut by max_rows: reentrant checkpoints bring gradients to weights at each pass"
-    assert status.fallbacks == {why: 1}
-    hf_vit_accel.patch(tower, max_rows=50, strict=True)
-    with pytest.raises(hf_vit_accel.FallbackError, match=why):
-        step()
-
-
 def other_parameters(tower: Any) -> list[torch.Tensor]:
     """Return gradients of weights that modules hold during the forward alone; some have none."""
     new = {name: torch.nn.Parameter(p.detach() * 1.1, "norm" in name) for name, p in tower.named_parameters()}
     inputs = pixels_for(tower, GRIDS[1]), torch.tensor(GRIDS[1])
     merged_of(torch.func.functional_call(tower, new, inputs)).square().sum().backward()
     return [weight.grad for weight in new.values() if weight.requires_grad]
-
-
-def assigned(tower: Any) -> list[torch.Tensor]:
-    """Return gradients of two sets of weights, assigned one after the other, by one backward."""
-    sets = [{name: torch.nn.Parameter(f * x) for name, x in tower.state_dict().items()} for f in (1.0, 1.2)]
-    loss: Any = 0
-    for weights in sets:
-        tower.load_state_dict(weights, assign=True)
-        loss = loss + hold(tower, GRIDS[1])[-1].square().sum()
-    loss.backward()
-    return [weight.grad for weights in sets for weight in weights.values()]
 
 
 def data_swapped(tower: Any) -> list[torch.Tensor]:
@@ -278,7 +190,7 @@ def data_swapped(tower: Any) -> list[torch.Tensor]:
     return [parameter.grad for parameter in tower.parameters()]
 
 
-@pytest.mark.parametrize("way", [other_parameters, assigned, data_swapped])
+@pytest.mark.parametrize("way", [other_parameters, data_swapped])
 def test_a_pass_runs_again_with_the_weights_of_its_forward(way: Callable[[Any], list[torch.Tensor]]) -> None:
     stock = tower_of(TINY["qwen2_5_vl"].build())
     tower = hf_vit_accel.patch(copy.deepcopy(stock), max_rows=50, strict=True)
@@ -317,18 +229,6 @@ def test_a_weight_that_is_modified_before_its_passes_run_again_raises() -> None:
 def hold(tower: Any, grid: Grid) -> list[torch.Tensor]:
     output = tower(pixels_for(tower, grid), grid_thw=torch.tensor(grid))
     return outputs_of(output)
-
-
-def test_fused_and_replayed_passes(references: list[str], on_cpu: type[Recorder]) -> None:
-    """Share one graph among passes of one size; references stand for kernels, and buffers are poisoned."""
-    for family in ("qwen2_5_vl", "qwen3_vl"):
-        model = TINY[family].build()
-        grid = [(8, 8, 8), (1, 4, 6)]
-        expected = run_tower(tower_of(model), grid)
-        graphs = patch_with_graphs(model, SMALL, max_rows=128, strict=True)
-        assert_close(run_tower(tower_of(model), grid), expected)
-        assert graphs.status().replays == 5 and not graphs.status().eager
-        assert graphs.status().captures <= 3, "of passes of two lengths, and of the image"
 
 
 # --- what it takes ----------------------------------------------------------------------------------------------------
@@ -448,29 +348,6 @@ def test_memory_that_runs_out_halves_passes_once(monkeypatch: pytest.MonkeyPatch
     assert status_of(tower).calls == 2 and not status_of(tower).fallbacks
 
 
-def test_memory_that_runs_out_in_a_backward_pass_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Raise during the recomputation, since no retry is possible there; the next step runs."""
-    tower = tower_of(TINY["qwen2_vl"].build())
-    grid = [(6, 4, 4)]
-    pixels = pixels_for(tower, grid)
-    grid_thw = torch.tensor(grid)
-
-    def step() -> torch.Tensor:
-        tower.zero_grad()
-        merged_of(tower(pixels, grid_thw=grid_thw)).square().sum().backward()
-        return tower.blocks[1].mlp.fc1.weight.grad
-
-    expected = step()
-    hf_vit_accel.patch(tower, max_rows=40, strict=True)
-    output = merged_of(tower(pixels, grid_thw=grid_thw))
-    with monkeypatch.context() as small:
-        tried = tight(small, 10)
-        with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
-            output.square().sum().backward()
-    assert tried == [32] and status_of(tower).passes == "1 calls in 3 passes"
-    assert relative_error(step(), expected) < 1e-5
-
-
 # --- beside other settings --------------------------------------------------------------------------------------------
 
 
@@ -489,12 +366,3 @@ def test_layers_that_fsdp_shards_are_not_run_in_passes(tmp_path: Path) -> None:
         assert status_of(tower).fallbacks == {"not cut by max_rows: FSDP2 gathers weights at each pass": 1}
     finally:
         dist.destroy_process_group()
-
-
-def test_the_stock_way_is_not_cut() -> None:
-    tower = tower_of(TINY["qwen2_5_vl"].build())
-    expected = run_tower(tower, VIDEO)
-    hf_vit_accel.patch(tower, max_rows=40)
-    tower.rotary_pos_emb.register_forward_hook(lambda *_: None)
-    assert_close(run_tower(tower, VIDEO), expected)
-    assert status_of(tower).stock_calls == 1 and status_of(tower).passes is None

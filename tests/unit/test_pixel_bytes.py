@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from support.towers import alike
 from tiny import FAMILIES, TINY, all_equal, assert_close, chat_inputs, outputs_of, tower_of
 
 import hf_vit_accel
@@ -97,19 +96,6 @@ def test_a_tower_that_normalises_equals_the_processor(model: Any, processor: Any
     assert status.calls == 1 and not status.stock_calls
 
 
-@pytest.mark.parametrize("dtype", alike(torch.bfloat16, torch.float16), ids=str)
-def test_a_model_that_casts_bytes_gives_the_same(model: Any, processor: Any, dtype: torch.dtype) -> None:
-    """Models cast pixels to the tower's dtype first (`get_image_features`, ColQwen2's forward): it holds all bytes."""
-    model = model.to(dtype)
-    tower = tower_of(model)
-    hf_vit_accel.patch(model)
-    expected = features(tower, processor)
-    hf_vit_accel.patch(model, processor=processor)
-    pixels, grid = tower_inputs(processor)
-    with torch.no_grad():
-        assert all_equal(outputs_of(tower(pixels.to(dtype), grid_thw=grid)), expected)
-
-
 def test_a_whole_model_takes_bytes(model: Any, processor: Any) -> None:
     _, grid = tower_inputs(processor)
     inputs = chat_inputs(model, [tuple(sizes) for sizes in grid.tolist()])
@@ -186,17 +172,6 @@ def test_a_saved_processor_normalises(model: Any, tmp_path: Path) -> None:
     assert flags["do_rescale"] and flags["do_normalize"]
     loaded = type(processor).from_pretrained(tmp_path)
     assert torch.equal(tower_inputs(loaded)[0], expected)
-
-
-def test_workers_get_the_same_processor(model: Any) -> None:
-    """A DataLoader pickles what its workers need."""
-    module = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
-    hf_vit_accel.patch(model, processor=(processor := pil_processor()))
-    plain = module.Qwen2VLImageProcessorPil()
-    vars(plain).update(vars(processor))
-    received = pickle.loads(pickle.dumps(plain))
-    assert not received.do_rescale and not received.do_normalize
-    hf_vit_accel.unpatch(model)
 
 
 def test_a_copy_of_the_model_takes_bytes_too(model: Any, processor: Any) -> None:

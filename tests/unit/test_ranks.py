@@ -6,26 +6,18 @@ import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import NoReturn
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import MIXED, OnRanks, loss_of, runner
+from support.ranks import MIXED, OnRanks, loss_of
 from tiny import TINY, assert_close, pixels_for, run_tower, tower_of
 
 import hf_vit_accel
 from hf_vit_accel import RankError, machine
-from hf_vit_accel.graphs import memory
 from hf_vit_accel.options import passes as tower_module
-from hf_vit_accel.options.split import Assignment
 from hf_vit_accel.tower.state import state_of
-
-
-@pytest.fixture
-def on_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OnRanks:
-    return runner(tmp_path, monkeypatch)
 
 
 class RankFailure(RuntimeError):
@@ -95,70 +87,6 @@ def check_fault(rank: int) -> None:
 
 def test_a_kernel_that_fails_on_one_rank_is_replaced_there_alone(on_ranks: OnRanks) -> None:
     on_ranks(check_fault, 3)
-
-
-def check_fault_of_a_stock_call(rank: int) -> None:
-    """Rank 1 runs stock, which fails once. The others were told before, and are through when it tries again."""
-    tower = tower_of(TINY["qwen2_vl"].build())
-    expected = run_tower(tower, MIXED)
-    hf_vit_accel.patch(tower, data_parallel=True)
-    faults = [machine.Fault("kernels", RankFailure("no compiler"))]
-
-    def fail_once(*_: object) -> None:
-        if faults:
-            raise faults.pop()
-
-    if rank == 1:
-        handle = tower.rotary_pos_emb.register_forward_hook(fail_once)
-    assert_close(run_tower(tower, MIXED), expected)
-    status = hf_vit_accel.status(tower).towers[0]
-    assert (status.calls, status.stock_calls) == ((0, 1) if rank == 1 else (1, 0))
-    assert status.ranks == f"rank {rank} of 3, 1 calls encoded by each rank alone" and not (rank == 1 and faults)
-    if rank == 1:
-        handle.remove()
-    assert_close(run_tower(tower, MIXED), expected)
-    assert "1 calls shared" in hf_vit_accel.status(tower).towers[0].ranks
-
-
-def test_a_rank_whose_stock_call_fails_once(on_ranks: OnRanks) -> None:
-    on_ranks(check_fault_of_a_stock_call, 3)
-
-
-def check_memory_retried(rank: int) -> None:
-    """A rank may try again while the others wait for its share. Once all are through, no other would answer."""
-    tower = tower_of(TINY["qwen2_vl"].build())
-    grid = MIXED * 3
-    expected = run_tower(tower, grid)
-    hf_vit_accel.patch(tower, data_parallel=True, max_rows=64)
-    encode = tower_module.encode
-    put_together = Assignment.put_together
-    error = torch.OutOfMemoryError("Tried to allocate 20 GiB")
-
-    def fail_once(*_: object, **__: object) -> NoReturn:
-        tower_module.encode = encode
-        Assignment.put_together = put_together  # type: ignore[method-assign]
-        memory.stores_given_up += 1
-        raise error
-
-    if rank == 1:
-        tower_module.encode = fail_once
-    assert_close(run_tower(tower, grid), expected)
-    if rank == 1:
-        Assignment.put_together = fail_once  # type: ignore[method-assign]
-        with pytest.raises(torch.OutOfMemoryError) as caught:
-            run_tower(tower, grid)
-        assert caught.value is error
-    else:
-        assert_close(run_tower(tower, grid), expected)
-    tower_module.encode = raiser(error) if rank == 1 else encode
-    with pytest.raises(torch.OutOfMemoryError):  # on all ranks, and no rank tries again alone in shorter passes
-        run_tower(tower, grid)
-    tower_module.encode = encode
-    assert_close(run_tower(tower, grid), expected)
-
-
-def test_a_rank_whose_memory_ran_out_tries_again_only_while_the_others_wait(on_ranks: OnRanks) -> None:
-    on_ranks(check_memory_retried, 3)
 
 
 def check_memory_in_backward(rank: int) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.cpu_graphs import SMALL
 from support.interpreter import INTERPRETED
 from support.towers import alike
 from tiny import TINY, assert_close, outputs_of, pixels_for, tower_of
@@ -18,12 +16,10 @@ from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel import FallbackError, FlexConfig, ReuseConfig
-from hf_vit_accel.engine.route import Route
 from hf_vit_accel.machine import KERNELS, guarded
 from hf_vit_accel.options import checksum
-from hf_vit_accel.options import passes as tower_module
 from hf_vit_accel.options import reuse as reuse_module
-from hf_vit_accel.options.reuse import WeightTable, _layout_of, _Repeat
+from hf_vit_accel.options.reuse import WeightTable, _layout_of
 from hf_vit_accel.tower.state import state_of
 
 ACROSS = ReuseConfig(across_calls=True)
@@ -245,14 +241,6 @@ def test_any_multiset_equals_its_distinct_items_alone(tower: nn.Module) -> None:
     assert 0 < hits < items and 0 < encoded < items and counts(within)[1] < counts(within)[0]
 
 
-def test_pictures_of_different_sizes_are_not_compared(tower: nn.Module) -> None:
-    hf_vit_accel.patch(tower, reuse=True)
-    call(tower, [item(tower, (1, 4, 6)), item(tower, (1, 4, 4))])
-    assert "reuse      no pictures compared so far" in str(hf_vit_accel.status(tower))
-    call(tower, [item(tower), item(tower)])
-    assert "reuse      2 items: 1 encoded, 1 copies" in str(hf_vit_accel.status(tower))
-
-
 def use_constant_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give all items the same checksum; weights keep theirs."""
 
@@ -335,52 +323,19 @@ def test_gradients_are_those_of_stock(tower: nn.Module, pixels: bool) -> None:
     assert counts(tower) == ((0, 0, 0) if pixels else (6, 3, 0)), "copies of pixels have gradients of their own"
 
 
-@pytest.mark.parametrize(
-    ("sizes", "order"),
-    [
-        ([2, 3, 4], [1, 0, 1, 2, 1, 2, 1, 1]),
-        ([3, 3, 3], [0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2]),
-        ([3, 3, 3], [0, 1, 2, 2, 1, 0]),
-        ([9], [0, 0, 0, 0, 0]),
-    ],
-)
-def test_gradients_of_copies_are_added_up_in_fp32_and_rounded_once(sizes: list[int], order: list[int]) -> None:
-    rows = torch.randn(9, 4, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
-    repeated = _Repeat.apply(rows, sizes, order)
-    pieces = rows.split(sizes)
-    assert torch.equal(repeated, torch.cat([pieces[index] for index in order]))
-    grad = torch.randn(repeated.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
-    repeated.backward(grad)
-    exact = rows.detach().double().requires_grad_()
-    torch.cat([exact.split(sizes)[index] for index in order]).backward(grad.double())
-    assert torch.equal(rows.grad, exact.grad.float().bfloat16())
-    leaf = torch.randn(9, 4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: _Repeat.apply(x, sizes, order), leaf)
-    assert torch.autograd.gradgradcheck(lambda x: _Repeat.apply(x, sizes, order), leaf)
-
-
 # --- across calls -----------------------------------------------------------------------------------------------------
 
 
-def test_known_items_are_not_encoded_again(tower: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    encoded_grids: list[tuple[Entry, ...]] = []
-    encode = tower_module.encode
-
-    def note_and_encode(route: Route, *args: object, **options: object) -> list[torch.Tensor]:
-        encoded_grids.append(route.metadata.grid)
-        return encode(route, *args, **options)
-
-    monkeypatch.setattr(tower_module, "encode", note_and_encode)
+def test_known_items_are_not_encoded_again(tower: nn.Module) -> None:
     a, b, c, d = (item(tower, entry, seed) for seed, entry in enumerate([(1, 4, 6), (2, 4, 4), (1, 8, 8), (1, 4, 6)]))
-    calls = [([a, b], (a[1], b[1])), ([b, a], None), ([c, a, c, d, b], (c[1], d[1])), ([a], None), ([d, d, c], None)]
+    calls = [([a, b], 2), ([b, a], 2), ([c, a, c, d, b], 4), ([a], 4), ([d, d, c], 4)]
     expected = [alone(copy.deepcopy(tower), items) for items, _ in calls]
     every = alone(copy.deepcopy(tower), [a, b, c, d])
     hf_vit_accel.patch(tower, reuse=ACROSS, strict=True)
     for (items, encoded), outputs in zip(calls, expected, strict=True):
-        encoded_grids.clear()
         with torch.no_grad():
             assert_close(call(tower, items), outputs)
-        assert encoded_grids == ([] if encoded is None else [encoded])
+        assert counts(tower)[1] == encoded
     assert counts(tower) == (13, 4, 8)
     status = hf_vit_accel.status(tower).towers[0].reuse
     nbytes = sum(tensor.nbytes for tensor in (*every, *(pixels for pixels, _ in (a, b, c, d))))
@@ -441,21 +396,16 @@ def test_dtypes_grids_and_modes_are_distinguished(tower: nn.Module) -> None:
             tower(pixels, grid_thw=torch.tensor([grid]))
         with torch.autocast("cpu", dtype=torch.bfloat16):
             tower(pixels, grid_thw=torch.tensor([entry]))
-        torch.use_deterministic_algorithms(True)
+        setting = torch.backends.cuda.matmul
+        before = setting.fp32_precision
         try:
+            setting.fp32_precision = "ieee" if before == "tf32" else "tf32"
             tower(pixels, grid_thw=torch.tensor([entry]))
         finally:
-            torch.use_deterministic_algorithms(False)
-        for setting in (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.mkldnn.matmul):
-            before = setting.fp32_precision
-            try:  # these are torch's newer settings, which its older ones refuse to read
-                setting.fp32_precision = "ieee" if before == "tf32" else "tf32"
-                tower(pixels, grid_thw=torch.tensor([entry]))
-            finally:
-                setting.fp32_precision = before
-        assert counts(tower) == (11, 11, 0)
+            setting.fp32_precision = before
+        assert counts(tower) == (8, 8, 0)
         tower(pixels, grid_thw=torch.tensor([entry]))
-    assert counts(tower) == (12, 11, 1)
+    assert counts(tower) == (9, 8, 1)
     tower.requires_grad_()
     assert all(x.requires_grad for x in call(tower, [item(tower)] * 2)), "a trained tower encodes"
     hf_vit_accel.patch(tower, reuse=ACROSS, fuse=False)
@@ -477,13 +427,6 @@ def write_flat_buffer(tower: nn.Module) -> None:
     flat[len(flat) // 2].add_(0.5)
 
 
-def swap_data(tower: nn.Module) -> None:
-    one, two = [block.attn.proj.weight for block in tower.blocks[:2]]
-    former = one.data
-    one.data = two.data
-    two.data = former
-
-
 def swap_contents(tower: nn.Module) -> None:
     one, two = [block.norm1.weight.data for block in tower.blocks[:2]]
     former = one.clone()
@@ -501,18 +444,12 @@ def add_lora(tower: nn.Module, **options: float) -> None:
 
 
 CHANGES: dict[str, Callable[[nn.Module], object]] = {
-    "through .data": lambda tower: weight_of(tower).data.mul_(1.5),
     "one value": lambda tower: weight_of(tower).data[-1, -1].add_(0.5),
     "the last bias": lambda tower: [*tower.parameters()][-1].data[-1].add_(0.5),
-    "an exponential moving average": lambda tower: torch._foreach_lerp_(
-        [weight_of(tower).data], [weight_of(tower) * 2], 0.5
-    ),
     "permuted rows": lambda tower: weight_of(tower).data.copy_(weight_of(tower).data.flip(0)),
     "a flat buffer": write_flat_buffer,
     "through numpy": lambda tower: weight_of(tower).numpy()[0].__iadd__(1),
-    "swapped": swap_data,
     "contents swapped": swap_contents,
-    "another dtype": lambda tower: tower.to(torch.float16).to(torch.float32),
 }
 """Changes of a tower between two calls of the same picture."""
 
@@ -559,18 +496,11 @@ def test_former_weights_bring_their_features_back(tower: nn.Module) -> None:
 # --- reasons and other features ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("adapter", ["LoRA", "dropout"])
-def test_third_party_modules_are_not_trusted(tower: nn.Module, adapter: str) -> None:
+def test_third_party_modules_are_not_trusted(tower: nn.Module) -> None:
     """LoRA may be random in training. At a later call it may act on other state that Python holds."""
-    if adapter == "LoRA":
-        add_lora(tower, lora_dropout=0.5)
-    else:
-        tower.blocks[1].mlp = nn.Sequential(tower.blocks[1].mlp, nn.Dropout(0.5))
-    tower.eval().requires_grad_(False)
+    add_lora(tower, lora_dropout=0.5)
+    tower.requires_grad_(False)
     items = [item(tower), item(tower)]
-    hf_vit_accel.patch(tower, reuse=ACROSS)
-    call(tower, items)
-    assert not state_of(tower).fallbacks, "nothing is kept of a tower that may be trained: no reason to report"
     hf_vit_accel.patch(tower, reuse=ACROSS)
     with torch.no_grad():
         assert same(call(tower, items), call(tower, items)) and counts(tower) == (4, 2, 0)
@@ -582,11 +512,6 @@ def test_third_party_modules_are_not_trusted(tower: nn.Module, adapter: str) -> 
         hf_vit_accel.patch(tower, reuse=True, strict=True)
         with pytest.raises(FallbackError, match="may be random in training"):
             call(tower, items)
-        tower.eval()
-        call(tower, items)
-        hf_vit_accel.patch(tower, reuse=ACROSS, strict=True)
-        with pytest.raises(FallbackError, match="might act otherwise at a later call"):
-            call(tower, items)
 
 
 def test_reasons_against_keeping_are_reported(tower: nn.Module) -> None:
@@ -596,36 +521,16 @@ def test_reasons_against_keeping_are_reported(tower: nn.Module) -> None:
     with torch.no_grad():
         call(tower, [item(tower)])
         del tower.blocks[0].mlp.table
-        call(tower, [item(tower)])
         weight_of(tower).data = weight_of(tower).data.t()
         call(tower, [item(tower)])
-    assert counts(tower) == (1, 1, 0)
-    assert sorted(state_of(tower).fallbacks) == [
-        "a module holds a tensor that is neither parameter nor buffer",
-        "a parameter is not contiguous, or does not lie in whole words of memory",
-    ]
-    score_mod = FlexConfig(score_mod=lambda score, b, h, q, k: score - (q - k).abs())
-    hf_vit_accel.patch(tower, reuse=ACROSS, attention=score_mod)
-    state = state_of(tower)
-    snapshot = state.snapshot(tower)
-    pixels = pixels_for(tower, [(1, 4, 6)])
-    repeats = state.reuse.read_grid(snapshot, *snapshot.weights(), None, pixels, torch.tensor([(1, 4, 6)]))
-    assert repeats.unmet == ["a score_mod may read what changes between calls"] and not repeats.keys
-
-
-def test_graphs_replay_new_items_only(on_cpu: type, tower: nn.Module) -> None:
-    a, b, c = (item(tower, entry, seed) for seed, entry in enumerate([(1, 4, 6), (2, 4, 4), (1, 8, 8)]))
-    calls = [[a, b, a, a], [c, c, a]]
-    expected = [alone(tower, items) for items in calls]
-    for config, encoded, hits in ((True, 4, 0), (ACROSS, 3, 1)):
-        hf_vit_accel.patch(tower, reuse=config, cuda_graphs=SMALL)
-        with torch.no_grad():
-            for items, outputs in zip(calls, expected, strict=True):
-                assert_close(call(tower, items), outputs)
-        graphs = hf_vit_accel.status(tower).towers[0].graphs
-        assert graphs.replays == 2 and not graphs.eager and counts(tower) == (7, encoded, hits)
-        hf_vit_accel.warmup(tower, [[(1, 4, 4)] * 3, [(1, 6, 4)]], progress=False)
-        assert state_of(tower).last_route.metadata.rows == 24 and counts(tower)[0] == 7, "a warmup is no call"
+        assert sorted(state_of(tower).fallbacks) == [
+            "a module holds a tensor that is neither parameter nor buffer",
+            "a parameter is not contiguous, or does not lie in whole words of memory",
+        ]
+        score_mod = FlexConfig(score_mod=lambda score, b, h, q, k: score - (q - k).abs())
+        hf_vit_accel.patch(tower, reuse=ACROSS, attention=score_mod)
+        call(tower, [item(tower)])
+        assert list(state_of(tower).fallbacks) == ["a score_mod may read what changes between calls"]
 
 
 def test_unpatching_frees_what_is_kept(tower: nn.Module) -> None:
@@ -636,20 +541,6 @@ def test_unpatching_frees_what_is_kept(tower: nn.Module) -> None:
     assert state.reuse.status().held == 1
     hf_vit_accel.unpatch(tower)
     assert state.reuse.status().held == state.reuse.status().nbytes == 0
-
-
-def test_threads_share_a_tower(tower: nn.Module) -> None:
-    pool = [item(tower, entry, seed) for seed, entry in enumerate([(1, 4, 6), (2, 4, 4), (1, 8, 8), (1, 4, 6)])]
-    chosen = [[pool[index] for index in torch.randint(4, (3,)).tolist()] for _ in range(18)]
-    expected = [alone(tower, items) for items in chosen]
-    hf_vit_accel.patch(tower, reuse=ReuseConfig(across_calls=True, gigabytes=1e-4))
-
-    def work(index: int) -> None:
-        with torch.no_grad():
-            assert_close(call(tower, chosen[index]), expected[index])
-
-    with ThreadPoolExecutor(3) as threads:
-        list(threads.map(work, range(18)))
 
 
 def test_a_failed_kernel_is_replaced_by_its_reference(tower: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.cpu_graphs import SMALL, Recorder
-from support.ranks import run_on_ranks, share_small_calls
-from support.towers import alike
-from tiny import TINY, assert_close, outputs_of, pixels_for, run_tower, tower_of
+from tiny import TINY, assert_close, run_tower, tower_of
 from torch import nn
 from transformers import activations
 
@@ -134,48 +130,6 @@ def mixing_tower(family: str, mixer: str) -> Any:
     tower = tower_of(TINY[family].build())
     tower.merger = nn.Sequential(tower.merger, MIXERS[mixer]())
     return tower.requires_grad_(False).eval()
-
-
-@pytest.mark.parametrize("mixer", MIXERS)
-@pytest.mark.parametrize("family", alike("qwen2_5_vl", "qwen3_vl"))
-@pytest.mark.parametrize(
-    "settings", [dict(max_rows=40), dict(reuse=True), dict(cuda_graphs=SMALL)], ids=lambda s: min(s)
-)
-def test_a_module_of_torch_that_mixes_rows_gets_all_of_a_call(
-    settings: dict[str, Any], family: str, mixer: str, references: list[str], on_cpu: type[Recorder]
-) -> None:
-    tower = mixing_tower(family, mixer)
-    pixels = pixels_for(tower, GRID)
-    grid_thw = torch.tensor(GRID)
-    pixels[24:48] = pixels[:24]
-    expected = outputs_of(tower(pixels, grid_thw=grid_thw))
-    hf_vit_accel.patch(tower, **settings)
-    with torch.no_grad():
-        for _ in range(2):
-            assert_close(outputs_of(tower(pixels, grid_thw=grid_thw)), expected)
-    [status] = hf_vit_accel.status(tower).towers
-    assert status.calls == 2 and status.passes is None
-    if "cuda_graphs" not in settings:
-        assert list(status.fallbacks.values()) == [2] and mixer in str(status)
-    else:
-        assert status.graphs is not None and not status.graphs.replays and sum(status.graphs.eager.values()) == 2
-
-
-def _check_unshared(rank: int, tower: Any, mixer: str) -> None:
-    expected = run_tower(tower, GRID)
-    hf_vit_accel.patch(tower, data_parallel=True)
-    assert_close(run_tower(tower, GRID), expected)
-    [status] = hf_vit_accel.status(tower).towers
-    assert status.fallbacks == {f"not shared by ranks: {mixer}, and may mix rows of several images": 1}
-
-
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_ranks_do_not_share_a_tower_that_mixes_rows(
-    mixer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    share_small_calls(monkeypatch)
-    hf_vit_accel.patch(TINY["qwen3_vl"].build())  # ranks inherit the proof
-    run_on_ranks(_check_unshared, 2, tmp_path, mixing_tower("qwen3_vl", mixer), mixer)
 
 
 @pytest.mark.gpu

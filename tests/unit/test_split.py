@@ -5,11 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
 from support.grids import drawn, frames_of
 
 from hf_vit_accel.layout import rows_of
-from hf_vit_accel.options.split import Assignment, Piece, Split, cost, split
+from hf_vit_accel.options.split import Assignment, Split, cost, split
 
 Entry = tuple[int, int, int]
 Grid = tuple[Entry, ...]
@@ -43,27 +42,3 @@ def test_a_split_holds_every_frame_once_and_is_balanced(clips: bool) -> None:
         assert sum(loads_by_rank) == pytest.approx(sum(costs))
         # The bound of a schedule that gives each unit to the rank with the smallest load (Graham).
         assert max(loads_by_rank) <= sum(costs) / ranks + max(costs) * (1 - 1 / ranks) + 1e-6
-
-
-def test_rows_are_taken_and_put_back_in_order() -> None:
-    generator = random.Random(1)
-    for _ in range(200):
-        grid = tuple(drawn(generator))
-        ranks = generator.randint(1, 5)
-        assignment = Assignment(grid, split(grid, ranks, clips=False, full=1.0))
-        assert assignment.rows == [rows_of(assignment.grid_of(rank)) for rank in range(ranks)]
-        for ratio in (1, 4):  # patch rows, and merged tokens
-            rows = torch.arange(rows_of(grid) // ratio)[:, None]
-            by_rank = [assignment.share_of(rows, rank) for rank in range(ranks)]
-            assert [len(rows_of_rank) * ratio for rows_of_rank in by_rank] == assignment.rows
-            together = torch.full_like(rows, -1)
-            assignment.put_together(by_rank, together)
-            assert torch.equal(together, rows)
-
-
-def test_equal_frames_are_split_into_consecutive_runs() -> None:
-    video = split(((64, 36, 64),), 2, clips=False, full=1.0)
-    assert video == ((Piece(0, 0, 32, 36, 64),), (Piece(0, 32, 32, 36, 64),))
-    images = split(((1, 32, 32),) * 16, 4, clips=False, full=1.0)
-    entries = [[piece.image for piece in share] for share in images]
-    assert entries == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]

@@ -10,7 +10,6 @@ import pytest
 import torch
 from support.calls import PACKAGE, entered
 from support.cpu_graphs import Recorder
-from support.towers import ONE_TOWER
 from tiny import GRIDS, TINY, outputs_of, pixels_for, run_tower, tower_of
 from torch import nn
 
@@ -49,11 +48,6 @@ def entries(act: Callable[[], object]) -> list[tuple[str, list[str]]]:
 def is_of_operations(file: str) -> bool:
     """Return whether a file belongs to operations and attention, which a call enters again and again."""
     return file.startswith(("/ops/", "/backends/"))
-
-
-@pytest.fixture(params=ONE_TOWER)
-def tower(request: pytest.FixtureRequest) -> nn.Module:
-    return tower_of(TINY[request.param].build())
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

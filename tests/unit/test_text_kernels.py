@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import random
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from support.interpreter import INTERPRETED
 from support.towers import alike
 from test_prefill import batch
-from tiny import TINY, relative_error
+from tiny import TINY
 
 import hf_vit_accel
 from hf_vit_accel.decoding import layers
@@ -113,51 +112,6 @@ def test_swiglu_of_one_token(device: str, width: int, outputs: int) -> None:
     assert_rounded(result, token_swiglu_reference(*(tensor.double() for tensor in (x, gate, up))))
 
 
-TURNS_HALVES = {
-    "qwen2_vl.Qwen2VL": True,
-    "qwen2_5_vl.Qwen2_5_VL": True,
-    "qwen3_vl.Qwen3VL": True,
-    "qwen3.Qwen3": True,
-    "paddleocr_vl.PaddleOCR": True,
-    "glm4v.Glm4v": False,  # turns neighbours
-    "qwen3_5.Qwen3_5": False,  # turns a part of a head
-}
-"""Text models by file and prefix of the class."""
-
-
-@pytest.mark.parametrize("model", TURNS_HALVES)
-def test_tables_are_read_from_transformers_own_rotation(model: str) -> None:
-    """Where a rotation is of another kind, there are no tables, and the file's own function runs."""
-    name, prefix = model.split(".")
-    file = pytest.importorskip(f"transformers.models.{name}.modeling_{name}")
-    home = pytest.importorskip(f"transformers.models.{name}.configuration_{name}")
-    config = getattr(home, f"{prefix}TextConfig", None) or getattr(home, f"{prefix}Config")
-    sizes = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=32)
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
-    if model in ("glm4v.Glm4v", "qwen3_5.Qwen3_5"):
-        rope |= {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
-    if "head_dim" not in inspect.signature(config).parameters:
-        del sizes["head_dim"]
-    config = config(**sizes, num_hidden_layers=4, vocab_size=32, rope_parameters=rope, pad_token_id=0)
-    is_whole_model = hasattr(file, f"{prefix}TextModel")
-    text = getattr(file, f"{prefix}TextModel" if is_whole_model else f"{prefix}Model")(config)
-    attention = next(layer.self_attn for layer in text.layers if hasattr(layer, "self_attn"))
-    positions = torch.randint(0, 90, (3, 2, 5) if is_whole_model else (2, 5))
-    hidden = torch.zeros(2, 5, 64)
-    rotation = text.rotary_emb(hidden, positions)
-    before = torch.get_rng_state()
-    tables = layers._tables_of(attention, rotation, hidden.shape[:2])
-    assert torch.equal(torch.get_rng_state(), before)
-    assert (tables is not None) == TURNS_HALVES[model]
-    if tables is None:
-        return
-    query, key = (torch.randn(2, heads, 5, attention.head_dim) for heads in (4, 2))
-    expected = layers._rotate(attention, query, key, *rotation)
-    for x, of_stock in zip((query, key), expected, strict=True):
-        result = layers.rotated(x.transpose(1, 2).flatten(0, 1), *tables)
-        torch.testing.assert_close(result, of_stock.transpose(1, 2).flatten(0, 1))
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tokens", [1, 7] if torch.cuda.is_available() else alike(7, 1))
 @pytest.mark.parametrize("family", alike("qwen3_vl", "qwen2_vl", "qwen2_5_vl"))
@@ -182,27 +136,6 @@ def test_hidden_states_are_as_exact_as_stocks(family: str, tokens: int, device: 
         assert torch.equal(embeds, before) and ours.dtype == half.dtype
         errors += torch.tensor([float((x.double() - expected).norm() / expected.norm()) for x in (ours, stock)])
     assert errors[0] <= max(1.1 * errors[1], 5 * torch.finfo(half.dtype).eps), errors
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("family", "tokens"), [("qwen2_5_vl", 1), ("qwen3_vl", 3)])
-def test_parameters_with_gaps(family: str, tokens: int, device: str) -> None:
-    """Norms and biases may be columns of a matrix, as where a program packs the vectors of all layers."""
-    model = TINY[family].build().to(device, dtype_on(device))
-    text = model.model.language_model
-    with torch.no_grad():
-        for name, parameter in list(text.named_parameters()):
-            if parameter.dim() == 1:
-                column = torch.stack([parameter, torch.full_like(parameter, 9)], dim=1)[:, 0]
-                holder, _, attribute = name.rpartition(".")
-                setattr(text.get_submodule(holder), attribute, torch.nn.Parameter(column))
-        embeds = torch.randn(1, tokens, 32, device=device).to(model.dtype)
-        positions = torch.randint(0, 90, (3, 1, tokens), device=device)
-        given = dict(attention_mask=None, position_ids=positions, use_cache=False)
-        expected = text(inputs_embeds=embeds, **given).last_hidden_state
-        attend = layers.CausalAttention([tokens], embeds.device)
-        ours = layers.norm(text.norm, layers.run_layers(read_model(model), embeds, positions, attend))
-    assert relative_error(ours, expected) < 20 * torch.finfo(model.dtype).eps
 
 
 def logits_of(model: Any, inputs: dict[str, Any], **options: Any) -> torch.Tensor:

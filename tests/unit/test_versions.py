@@ -53,60 +53,6 @@ def test_a_newer_version_is_reported_without_a_warning(
     assert state_of(tower).fast_calls == 1 and not [str(warning.message) for warning in recwarn]
 
 
-NAMES = {"get_vision_position_ids", "get_vision_cu_seqlens", "get_vision_bilinear_indices_and_weights", "forward"}
-
-
-def test_metadata_of_versions_that_pop_some_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The functions are those of 5.9: positions have other names and the other order of dimensions."""
-    former = SimpleNamespace(**dict.fromkeys([*NAMES, "get_vision_window_index"]))
-    monkeypatch.setattr(versions, "_vision_utils", lambda: former)
-    popped = versions.popped_by(NAMES)
-    assert popped == {"position_ids", "cu_seqlens", "interp_indices", "interp_weights"}
-    metadata = {name: torch.zeros(5, 4) for name in versions.METADATA} | {"max_seqlen": 3, "max_window_seqlen": 2}
-    kwargs = versions.keyword_arguments(metadata, popped)
-    assert kwargs.keys() == {"position_ids", "cu_seqlens", "bilinear_indices", "bilinear_weights"}
-    assert kwargs["bilinear_weights"].shape == (4, 5)
-    assert set(kwargs) <= set(versions.POPPED), "a caller who passes these goes to stock"
-
-
-def test_no_metadata_of_versions_that_pop_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "_vision_utils", lambda: None)
-    assert versions.popped_by({"get_vision_position_ids", "get_vision_cu_seqlens"}) == frozenset()
-
-
-class LengthRotaryEmbedding(nn.Module):
-    """A rotary module of versions up to 5.8."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inv_freq = torch.tensor([1.0, 0.1, 0.01])
-
-    def forward(self, seqlen: int) -> torch.Tensor:
-        return torch.outer(torch.arange(seqlen, dtype=self.inv_freq.dtype), self.inv_freq)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_angles_of_a_rotary_module_that_takes_a_length(dtype: torch.dtype) -> None:
-    """In bf16 positions above 256 are rounded: stock's table has them so."""
-    rotary = LengthRotaryEmbedding()
-    rotary.inv_freq = rotary.inv_freq.to(dtype)
-    assert versions.takes_length([LengthRotaryEmbedding]) and not versions.takes_rows([LengthRotaryEmbedding])
-    positions_T2 = torch.tensor([[0, 300], [301, 7], [299, 2]])
-    expected = rotary(302)[positions_T2].flatten(1)
-    for is_stock in (True, False):
-        assert torch.equal(versions.angles_by_length(rotary, is_stock=is_stock)(positions_T2), expected)
-
-
-def test_a_replaced_rotary_module_that_takes_a_length_is_called() -> None:
-    class Doubled(LengthRotaryEmbedding):
-        def forward(self, seqlen: int) -> torch.Tensor:
-            return 2 * super().forward(seqlen)
-
-    positions_T2 = torch.tensor([[0, 3], [4, 1]])
-    stock = versions.angles_by_length(LengthRotaryEmbedding(), is_stock=True)(positions_T2)
-    assert torch.equal(versions.angles_by_length(Doubled(), is_stock=False)(positions_T2), 2 * stock)
-
-
 @pytest.mark.usefixtures("nothing_proven")
 @both_towers
 def test_another_dtype_under_autocast_alone_keeps_such_calls_stock(
