@@ -51,8 +51,7 @@ class Clip:
     metadata: VideoMetadata
 
 
-Medium = Image.Image | torch.Tensor | Clip
-"""A picture, its bytes (H, W, 3), or a clip."""
+Medium = Image.Image | torch.Tensor | Clip  # a picture, its bytes (H, W, 3), or a clip
 
 
 def _channels_first(medium: Medium, device: torch.device) -> Medium:

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 REFUSE_ABOVE = 89_478_485
 """Pictures of more pixels are refused. Pillow warns of a decompression bomb above this limit, and refuses twice it."""
-Resize = Callable[[int, int], tuple[int, int] | None]
-"""From a picture's upright width and height to those that it may be reduced to; None to keep it as it is."""
+Resize = Callable[[int, int], tuple[int, int] | None]  # width and height to smaller ones; None keeps the picture
 _DRAFT_SCALE = 2  # JPEGs are decoded at an eighth, quarter or half of their size if this many times the target remain
 LARGE = 1 << 22  # pixels
 _large_pictures = Semaphore(4)

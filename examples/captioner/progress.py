@@ -6,9 +6,9 @@ import sys
 import time
 from collections import Counter
 
+import torch
 from tqdm import tqdm
 
-_INSTANT = 1e-9  # seconds
 _BAR = "{percentage:3.0f}%|{bar}| [{elapsed}<{remaining}{postfix}]"
 
 
@@ -19,7 +19,7 @@ class Progress:
         self.items = items
         self.counts: Counter[str] = Counter()
         self.waited = 0.0  # seconds in which the model waited for pictures
-        self.seconds = _INSTANT  # until the last batch
+        self.seconds = 1e-9  # until the last batch; never zero
         self._begin = time.perf_counter()
         pause = 1 if sys.stderr.isatty() else 30  # seconds; a log file needs few lines
         self._bar = tqdm(total=tokens, disable=not is_shown, bar_format=_BAR, mininterval=pause)
@@ -41,6 +41,8 @@ class Progress:
             f"the model waited for pictures {self.waited / self.seconds:.0%} of the time",
             f"{self.counts['failed']} records failed",
         ]
+        if torch.cuda.is_initialized():
+            parts.append(f"at most {torch.cuda.max_memory_allocated() / 1e9:.1f} GB of the GPU's memory in use")
         if self.counts["halved"]:
             parts.append(f"{self.counts['halved']} batches halved")
         return "; ".join(parts)

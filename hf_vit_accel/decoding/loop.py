@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, GenerationMixin
 from transformers.cache_utils import DynamicLayer
 from transformers.generation import utils as generation_utils
+from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -217,6 +218,7 @@ def _without_waits(method: Callable[..., Any], input_ids: Tensor, arguments: Arg
         and input_ids.device.type in _RUNS_AHEAD_ON
         and not (config.do_sample or config.return_dict_in_generate)
         and all(type(each).__module__.startswith("transformers.") for each in others)
+        and not any(isinstance(each, PrefixConstrainedLogitsProcessor) for each in others)  # calls the user's function
     )
     if not is_possible:
         return method

@@ -220,6 +220,14 @@ def test_random_numbers_and_code_of_the_user_see_no_step_too_many(model: Any) ->
         make_logits_processor=lambda: LogitsProcessorList([Counting()]),
     )
     assert len(calls) == 2 * (ours.shape[1] - 4)
+    calls.clear()
+
+    def allow_all(row: int, ids: Any) -> range:  # as a grammar of outlines does
+        calls.append(ids.shape)
+        return range(50)
+
+    ours = both(model, inputs, max_new_tokens=24, eos_token_id=ends, prefix_allowed_tokens_fn=allow_all)
+    assert len(calls) == 2 * 2 * (ours.shape[1] - 4)
 
 
 @both_ways
