@@ -545,4 +545,18 @@ FAULTS = (
         "is_own_BS = slots_BS < ends_B2[:, 1:] + 64",
         "tests/unit/test_prefill.py tests/unit/test_decode_attention.py",
     ),
+    Fault(
+        "the room of a prompt outlives its call",
+        "decoding/packed.py",
+        "text = partial(self._text, rows, room)",
+        "text = self._text_of_last = partial(self._text, rows, room)",
+        "tests/unit/test_prefill.py",
+    ),
+    Fault(
+        "a sample takes a random number too many",
+        "decoding/loop.py",
+        "and not (config.do_sample or config.return_dict_in_generate)",
+        "and not config.return_dict_in_generate",
+        "tests/unit/test_decoding.py",
+    ),
 )
