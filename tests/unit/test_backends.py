@@ -24,7 +24,6 @@ from hf_vit_accel.backends import (
     FP8,
     Backend,
     BackendUnavailableError,
-    Request,
     backend_named,
     plan_alone,
     resolve,
@@ -272,56 +271,6 @@ def test_rules_of_auto_name_backends_and_cite_a_measurement() -> None:
         assert any(char.isdigit() for char in rule.measured)
     assert {rule.kind for rule in backends.AUTO} == {"full", "window"}
     assert {name for rule in backends.AUTO for name in rule.order} == {backend.name for backend in BACKENDS} - {"flex"}
-
-
-FA3 = "flash_attention_3"
-FA4 = "flash_attention_4"
-CUDNN = "torch_cudnn"
-VARLEN = "torch_varlen"
-
-
-@pytest.mark.parametrize(
-    ("lengths", "options", "best", "best_without_fa3"),
-    [
-        ([784], {}, FA3, CUDNN),
-        ([784], dict(replay="exactly"), FA4, FA4),
-        ([256], dict(replay="exactly"), CUDNN, CUDNN),
-        ([784], dict(replay="padded"), FA3, "flashinfer_cudnn"),
-        ([1024] * 16, {}, CUDNN, CUDNN),
-        ([1024] * 16, dict(replay="padded"), FA3, FA4),
-        ([576] * 28, {}, FA3, FA4),
-        ([1024, 512], {}, FA3, "flashinfer_cudnn"),
-        ([64] * 256, {}, VARLEN, VARLEN),
-        ([64] * 16, {}, FA3, CUDNN),
-        ([14416], {}, FA4, FA4),
-        ([784, 4096, 3772, 600, 5184], {}, FA4, FA4),
-        ([784], dict(grad=True), CUDNN, CUDNN),
-        ([784], dict(grad=True, replay="exactly"), FA4, FA4),
-        ([1024] * 16, dict(grad=True), FA4, FA4),
-    ],
-    ids=str,
-)
-def test_auto_takes_the_backend_that_measured_fastest(
-    lengths: list[int], options: dict[str, Any], best: str, best_without_fa3: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Test "auto" with everything installed, and without FlashAttention-3, as after a plain install."""
-    sizes = dict(max_seqlen=max(lengths), rows=sum(lengths))
-    call = replace(request("cuda", torch.bfloat16, 72, **options), **sizes)
-    missing: set[str] = set()
-
-    def reasons(self: Backend, request: Request) -> list[str]:
-        if self.name in missing or (request.grad and not self.needs.differentiable):
-            return ["not here"]
-        return ["no graph"] if request.replay == "padded" and self.name == CUDNN else []
-
-    for backend in BACKENDS:
-        monkeypatch.setattr(type(backend), "reasons_against", reasons)
-    assert resolve("auto", call, segments_of(lengths)).backend.name == best
-    missing.add(FA3)
-    assert resolve("auto", call, segments_of(lengths)).backend.name == best_without_fa3
-    assert resolve(VARLEN, call, segments_of(lengths)).backend.name == VARLEN
-    if options.get("replay") != "padded" and len(set(lengths)) < 17:
-        assert resolve(CUDNN, call, segments_of(lengths)).backend.name == CUDNN, "a named backend runs if it can"
 
 
 def test_require_lists_reasons_and_names_alternatives() -> None:

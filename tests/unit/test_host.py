@@ -28,12 +28,7 @@ ONE = torch.zeros(1)
 
 @dataclass(frozen=True)
 class Bound:
-    """The most that the host may launch for a layer of a family.
-
-    Args:
-        kernels: Launches of kernels of ours.
-        operators: Operators that torch runs.
-    """
+    """The most that the host may launch for a layer of a family: kernels of ours, and operators of torch."""
 
     kernels: int
     operators: int

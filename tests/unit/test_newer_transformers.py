@@ -71,14 +71,9 @@ STOCK = "h = h + attn(self.norm1(h)); return h + self.mlp(self.norm2(h))"
 
 @dataclass(frozen=True)
 class Change:
-    """A change that a newer transformers might make.
+    """A change that a newer transformers might make: in a part's forward, "part.method", or a function by its name.
 
-    Args:
-        role: The part of the tower whose forward changes, "part.method" for another method, or a function by name.
-        edits: Words of the source that change, or the body of a block.
-        families: The families that have this part.
-        is_fast: Whether towers stay fast, since they compute the same or since we read or call the changed part.
-        arguments: Further arguments of a block.
+    Towers stay fast (`is_fast`) if they compute the same, or if we read or call the changed part.
     """
 
     role: str

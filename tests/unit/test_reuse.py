@@ -66,25 +66,6 @@ def test_any_changed_bit_and_any_other_order_changes_the_checksum(data: st.DataO
     assert (item_sums(permuted, [(1, 4, 4)]) == [one]) == torch.equal(permuted, pixels)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8], ids=str)
-def test_words_are_the_same_however_an_item_is_stored(dtype: torch.dtype) -> None:
-    pixels = (100 * torch.rand(24, 11)).to(dtype)
-    expected = item_sums(pixels, [(1, 4, 6)])
-    memory = torch.frombuffer(bytearray(pixels.nbytes + 16), dtype=torch.uint8, offset=1)[3:]  # at an odd offset
-    views = [
-        pixels.t().contiguous().t(),
-        pixels.repeat_interleave(2, 1)[:, ::2],
-        torch.cat([pixels.new_zeros(1), pixels.flatten()])[1:].view_as(pixels),
-        memory[: pixels.nbytes].view(pixels.shape).copy_(pixels) if dtype == torch.uint8 else pixels.clone(),
-    ]
-    for view in views:
-        assert (
-            torch.equal(checksum.words_of(view), checksum.words_of(pixels)) and item_sums(view, [(1, 4, 6)]) == expected
-        )
-    among_others = torch.cat([pixels[:4], pixels, pixels[:8]])
-    assert item_sums(among_others, [(1, 2, 2), (0, 2, 2), (1, 4, 6), (2, 2, 2)])[2:3] == expected
-
-
 @kernel_devices
 @pytest.mark.parametrize(
     ("dtype", "width"),
