@@ -138,14 +138,19 @@ class Backend(ABC):
 
     def reasons_against_machine(self) -> list[str]:
         """List why this backend cannot run any call on this machine; empty if it can."""
-        return missing_requirements(self.needs) or self.probe()
+        return missing_requirements(self.needs) or [*self.probe()]
 
-    def probe(self) -> list[str]:
-        """Import the packages once and list what is missing in them. Called only if there is no other reason."""
-        return list(_import_problems(self))
+    @machine.probe
+    def probe(self) -> tuple[str, ...]:
+        """List what `lacks` does, once, where there is no other reason; any error of an import becomes a reason."""
+        try:
+            return tuple(self.lacks())
+        except Exception as error:
+            remedy = f" ({self.needs.packages[0].install})" if self.needs.packages else ""
+            return (f"importing what {self.name} needs failed: {machine.one_line(error)}{remedy}",)
 
     def lacks(self) -> Sequence[str]:
-        """Import the functions that the backend calls, and list the missing ones. Any error becomes a reason, too."""
+        """Import the functions that the backend calls, and list the missing ones."""
         return ()
 
     def reasons_against(self, request: Request) -> list[str]:
@@ -171,7 +176,7 @@ class Backend(ABC):
         why_no_kernels = why_not_triton(request.device, request.dtype) if needs.kernels else None
         if why_no_kernels is not None:
             reasons.append(why_no_kernels)
-        return reasons or self.probe()
+        return reasons or [*self.probe()]
 
     def reasons_against_layout(self, segments: Segments, request: Request) -> list[str]:
         """List why this backend cannot run a layout, although it can run the request; empty if it can."""
@@ -206,17 +211,6 @@ class Backend(ABC):
             return self.attend(q_THD, k_THD, v_THD, plan)
 
         return [attend] * layers
-
-
-@machine.probe
-def _import_problems(backend: Backend) -> tuple[str, ...]:
-    """List why the packages of a backend cannot be used here; any error of an import becomes a reason."""
-    try:
-        return tuple(backend.lacks())
-    except Exception as error:
-        packages = backend.needs.packages
-        remedy = f" ({packages[0].install})" if packages else ""
-        return (f"importing what {backend.name} needs failed: {machine.one_line(error)}{remedy}",)
 
 
 def missing_requirements(needs: Needs, index: int | None = None) -> list[str]:

@@ -49,17 +49,16 @@ class CudnnFp8(FlashinferCudnn):
         amax = settings.amax
         expected = (len(parts.blocks), parts.blocks[0].attention.num_heads)
         in_file = tuple(amax.amax_L3H.shape[::2])
+        silent = ", ".join(str(layer) for layer in silent_layers(amax, parts))
         if amax.model not in ("", family):
             problem = f"of {family}, got those of {amax.model!r}"
         elif in_file != expected:
             name = path or "the tower"
             problem = f"for the {expected[0]} layers of {expected[1]} heads of {name}, got {in_file[0]} of {in_file[1]}"
+        elif silent:
+            problem = f"of every layer that attends per frame, got zeros for layers {silent}"
         else:
-            silent = silent_layers(amax, parts)
-            if not silent:
-                return
-            layers = ", ".join(str(layer) for layer in silent)
-            problem = f"of every layer that attends per frame, got zeros for layers {layers}"
+            return
         file = settings.fp8.amax_file
         raise ValueError(f"expected FP8 amax {problem} in {file}; make them with this model by hf_vit_accel.calibrate")
 

@@ -93,12 +93,8 @@ def block_mask(segments: Segments) -> dict[str, Array]:
     prefetch. Both kinds have equally many columns, because torch 2.11 uses the stride of the partial blocks for the
     full ones.
 
-    Shapes:
-        segment_T: The segment of every row.
-        partial_counts_11B: The number of partial blocks, of every block of queries; it bounds the kernels' loops.
-        partial_blocks_11BC: Their numbers in rising order. The numbers after the count are valid but unused.
-        full_counts_11B: The number of full blocks.
-        full_blocks_11BC: Their numbers.
+    For every block of queries, counts are those of its blocks of keys, which bound the kernels' loops. The blocks'
+    numbers rise; those after the count are valid but unused.
     """
     lengths_S = segments.lengths_S[segments.lengths_S > 0]
     longest = segments.max_seqlen

@@ -67,7 +67,6 @@ class Bin:
     budget: int | None
 
 
-@lru_cache(maxsize=256)
 def pack(grid: Grid, merge: int, budgets: tuple[int, ...]) -> tuple[Bin, ...] | str:
     """Pack neighbouring images into as few bins as tokens and frames allow; or return why the call runs eagerly."""
     largest = budgets[-1]

@@ -68,10 +68,6 @@ class _Memory:
         }
 
 
-class _Replay(partial[None]):
-    """The launch of a graph, which it owns."""
-
-
 class CudaRecorder:
     """Captures CUDA graphs on one device, into one private memory pool."""
 
@@ -115,7 +111,7 @@ class CudaRecorder:
             self._capture(graph, run)
             after_each()
         nbytes = torch.cuda.memory_reserved(self._device) - reserved_before
-        replays = [_Replay(graph.replay) for graph in graphs]
+        replays = [partial(graph.replay) for graph in graphs]
         for replay in replays:
             keep_in_children(replay)
         return [*replays], max(nbytes, 0)

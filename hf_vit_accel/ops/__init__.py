@@ -19,7 +19,7 @@ from hf_vit_accel.ops import (
     merger,
     mlp,
     norm,
-    project,
+    product,
 )
 from hf_vit_accel.ops import window_attention as window
 from hf_vit_accel.ops.base import AddThen, Apply, BuiltOperation, Context, Operation, Rotate
@@ -145,14 +145,14 @@ def _layer(block: Block, built: BuiltOperations, context: Context) -> LayerOps:
         mlp_op: Apply = built["mlp"][id(block.mlp)]
     else:
         mlp_op = context.called(block.mlp)
-    if project.is_foreign(block.mlp, context):
+    if product.is_foreign(block.mlp, context):
         norm2 = norm.before_foreign(block.norm2, context)
-    if any(project.is_foreign(module, context) for module in block.qkv):
+    if any(product.is_foreign(module, context) for module in block.qkv):
         norm1 = norm.before_foreign(block.norm1, context)
     return LayerOps(
         norm1=norm1,
-        qkv=project.build(block, context, built["heads"][id(block)] if block.shapes_heads else None),
-        proj=project.build_linear(block.proj, context),
+        qkv=product.build_qkv(block, context, built["heads"][id(block)] if block.shapes_heads else None),
+        proj=product.build_linear(block.proj, context),
         norm2=norm2,
         mlp=mlp_op,
     )

@@ -17,8 +17,8 @@ from hf_vit_accel.ops import mlp as mlps
 from hf_vit_accel.ops import norm as norms
 from hf_vit_accel.ops.base import AddThen, Apply, Context, Operation
 from hf_vit_accel.ops.embedding import READ_OF_CONVOLUTION, reasons_overlapping
-from hf_vit_accel.ops.lora.modules import Lora
-from hf_vit_accel.ops.project import build_linear, is_foreign
+from hf_vit_accel.ops.lora import Lora
+from hf_vit_accel.ops.product import build_linear, is_foreign
 from hf_vit_accel.ops.training import mlp as trained_mlp
 from hf_vit_accel.ops.training.nodes import NormWithBackward, OpWithBackward
 

@@ -16,8 +16,8 @@ from hf_vit_accel.ops.activation import ACTIVATIONS, linear_gelu_tanh, pad_swigl
 from hf_vit_accel.ops.base import Apply, Context, Operation, ReadWeights
 from hf_vit_accel.ops.launch import why_not_descriptors
 from hf_vit_accel.ops.linear_swiglu import linear_swiglu
-from hf_vit_accel.ops.lora.modules import Lora, lora_of
-from hf_vit_accel.ops.lora.modules import reasons_against as lora_reasons
+from hf_vit_accel.ops.lora import Lora, lora_of
+from hf_vit_accel.ops.lora import reasons_against as lora_reasons
 from hf_vit_accel.ops.training import mlp as trained_mlp
 
 KINDS = "gelu_tanh", "quick_gelu", "silu"

@@ -74,7 +74,7 @@ def plain(norm: nn.Module, context: Context, *, in_rows_dtype: bool = True) -> A
 
 
 def before_foreign(norm: Part, context: Context) -> AddThen:
-    """Build a norm before `project.is_foreign`: under autocast its rows have the dtype that stock's norm gives them."""
+    """Build a norm before `product.is_foreign`: under autocast its rows have the dtype that stock's norm gives them."""
     if "norms" in context.fused:
         return guarded(KERNELS, fused(norm, context, in_rows_dtype=False))
     return plain(norm, context, in_rows_dtype=False)

@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_vit_accel import machine
+from hf_vit_accel.families.base import Block, Part
 from hf_vit_accel.ops.base import Apply, Context
-from hf_vit_accel.ops.lora.inputs import Adapter, JoinedLinears, LoraInputs, cat, scaled
-from hf_vit_accel.ops.lora.modules import Lora
+from hf_vit_accel.ops.lora import Adapter, JoinedLinears, Lora, LoraInputs, cat, lora_of, scaled
 from hf_vit_accel.ops.training.column_sum import MANY_ROWS, column_sum
 from hf_vit_accel.ops.training.context import FunctionContext, Gradients
-from hf_vit_accel.ops.training.nodes import OpWithBackward
+from hf_vit_accel.ops.training.nodes import OpWithBackward, ProductThen
 from hf_vit_accel.ops.training.norm_backward import NormRecipe
 
 
@@ -248,5 +248,57 @@ def product(loras: Sequence[Lora], context: Context, *, padded: bool = False, in
         for dropout, a_RE, b_FR in zip(dropouts, *linears.stack(inputs), strict=True):
             out_TF.addmm_(F.linear(dropout(x_TE), a_RE), b_FR.t())
         return out_TF
+
+    return run
+
+
+def is_foreign(module: Part, context: Context) -> bool:
+    """Return whether a module has weights that no plain Linear holds: autocast may not decide the dtypes inside."""
+    inner_modules = [inner for inner in module.modules() if inner._parameters]
+    return any(context.reasons_replaced(inner, nn.Linear) for inner in inner_modules)
+
+
+def build_linear(module: Part, context: Context) -> Apply:
+    """Build a projection: a product, or the module itself where it is none."""
+    lora = lora_of(module, context)
+    return context.called(module) if lora is None else product([lora], context)
+
+
+def build_qkv(block: Block, context: Context, shape: Apply | None) -> Apply:
+    """Build the projection of rows (T, E) to packed queries, keys and values; `shape` is applied to the result.
+
+    Three Linears run as one product, unless one of them was replaced. Their weights are joined at every call: weights
+    are smaller than the results, and one product is faster than three.
+    """
+    loras: list[Lora] = []
+    for module in block.qkv:
+        lora = lora_of(module, context)
+        if lora is not None:
+            loras.append(lora)
+    if len(loras) < len(block.qkv):
+        project = _called([build_linear(module, context) for module in block.qkv], context)
+    else:
+        project = product(loras, context)
+    if shape is None:
+        return project
+    if isinstance(project, OpWithBackward):
+        return ProductThen(product=project, then=shape)
+    return lambda x_TE: shape(project(x_TE))
+
+
+def _called(projections: Sequence[Apply], context: Context) -> Apply:
+    """Build a projection some modules of which are called: in memory of its own, since a module may keep its output.
+
+    Attention casts to the dtype of autocast.
+    """
+    dtype = context.rows_dtype
+
+    def run(x_TE: Tensor) -> Tensor:
+        results = []
+        for projection in projections:
+            is_called = dtype is None or isinstance(projection, nn.Module)
+            results.append(projection(x_TE if is_called else x_TE.to(dtype)))
+        qkv_TF = results[0] if len(results) == 1 else torch.cat(results, dim=-1)
+        return qkv_TF.to(dtype or qkv_TF.dtype, copy=len(results) == 1)
 
     return run

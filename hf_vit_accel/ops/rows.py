@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 
 from hf_vit_accel import machine
+from hf_vit_accel.ops import lora
 from hf_vit_accel.ops.base import reasons_replaced
-from hf_vit_accel.ops.lora import modules as lora
 
 
 @dataclass(frozen=True, kw_only=True)

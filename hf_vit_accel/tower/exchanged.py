@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from hf_vit_accel import machine
 from hf_vit_accel.families import Tower
 from hf_vit_accel.families.base import Parts
+from hf_vit_accel.ops import lora
 from hf_vit_accel.ops.base import own_forward
-from hf_vit_accel.ops.lora import modules as lora
 from hf_vit_accel.tower import fsdp
 from hf_vit_accel.tower.wrappers import WRAPPED, module_inside
 from hf_vit_accel.versions import is_adapter

@@ -19,8 +19,7 @@ from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel.families import FAMILIES as FAMILIES_OF_TOWERS
-from hf_vit_accel.ops import mlp
-from hf_vit_accel.ops.lora import modules as lora
+from hf_vit_accel.ops import lora, mlp
 from hf_vit_accel.ops.training.nodes import OpWithBackward
 from hf_vit_accel.tower.state import state_of
 

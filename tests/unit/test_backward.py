@@ -24,7 +24,7 @@ from hf_vit_accel.ops.add_norm import add_norm_reference
 from hf_vit_accel.ops.embedding import AddPositions, Rope, add_positions_reference, rope_reference
 from hf_vit_accel.ops.heads import ShapeHeads, shape_heads_reference
 from hf_vit_accel.ops.launch import triton
-from hf_vit_accel.ops.lora.inputs import JoinedLinears
+from hf_vit_accel.ops.lora import JoinedLinears
 from hf_vit_accel.ops.product import ProductFunction, product_reference
 from hf_vit_accel.ops.training import column_sum as column_sum_module
 from hf_vit_accel.ops.training import norm_backward

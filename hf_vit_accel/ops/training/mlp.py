@@ -17,8 +17,7 @@ from torch import Tensor
 from hf_vit_accel import machine
 from hf_vit_accel.ops.activation import ACTIVATIONS, pad_swiglu, quick_gelu_to, swiglu, swiglu_reference
 from hf_vit_accel.ops.base import Apply, Context
-from hf_vit_accel.ops.lora.inputs import JoinedLinears
-from hf_vit_accel.ops.lora.modules import Lora
+from hf_vit_accel.ops.lora import Lora
 from hf_vit_accel.ops.product import product, product_backward, product_forward, product_reference
 from hf_vit_accel.ops.training.activation_backward import activation_gradient_
 from hf_vit_accel.ops.training.column_sum import add_up
@@ -81,9 +80,12 @@ class MlpFunction(torch.autograd.Function):
         ctx.last = InnerContext((needs_z, *needs[count : len(flat)]))
         ctx.kind = kind
         ctx.limit = limit
-        first_joined = last_joined = None
+        first_joined: Any = None
+        last_joined = None
         if kind == "silu":
-            first_joined, last_joined = _join_swiglu(first, flat[:count], flat[count], flat[count + 1])
+            (gate_FE, up_FE), (gate_F, up_F), *_ = first.unflatten(flat[:count])
+            *first_joined, down_EG = pad_swiglu(gate_FE, up_FE, gate_F, up_F, flat[count])
+            last_joined = down_EG, flat[count + 1]
         z = product_forward(ctx.first, x_TE, flat[:count], first, recipe, joined=first_joined)
         del first_joined
         h_TF = _activate(z, kind, limit)
@@ -126,17 +128,6 @@ class MlpFunction(torch.autograd.Function):
             dx_TE, first_gradients = product_backward(first, dz, joined_weight=first_weight, dbiases=dbiases)
         first.saved_tensors = last.saved_tensors = ()
         return dx_TE, None, *first_gradients, *last_gradients, *[None] * 5
-
-
-def _join_swiglu(
-    first: JoinedLinears, first_flat: Sequence[Any], down_EF: Tensor, down_E: Tensor | None
-) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
-    """Pad the weights of a SwiGLU by one kernel; return weight and bias of its first product, and of its last one."""
-    inputs = first.unflatten(first_flat)
-    gate_FE, up_FE = inputs.weights
-    gate_F, up_F = inputs.biases
-    weight, bias, down_EG = pad_swiglu(gate_FE, up_FE, gate_F, up_F, down_EF)
-    return (weight, bias), (down_EG, down_E)
 
 
 def build(before: Sequence[Lora], after: Lora, kind: str, limit: float | None, context: Context) -> Apply:

@@ -1,1 +1,0 @@
-"""Linears with LoRA adapters, computed together with the operation that they belong to."""
