@@ -26,7 +26,7 @@ question decides whether they may be captured now. A capture that fails is noted
 - An allocation on the device fails while automatic graphs are held (`GraphStore.give_up`).
 - The backend of an option keeps something else for the tower (`TowerState.kept`).
 
-The other files: `store` holds what both runners share. `budgets` packs images into budgets, and says whether a replay
-pays. `buffers` pads layouts. `step` captures a training step. `memory` gives all up when memory runs out. `recorder`
-makes all calls of CUDA.
+The other files: `store` holds what both runners share. `budgets` packs images into budgets, pads layouts, and says
+whether a replay pays. `step` captures a training step. `memory` gives all up when memory runs out. `recorder` makes
+all calls of CUDA.
 """

@@ -1,6 +1,6 @@
 """Captures the encoder in CUDA graphs and replays them; knows neither models nor kernels.
 
-A pass is cut into bins (`budgets`), and the layout of every bin padded to a shape (`buffers`). The graph of that
+A pass is cut into bins (`budgets`), and the layout of every bin padded to a shape. The graph of that
 signature then runs on static buffers: inputs are copied in before the replay, outputs copied out after it.
 All graphs of a runner share one memory pool and one set of buffers, so replays from all threads and streams take turns.
 
@@ -22,8 +22,7 @@ from hf_vit_accel.engine.call import Batch
 from hf_vit_accel.engine.encoder import encode
 from hf_vit_accel.engine.route import Route, Routes, Spec
 from hf_vit_accel.graphs import budgets
-from hf_vit_accel.graphs.budgets import Bin
-from hf_vit_accel.graphs.buffers import pad
+from hf_vit_accel.graphs.budgets import Bin, pad
 from hf_vit_accel.graphs.policy import AUTOMATIC, NEVER, Accepted, Decision, Thresholds
 from hf_vit_accel.graphs.recorder import CudaRecorder
 from hf_vit_accel.graphs.status import GraphStatus

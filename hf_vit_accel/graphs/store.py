@@ -98,13 +98,6 @@ Bins = tuple[Bin, ...] | str
 """The images of each padded replay of a pass, or why it is not padded."""
 
 
-def _ordinal(number: int) -> str:
-    """Return a number as a word of order: 1st, 2nd, 3rd, 4th, 11th."""
-    endings = {1: "st", 2: "nd", 3: "rd"}
-    ending = "th" if number % 100 in (11, 12, 13) else endings.get(number % 10, "th")
-    return f"{number}{ending}"
-
-
 class GraphStore(ABC, Generic[G]):
     """The graphs of one kind of passes of one tower. They share one memory pool.
 
@@ -365,7 +358,7 @@ class GraphStore(ABC, Generic[G]):
             if isinstance(graph, Decision):
                 return graph
             self.captures += 1
-            graph.way = f"replayed (captured at the {_ordinal(self.policy.calls)} call)"
+            graph.way = f"replayed (captured at call {self.policy.calls})"
             self.policy.note_capture(is_free=self._warming is not None)
             self._graphs[key] = graph
             self.nbytes += graph.nbytes

@@ -176,14 +176,14 @@ FAULTS = (
     ),
     Fault(
         "padding rows join the last image",
-        "graphs/buffers.py",
+        "graphs/budgets.py",
         "    if parts:\n        shares",
         "    lengths_S[segments.count - 1] += spare_rows\n    if False:\n        shares",
         GRAPHS,
     ),
     Fault(
         "the last tokens of a padded layout are not permuted",
-        "graphs/buffers.py",
+        "graphs/budgets.py",
         "padded[name][len(array) :] = np.arange(len(array), tokens)",
         "padded[name][len(array) - 4 :] = np.arange(len(array) - 4, tokens)",
         GRAPHS,
@@ -375,7 +375,7 @@ FAULTS = (
     ),
     Fault(
         "the gradient of the gate lacks its second term",
-        "ops/training/activation_backward.py",
+        "ops/training/mlp.py",
         "dx = gradient * (gate + x * slope)",
         "dx = gradient * gate",
         BACKWARD,

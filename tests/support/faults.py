@@ -19,7 +19,7 @@ import hf_vit_accel
 from hf_vit_accel import machine
 from hf_vit_accel.backends import flashinfer_cudnn as cudnn_backend
 from hf_vit_accel.backends import flex as flex_backend
-from hf_vit_accel.ops import linear_swiglu, mlp
+from hf_vit_accel.ops import mlp
 from hf_vit_accel.tower.state import state_of
 from support.flashinfer import Flashinfer, install_flashinfer
 from support.kernel_table import KERNELS
@@ -144,7 +144,7 @@ def break_kernel(references: list[str], monkeypatch: pytest.MonkeyPatch) -> Call
         put(monkeypatch, vars(sys.modules[kernel.function.__module__])[kernel.name], kernel.function)
         for module, launched in kernel.launched:
             monkeypatch.setattr(module, launched, launches)
-        monkeypatch.setattr(linear_swiglu, "descriptor_of", lambda tensor, block: tensor)
+        monkeypatch.setattr(mlp, "descriptor_of", lambda tensor, block: tensor)
         if not name.startswith("linear"):  # the product's kernel would apply the activation, too
             monkeypatch.setattr(mlp, "why_not_descriptors", lambda device: "not this GPU")
         return launches

@@ -19,13 +19,13 @@ from hf_vit_accel.ops import (
     decode_attention,
     embedding,
     heads,
-    linear_swiglu,
+    mlp,
     place_heads,
     token_products,
     window_attention,
 )
 from hf_vit_accel.ops.fp8 import quantize
-from hf_vit_accel.ops.training import activation_backward, column_sum, norm_backward
+from hf_vit_accel.ops.training import column_sum, norm_backward
 from hf_vit_accel.ops.training import mlp as trained_mlp
 from hf_vit_accel.options import checksum
 
@@ -39,13 +39,13 @@ ADD_NORM = (add_norm, "_add_norm_kernel")
 ADD_NORM_BACKWARD = (norm_backward, "_add_norm_backward_kernel")
 SHAPE_HEADS = (heads, "_shape_heads_kernel")
 SHAPE_HEADS_BACKWARD = (heads, "_shape_heads_backward_kernel")
-LINEAR_SWIGLU = (linear_swiglu, "_linear_swiglu_kernel")
+LINEAR_SWIGLU = (mlp, "_linear_swiglu_kernel")
 ADD_POSITIONS = (embedding, "_add_positions_kernel")
 ROPE = (embedding, "_rope_kernel")
 ROPE_GATHER = (embedding, "_rope_gather_kernel")
 COLUMN_SUM = (column_sum, "_column_sum_kernel")
 ADD_UP = (column_sum, "_add_up_kernel")
-ACTIVATION_BACKWARD = (activation_backward, "_activation_backward_kernel")
+ACTIVATION_BACKWARD = (trained_mlp, "_activation_backward_kernel")
 WINDOW_ATTENTION = (window_attention, "_window_attention_kernel")
 WINDOW_ATTENTION_BACKWARD = (window_attention, "_window_attention_backward_kernel")
 
@@ -96,7 +96,7 @@ KERNELS: dict[str, Kernel] = {
     ),
     "add_positions_": _row(embedding.add_positions_, embedding.add_positions_reference, ADD_POSITIONS),
     "add_positions": _row(embedding.AddPositions, embedding.add_positions_reference, ADD_POSITIONS),
-    "linear_swiglu": _row(linear_swiglu.linear_swiglu, linear_swiglu.linear_swiglu_reference, LINEAR_SWIGLU),
+    "linear_swiglu": _row(mlp.linear_swiglu, mlp.linear_swiglu_reference, LINEAR_SWIGLU),
     "activated": _row(trained_mlp.Activated, trained_mlp.activated_reference, QUICK_GELU, SWIGLU, ACTIVATION_BACKWARD),
     "mlp": _row(
         trained_mlp.MlpFunction,

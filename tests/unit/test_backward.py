@@ -678,7 +678,7 @@ COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     ),
     **{
         f"gelu_mlp {kind}": (
-            "ops.training.activation_backward",
+            "ops.training.mlp",
             "_activation_backward_kernel",
             "z:*bf16 dh:*bf16 dz:*bf16 h:*bf16 partial:*fp32 rows:i32 length:i32 limit:fp32",
             dict(KIND=kind, LIMITED=False, WIDTH=4304) | _MLP,
@@ -686,7 +686,7 @@ COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         for kind in GELUS
     },
     "swiglu_mlp": (
-        "ops.training.activation_backward",
+        "ops.training.mlp",
         "_activation_backward_kernel",
         "z:*bf16 dh:*bf16 dz:*bf16 h:*bf16 partial:*fp32 rows:i32 length:i32 limit:fp32",
         dict(KIND="silu", LIMITED=True, WIDTH=3424) | _MLP,

@@ -24,7 +24,7 @@ import hf_vit_accel
 from hf_vit_accel import BackendUnavailableError, FallbackError, FlexConfig, Fp8Config, GraphConfig
 from hf_vit_accel.backends import FP8, Request, cudnn_fp8, plan_alone, resolve
 from hf_vit_accel.config import Amax, Settings
-from hf_vit_accel.graphs.buffers import pad_segments
+from hf_vit_accel.graphs.budgets import pad_segments
 from hf_vit_accel.ops.fp8.scales import Scales
 from hf_vit_accel.options import passes
 from hf_vit_accel.tower.state import state_of

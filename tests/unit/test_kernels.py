@@ -36,7 +36,7 @@ from hf_vit_accel.ops.fp8.quantize import (
 from hf_vit_accel.ops.fp8.scales import E4M3, LARGEST, fit
 from hf_vit_accel.ops.heads import shape_heads_, shape_heads_reference
 from hf_vit_accel.ops.launch import triton, why_not_triton
-from hf_vit_accel.ops.linear_swiglu import (
+from hf_vit_accel.ops.mlp import (
     linear_swiglu,
     linear_swiglu_reference,
 )
@@ -417,7 +417,7 @@ COMPILED = {
         dict(BACK=False, HEADS=16, DIM=72, BLOCK_T=8, BLOCK_P=128),
     ),
     "linear_swiglu": (
-        "ops.linear_swiglu",
+        "ops.mlp",
         "_linear_swiglu_kernel",
         "x:tensordesc<bf16[128,64]> gate:tensordesc<bf16[64,64]> up:tensordesc<bf16[64,64]> gate_bias:*bf16 "
         "up_bias:*bf16 out:tensordesc<bf16[128,64]> down:*bf16 out_down:*bf16 rows:i32 limit:fp32",
