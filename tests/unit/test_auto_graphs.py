@@ -149,33 +149,24 @@ def test_a_named_backend_that_serves_one_layout_is_captured_when_a_shape_came_of
     assert hf_vit_accel.status(model).towers[0].backends == {"full": "torch_cudnn"}
 
 
-def encode_when_no_graph_is_held(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let eager calls run out of memory as long as graphs are held."""
-    encode = one_pass_module.encode
-
-    def encode_or_run_out(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
-        if runner._graphs:
-            memory._give_up_graphs(0, 1 << 40, 0, 0)
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return encode(*args, **kwargs)
-
-    monkeypatch.setattr(one_pass_module, "encode", encode_or_run_out)
-
-
 def test_an_eager_call_finds_the_memory_of_graphs(
     on_cpu: type[Recorder], model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     new_size: Grid = [(1, 8, 20)]
     expected = run_tower(tower_of(hf_vit_accel.patch(copy.deepcopy(model), cuda_graphs=False)), new_size)
     runner = patch(model, "auto")
-    for _ in range(3):
-        run_tower(tower_of(model), IMAGE)
-    assert runner._graphs
-    encode_when_no_graph_is_held(runner, monkeypatch)
+    ways_of(model, [IMAGE] * 3)
+    assert runner.status().graphs
+    encode = one_pass_module.encode
+
+    def encode_or_run_out(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
+        if runner.status().graphs:
+            memory._give_up_graphs(0, 1 << 40, 0, 0)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return encode(*args, **kwargs)
+
+    monkeypatch.setattr(one_pass_module, "encode", encode_or_run_out)
     assert_close(run_tower(tower_of(model), new_size), expected)
-    with pytest.raises(torch.OutOfMemoryError):  # nothing is left that could be dropped
-        monkeypatch.setattr(runner, "_graphs", {"held": "for ever"})
-        run_tower(tower_of(model), new_size)
 
 
 def test_little_free_memory_prevents_captures(on_cpu: type[Recorder], model: nn.Module) -> None:
@@ -199,18 +190,15 @@ def test_graphs_go_when_memory_runs_out(on_cpu: type[Recorder], model: nn.Module
     """Call the observer as torch does for a failed allocation of any program on the device."""
     runner = patch(model, "auto")
     expected = run_tower(tower_of(model), IMAGE)
-    for _ in range(3):
-        run_tower(tower_of(model), IMAGE)
-    assert runner._graphs and runner in memory._stores
+    ways_of(model, [IMAGE] * 3)
+    assert runner.status().graphs
     memory._give_up_graphs(0, 1 << 40, 0, 0)
-    assert not runner._graphs and not runner._arena
+    assert not runner.status().graphs and not runner.static_buffers()
     for _ in range(4):
         assert_close(run_tower(tower_of(model), IMAGE), expected)
-    assert not runner._graphs and "memory ran out" in last_call(model)
+    assert not runner.status().graphs and "memory ran out" in last_call(model)
     hf_vit_accel.patch(model)
-    run_tower(tower_of(model), IMAGE)
-    run_tower(tower_of(model), IMAGE)
-    assert status_of(model).replays == 1, "patching again allows graphs again"
+    assert ways_of(model, [IMAGE] * 2)[-1] == "replayed", "patching again allows graphs again"
 
 
 def ways_of(model: nn.Module, grids: list[Grid]) -> list[str]:

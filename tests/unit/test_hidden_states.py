@@ -30,7 +30,6 @@ def tower(request: pytest.FixtureRequest) -> Any:
 
 every_tower = pytest.mark.parametrize("tower", TOWERS, indirect=True)
 one_tower = pytest.mark.parametrize("tower", ["qwen2_5_vl"], indirect=True)
-deep_tower = pytest.mark.parametrize("tower", ["qwen3_vl"], indirect=True)
 
 
 def call(tower: nn.Module, grid: Any = GRID, *, pixels: Tensor | None = None, **options: Any) -> Any:
@@ -100,17 +99,6 @@ def test_a_call_with_gradients_is_not_cut(tower: Any) -> None:
     assert output.hidden_states[1].grad is not None
     [status] = hf_vit_accel.status(tower).towers
     assert status.calls == 1 and "not cut by max_rows" in next(iter(status.fallbacks))
-
-
-@deep_tower
-def test_equal_pictures_are_encoded_again(tower: Any) -> None:
-    grid = ((1, 4, 4), (1, 4, 4))
-    pixels = pixels_for(tower, grid[:1]).repeat(2, 1)
-    expected = call(tower, grid, pixels=pixels)
-    hf_vit_accel.patch(tower, reuse=True)
-    assert_close(flat(call(tower, grid, pixels=pixels)), flat(expected))
-    [status] = hf_vit_accel.status(tower).towers
-    assert status.stock_calls == 0 and "hidden states" in next(iter(status.fallbacks))
 
 
 @every_tower
