@@ -24,6 +24,7 @@ from torch import nn
 import hf_vit_accel
 from hf_vit_accel.options.split import Assignment, cost, split
 from hf_vit_accel.tools.bench import timing
+from hf_vit_accel.tools.bench.measure import draw_pixels
 from hf_vit_accel.tools.bench.towers import build_tower, family_of_tower
 from hf_vit_accel.tower.state import state_of
 
@@ -43,14 +44,6 @@ LARGEST_ERROR = 2e-2
 
 Groups = Mapping[int, dist.ProcessGroup]
 """Process groups by their number of ranks."""
-
-
-def pixels_for(tower: nn.Module, grid: Grid, seed: int = 0) -> torch.Tensor:
-    """Draw random patches, the same on every rank."""
-    weight = family_of_tower(tower).parts(tower).projection.weight
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    rows = sum(t * h * w for t, h, w in grid)
-    return torch.randn(rows, weight[0].numel(), generator=generator, device=DEVICE).to(weight.dtype)
 
 
 def outputs_of(tower: nn.Module, pixels: torch.Tensor, grid: Grid) -> list[torch.Tensor]:
@@ -85,7 +78,7 @@ def in_turns(tower: nn.Module, grid: Grid, groups: Groups, rounds: int) -> dict[
     Returns:
         By number of ranks: the slowest rank's median time, and the difference of its outputs from those of one rank.
     """
-    pixels = pixels_for(tower, grid)
+    pixels = draw_pixels(tower, grid, 0)
     rank = dist.get_rank()
     times: dict[int, list[float]] = {count: [] for count in (1, *groups)}
     rows: dict[int, Row] = {count: {"rows": len(pixels), "difference": 0.0} for count in times}
@@ -143,7 +136,7 @@ def balance(tower: nn.Module, grid: Grid, count: int) -> dict[str, float]:
         costs.append(sum(count * cost(rows, full) for rows, count in frames))
     rank = dist.get_rank()
     share = list(Assignment(tuple(grid), shares).grid_of(rank)) if rank < count else []
-    pixels = pixels_for(tower, share) if share else None
+    pixels = draw_pixels(tower, share, 0) if share else None
     hf_vit_accel.patch(tower)
 
     def encode_share() -> None:
@@ -183,15 +176,15 @@ def random_calls(tower: nn.Module, calls: int) -> Row:
     for begin in range(0, calls, 25):
         seeds = range(begin, min(begin + 25, calls))
         hf_vit_accel.patch(tower)
-        expected = [outputs_of(tower, pixels_for(tower, grids[seed], seed), grids[seed]) for seed in seeds]
+        expected = [outputs_of(tower, draw_pixels(tower, grids[seed], seed), grids[seed]) for seed in seeds]
         hf_vit_accel.patch(tower, data_parallel=True)
         for seed, outputs in zip(seeds, expected, strict=True):
             if seed % 50 == 0:
                 try:
-                    tower(pixels_for(tower, grids[seed])[:0], grid_thw=torch.empty(0, 3, dtype=torch.long))
+                    tower(draw_pixels(tower, grids[seed], 0)[:0], grid_thw=torch.empty(0, 3, dtype=torch.long))
                 except ValueError:
                     counts["empty"] += 1
-            error = difference(outputs_of(tower, pixels_for(tower, grids[seed], seed), grids[seed]), outputs)
+            error = difference(outputs_of(tower, draw_pixels(tower, grids[seed], seed), grids[seed]), outputs)
             counts["wrong"] += error > LARGEST_ERROR
             counts["unequal"] += error != 0.0
         state = state_of(tower)
@@ -207,7 +200,7 @@ def random_calls(tower: nn.Module, calls: int) -> Row:
 def error_of_last_rank(tower: nn.Module) -> str:
     """Let the last rank raise in a shared call; return the error that this rank gets. The next call works again."""
     grid = SIZES["16 x 512²"]
-    pixels = pixels_for(tower, grid)
+    pixels = draw_pixels(tower, grid, 0)
     state = state_of(tower)
     assert state is not None
     if dist.get_rank() == dist.get_world_size() - 1:

@@ -21,7 +21,8 @@ from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel.options.passes import AUTO_ROWS, cut
-from hf_vit_accel.tools.bench.towers import build_tower, family_of_tower, weight_of
+from hf_vit_accel.tools.bench.measure import draw_pixels
+from hf_vit_accel.tools.bench.towers import build_tower, family_of_tower
 
 SIZES = (None, 16384, 28672, AUTO_ROWS, 50688, 65536)
 """The values of `max_rows`; None for one pass."""
@@ -35,16 +36,14 @@ MILLION: Row = {}
 """The row of the very long video, which the first model encodes."""
 
 
-def draw_pixels(tower: nn.Module, frames: int, device: torch.device) -> torch.Tensor:
-    """Draw the random patches of a video."""
-    pixels_of_patch = weight_of(tower)[0].numel()
-    drawn = torch.randn(frames * HEIGHT * WIDTH, pixels_of_patch, device=device, dtype=torch.bfloat16)
-    return family_of_tower(tower).pixels(tower, drawn)
-
-
 def grid_of(frames: int) -> torch.Tensor:
     """Return the grid of one video."""
     return torch.tensor([(frames, HEIGHT, WIDTH)])
+
+
+def draw_video(tower: nn.Module, frames: int) -> torch.Tensor:
+    """Draw the random patches of a video."""
+    return draw_pixels(tower, ((frames, HEIGHT, WIDTH),), 0)
 
 
 def outputs_of(tower: nn.Module, output: object) -> list[torch.Tensor]:
@@ -98,7 +97,7 @@ def compare_sizes(model: str, tower: nn.Module, pixels: torch.Tensor, grid: torc
 def measure(model: str, rounds: int) -> list[Row]:
     """Return a row for every size of pass."""
     tower = build_tower(model, DEVICE, torch.bfloat16)
-    pixels = draw_pixels(tower, FRAMES, DEVICE)
+    pixels = draw_video(tower, FRAMES)
     rows = compare_sizes(model, tower, pixels, grid_of(FRAMES))
 
     def set_up(contender: tuple[int | None, int]) -> Callable[[], object]:
@@ -117,15 +116,15 @@ def measure(model: str, rounds: int) -> list[Row]:
 
 
 @torch.inference_mode()
-def many(model: str, frames: int, device: torch.device) -> Row:
+def many(model: str, frames: int) -> Row:
     """Measure peak and seconds of two calls of a very long video with the default settings.
 
     Raises:
         AssertionError: if the last frames differ from a call of them alone
     """
-    tower = build_tower(model, device, torch.bfloat16)
+    tower = build_tower(model, DEVICE, torch.bfloat16)
     grid = grid_of(frames)
-    pixels = draw_pixels(tower, frames, device)
+    pixels = draw_video(tower, frames)
     hf_vit_accel.patch(tower, strict=True)
     row: Row = dict(model=model, rows=len(pixels), beyond_gb=[], seconds=[])
     for _ in range(2):
@@ -147,7 +146,7 @@ def many(model: str, frames: int, device: torch.device) -> Row:
 def measure_model(model: str, rounds: int) -> list[Row]:
     """Return the rows of a model; with those of the first one also the very long video."""
     if not MILLION:
-        MILLION.update(many(model, MILLION_FRAMES, DEVICE))
+        MILLION.update(many(model, MILLION_FRAMES))
     return measure(model, rounds)
 
 

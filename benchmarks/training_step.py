@@ -22,15 +22,7 @@ import torch
 from measuring import DEVICE, STEPS_UNTIL_STEADY, Row, measure_models
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import (
-    PreTrainedModel,
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-    set_seed,
-)
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 from whole_call import END, IMAGE, START, TEXT, build
 
 import hf_vit_accel
@@ -55,16 +47,12 @@ class Clock(TrainerCallback):
         self.seconds: list[float] = []
         self.begin = 0.0
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_step_begin(self, *args: object, **kwargs: object) -> None:
         """Start the clock."""
         _wait()
         self.begin = time.perf_counter()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_step_end(self, *args: object, **kwargs: object) -> None:
         """Stop the clock after forward, backward and the optimizer's step."""
         _wait()
         self.seconds.append(time.perf_counter() - self.begin)
