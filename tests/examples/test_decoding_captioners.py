@@ -10,7 +10,8 @@ import pytest
 import torch
 from support.decoding import both, counts_of
 from support.recorded_ops import OperationRecorder
-from support.towers import ONE_TOWER, alike
+from support.towers import ONE_TOWER
+from tiny import FAMILIES
 
 import hf_vit_accel
 from hf_vit_accel import graphed_decoding
@@ -40,9 +41,10 @@ def test_every_token_in_fp32_is_that_of_stock(family: str, recorder: Recorder) -
     assert recorder.captures <= 2 * len(batches)
 
 
-@pytest.mark.parametrize("family", ONE_TOWER)
-@pytest.mark.parametrize("scenes", alike(12, 400))
-def test_captions_in_bf16_are_those_of_stock(family: str, scenes: int, recorder: Recorder) -> None:
+@pytest.mark.matrix  # `test_decoding.py` compares logits in bf16
+@pytest.mark.parametrize("family", FAMILIES)
+def test_captions_in_bf16_are_those_of_stock(family: str, recorder: Recorder) -> None:
+    scenes = 400
     model: Any = parity.load(family, torch.bfloat16)
     rows: list[bool] = []
     for batch in parity.held_out(family, scenes, size=12):
@@ -53,4 +55,4 @@ def test_captions_in_bf16_are_those_of_stock(family: str, scenes: int, recorder:
         padded = [torch.nn.functional.pad(tokens, (0, width - tokens.shape[1]), value=-1) for tokens in (stock, ours)]
         rows += (padded[0] == padded[1]).all(1).tolist()
     assert len(rows) == scenes and not counts_of(model).reasons
-    assert sum(rows) >= 0.995 * scenes or sum(rows) >= scenes - 1
+    assert sum(rows) >= 0.995 * scenes

@@ -83,10 +83,11 @@ def test_a_process_outlives_the_shell_that_started_it(tmp_path: Path, started: l
         pass
 
 
+@pytest.mark.matrix  # the launcher takes ten seconds to start
 @pytest.mark.parametrize(
     ("options", "notes"),
     [
-        pytest.param(["--cpu"], ["only"], marks=pytest.mark.matrix),
+        (["--cpu"], ["only"]),
         (["--multi_gpu", "--num_processes=2", "--num_machines=1", "--main_process_port=0"], ["0", "1"]),
     ],
     ids=["one process", "two processes"],

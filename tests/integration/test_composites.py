@@ -96,8 +96,8 @@ def test_every_family_has_a_composite() -> None:
     assert supported and supported <= modules
 
 
-FAST = ["glm_ocr", "glm4v", "glm4v_moe", "glm46v", "glm5_next", "paddleocr_vl", "qwen2_5_omni", "exaone4_5"]
-FAST += ["ernie4_5_vl_moe", "dots3_note"]
+FAST = ["glm_ocr", "glm4v", "glm5_next", "paddleocr_vl", "qwen2_5_omni", "exaone4_5", "ernie4_5_vl_moe", "dots3_note"]
+FAST += [pytest.param(name, marks=pytest.mark.matrix) for name in ("glm4v_moe", "glm46v")]
 
 
 @pytest.mark.parametrize("kind", ["image", "video"])

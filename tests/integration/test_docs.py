@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import doctest
+import functools
 import inspect
 import io
 import os
@@ -76,12 +78,14 @@ def blocks(path: Path, *languages: str) -> list[Block]:
     return [block for block in all_blocks if block.language in languages]
 
 
+read_processor = functools.cache(load_processor)
+
+
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Load tiny checkpoints in place of those that the pages name; put a picture into the working folder."""
     folder = ROOT / "tests" / "tiny_captioner"
     folders = {"Qwen/Qwen3-VL-8B-Instruct": folder / "qwen3_vl", "Qwen/Qwen2.5-VL-7B-Instruct": folder / "qwen2_5_vl"}
-    processors = {name: load_processor(str(path)) for name, path in folders.items()}
     load: Callable[..., Any] = transformers.AutoModelForImageTextToText.from_pretrained
 
     def load_tiny(name: str, **options: object) -> object:
@@ -90,7 +94,9 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         return load(folders[name], **options)
 
     monkeypatch.setattr(transformers.AutoModelForImageTextToText, "from_pretrained", load_tiny)
-    monkeypatch.setattr(transformers.AutoProcessor, "from_pretrained", processors.__getitem__)
+    monkeypatch.setattr(
+        transformers.AutoProcessor, "from_pretrained", lambda name: copy.deepcopy(read_processor(str(folders[name])))
+    )
     monkeypatch.chdir(tmp_path)
     Image.linear_gradient("L").convert("RGB").save("photo.jpg")
 
@@ -281,6 +287,7 @@ def test_llms_txt_names_every_page_once_by_its_title() -> None:
         assert (ROOT / target).read_text().startswith(f"# {title}\n"), target
 
 
+@pytest.mark.matrix  # `make docs` builds it strictly, in CI too
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     for module in ("mkdocs", "material", "mkdocstrings"):
         pytest.importorskip(module, reason="the documentation needs the group `docs`")

@@ -60,6 +60,7 @@ def test_bf16_is_as_exact_as_the_remote_code(attention: str, post_norm: bool) ->
     assert torch.equal(run(tower), stock)
 
 
+@pytest.mark.usefixtures("quick_proof")
 def test_gradients_in_fp32_are_those_of_the_remote_code() -> None:
     tower = build(torch.float32)
     gradients = []
@@ -75,6 +76,7 @@ def test_gradients_in_fp32_are_those_of_the_remote_code() -> None:
     assert max(errors) < 1e-4, errors
 
 
+@pytest.mark.usefixtures("quick_proof")
 def test_every_part_is_fused_and_an_explicit_argument_reaches_the_remote_code(references: list[str]) -> None:
     """`references` stand in for the kernels: none of the parts falls back to a module."""
     tower = build(torch.float32)
@@ -86,6 +88,7 @@ def test_every_part_is_fused_and_an_explicit_argument_reaches_the_remote_code(re
     assert status_of(tower).fallbacks == {"the argument bf16 is given, which the proof of a copy does not cover": 1}
 
 
+@pytest.mark.usefixtures("quick_proof")
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
@@ -99,6 +102,7 @@ def test_another_computation_is_refused(fields: dict[str, object], reason: str) 
         hf_vit_accel.patch(build(**fields), like=LIKE)
 
 
+@pytest.mark.usefixtures("quick_proof")
 def test_flash_attention_that_is_wrong_in_bf16_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     original = dots_ocr.flash_attn_varlen_func
     monkeypatch.setattr(dots_ocr, "flash_attn_varlen_func", lambda *args, **options: 1.2 * original(*args, **options))

@@ -15,7 +15,7 @@ from support.faults import GRID, StockModels, fail_once, faults_of, raises
 from support.flashinfer import Flashinfer
 from support.patching import status_of
 from support.references import put
-from support.towers import ONE_TOWER
+from support.towers import ONE_TOWER, alike
 from tiny import TINY, assert_close, run_tower, tower_of
 from torch import nn
 
@@ -98,7 +98,7 @@ PLACES: dict[str, tuple[Any, str, int]] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "strict"), [(torch.OutOfMemoryError, False), (AssertionError, True)], ids=str)
+@pytest.mark.parametrize(("kind", "strict"), alike((torch.OutOfMemoryError, False), (AssertionError, True)), ids=str)
 @pytest.mark.parametrize("place", PLACES)
 def test_an_error_that_is_no_fault_reaches_the_user(
     references: list[str],

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from support.bad_inputs import Inputs, outcome, spoil
 from support.cpu_graphs import SMALL, Recorder
 from support.graphs import draw_grid
-from support.towers import ONE_TOWER
+from support.towers import ONE_TOWER, alike
 from tiny import GRIDS, TINY, assert_close, pixels_for, run_tower, tower_of
 from torch import nn
 
@@ -185,7 +185,7 @@ def test_any_input_is_served_or_refused(stock: nn.Module, patched: nn.Module) ->
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.matrix)])
-@pytest.mark.parametrize("way", ["eager", "graphs", "strict"])
+@pytest.mark.parametrize("way", alike("graphs", "eager", "strict"))
 def test_good_calls_between_bad_ones_are_right(on_cpu: type[Recorder], stock: nn.Module, way: str, seed: int) -> None:
     """Call with new and repeated layouts, of any dtype and strides; every third call fails."""
     options: dict[str, Any] = {

@@ -53,6 +53,9 @@ def gradients(tower: nn.Module) -> list[Tensor]:
     return list(torch.autograd.grad(outputs, list(tower.parameters()), weights))
 
 
+quick = pytest.mark.usefixtures("quick_proof")
+
+
 def status_of(model: nn.Module) -> TowerStatus:
     [status] = hf_vit_accel.status(model).towers
     return status
@@ -108,6 +111,7 @@ def test_a_sabotaged_copy_is_refused_with_the_number(name: str) -> None:
     assert_close(run(tower), expected, 0.0)
 
 
+@quick
 def test_a_copy_that_acts_in_bf16_is_refused_in_bf16_alone() -> None:
     """fp32 calls are fast; the first call in bf16 runs the proof for that dtype."""
     tower = build(copies.ActsInBf16, depth=6)  # bfloat16 shows it in a deep tower alone
@@ -126,6 +130,7 @@ def test_a_copy_that_acts_in_bf16_is_refused_in_bf16_alone() -> None:
         hf_vit_accel.patch(stock, like={"ActsInBf16": "qwen2_vl"})
 
 
+@quick
 def test_a_copy_that_acts_under_autocast_is_refused_there() -> None:
     tower = build(copies.ActsUnderAutocast, depth=6)  # bfloat16 shows it in a deep tower alone
     stock = copy.deepcopy(tower)
@@ -139,38 +144,12 @@ def test_a_copy_that_acts_under_autocast_is_refused_there() -> None:
     assert (status_of(tower).calls, status_of(tower).stock_calls) == (2, 1)
 
 
-def test_a_buffer_that_is_loaded_later_is_noticed() -> None:
-    tower = build(copies.ActsByABuffer)
-    stock = copy.deepcopy(tower)
-    hf_vit_accel.patch(tower, like={"ActsByABuffer": "qwen3_vl"})
-    run(tower)
-    checkpoint = stock.state_dict() | {"bonus": torch.linspace(0, 0.1, 32)}
-    for model in (tower, stock):
-        model.load_state_dict(checkpoint)
-    with pytest.warns(UserWarning, match=r"ActsByABuffer is no copy of qwen3_vl: .* relative error \d\.\de-\d\d"):
-        results = run(tower)
-    assert_close(results, run(stock), 0.0)
-    status = status_of(tower)
-    assert (status.calls, status.stock_calls, status.rebuild_reason) == (1, 1, "a buffer changed")
+def load_a_buffer(tower: nn.Module) -> None:
+    tower.load_state_dict(tower.state_dict() | {"bonus": torch.linspace(0, 0.1, 32)})
 
 
-@pytest.mark.parametrize("moment", alike("after", "before"))
-def test_an_integer_of_the_config_is_noticed(moment: str) -> None:
-    like = {"ActsByTheConfig": "qwen2_5_vl"}
-    if moment == "before":
-        with pytest.raises(ValueError, match=r"relative error \d\.\de-\d\d"):
-            hf_vit_accel.patch(build(copies.ActsByTheConfig, boost=1), like=like)
-        return
-    tower = build(copies.ActsByTheConfig)
-    stock = copy.deepcopy(tower)
-    hf_vit_accel.patch(tower, like=like)
-    run(tower)
-    for model in (tower, stock):
-        model.config.boost = 1
-    with pytest.warns(UserWarning, match=r"relative error \d\.\de-\d\d"):
-        results = run(tower)
-    assert_close(results, run(stock), 0.0)
-    assert status_of(tower).rebuild_reason == "a field of a CopiedConfig 'boost' changed"
+def set_option(tower: nn.Module) -> None:
+    tower.options.scale = 1.1
 
 
 @dataclasses.dataclass
@@ -178,42 +157,71 @@ class Fields:
     scale: float = 1.0
 
 
-@pytest.mark.parametrize("where", alike("plain", "dataclass", "namespace"))
-def test_an_object_that_is_changed_in_place_is_noticed(where: str) -> None:
-    tower = build(copies.ActsByOptions)
-    made = {"namespace": types.SimpleNamespace(scale=1.0), "dataclass": Fields()}
-    tower.options = made.get(where, copies.Options())
-    stock = copy.deepcopy(tower)
-    hf_vit_accel.patch(tower, like={"ActsByOptions": "qwen2_vl"})
-    run(tower)
-    assert status_of(tower).calls == 1
-    with pytest.MonkeyPatch.context() as patch:
-        for owner in (tower.options, stock.options):
-            patch.setattr(owner, "scale", 1.1)
-        assert_close(run(tower), run(stock), 0.0)
+IN_DEFAULT = {"scale": 1.0}
+IN_CLOSURE = {"scale": 1.0}
 
 
-@pytest.mark.parametrize("where", alike("closure", "default"))
-def test_what_a_method_holds_is_watched(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Options as a default value, or as a variable around the class, changed in place."""
-    options = {"scale": 1.0}
+def by_default(self: Any, x: Tensor, index: int, grid: Any, options: dict[str, float] = IN_DEFAULT) -> Tensor:
+    return x * options["scale"]
 
-    def by_default(self: Any, x: torch.Tensor, index: int, grid: Any, options: Any = options) -> torch.Tensor:
+
+def in_closure(options: dict[str, float]) -> Callable[..., Tensor]:
+    def by_closure(self: Any, x: Tensor, index: int, grid: Any) -> Tensor:
         return x * options["scale"]
 
-    def by_closure(self: Any, x: torch.Tensor, index: int, grid: Any) -> torch.Tensor:
-        return x * options["scale"]
+    return by_closure
 
-    monkeypatch.setattr(copies.ActsByOptions, "after_layer", by_default if where == "default" else by_closure)
-    tower = build(copies.ActsByOptions)
+
+METHODS = {"a default value": by_default, "a closure": in_closure(IN_CLOSURE)}
+NOTICED: dict[str, tuple[type[CopiedTower], Callable[[], object] | None, Callable[[Any], object]]] = {
+    "a buffer": (copies.ActsByABuffer, None, load_a_buffer),
+    "an integer of the config": (copies.ActsByTheConfig, None, lambda tower: setattr(tower.config, "boost", 1)),
+    "an object": (copies.ActsByOptions, copies.Options, set_option),
+    "a dataclass": (copies.ActsByOptions, Fields, set_option),
+    "a namespace": (copies.ActsByOptions, lambda: types.SimpleNamespace(scale=1.0), set_option),
+    "a default value": (copies.ActsByOptions, None, lambda tower: IN_DEFAULT.update(scale=1.1)),
+    "a closure": (copies.ActsByOptions, None, lambda tower: IN_CLOSURE.update(scale=1.1)),
+}
+"""What a copy reads, with the options of the tower, and a change in place."""
+SIMILAR = {"a dataclass", "a namespace", "a default value"}
+"""Seen as an object and a closure are."""
+REASONS = {"a buffer": "a buffer changed", "an integer of the config": "a field of a CopiedConfig 'boost' changed"}
+
+
+@quick
+@pytest.mark.filterwarnings("ignore:.*stays stock")
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.matrix] * (x in SIMILAR)) for x in NOTICED])
+def test_a_change_of_what_a_copy_reads_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, make_options, change = NOTICED[name]
+    for options in (IN_DEFAULT, IN_CLOSURE):
+        monkeypatch.setitem(options, "scale", 1.0)
+    if name in METHODS:
+        monkeypatch.setattr(kind, "after_layer", METHODS[name])
+    tower = build(kind)
+    if make_options is not None:
+        tower.options = make_options()
     stock = copy.deepcopy(tower)
-    hf_vit_accel.patch(tower, like={"ActsByOptions": "qwen2_vl"})
+    [family] = [family for family, base in copies.BASES.items() if issubclass(kind, base)]
+    hf_vit_accel.patch(tower, like={kind.__name__: family})
     run(tower)
-    assert status_of(tower).calls == 1
-    options["scale"] = 1.1
+    assert (status_of(tower).calls, status_of(tower).stock_calls) == (1, 0)
+    for model in (tower, stock):
+        change(model)
     assert_close(run(tower), run(stock), 0.0)
+    status = status_of(tower)
+    assert (status.calls, status.stock_calls) == (1, 1)
+    [reason] = status.fallbacks
+    assert re.search(rf"{kind.__name__} is no copy of {family}: .* relative error \d\.\de-\d\d", reason)
+    assert REASONS.get(name, "") in (status.rebuild_reason or "")
 
 
+@quick
+def test_a_field_of_the_config_counts_from_the_start() -> None:
+    with pytest.raises(ValueError, match=r"relative error \d\.\de-\d\d"):
+        hf_vit_accel.patch(build(copies.ActsByTheConfig, boost=1), like={"ActsByTheConfig": "qwen2_5_vl"})
+
+
+@quick
 def test_an_object_that_cannot_be_watched_is_refused_by_name() -> None:
     """Nobody sees a write into an array."""
     tower = build(copies.ActsByOptions)
@@ -260,6 +268,7 @@ def test_a_copy_is_served(family: str, version: str) -> None:
     assert_close(run(tower), run(stock), 0.0)
 
 
+@quick
 @pytest.mark.parametrize("dtype", alike(torch.bfloat16, torch.float16))
 def test_a_copy_is_served_in_low_precision(dtype: torch.dtype) -> None:
     kind = COPIES["qwen2_5_vl", "5.6"]
@@ -272,6 +281,7 @@ def test_a_copy_is_served_in_low_precision(dtype: torch.dtype) -> None:
         assert (ours - exact).norm() <= max(1.25 * (theirs - exact).norm(), 2e-3 * exact.norm())
 
 
+@quick
 @pytest.mark.parametrize("name", alike("WithoutMerger", "RowsAlone"))
 def test_a_copy_that_merges_nothing_is_served(name: str) -> None:
     """Its results are the rows of the last layer. An argument that no proof covers reaches its own forward."""
@@ -287,6 +297,7 @@ def test_a_copy_that_merges_nothing_is_served(name: str) -> None:
         assert reason == "the argument scale is given, which the proof of a copy does not cover"
 
 
+@quick
 @pytest.mark.parametrize("name", ["ActsByAParameter", "ActsFromTheThirdCall", "DropsOut"])
 def test_more_sabotaged_copies_are_refused(name: str) -> None:
     family = "qwen3_vl" if name == "ActsByAParameter" else "qwen2_vl"
@@ -294,6 +305,7 @@ def test_more_sabotaged_copies_are_refused(name: str) -> None:
         hf_vit_accel.patch(build(getattr(copies, name)), like={name: family})
 
 
+@quick
 def test_a_copy_that_stops_gradients_is_refused() -> None:
     """Its outputs are right, but our operations would train the layers that it does not."""
     with pytest.raises(ValueError, match=r"patch_embed\.proj\.weight has no gradient, where our operations"):
@@ -307,6 +319,7 @@ def test_gradients_are_compared_under_every_condition() -> None:
         hf_vit_accel.patch(build(copies.StopsGradientsOfFiveImages), like={name: "qwen2_vl"})
 
 
+@quick
 def test_an_epsilon_that_counts_for_small_weights_alone_is_refused() -> None:
     """Weights that are loaded later may be small. The rows of the present ones hide it."""
     tower = build(copies.AddsAnotherEpsilon)
@@ -331,6 +344,7 @@ def run_model(model: nn.Module) -> Tensor:
         return model(pixels_for(model.visual, GRID), torch.tensor(GRID))
 
 
+@quick
 def test_a_whole_model_is_patched_and_restored() -> None:
     model = model_of()
     attributes = dict(vars(model.visual))
@@ -343,6 +357,7 @@ def test_a_whole_model_is_patched_and_restored() -> None:
     assert torch.equal(run_model(model), expected)
 
 
+@quick
 @pytest.mark.parametrize("duplicate", alike(through_pickle, copy.deepcopy))
 def test_duplicates_stay_patched(duplicate: Callable[[nn.Module], nn.Module]) -> None:
     model = hf_vit_accel.patch(model_of(), like=LIKE)
@@ -352,6 +367,7 @@ def test_duplicates_stay_patched(duplicate: Callable[[nn.Module], nn.Module]) ->
     assert (status_of(twin).calls, status_of(twin).like) == (1, NAME)
 
 
+@quick
 @pytest.mark.parametrize("is_patched_first", alike(False, True))
 def test_lora_inside_a_copy(is_patched_first: bool) -> None:
     peft = pytest.importorskip("peft")
@@ -369,6 +385,7 @@ def test_lora_inside_a_copy(is_patched_first: bool) -> None:
     assert (status_of(adapted).calls, status_of(adapted).stock_calls) == (1, 0)
 
 
+@quick
 def test_weights_may_change_after_the_proof() -> None:
     model = model_of()
     hf_vit_accel.patch(model, like=LIKE)
@@ -388,6 +405,7 @@ def test_without_like_the_error_gives_the_line_to_write() -> None:
         assert f'hf_vit_accel.patch(model, like={{"{kind.__name__}": "{family}"}})' in str(caught.value)
 
 
+@quick
 @pytest.mark.parametrize(
     ("like", "problem"),
     [

@@ -119,16 +119,6 @@ def test_the_metadata_says_what_an_index_shows(built: tuple[Path, Path]) -> None
     assert relative.strip() == readme.strip()
 
 
-def test_twine_accepts_both(built: tuple[Path, Path]) -> None:
-    pytest.importorskip("twine", reason="twine is not installed; the workflow `release` runs it")
-    process = subprocess.run(
-        [sys.executable, "-m", "twine", "check", "--strict", str(built[0]), str(built[1])],
-        capture_output=True,
-        text=True,
-    )
-    assert process.returncode == 0, process.stdout
-
-
 def test_classifiers_are_the_pythons_that_are_tested() -> None:
     pythons = [name.rsplit(" ", 1)[1] for name in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", name)]
     assert pythons == sorted(pythons, key=lambda version: int(version[2:]))

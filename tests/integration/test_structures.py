@@ -22,7 +22,7 @@ from hf_vit_accel.layout import rows_of
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 TURNS = ("qwen3_vl", "qwen2_5_vl", "qwen3_vl", "qwen2_vl")
-DRAWN = (1, 4, 6, 7, 9, 12, 13, 14, 15, 16, 17, 19)
+DRAWN = (6, 9, 12, 14, 15, 16, 17)
 """Seeds of every run, which draw every kind of structure."""
 SEEDS = [pytest.param(seed, marks=[pytest.mark.matrix] * (seed not in DRAWN)) for seed in range(200)]
 

@@ -233,30 +233,6 @@ def test_copies_of_a_wrapped_tower(
     check_calls(model, 2, 0)
 
 
-def test_two_towers_that_share_a_wrapper() -> None:
-    """One function, bound to both towers, calls the class's function that it keeps."""
-    models = [TINY["qwen2_5_vl"].build() for _ in range(2)]
-    towers = [tower_of(model) for model in models]
-    with torch.no_grad():
-        towers[1].patch_embed.proj.weight.mul_(-1.5)
-    expected = [run(tower, GRID) for tower in towers]
-    bind_function_of_class(towers[0])
-    towers[1].forward = MethodType(towers[0].forward.__func__, towers[1])
-    hf_vit_accel.patch(models[0])
-    for tower, outputs in zip(towers, expected, strict=True):
-        assert_close(run(tower, GRID), outputs)
-    check_calls(models[0], 1, 0)
-    hf_vit_accel.patch(models[1])
-    for tower, outputs in zip(towers, expected, strict=True):
-        assert_close(run(tower, GRID), outputs)
-    check_calls(models[0], 2, 0)
-    check_calls(models[1], 1, 0)
-    for model in models:
-        hf_vit_accel.unpatch(model)
-    for tower, outputs in zip(towers, expected, strict=True):
-        assert_close(run(tower, GRID), outputs, 0.0)
-
-
 def test_shallow_copies_and_adapters_of_a_wrapped_tower() -> None:
     """A shallow copy runs the wrapper of its original, as in stock."""
     model = TINY["qwen2_5_vl"].build()

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
 import torch
 from tiny import randomise
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
 from transformers.utils import ModelOutput
+
+from hf_vit_accel.tower import trials
 
 Sizes = list[tuple[int, int, int]]
 Output = Tensor | tuple[Tensor, list[Tensor]] | ModelOutput
@@ -658,6 +661,14 @@ class Composite(nn.Module):
 def build(kind: type[CopiedTower], **sizes: int) -> CopiedTower:
     """Build a copy with random weights, none of them trivial."""
     return randomise(kind(CopiedConfig(**sizes)).eval())
+
+
+@pytest.fixture
+def quick_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prove copies by few and small inputs, for tests of what comes before and after a proof."""
+    names = ("small images", "one image", "two images")
+    few = {name: trials.CONDITIONS[name] for name in names}
+    monkeypatch.setattr(trials, "CONDITIONS", few | {"large images": few["small images"]})
 
 
 def tensors_of(output: Output) -> list[Tensor]:

@@ -15,7 +15,7 @@ import pytest
 import tiny
 import torch
 from support.composites import COMPOSITES, left_padded
-from support.decoding import assert_equal_outputs, both, counts_of
+from support.decoding import both, counts_of
 from support.generate_arguments import make_static_cache
 from support.recorded_ops import OperationRecorder
 from support.towers import alike
@@ -69,7 +69,7 @@ def prompts(model: Any) -> dict[str, dict[str, Any]]:
 def test_every_prompt_gets_the_tokens_logits_and_cache_of_stock(family: str) -> None:
     model = TINY[family].build()
     for name, inputs in prompts(model).items():
-        both(model, inputs, max_new_tokens=12, **ALL_OUTPUTS)
+        both(model, inputs, max_new_tokens=9, **ALL_OUTPUTS)
         both(model, inputs, max_new_tokens=6, do_sample=True, num_return_sequences=2, temperature=1.5)
         assert not counts_of(model).reasons, name
     assert counts_of(model).static_calls == 12
@@ -92,7 +92,7 @@ def test_a_model_that_was_trained_with_every_rank() -> None:
     ids = torch.tensor([[5, 6, 7, 8]])
     model.train()(input_ids=ids).logits.sum().backward()
     assert model.model.language_model._forward_pre_hooks
-    both(model.eval(), {"input_ids": ids}, max_new_tokens=12)
+    both(model.eval(), {"input_ids": ids}, max_new_tokens=9)
     assert counts_of(model).static_calls == 1 and not counts_of(model).reasons
 
 
@@ -101,13 +101,13 @@ def test_a_model_that_was_trained_with_every_rank() -> None:
 def test_patched_models_decode_by_steps(family: str) -> None:
     """`patch` leaves hooks on the model, which do nothing in a step."""
     model = hf_vit_accel.patch(TINY[family].build())
-    for name, inputs in prompts(model).items():
-        both(model, inputs, max_new_tokens=8, **ALL_OUTPUTS)
+    for name in ("picture and video", "text"):
+        both(model, prompts(model)[name], max_new_tokens=9, **ALL_OUTPUTS)
         assert not counts_of(model).reasons, name
     hf_vit_accel.patch(model)
-    both(model, text([5, 6]), max_new_tokens=12)
+    both(model, text([5, 6]), max_new_tokens=9)
     hf_vit_accel.unpatch(model)
-    both(model, text([5, 6]), max_new_tokens=12)
+    both(model, text([5, 6]), max_new_tokens=9)
     assert not counts_of(model).reasons
 
 
@@ -115,7 +115,7 @@ def test_patched_models_decode_by_steps(family: str) -> None:
 def test_a_text_longer_than_its_cache_goes_on_in_a_larger_one(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "_RESERVE", 16)
     inputs = tiny.left_padded(model, (1, 4, 94))
-    both(model, inputs, max_new_tokens=35, min_new_tokens=35, **ALL_OUTPUTS)
+    both(model, inputs, max_new_tokens=32, min_new_tokens=32, **ALL_OUTPUTS)
     assert counts_of(model).static_calls == 1
     assert len(steps_of(model).kept) == 2
 
@@ -158,7 +158,7 @@ def test_prompts_of_embeddings(model: Any) -> None:
     ids = torch.tensor([[5, 6, 7, 8]])
     embeddings = model.get_input_embeddings()(ids).detach()
     both(model, {"inputs_embeds": embeddings}, max_new_tokens=12, min_new_tokens=12)
-    both(model, {"inputs_embeds": embeddings, "input_ids": ids}, max_new_tokens=12, **ALL_OUTPUTS)
+    both(model, {"inputs_embeds": embeddings, "input_ids": ids}, max_new_tokens=9, **ALL_OUTPUTS)
     assert counts_of(model).static_calls == 2
 
 
@@ -242,16 +242,15 @@ def test_processors_and_criteria_of_the_user(model: Any) -> None:
         def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
             return input_ids[:, 4:].sum(1) > 300
 
-    for _ in range(2):
-        both(
-            model,
-            text([5, 6, 7, 8], [9, 4, 3, 3]),
-            max_new_tokens=40,
-            make_logits_processor=lambda: LogitsProcessorList([Favour()]),
-            make_stopping_criteria=lambda: StoppingCriteriaList([Stop()]),
-            **ALL_OUTPUTS,
-        )
-    assert counts_of(model).static_calls == 2
+    both(
+        model,
+        text([5, 6, 7, 8], [9, 4, 3, 3]),
+        max_new_tokens=40,
+        make_logits_processor=lambda: LogitsProcessorList([Favour()]),
+        make_stopping_criteria=lambda: StoppingCriteriaList([Stop()]),
+        **ALL_OUTPUTS,
+    )
+    assert counts_of(model).static_calls == 1
 
 
 class Streamer(BaseStreamer):
@@ -314,21 +313,21 @@ def test_a_reader_of_text_in_another_thread_gets_all_of_it(model: Any) -> None:
 
 def test_frameworks_that_call_generate_get_it_from_a_partial(model: Any) -> None:
     """TRL and lmms-eval call `model.generate` themselves, and drop `custom_generate` from their own options."""
-    expected = model.generate(**text([5, 6, 7, 8]), max_new_tokens=12)
+    expected = model.generate(**text([5, 6, 7, 8]), max_new_tokens=9)
     model.generate = functools.partial(model.generate, custom_generate=graphed_decoding)
-    assert torch.equal(model.generate(**text([5, 6, 7, 8]), max_new_tokens=12), expected)
+    assert torch.equal(model.generate(**text([5, 6, 7, 8]), max_new_tokens=9), expected)
     assert counts_of(model).static_calls == 1
 
 
 def test_an_assistant_that_generate_drops_changes_nothing(model: Any) -> None:
-    both(model, text([5, 6, 7, 8]), max_new_tokens=12, assistant_model=model)
+    both(model, text([5, 6, 7, 8]), max_new_tokens=9, assistant_model=model)
     assert counts_of(model).static_calls == 1
 
 
 def test_ranks_in_step_decode_by_stock(model: Any) -> None:
     custom_generate = functools.partial(graphed_decoding, synced_gpus=True)
     with pytest.raises(ValueError, match="process group"):  # stock waits for other ranks
-        model.generate(**text([5, 6]), custom_generate=custom_generate, max_new_tokens=12)
+        model.generate(**text([5, 6]), custom_generate=custom_generate, max_new_tokens=9)
     assert counts_of(model).reasons == {"synced_gpus": 1}
 
 
@@ -341,18 +340,18 @@ def test_stock_decodes_a_call_without_a_static_step(model: Any) -> None:
         attention.attention_dropout = 0.1
     model.train()
     torch.manual_seed(0)
-    model.generate(**inputs, max_new_tokens=12, custom_generate=graphed_decoding)
+    model.generate(**inputs, max_new_tokens=9, custom_generate=graphed_decoding)
     model.eval()
     handle = model.lm_head.register_forward_hook(lambda *args: called.append(1))
     both(model, inputs, max_new_tokens=12, min_new_tokens=12)
     assert len(called) == 24
     handle.remove()
     with torch.nn.modules.module.register_module_forward_hook(lambda *args: None):
-        both(model, inputs, max_new_tokens=12)
+        both(model, inputs, max_new_tokens=9)
     layer = model.model.language_model.layers[1]
     layer.compile(backend="eager")
     with torch.compiler.set_stance("force_eager"):
-        both(model, inputs, max_new_tokens=12)
+        both(model, inputs, max_new_tokens=9)
     assert counts_of(model).reasons == {
         "fewer than 8 tokens to come, and no step captured": 1,
         "a cache of class StaticCache": 1,
@@ -362,7 +361,7 @@ def test_stock_decodes_a_call_without_a_static_step(model: Any) -> None:
         "torch.compile on model.language_model.layers.1": 1,
     }
     layer._compiled_call_impl = None
-    both(model, inputs, max_new_tokens=12)
+    both(model, inputs, max_new_tokens=9)
     both(model, inputs, max_new_tokens=5)
     assert counts_of(model).static_calls == 2
 
@@ -375,7 +374,7 @@ def test_a_model_that_trains_with_checkpoints_decodes_in_eval(model: PreTrainedM
     inputs = tiny.left_padded(model)
     for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
         with mode():
-            both(model, inputs, max_new_tokens=10, **ALL_OUTPUTS)
+            both(model, inputs, max_new_tokens=9, **ALL_OUTPUTS)
     assert counts_of(model).static_calls == 3
 
 
@@ -397,8 +396,8 @@ def test_states_of_linear_attention_in_inference_mode(monkeypatch: pytest.Monkey
 def test_autocast_keeps_its_steps_to_itself(model: Any) -> None:
     for _ in range(2):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            both(model, text([5, 6]), max_new_tokens=12)
-        both(model, text([5, 6]), max_new_tokens=12)
+            both(model, text([5, 6]), max_new_tokens=9)
+        both(model, text([5, 6]), max_new_tokens=9)
     counts = counts_of(model)
     assert (counts.static_calls, counts.reasons) == (4, {})
 
@@ -414,7 +413,7 @@ def test_a_model_that_accelerate_prepared_for_autocast(family: str) -> None:
     prepared = accelerator.unwrap_model(accelerator.prepare(model))
     assert prepared is model and "forward" in vars(model)
     outputs = [
-        model.generate(**text([5, 6]), max_new_tokens=12, **ALL_OUTPUTS, custom_generate=custom_generate)
+        model.generate(**text([5, 6]), max_new_tokens=9, **ALL_OUTPUTS, custom_generate=custom_generate)
         for custom_generate in (None, graphed_decoding)
     ]
     dtypes = [[(layer.keys.dtype, layer.values.dtype) for layer in output[CACHE].layers] for output in outputs]
@@ -445,48 +444,45 @@ def test_a_forward_of_another_model_is_not_its_own(model: Any) -> None:
     with torch.no_grad():
         twin.lm_head.weight.neg_()
     twin.forward = model.forward
-    both(twin, text([5, 6]), max_new_tokens=12)
+    both(twin, text([5, 6]), max_new_tokens=9)
     assert counts_of(twin).reasons == {f"forward of {type(model).__name__} is not transformers' own": 1}
 
 
 def test_a_model_in_training_mode_whose_dropout_is_inactive(model: Any) -> None:
     """GRPO generates within a training step. A change of mode captures nothing anew."""
     for is_training in (True, False, True):
-        both(model.train(is_training), text([5, 6]), max_new_tokens=12)
+        both(model.train(is_training), text([5, 6]), max_new_tokens=9)
     assert counts_of(model).static_calls == 3 and len(steps_of(model).kept) == 1
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-    both(model, text([5, 6]), max_new_tokens=12)
+    both(model, text([5, 6]), max_new_tokens=9)
     assert counts_of(model).reasons == {"gradient checkpoints in training mode": 1}
 
 
 @both_ways
 def test_copies_begin_without_steps_and_files_know_nothing(model: Any, tmp_path: Path) -> None:
     inputs = tiny.left_padded(model)
-    both(model, inputs, max_new_tokens=10)
+    both(model, inputs, max_new_tokens=9)
     model.save_pretrained(tmp_path)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), type(model).from_pretrained(tmp_path)):
         assert counts_of(twin).static_calls == 0
-        both(twin, inputs, max_new_tokens=10)
         with torch.no_grad():
             twin.lm_head.weight.neg_()
-        assert_equal_outputs(
-            both(twin, inputs, max_new_tokens=10), twin.generate(**inputs, max_new_tokens=10)
-        )  # the twin's own weights
-        assert counts_of(twin).static_calls == 2
-    both(model, inputs, max_new_tokens=10)
+        both(twin, inputs, max_new_tokens=9)  # the twin's own weights
+        assert counts_of(twin).static_calls == 1
+    both(model, inputs, max_new_tokens=9)
 
 
 @both_ways
 def test_threads_decode_at_once(model: Any) -> None:
     inputs = [text([5, 6, 7 + index]) for index in range(4)]
-    expected = [model.generate(**prompt, max_new_tokens=20) for prompt in inputs]
+    expected = [model.generate(**prompt, max_new_tokens=9) for prompt in inputs]
     results: list[Any] = [None] * 4
     errors: list[BaseException] = []
 
     def decode(index: int) -> None:
         try:
             for _ in range(2):
-                results[index] = model.generate(**inputs[index], max_new_tokens=20, custom_generate=graphed_decoding)
+                results[index] = model.generate(**inputs[index], max_new_tokens=9, custom_generate=graphed_decoding)
                 assert torch.equal(results[index], expected[index])
         except BaseException as error:  # reported below
             errors.append(error)
@@ -527,15 +523,15 @@ def test_an_error_of_the_user_leaves_the_cache_and_later_calls_right(model: Any)
 
 def test_status_reports_the_calls(model: Any, recorder: type[OperationRecorder]) -> None:
     assert hf_vit_accel.status(model).decoding is None
-    both(model, text([5, 6]), max_new_tokens=12)
-    both(model, text([5, 6]), max_new_tokens=12, num_beams=4)
+    both(model, text([5, 6]), max_new_tokens=9)
+    both(model, text([5, 6]), max_new_tokens=9, num_beams=4)
     line = str(hf_vit_accel.status(model)).splitlines()[-1]
     assert line.startswith("decoding: 1 call on a static cache (1 held, ")
     assert line.endswith("), 1 captured (1 x first call), 1 by stock (1 x beams)")
     assert "decoding" in hf_vit_accel.status(model).to_dict()
 
 
-LENGTH = dict(max_new_tokens=24, min_new_tokens=24)
+LENGTH = dict(max_new_tokens=16, min_new_tokens=16)
 
 
 @functools.cache
@@ -557,7 +553,7 @@ def forced_text(family: str) -> tuple[dict[str, Any], torch.Tensor, list[torch.T
 @both_ways
 def test_half_precision_is_as_exact_as_stock(dtype: torch.dtype, autocast: torch.dtype | None) -> None:
     """Logits of every step, with the tokens forced, are as near to fp32 as stock's."""
-    for family in TINY if dtype == torch.bfloat16 else ("qwen2_5_vl", "qwen3_vl"):
+    for family in ("qwen2_5_vl", "qwen3_vl_moe"):
         inputs, sequences, exact_logits = forced_text(family)
         half = TINY[family].build().to(dtype)
         half_inputs = {name: value.to(dtype) if name.startswith("pixel") else value for name, value in inputs.items()}

@@ -17,7 +17,7 @@ import torch
 import transformers
 from packaging.version import Version
 from support.cpu_graphs import Recorder
-from support.families import CLASSES, GRIDS, Grid, build, inputs, run, shared_tower, trained
+from support.families import CLASSES, GRIDS, build, inputs, run, shared_tower, trained
 from support.graphs import patch
 from support.interpreter import INTERPRETED
 from support.layers import one_node_a_layer
@@ -138,13 +138,13 @@ def test_adapters_on_every_linear(typical: Any, references: list[str]) -> None:
     assert not any("Linear stands where" in why for why in status.unfused.values()), status.unfused
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=["image", "mixed"])
-def test_a_tower_is_served_fast_and_equals_stock(tower: Any, grid: Grid) -> None:
-    expected, gradients = trained(tower, grid)
+def test_a_tower_is_served_fast_and_equals_stock(tower: Any) -> None:
+    expected = [trained(tower, grid) for grid in GRIDS]
     hf_vit_accel.patch(tower, strict=True)
-    actual, ours = trained(tower, grid)
-    assert largest_error(actual, expected) < 1e-5 and largest_error(ours, gradients) < 1e-4
-    assert_fast(tower)
+    for grid, (outputs, gradients) in zip(GRIDS, expected, strict=True):
+        actual, ours = trained(tower, grid)
+        assert largest_error(actual, outputs) < 1e-5 and largest_error(ours, gradients) < 1e-4
+    assert_fast(tower, len(GRIDS))
 
 
 def test_all_parts_are_fused_and_equal_stock(references: list[str], tower: Any) -> None:
@@ -279,18 +279,20 @@ def test_a_layer_is_one_node(tower: Any) -> None:
     assert [node is None for node in nodes] == in_steps
 
 
-CAST = "Qwen2_5_Vision", "Qwen3VLVision", "Glm4vVision", "GlmOcr", "PaddleOCR", "Dots3"
+CAST = "Qwen2_5_Vision", "Qwen3VLVision", "Glm4vVision", "GlmOcr"
 """Towers whose streams and parts differ in what autocast makes of them; the others in the matrix."""
 
 
-@pytest.mark.parametrize(
-    "typical",
-    [
-        pytest.param(entry, id=entry[2], marks=[pytest.mark.matrix] * (not entry[2].startswith(CAST)))
+def towers_like(*names: str) -> pytest.MarkDecorator:
+    """Run a test of the fixture `typical` with these towers; the matrix has the others."""
+    entries = [
+        pytest.param(entry, id=entry[2], marks=[pytest.mark.matrix] * (not entry[2].startswith(names)))
         for entry in CLASSES
-    ],
-    indirect=True,
-)
+    ]
+    return pytest.mark.parametrize("typical", entries, indirect=True)
+
+
+@towers_like(*CAST)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.matrix)], ids=str)
 def test_under_autocast_a_tower_is_as_stock(references: list[str], typical: Any, dtype: torch.dtype) -> None:
     """Compare dtypes, and errors averaged over seeds, since the error of one seed depends on luck."""
@@ -319,6 +321,7 @@ def pooled(outputs: list[torch.Tensor], gradients: list[Any]) -> list[torch.Tens
     return [*outputs, torch.cat([gradient.flatten() for gradient in gradients])]
 
 
+@towers_like("Qwen2_5_Vision", "Qwen3VLVision", "Glm5Next")
 def test_whatever_module_is_replaced_runs_itself(references: list[str], typical: Any) -> None:
     """Replace every module of layer 1 and around the layers after patching: the next call runs it."""
     plain = copy.deepcopy(typical)

@@ -309,14 +309,8 @@ class ScarceMemory(GraphMachine):
         """Dropped for lack of room, graphs may be captured anew: `memory_is_bounded` counts here."""
 
 
-class AskedFor(GraphMachine):
-    """Graphs that the user asked for, at the first call."""
-
-    config = GraphConfig(max_tokens=128, exact_after=2)
-
-
 class FewGraphs(GraphMachine):
-    """Fewer graphs than sizes, and budgets that cut the large call in two."""
+    """Graphs that the user asked for: fewer than sizes, and budgets that cut the large call in two."""
 
     config = GraphConfig(max_tokens=64, exact_after=3, max_graphs=2)
 
@@ -328,7 +322,6 @@ class OneLayout(GraphMachine):
 MACHINES = {
     "auto": GraphMachine,
     "scarce memory": ScarceMemory,
-    "asked for": AskedFor,
     "few graphs": FewGraphs,
     "one layout": OneLayout,
 }

@@ -48,15 +48,14 @@ assert not [name for name in sorted(new) if name.startswith(slow)]
 They are counted, since seconds depend on the machine.
 """
 
-WAYS = {
-    "file": "from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel",
-    "two threads": (
-        "from threading import Thread\n"
-        "thread = Thread(target=lambda: transformers.PreTrainedModel)\nthread.start()\n"
-        "transformers.PreTrainedModel\nthread.join()"
-    ),
-}
-"""Ways to import models."""
+IMPORTS = """
+from threading import Thread
+thread = Thread(target=lambda: transformers.PreTrainedModel)
+thread.start()
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
+thread.join()
+"""
+"""Import models by their file, while another thread asks for them by name."""
 
 LOAD = """
 import hf_vit_accel
@@ -182,8 +181,8 @@ from tiny import GRIDS, TINY, run_tower, tower_of
 def code_of_a_new_process() -> str:
     """Return the program: each part needs more imports than the one before, and parts that change them are forked."""
     parts = [START, f"in_a_fork('light', {LIGHT!r})"]
-    parts.append("import torch._dynamo, torch.distributed.tensor.parallel  # torch's own part, once for all ways")
-    parts += [f"in_a_fork({way!r}, {LOAD.replace('IMPORTS', repr(imports))!r})" for way, imports in WAYS.items()]
+    parts.append("import torch._dynamo, torch.distributed.tensor.parallel  # torch's own part, once for all forks")
+    parts.append(f"in_a_fork('load', {LOAD.replace('IMPORTS', repr(IMPORTS))!r})")
     parts += [MODELS, f"in_a_fork('functions that are gone', {GONE!r})", QUIET, LAST]
     return "\n".join(parts)
 

@@ -35,6 +35,11 @@ Inputs = dict[str, Any]
 
 SERVED = [*TINY, "qwen3_5", "qwen4_exp", "cohere_compass", "glm4v", "glm4v_moe", "glm46v", "glm_ocr", "ernie4_5_vl_moe"]
 """Models whose positions are tested with random batches."""
+SIMILAR = {"qwen3_vl_moe", "glm4v_moe", "glm46v", "glm_ocr"}
+"""Models whose code is that of others."""
+in_models = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.matrix] * (name in SIMILAR)) for name in SERVED]
+)
 MERGED_FRAMES = {"ernie4_5_vl_moe"}
 """Models that merge the frames of a video."""
 SPLIT_FRAMES = {*SERVED} - {"qwen2_vl", "qwen2_5_vl", *MERGED_FRAMES}
@@ -124,8 +129,8 @@ def random_batch(config: Model, name: str, seed: int, kinds_of_pictures: Sequenc
 SEEDS = alike(range(10), range(10, 40))
 
 
-@pytest.mark.parametrize("seeds", SEEDS, ids=str)
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("seeds", alike(range(6), range(6, 40)), ids=str)
+@in_models
 def test_positions_of_random_batches(name: str, seeds: range, on_device: type[OnDevice]) -> None:
     model = holder_of(hf_vit_accel.patch(build(name)))
     for seed in seeds:
@@ -138,7 +143,7 @@ def test_positions_of_random_batches(name: str, seeds: range, on_device: type[On
 
 
 @pytest.mark.parametrize("seeds", SEEDS, ids=str)
-@pytest.mark.parametrize("name", SERVED)
+@in_models
 def test_images_are_numbered_at_once(name: str, seeds: range, on_device: type[OnDevice]) -> None:
     model = holder_of(hf_vit_accel.patch(build(name)))
     code = inspect.unwrap(type(model).get_rope_index).__code__

@@ -15,6 +15,7 @@ import tiny
 import torch
 from support.composites import COMPOSITES, left_padded
 from support.decoding import Counts, both, counts_of
+from support.towers import alike
 from test_decode_steps import DIFFERENT
 from test_prefill import batch
 from tiny import TINY
@@ -83,7 +84,7 @@ def compare(model: Any, inputs: Inputs, **options: Any) -> Any:
     return ours
 
 
-@pytest.mark.parametrize("family", TINY)
+@pytest.mark.parametrize("family", alike("qwen2_5_vl", "qwen3_vl_moe", "qwen2_vl", "qwen3_vl"))
 @pytest.mark.parametrize("calls", [5, pytest.param(120, marks=pytest.mark.matrix)])
 def test_random_batches_give_stocks_hidden_states(family: str, calls: int) -> None:
     """No, one and several pictures and videos in a row, padding on both sides, and adapters."""
