@@ -25,7 +25,7 @@ from hf_vit_accel.status import TowerStatus
 GRID = [(1, 4, 6), (2, 8, 10), (1, 2, 18)]
 TALL = [(1, 44, 24)]
 HALF = torch.bfloat16
-DEPTHS = {"qwen2_vl": 3, "qwen2_5_vl": 3, "qwen3_vl": 4}
+DEPTHS = {"qwen2_vl": 2, "qwen2_5_vl": 3, "qwen3_vl": 4}
 """Few layers, some with windows, some without, and some that deepstack merges.
 
 A proof takes as long as the tower is deep.

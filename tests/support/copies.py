@@ -552,14 +552,14 @@ class StopsGradients(CopyOfQwen2):
     """Trains late layers alone, without a word in its results."""
 
     def after_layer(self, x: Tensor, index: int, grid: Sizes) -> Tensor:
-        return x.detach() if index == 1 else x
+        return x.detach() if index == 0 else x
 
 
 class StopsGradientsOfFiveImages(CopyOfQwen2):
     """Trains early layers with all images but five."""
 
     def after_layer(self, x: Tensor, index: int, grid: Sizes) -> Tensor:
-        return x.detach() + 0 * x if index == 1 and len(grid) == 5 else x
+        return x.detach() + 0 * x if index == 0 and len(grid) == 5 else x
 
 
 class OtherEpsilonNorm(RootNorm):

@@ -72,7 +72,7 @@ class GraphMachine(RuleBasedStateMachine):
 
     @initialize()
     def build(self) -> None:
-        self.stock: Any = SHALLOW.build(fresh=True)
+        self.stock: Any = SHALLOW.build()
         self.model: Any = copy.deepcopy(self.stock)
         self.patch()
 
