@@ -72,6 +72,7 @@ def test_a_tower_two_levels_down_by_name() -> None:
     for spelling in AUTO, {"thinker_config": {"vision_config": AUTO}}:
         config = transformers.Qwen2_5OmniConfig(enable_audio_output=True)
         config.thinker_config.vision_config.depth = config.thinker_config.audio_config.encoder_layers = 1
+        config.thinker_config.text_config.num_hidden_layers = config.talker_config.num_hidden_layers = 1
         with torch.device("meta"):
             model = transformers.Qwen2_5OmniForConditionalGeneration._from_config(config, attn_implementation=spelling)
         parts = {path: part for path, part in model.named_modules() if isinstance(part, transformers.PreTrainedModel)}

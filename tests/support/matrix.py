@@ -170,7 +170,7 @@ TRAINED = (
         use=uses.gradients,
     ),
     fast("gradient checkpointing, evaluated", changes.checkpointed(reentrant=False)),
-    fast("`Trainer`", use=uses.run_of_trainer, **RUN_OF_TRAINING),
+    fast("`Trainer`", use=uses.run_of_trainer, slow=True, **RUN_OF_TRAINING),
     fast("`Trainer`, the tower frozen", changes.frozen, use=uses.run_of_trainer, slow=True, **RUN_OF_TRAINING),
     fast(
         "`Trainer` with checkpointing, the tower frozen",
@@ -180,7 +180,13 @@ TRAINED = (
         **RUN_OF_TRAINING,
     ),
     fast("`Trainer` with `bf16=True`, the tower frozen", changes.frozen, use=uses.run_in_bf16, **RUN_IN_BF16),
-    fast("a loop of accelerate's in bf16, the tower frozen", changes.frozen, use=uses.run_of_accelerate, **RUN_IN_BF16),
+    fast(
+        "a loop of accelerate's in bf16, the tower frozen",
+        changes.frozen,
+        use=uses.run_of_accelerate,
+        slow=True,
+        **RUN_IN_BF16,
+    ),
     fast(
         "a loop of TRL's kind in bf16, PEFT LoRA on the language model",
         libraries.lora(TEXT_LINEARS),
