@@ -25,8 +25,6 @@ from support.towers import SHALLOW
 from tiny import TINY, assert_close, outputs_of, pixels_for, randomise, tower_of
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
-from transformers import modeling_utils
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_vit_accel
 from hf_vit_accel import GraphConfig, ReuseConfig
@@ -222,17 +220,6 @@ def replaced_function(name: str, change: Callable[[Any], object]) -> Callable[[P
     return replaced
 
 
-def half(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    """Halve the attention, as a function of the user's does."""
-    return sdpa_attention_forward(module, *args, **kwargs)[0] * 0.5, None
-
-
-def registered_attention(part: Part) -> AbstractContextManager[Any]:
-    """Register a function of the user's under the name that the tower has."""
-    functions = modeling_utils.ALL_ATTENTION_FUNCTIONS._global_mapping
-    return mock.patch.dict(functions, sdpa=half)
-
-
 CHANGES: dict[str, Change] = {
     "a weight replaced": lambda part: setattr(
         getattr(part.attention, part.linear), "weight", nn.Parameter(part.weight.detach() * 1.5)
@@ -282,7 +269,6 @@ OF_THE_PROCESS: dict[str, Callable[[Part], AbstractContextManager[None]]] = {
     "a global hook": hooked_globally,
 }
 OF_THE_PROCESS_ONCE = {
-    "a registered attention": registered_attention,
     "rotate_half": replaced_function("rotate_half", lambda result: result * 0.5),
     "get_vision_position_ids": replaced_function("get_vision_position_ids", lambda result: result * 2),
     "get_vision_attention_seqlens": replaced_function(
@@ -305,7 +291,6 @@ WHY = {
     "the class of a layer": "layer 1 has a Mine",
     "a global hook": "global module hooks",
     "a function of the file": "relative error",
-    "a registered attention": "the attention 'sdpa' is a function of your own",
 } | {name: "computes something else" for name in OF_THE_PROCESS_ONCE if "_" in name}
 """The reason why calls after a change run stock, in `status`. Calls after all others are fast."""
 
