@@ -66,16 +66,6 @@ class OtherEpsilonNorm(RmsNorm):
         return RmsNormFunction.apply(x, self.weight, 1e-5)
 
 
-class WritingNorm(RmsNorm):
-    """A norm that returns the right rows, and writes to those that it was given."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        normed = RmsNormFunction.apply(x, self.weight, self.variance_epsilon)
-        with torch.no_grad():
-            x.mul_(1.001)
-        return normed
-
-
 class TrainedNorm(RmsNorm):
     """A norm that computes something else in training mode."""
 

@@ -121,21 +121,6 @@ def test_cudnn_plans_are_built_once_per_class_of_layouts() -> None:
     assert cudnn_backend.CUDNN_PLANS.misses == before + 1
 
 
-def test_sdpa_runs_one_call_per_distinct_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    real = nn.functional.scaled_dot_product_attention
-
-    def counted(*args: torch.Tensor, scale: float) -> torch.Tensor:
-        calls.append(1)
-        return real(*args, scale=scale)
-
-    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", counted)
-    lengths = [64] * 100 + [32] * 10 + [64] * 50 + [16]
-    plan = plan_alone(Sdpa(), segments_of(lengths), request())
-    plan.attend(*draw(sum(lengths), 80, torch.float32, "cpu", 0, True))
-    assert len(calls) == 3
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_cudnn_offsets_address_every_row_of_every_layout(name: str) -> None:
     """Follow offsets and lengths as cuDNN does: every row is read and written exactly once."""

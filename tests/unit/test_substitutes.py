@@ -81,13 +81,6 @@ def test_a_bound_norm_that_computes_something_else_is_called(name: str) -> None:
     assert_same(tower, model)
 
 
-def test_a_bound_norm_that_writes_to_its_input_is_called() -> None:
-    model = build()
-    bind_norms(model, substitutes.WritingNorm)
-    hf_vit_accel.patch(model)
-    assert "forward of its own" in " ".join(why_not_plain(tower_of(model)))
-
-
 @pytest.mark.parametrize("proven_first", [True, False])
 def test_a_tower_of_exchanged_classes(proven_first: bool) -> None:
     """The proof of the class may have run before Liger exchanged the class of the norms, or after it."""
