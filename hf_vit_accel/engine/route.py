@@ -117,7 +117,9 @@ class Route:
         bound = replace(self, tensors=tensors, plans=plans, bound=None)
         ops = self.spec.ops
         if ops is None:
-            bound._own_offsets()
+            for kind, name in _OFFSETS_BY_KIND.items():
+                if name in tensors:  # the attention function knows them where towers do not pass `ROUTE` on
+                    PLANS_OF_OFFSETS[tensors[name]] = bound._plans_of(kind)
         else:
             bound.attends = bound._attends(ops)
             bound.trained = [
@@ -187,12 +189,6 @@ class Route:
         known = self._segment_plans.values()
         return {plans.kind: plan.backend.name for plans in known for plan in plans.plans.values()}
 
-    def _own_offsets(self) -> None:
-        """Let the attention function know the offsets of this route, for towers that do not pass `ROUTE` on."""
-        for kind, name in _OFFSETS_BY_KIND.items():
-            if name in self.tensors:
-                PLANS_OF_OFFSETS[self.tensors[name]] = self._plans_of(kind)
-
     def injected(self, taken: frozenset[str]) -> dict[str, Any]:
         """Return the keyword arguments that a stock tower takes: the metadata that it pops, and the route itself.
 
@@ -234,7 +230,11 @@ def make_route(layout: Grid | VisionMetadata, spec: Spec, replay: Replay = "neve
         plans[kind] = plan
         for name, array in plan.arrays.items():
             arrays[f"{kind}/{name}"] = array
-    unmet = _unmet(spec, choices)
+    unmet = [reason for choice in choices.values() for reason in choice.unmet]
+    why_no_kernels = dict(spec.faults).get(KERNELS)
+    if spec.ops is not None and why_no_kernels in spec.ops.unfused.values():
+        unmet.append(f"no fused kernel can serve the call: one {why_no_kernels}")
+    unmet = list(dict.fromkeys(unmet))
     return Route(spec=spec, replay=replay, metadata=metadata, arrays=arrays, plans=plans, choices=choices, unmet=unmet)
 
 
@@ -243,15 +243,6 @@ def choose(spec: Spec, request: Request, segments: Segments | None = None) -> Ch
     if request.kind == "window" and spec.ops is not None and spec.ops.attend_window is not None:
         return None
     return resolve(spec.settings.attention, request, segments, dict(spec.faults))
-
-
-def _unmet(spec: Spec, choices: Mapping[LayerKind, Choice]) -> list[str]:
-    """List requested backends that a route cannot use, and what failed when it ran, with reasons."""
-    unmet = [reason for choice in choices.values() for reason in choice.unmet]
-    why_no_kernels = dict(spec.faults).get(KERNELS)
-    if spec.ops is not None and why_no_kernels in spec.ops.unfused.values():
-        unmet.append(f"no fused kernel can serve the call: one {why_no_kernels}")
-    return list(dict.fromkeys(unmet))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -277,7 +268,8 @@ class SegmentPlans:
             ValueError: The rows are not those of the segments.
         """
         own = self.own
-        if own is not None and _serves(own.request, request):
+        fits = own is not None and (own.request.heads, own.request.head_dim) == (request.heads, request.head_dim)
+        if own is not None and fits and (own.request.grad or not request.grad):  # any scale will do
             is_same = own.request.scale == request.scale
             return own if is_same else replace(own, request=replace(own.request, scale=request.scale))
         device = request.device
@@ -296,12 +288,6 @@ class SegmentPlans:
             backend = resolve(self.settings.attention, complete, self.segments, self.faults).backend
             self.plans[stream, request] = plan = plan_alone(backend, self.segments, complete)
         return plan
-
-
-def _serves(planned: Request, request: Request) -> bool:
-    """Return whether a plan has the heads of a request, and gradients where it needs them. (Any scale will do.)"""
-    has_gradients = planned.grad or not request.grad
-    return has_gradients and (planned.heads, planned.head_dim) == (request.heads, request.head_dim)
 
 
 PLANS_OF_OFFSETS = WeakIdKeyDictionary()

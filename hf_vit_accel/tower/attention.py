@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,12 +17,12 @@ from hf_vit_accel import versions
 from hf_vit_accel.backends import Request
 from hf_vit_accel.config import Settings
 from hf_vit_accel.engine.route import PLANS_OF_OFFSETS, ROUTE, Route, SegmentPlans
-from hf_vit_accel.families import Tower
+from hf_vit_accel.families import FAMILIES, FAMILIES_OF_COPIES, Model, Tower, find_towers
+from hf_vit_accel.families.copies import suggest_families
 from hf_vit_accel.layout import Segments
 from hf_vit_accel.machine import FallbackError, is_upstream, reasons_untraceable
-from hf_vit_accel.tower import unknown
 from hf_vit_accel.tower.code import names_of_forwards
-from hf_vit_accel.tower.proof import NAMES, name_for
+from hf_vit_accel.tower.proof import NAMES, name_for, warn_once
 
 
 def vision_attention(
@@ -59,7 +60,7 @@ def vision_attention(
         reasons = [*reasons, "the images are not packed into one row of a batch"]
     settings, plans = _known_plans(cu_seq_lens_q, query.shape[2], kwargs.get(ROUTE), look=not reasons)
     if settings is None:
-        unknown.warn()
+        _warn_of_unknown()
         settings = Settings(attention=NAMES.get(getattr(module.config, "_attn_implementation", ""), "auto"))
     groups = query.shape[1] // key.shape[1]
     if groups > 1:  # every head of keys and values belongs to several heads of queries
@@ -157,6 +158,31 @@ def _plans_from_device(settings: Settings, cu_seqlens_S1: Tensor, rows: int) -> 
         )
     segments = Segments(np.ascontiguousarray(lengths_S[lengths_S > 0], dtype=np.int32))
     return SegmentPlans(kind="full", segments=segments, settings=settings)
+
+
+_NOTED: weakref.WeakValueDictionary[int, Model] = weakref.WeakValueDictionary()
+
+
+def note_unknown(model: Model) -> None:
+    """Note a model that has the config of a tower, and is none of a known class: a wrapper, or an unknown tower.
+
+    While it is made there is nothing inside, so it is looked at when a stock tower attends by one of our names.
+    """
+    _NOTED[id(model)] = model
+
+
+def _warn_of_unknown() -> None:
+    """Warn once per class of noted models in which no known tower was made: they stay stock."""
+    for key, model in list(_NOTED.items()):
+        del _NOTED[key]
+        if model.config._attn_implementation in NAMES and not any(find_towers(model)):
+            name = type(model).__name__
+            families = ", ".join(family.name for family in FAMILIES)
+            warn_once(
+                f"{name} stays stock, but for its attention: it has the config of a supported vision tower, but is of "
+                f"an unknown class. Known are the classes of transformers for {families}."
+                + "".join(f" {sentence}." for sentence in suggest_families(model, FAMILIES_OF_COPIES))
+            )
 
 
 def reasons_custom_attention(tower: Tower, name: str | None) -> list[str]:

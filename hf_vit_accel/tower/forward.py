@@ -32,8 +32,8 @@ from hf_vit_accel.graphs import memory
 from hf_vit_accel.machine import KERNELS, Fault, autocast_dtype, raise_if_any, reasons_fake, reasons_untraceable
 from hf_vit_accel.tower import fsdp, proof, stock_way
 from hf_vit_accel.tower.attention import reasons_custom_attention
+from hf_vit_accel.tower.code import name_of
 from hf_vit_accel.tower.differences import CallDtypes
-from hf_vit_accel.tower.slots import name_of
 from hf_vit_accel.tower.snapshot import HOOKS, Snapshot, is_inert
 from hf_vit_accel.tower.state import STATE, SpecKey, TowerState, state_of
 from hf_vit_accel.tower.stock_way import StockPlan, Way

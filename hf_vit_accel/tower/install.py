@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from hf_vit_accel.families import FAMILIES_OF_COPIES, Family, Tower, family_of
 from hf_vit_accel.families.copies import CopyFamily, class_in, copy_family, misfits
+from hf_vit_accel.tower.code import name_of, names_in_code
 from hf_vit_accel.tower.forward import (
     AcceleratedForward,
     is_class_forward,
@@ -17,7 +21,6 @@ from hf_vit_accel.tower.forward import (
 )
 from hf_vit_accel.tower.processors import leave_to_tower, put_back
 from hf_vit_accel.tower.proof import warn_once
-from hf_vit_accel.tower.slots import Slot, name_of, slots_of
 from hf_vit_accel.tower.state import HOOKS, STATE, TowerState, state_of
 from hf_vit_accel.watch import OurHooks
 
@@ -113,11 +116,52 @@ def uninstall(tower: nn.Module) -> TowerState | None:
     return state
 
 
+class Slot(NamedTuple):
+    """A place that holds a callable, None for a tower without a forward on the instance, and what replaces it.
+
+    Frameworks replace `visual.forward` on the instance by a function that calls the forward that was there. A wrapper
+    keeps that forward in a closure (ms-swift, `torch.compiler.disable`), in an attribute of the tower (accelerate's
+    hooks) or of an object (accelerate's mixed precision). Ours goes into the slots that hold the class's.
+    """
+
+    value: Any
+    put: Callable[[Any], None]
+
+
+def _slots_of(tower: nn.Module, is_leaf: Callable[[object], bool]) -> Iterator[Slot]:
+    """Yield the slots that calls of a tower may reach, its own `forward` first; in leaves there is nothing to find."""
+    pending = [Slot(vars(tower).get("forward"), partial(vars(tower).__setitem__, "forward"))]
+    followed: set[int] = set()
+    for slot in pending:  # which grows
+        yield slot
+        if id(slot.value) not in followed and not is_leaf(slot.value):
+            followed.add(id(slot.value))
+            pending += [inner for inner in _slots_in(slot.value, tower) if callable(inner.value)]
+
+
+def _slots_in(value: Any, tower: nn.Module) -> Iterator[Slot]:
+    """Yield the slots in a callable: of closures, and of the attributes that its code names."""
+    if isinstance(value, partial):  # around accelerate's function, which names an attribute of the tower
+        value = value.func
+    function: Any = value if isinstance(value, FunctionType | MethodType) else type(value).__call__
+    function = getattr(function, "__func__", function)
+    if isinstance(value, type | nn.Module) or not isinstance(function, FunctionType):
+        return
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # an empty cell
+            yield Slot(cell.cell_contents, partial(setattr, cell, "cell_contents"))
+    holder = getattr(value, "__self__", value)
+    attributes = {} if isinstance(holder, FunctionType | type | nn.Module) else getattr(holder, "__dict__", {})
+    for entries in (vars(tower), attributes):
+        for name in entries.keys() & names_in_code(function.__code__):
+            yield Slot(entries[name], partial(entries.__setitem__, name))
+
+
 def _slots_for_ours(tower: nn.Module) -> list[Slot]:
     """Return the slots that hold the class's forward, or ours; the tower's own `forward` if its calls reach none."""
     class_forward = type(tower).forward
     slots = list(
-        slots_of(tower, lambda value: is_our_forward(value) or getattr(value, "__func__", value) is class_forward)
+        _slots_of(tower, lambda value: is_our_forward(value) or getattr(value, "__func__", value) is class_forward)
     )
     return [slot for slot in slots if _holds_forward(slot.value, tower)] or slots[:1]
 

@@ -20,8 +20,7 @@ from torch import nn
 from hf_vit_accel.backends import BACKENDS, require
 from hf_vit_accel.config import Settings
 from hf_vit_accel.families import FAMILIES, Config, Family, Model, Tower, family_of, find_towers
-from hf_vit_accel.tower import unknown
-from hf_vit_accel.tower.attention import vision_attention
+from hf_vit_accel.tower.attention import note_unknown, vision_attention
 from hf_vit_accel.tower.install import install, uninstall
 from hf_vit_accel.tower.proof import NAMES
 from hf_vit_accel.tower.state import TowerState, state_of
@@ -151,7 +150,7 @@ def _patch_wrapper(wrapper: Model, name: str, args: tuple[object, ...], kwargs: 
     for tower in towers:
         tower.get_correct_attn_implementation(name, *args, **kwargs)
     if not towers:
-        unknown.note(wrapper)
+        note_unknown(wrapper)
 
 
 def _wrapped(model: Model) -> list[Tower]:

@@ -34,8 +34,7 @@ from hf_vit_accel.families import Config, Family, Tower
 from hf_vit_accel.families.base import named_tensors
 from hf_vit_accel.families.copies import CopyFamily, Form
 from hf_vit_accel.machine import one_line
-from hf_vit_accel.tower.code import Code
-from hf_vit_accel.tower.copy_state import watch_state
+from hf_vit_accel.tower.code import Code, watch_state
 from hf_vit_accel.tower.differences import CallDtypes, Report, Results, furthest
 from hf_vit_accel.tower.exchanged import form_of, place_of
 from hf_vit_accel.tower.trials import (
@@ -143,20 +142,16 @@ def prove(tower: nn.Module, family: Family, exchanged: Exchanged | None = None) 
     devices = [torch.device("cpu")] + ([] if device.type in ("cpu", "meta") else [device])
     forms = frozenset((place, form_of(modules[0])) for place, modules in exchanged.items())
     keys = {Key(kind, fields, forms, device.type): device for device in devices}
-    known = [_PROOFS[key] for key in keys if key in _PROOFS and _PROOFS[key].code.watch.unchanged()]
-    proof = known[0] if known else _prove_on_devices(keys, config, family, exchanged)
+    proof = next((_PROOFS[key] for key in keys if key in _PROOFS and _PROOFS[key].code.watch.unchanged()), None)
+    if proof is None:
+        for key, proving_device in keys.items():
+            proof = machine.run_isolated(_prove, key, proving_device, config, family, exchanged)
+            if proof.is_verdict:
+                _PROOFS[key] = proof
+                break
+    assert proof is not None
     if exchanged and not (proof.is_verdict and proof.why_not_fast is None):
         return prove(tower, family)
-    return proof
-
-
-def _prove_on_devices(keys: Mapping[Key, torch.device], config: Config, family: Family, exchanged: Exchanged) -> Proof:
-    """Return the first verdict, and keep it."""
-    for key, device in keys.items():
-        proof: Proof = machine.run_isolated(_prove, key, device, config, family, exchanged)
-        if proof.is_verdict:
-            _PROOFS[key] = proof
-            break
     return proof
 
 
@@ -226,14 +221,16 @@ def _prove_twin(key: Key, twin: Tower, family: Family, code: Code, exchanged: Ex
     """Return why our operations are not the twin's forward, and which metadata of ours its forward takes."""
     parameters = inspect.signature(type(twin).forward).parameters
     unknown = [name for name in family.arguments if name not in parameters]
+    why: str | None = None
     if unknown:
         why = f"{type(twin).__name__} takes other arguments than {family.name} is known for: no {unknown[0]}"
-        return Proof(key=key, why_not_fast=why, why_not_metadata=why, classes=code.classes, code=code)
-    try:
-        family.parts(twin)
-        family.geometry(twin)
-    except (AttributeError, TypeError, ValueError) as error:
-        why = f"{type(twin).__name__} is not built as {family.name} is known: {one_line(error)}"
+    else:
+        try:
+            family.parts(twin)
+            family.geometry(twin)
+        except (AttributeError, TypeError, ValueError) as error:
+            why = f"{type(twin).__name__} is not built as {family.name} is known: {one_line(error)}"
+    if why is not None:
         return Proof(key=key, why_not_fast=why, why_not_metadata=why, classes=code.classes, code=code)
     name = type(twin).__name__
     other = f"{name} computes something else than our operations"
