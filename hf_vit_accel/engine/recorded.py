@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
@@ -121,10 +121,6 @@ class RecordedModules(Recorded):
             if has_adapters and "base_layer" in module._modules:
                 self._adapters.add("an adapter", vars(module).get, _ADAPTER_STATE)
         self._adapters.remember()
-
-    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Return the contexts in which a pass runs first, and again."""
-        return nullcontext(), self
 
     def reason_lost(self) -> str | None:
         """Return why the forward cannot run again as it did, or None."""

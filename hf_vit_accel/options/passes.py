@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
@@ -169,20 +170,18 @@ class InPasses:
         if self.max_rows != "auto":
             most_rows = self.max_rows
         most_rows = self.rows_after_oom.get(request.grad, most_rows)
-        is_long = len(batch.pixels_TP) > most_rows and self._may_cut(batch)
+        is_cut = len(batch.pixels_TP) > most_rows
+        if is_cut:
+            reasons = reasons_not_cut(batch.plan)
+            if isinstance(self.max_rows, int) and len(batch.pixels_TP) > self.max_rows:  # the user's bound
+                batch.note(reasons)
+            is_cut = not (reasons or batch.plan.is_hooked)
         try:
-            return self._encode_passes(batch, most_rows) if is_long else self._encode(batch)
+            return self._encode_passes(batch, most_rows) if is_cut else self._encode(batch)
         except torch.OutOfMemoryError:
             if batch.attempt.has_new_room() or not self._halve(batch, most_rows):
                 raise
         return self._encode_passes(batch, self.rows_after_oom[request.grad])
-
-    def _may_cut(self, batch: Batch) -> bool:
-        """Return whether a long batch may be cut; note why not if it exceeds the user's bound."""
-        reasons = reasons_not_cut(batch.plan)
-        if isinstance(self.max_rows, int) and len(batch.pixels_TP) > self.max_rows:
-            batch.note(reasons)
-        return not (reasons or batch.plan.is_hooked)
 
     def _encode_passes(self, batch: Batch, most_rows: int) -> list[Tensor]:
         """Return the joined outputs of all passes. With gradients, each is encoded again in the backward."""
@@ -269,4 +268,6 @@ class RecomputedPasses:
             return encode_part(replace(part, pixels_TP=pixels_TP))
 
         # The pixels are an argument: autograd raises if they are overwritten before it runs them again.
-        return checkpoint(encode_pixels, part.pixels_TP, use_reentrant=False, context_fn=self._recorded.contexts)
+        return checkpoint(
+            encode_pixels, part.pixels_TP, use_reentrant=False, context_fn=lambda: (nullcontext(), self._recorded)
+        )

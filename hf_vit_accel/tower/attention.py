@@ -23,6 +23,7 @@ from hf_vit_accel.layout import Segments
 from hf_vit_accel.machine import FallbackError, is_upstream, reasons_untraceable
 from hf_vit_accel.tower.code import names_of_forwards
 from hf_vit_accel.tower.proof import NAMES, name_for, warn_once
+from hf_vit_accel.watch import version_of
 
 
 def vision_attention(
@@ -58,8 +59,17 @@ def vision_attention(
     reasons = ["attention weights are dropped out"] if dropout else reasons_untraceable()
     if len(query) > 1:
         reasons = [*reasons, "the images are not packed into one row of a batch"]
-    settings, plans = _known_plans(cu_seq_lens_q, query.shape[2], kwargs.get(ROUTE), look=not reasons)
-    if settings is None:
+    route: Route | None = kwargs.get(ROUTE)
+    plans: SegmentPlans | None = None
+    if not torch.compiler.is_compiling():
+        plans = PLANS_OF_OFFSETS.get(cu_seq_lens_q)
+    if plans is None and route is not None and not reasons:  # this may wait for the device
+        plans = route.segment_plans(cu_seq_lens_q, query.shape[2])
+    if plans is not None:
+        settings = plans.settings
+    elif route is not None:
+        settings = route.spec.settings
+    else:
         _warn_of_unknown()
         settings = Settings(attention=NAMES.get(getattr(module.config, "_attn_implementation", ""), "auto"))
     groups = query.shape[1] // key.shape[1]
@@ -72,24 +82,6 @@ def vision_attention(
         return _attend_as_stock(module, (query, key, value), cu_seq_lens_q, dropout, scaling), None
     plans = plans or _read_plans(settings, cu_seq_lens_q, query.shape[2])
     return _attend_packed((query, key, value), scaling, plans), None
-
-
-def _known_plans(
-    cu_seqlens_S1: Tensor, rows: int, route: Route | None, *, look: bool
-) -> tuple[Settings | None, SegmentPlans | None]:
-    """Return the settings of the tower that made a call, and its plans for the offsets; None for those of no tower.
-
-    Args:
-        look: Whether offsets may be compared with those of the route, which waits for the device.
-    """
-    plans: SegmentPlans | None = None
-    if not torch.compiler.is_compiling():
-        plans = PLANS_OF_OFFSETS.get(cu_seqlens_S1)
-    if plans is None and route is not None and look:
-        plans = route.segment_plans(cu_seqlens_S1, rows)
-    if plans is not None:
-        return plans.settings, plans
-    return (None if route is None else route.spec.settings), None
 
 
 def _attend_packed(qkv: tuple[Tensor, Tensor, Tensor], scaling: float | None, plans: SegmentPlans) -> Tensor:
@@ -137,11 +129,10 @@ A tower has two kinds of offsets, for windows and for whole frames, which its la
 
 def _read_plans(settings: Settings, cu_seqlens_S1: Tensor, rows: int) -> SegmentPlans:
     """Return plans for offsets that no tower of ours knows; other layers that get the very same tensor share them."""
-    if cu_seqlens_S1.is_inference():  # such tensors count no versions, so a change of them would go unseen
-        return _plans_from_device(settings, cu_seqlens_S1, rows)
-    key = cu_seqlens_S1._version, settings.attention, settings.score_mod
+    version = version_of(cu_seqlens_S1)  # None for tensors whose changes would go unseen
+    key = version, settings.attention, settings.score_mod
     known_key, plans = _READ.get(cu_seqlens_S1, (None, None))
-    if plans is None or key != known_key:
+    if plans is None or version is None or key != known_key:
         plans = _plans_from_device(settings, cu_seqlens_S1, rows)
         _READ[cu_seqlens_S1] = key, plans
     return plans

@@ -139,8 +139,7 @@ def name_of(forward: Callable[..., object]) -> str:
 
 
 # --- the state of copies
-# The proof of a copy depends on more than modules and methods: buffers, options, constants. It draws parameters anew, so
-# they may change.
+# The proof of a copy depends on more than modules and methods: buffers, options, constants. It draws parameters anew.
 
 _CONSTANT = bool, int, float, complex, str, bytes, range, slice, Enum, torch.dtype, torch.device, type(None)
 _BY_IDENTITY = type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, nn.Module
