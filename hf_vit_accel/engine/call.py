@@ -32,11 +32,6 @@ _CAST_BY_AUTOCAST = {torch.bfloat16, torch.float16, torch.float32}
 class WeightMemory:
     """Addresses, dtypes and sizes of a tower's parameters. It holds none of them, and is equal while none changes.
 
-    Args:
-        own: Those that our operations read.
-        others: Those of adapters and called modules.
-        called: The ids of the dictionaries that hold the others.
-
     Attributes:
         pointers: The addresses of all parameters; None if a tensor class has none.
         dtype: Of the first parameter.

@@ -94,9 +94,6 @@ class Recorded(AbstractContextManager[None]):
 
         Programs may have assigned, frozen or removed weights meanwhile, or called `model.eval()`. Copies are always put
         back, since some writes go unseen. It is entered by each backward, with `retain_graph` again and again.
-
-        Raises:
-            RuntimeError: The state of the forward is lost.
         """
         reason = self.reason_lost()
         if reason is not None:

@@ -262,11 +262,7 @@ class SegmentPlans:
     plans: dict[Hashable, Plan] = field(default_factory=dict)
 
     def plan(self, request: Request) -> Plan:
-        """Return the plan for a layer's request, whose kind, max_seqlen and score_mod are those of the segments.
-
-        Raises:
-            ValueError: The rows are not those of the segments.
-        """
+        """Return the plan for a layer's request, whose kind, max_seqlen and score_mod are those of the segments."""
         own = self.own
         fits = own is not None and (own.request.heads, own.request.head_dim) == (request.heads, request.head_dim)
         if own is not None and fits and (own.request.grad or not request.grad):  # any scale will do

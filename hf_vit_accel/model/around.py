@@ -243,9 +243,6 @@ def _rope_index(model: Model, state: ModelState, stock: StockMethod, arguments: 
     """Return positions and deltas, computed on the host.
 
     Images are numbered at once where the method does it alike. Otherwise the method itself runs.
-
-    Returns:
-        None if the method raises.
     """
     try:
         host = state.copies.on_host(arguments, parameters_of(stock))
@@ -268,9 +265,6 @@ def _placeholder_mask(model: Model, state: ModelState, stock: StockMethod, argum
     """Return the masks of placeholders, which the model's method computes and checks on the host.
 
     It gets stand-ins for embeddings and features: their width is two, since only their sizes count.
-
-    Returns:
-        None if the ids have no copy on the host, or if the method raises.
     """
     ids = arguments.get("input_ids")
     embeddings = arguments.get("inputs_embeds")

@@ -84,11 +84,7 @@ def must_call_once(tower: Tower, cache: transformers.Cache | None) -> bool:
 
 
 def encode_once(features: Features, model: Model, arguments: Arguments, options: Arguments) -> None:
-    """Encode all images and videos of a forward, or a dummy, in one call of the tower.
-
-    Raises:
-        ValueError: The caller supplies metadata of images or videos alone.
-    """
+    """Encode all images and videos of a forward, or a dummy, in one call of the tower."""
     separate = [name for name in options if name.startswith(("image_", "video_"))]
     if separate:
         raise ValueError(f"every_rank encodes images and videos in one call, so {separate} cannot be used; drop them")

@@ -48,13 +48,7 @@ NO_LIMIT = sys.maxsize
 
 
 class OnePass:
-    """Returns the outputs of a batch, and decides about it: which graph replays it, or by which route it is encoded.
-
-    Args:
-        routes: Of the tower.
-        inference: The runner of its CUDA graphs without gradients; None without graphs.
-        training: The one with gradients.
-    """
+    """Returns the outputs of a batch, and decides about it: which graph replays it, or by which route it is encoded."""
 
     def __init__(self, routes: Routes, inference: Runner | None, training: TrainingRunner | None) -> None:
         self._routes = routes

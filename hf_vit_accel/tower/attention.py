@@ -197,9 +197,6 @@ def attention_name(tower: Tower, settings: Settings, former_name: str | None) ->
 
     Under "auto", a function of the user's stays. So does "eager": a user who loads with it may ask for attention
     weights, which no other attention returns.
-
-    Args:
-        settings: What `patch` was given.
     """
     if settings.attention != "auto":
         return name_for(settings.attention)

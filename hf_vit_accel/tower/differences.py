@@ -186,12 +186,7 @@ def furthest(ours: Tensors, theirs: Tensors) -> tuple[str, float]:
 def _errors_differ(
     rows: list[tuple[Tensor, Tensor, Tensor]], dtypes: CallDtypes, report: Report, quantity: str
 ) -> str | None:
-    """Say both errors against fp32 where they differ by more than rounding does; None if they do not.
-
-    Args:
-        rows: Our tensor, the tower's, and the tower's in fp32, for every output or gradient.
-        quantity: "outputs" or "gradients".
-    """
+    """Say both errors against fp32 where they differ by more than rounding does; None if they do not."""
     if not rows:
         return None
     squares = torch.zeros(5, dtype=torch.float64, device="cpu")

@@ -90,11 +90,7 @@ def exchange(module: nn.Module, like: nn.Module) -> None:
 
 
 def row_wise_modules(modules: Sequence[nn.Module], parts: Parts) -> set[int]:
-    """Return the ids of modules that treat each row by itself, by trials of linears, mergers and the patch embedding.
-
-    Args:
-        modules: Those that other code put in.
-    """
+    """Return the ids of modules that treat each row by itself, by trials of linears, mergers and embeddings."""
     weight = getattr(parts.blocks[0].norm1, "weight", None)
     if not isinstance(weight, Tensor):  # a norm of the user's: the tower is not fast, and nothing of it is cut
         return set()

@@ -354,11 +354,6 @@ def decide(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) ->
     """Return the plan of a call, by the tower as it is now and its inputs, which are checked once.
 
     Operations that it needs are built, and kept.
-
-    Raises:
-        ValueError: The inputs do not fit each other.
-        FallbackError: The call would not get what was asked for, under `strict`.
-        RuntimeError: A CUDA graph is being captured around the tower.
     """
     if is_in_torch_dispatch_mode() and (why_fake := reasons_fake()):
         return _decide_stock(state, why_fake)
@@ -442,12 +437,7 @@ def _decide_stock(state: TowerState, reasons: Sequence[str]) -> StockPlan:
 
 
 def run(state: TowerState, plan: FastPlan, attempt: Attempt) -> object:
-    """Encode the images of a call, and count it if it succeeds; return what the stock forward would.
-
-    Raises:
-        Fault: A backend or a kernel failed.
-        OutOfMemoryError: Memory ran out.
-    """
+    """Encode the images of a call, and count it if it succeeds; return what the stock forward would."""
     inputs = plan.inputs
     with torch.no_grad() if plan.outputs_require_grad else nullcontext():
         outputs = state.encode(Batch(plan=plan, attempt=attempt, grid=inputs.grid, pixels_TP=inputs.pixels))

@@ -32,9 +32,6 @@ def towers_in(model: nn.Module, like: Mapping[str, str]) -> list[tuple[str, Towe
 
     Args:
         like: The family of every class that is a copy, by name. A copy that is patched needs no entry.
-
-    Raises:
-        ValueError: A name is that of no class in the model, or a tower is not built as its family is.
     """
     towers: list[tuple[str, Tower, Family]] = []
     unseen = set(like)

@@ -166,12 +166,7 @@ _TEXT_CONFIGS: weakref.WeakValueDictionary[int, Config] = weakref.WeakValueDicti
 
 
 def _check_composite(config: Config, name: str) -> None:
-    """Check a model that is given one of our names.
-
-    Raises:
-        ValueError: It holds no supported tower.
-        BackendUnavailableError: The machine cannot run the backend of that name.
-    """
+    """Check a model that is given one of our names."""
     if not any(_is_of_tower(sub_config) for sub_config in _sub_configs(config)):
         supported = ", ".join(family.name for family in FAMILIES)
         raise ValueError(
@@ -209,12 +204,7 @@ def _sub_configs(config: Config) -> Iterator[Config]:
 
 
 def restore_name(model: nn.Module, former_name: str | None) -> None:
-    """Replace one of our attention names in a model's config.
-
-    Args:
-        model: The model; one without a config stays as it is.
-        former_name: The name that its config had before; None for stock's default.
-    """
+    """Replace one of our attention names in a model's config."""
     config: Config = getattr(model, "config", None)
     if isinstance(model, transformers.modeling_utils.PreTrainedModel) and is_ours(config._attn_implementation):
         if former_name is None:

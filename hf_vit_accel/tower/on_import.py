@@ -13,11 +13,7 @@ from types import ModuleType
 
 
 def after_import(name: str, act: Callable[[], None]) -> None:
-    """Call `act` now if the module is imported, else right after its import.
-
-    Args:
-        act: The function to call. Its error is an error of the import.
-    """
+    """Call `act` now if the module is imported, else right after its import."""
     finder = _Finder(name, act)
     sys.meta_path.insert(0, finder)
     if name in sys.modules:  # looked at last: another thread may import it meanwhile

@@ -38,11 +38,7 @@ class LeftToTower(int):
 
 
 def parts_of(processor: Processor) -> list[Processor]:
-    """Return the image processor and the video processor in a processor, or itself.
-
-    Raises:
-        ValueError: It is no processor of pictures.
-    """
+    """Return the image processor and the video processor in a processor, or itself."""
     found = [getattr(processor, name, None) for name in ("image_processor", "video_processor")]
     parts = [part for part in found if part is not None] or [processor]
     for part in parts:
@@ -54,11 +50,7 @@ def parts_of(processor: Processor) -> list[Processor]:
 
 
 def normalisation_of(processor: Processor) -> Normalisation:
-    """Return how a processor normalises; each of its parts runs on noise both ways, and must agree.
-
-    Raises:
-        ValueError: It does not normalise, returns no bytes without, or its parts differ.
-    """
+    """Return how a processor normalises; each of its parts runs on noise both ways, and must agree."""
     normalisations = {_normalisation_of(part) for part in parts_of(processor)}
     if len(normalisations) > 1:
         raise ValueError("expected one mean and std in processor, but images and videos are normalised differently")

@@ -156,11 +156,7 @@ def prove(tower: nn.Module, family: Family, exchanged: Exchanged | None = None) 
 
 
 def warn_stock(kind: type, proof: Proof, reasons: list[str]) -> None:
-    """Warn once per class and reason that towers of a class stay stock; `status` gives the same reason.
-
-    Args:
-        kind: The tower's class: transformers' own, or a subclass of it.
-    """
+    """Warn once per class and reason that towers of a class stay stock; `status` gives the same reason."""
     name = kind.__name__
     why = proof.why_not_metadata or proof.why_not_fast
     if why is None and reasons and kind is not proof.code.kind:

@@ -395,11 +395,7 @@ class Snapshot:
         return any(is_output_marker(hook) for hooks in hooks_of_modules for hook in hooks.values())
 
     def request(self, device: torch.device, dtype: torch.dtype | None = None, **options: Any) -> Request:
-        """Return what the layers ask of a backend.
-
-        Args:
-            dtype: That attention computes in, if it is known.
-        """
+        """Return what the layers ask of a backend."""
         block = self.parts.blocks[0]
         dtype = dtype or getattr(getattr(block.qkv[0], "weight", None), "dtype", None)
         if dtype not in _COMPUTE_DTYPES:  # quantised: the norms keep the dtype that activations have

@@ -148,11 +148,7 @@ class TowerState:
         self.former_forward = state["former_forward"]
 
     def pixel_values(self, tower: Tower, pixels: Tensor) -> Tensor:
-        """Return the pixel values of a call whose processor may leave them to the tower.
-
-        Raises:
-            ValueError: The tower was not told how bytes are normalised, or pixel values are normalised already.
-        """
+        """Return the pixel values of a call whose processor may leave them to the tower."""
         normalisation = self.settings.normalisation
         if normalisation is None:
             raise ValueError(BYTES_UNKNOWN)

@@ -99,11 +99,7 @@ def called_blocks(
 
 
 def decide_attention(tower: Tower, state: TowerState, args: tuple[object, ...], kwargs: dict[str, object]) -> StockPlan:
-    """Return the plan of a call of a tower whose attention alone is ours: by a route without operations.
-
-    Raises:
-        FallbackError: The call would not get what was asked for, under `strict`.
-    """
+    """Return the plan of a call of a tower whose attention alone is ours: by a route without operations."""
     if state.popped is None:
         state.popped = versions.popped_by(names_of_forwards({type(module) for module in tower.modules()}))
         state.routes.allow(sum(parameter.nbytes for parameter in tower.parameters()))
@@ -164,12 +160,7 @@ def call_original(
 
 
 def run(state: TowerState, plan: StockPlan, attempt: Attempt, original: Callable[..., object]) -> object:
-    """Run the stock forward on what the plan injects, and count the call.
-
-    Raises:
-        FallbackError: The call would not get what was asked for, under `strict` or with a score_mod.
-        Fault: A backend failed.
-    """
+    """Run the stock forward on what the plan injects, and count the call."""
     if state.on_stock is not None and plan.instead_of is not None:
         state.on_stock(plan.instead_of, attempt, plan.reasons)
     if plan.raises is not None:

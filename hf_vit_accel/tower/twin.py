@@ -60,11 +60,7 @@ def build_twin(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Tower:
-    """Build a tiny tower of a class, whose weights are random: none zero, and no norm's one.
-
-    Args:
-        exchanged: Modules that other code put in, whose like the twin gets, by their place.
-    """
+    """Build a tiny tower of a class, whose weights are random: none zero, and no norm's one."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward  # slow; models have imported it
 
     transformers.modeling_utils.AttentionInterface.register(STOCK, sdpa_attention_forward)
