@@ -17,6 +17,7 @@ from hf_vit_accel.families import FAMILIES, FAMILIES_OF_COPIES, Family, Tower
 from hf_vit_accel.families.copies import CopyFamily, suggest_families
 from hf_vit_accel.graphs.status import GraphStatus
 from hf_vit_accel.graphs.store import GraphStore
+from hf_vit_accel.machine import autocast_dtype
 from hf_vit_accel.model import around
 from hf_vit_accel.ops import PARTS, TABLE, why_not_triton
 from hf_vit_accel.options.reuse import ReuseStatus
@@ -272,7 +273,8 @@ def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
         device = snapshot.parts.projection.weight.device
         weights = reasons.weights
         kept = None if state.asked_for is None else state.kept(snapshot, device)
-        key = SpecKey(device, None, not against, False, weights.dtype, weights.key, kept)
+        autocast = autocast_dtype(device, weights.dtype)
+        key = SpecKey(device, autocast, not against, False, weights.dtype, weights.key, kept)
         spec = state.spec(snapshot, weights, key)
     last = state.last_route
     choices = {} if last is None else last.choices
