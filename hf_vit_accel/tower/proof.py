@@ -93,15 +93,12 @@ class Proof:
             other reasons: against metadata of ours, autocast, gradients and hidden states.
         taken: The keyword arguments of ours that its forward takes.
         form: The class of its outputs, the `Form` of a copy's, or None for bare tensors.
-        classes: The classes of all its modules.
-        code: The functions that ran.
         replaced: The places of modules that other code put in, which our operations did without.
         returns_hidden_states: Whether its forward returns them at all. Older ones ignore the request.
         block_arguments: The names of the keyword arguments that it passes to blocks; None where ours are not equal.
         is_verdict: Whether numbers were compared. A verdict stands; else the next reading tries again.
         trusted: Classes of other code than torch's and transformers' that the run covers, for a copy.
         reasons_by_dtypes: Why calls of a copy in these dtypes must run its own forward; None where they need not.
-        report: The numbers.
     """
 
     key: Key

@@ -84,8 +84,6 @@ class Snapshot:
         sharded_layers: The blocks whose weights FSDP2 gathers when they are called, by the index of their layer.
         callable_parts: The `id` of a part that can run by its own call, by that of the `vars` of modules inside it.
         callable_blocks: What stock calls for a layer, by its index; none where we cannot call it likewise.
-        expected: What inputs have to fit; set by `weights`.
-        specs: The decisions behind routes, by kind of call.
         output_class: The stock output class; None for a tower that returns bare tensors.
     """
 

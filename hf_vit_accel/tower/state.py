@@ -58,24 +58,17 @@ class TowerState:
     """Runtime state of a patched tower. Copies and pickles keep the settings only.
 
     Attributes:
-        family: The family of the tower.
-        settings: What `patch` was asked for.
         former_name: The attention name that the config had; None if it was loaded with one of ours.
         former_forward: The forward of others that the instance had, if it does not call the class's; None otherwise.
         fast_calls: Calls that ran our operations, or attended through our backends alone.
         stock_calls: All others.
-        fallbacks: Why calls got less than was requested, with the number of calls.
-        last_route: The route of the last call.
         warming: The thread that runs `warmup`.
         popped: The metadata that a tower pops whose attention alone is ours; None before its first call.
         faults: Backends and kernels that failed, with the reason. They are unused until `patch` is called again.
-        last_snapshot: The reading of the tower; None before the first.
         earlier: Other readings of the same modules, the last one first. The tower may be as they were again.
         rebuilds: How often the tower was read, and built, again because it changed.
-        rebuild_reason: Why it was last.
         asked_for: The backend that an option asks for, beside `attention`; None for none.
         processors: Those that leave rescaling and normalising to the tower.
-        has_checked_bytes: Whether the pixels of a call were looked at.
     """
 
     def __init__(self, family: Family, settings: Settings, *, former_name: str | None) -> None:
