@@ -8,6 +8,7 @@ pixels a side, 25% up to 1200, 5% of 1700 x 2200. The tokenizer is a tiny model'
 
 from __future__ import annotations
 
+import gc
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -157,15 +158,8 @@ def last_run() -> Run:
     return Run(items / max(seconds for _, _, seconds in counts), 1e3 * waited / items)
 
 
-def document(model: str, pictures: int, processes: int, runs: Mapping[str, Sequence[Run]]) -> Row:
-    """Return the content of `captioning.json`: stock and patched by number of tokens.
-
-    Args:
-        model: the name of the model
-        pictures: the number of pictures
-        processes: the number of processes
-        runs: all runs by the names of `runs_of`
-    """
+def rows_of(model: str, runs: Mapping[str, Sequence[Run]]) -> list[Row]:
+    """Return the rows of `captioning.json`, stock and patched by number of tokens, from all runs by name."""
     rows: list[Row] = []
     for name in runs:
         way, _, tokens = name.partition(", ")
@@ -177,7 +171,7 @@ def document(model: str, pictures: int, processes: int, runs: Mapping[str, Seque
         medians = {way: statistics.median(of_way) for way, of_way in rates.items()}
         waiting = {way: statistics.median(run.waiting for run in of_way) for way, of_way in by_way.items()}
         rows.append({"model": model, "tokens": number, **medians, "all": rates, "ms waiting": waiting})
-    return document_of(rows, gpus=processes, images=pictures)
+    return rows
 
 
 def fresh_model(
@@ -211,16 +205,7 @@ def prepare_runs() -> None:
     batch_caption.PartialState.destroy_process_group = lambda self: None  # type: ignore[method-assign]
 
 
-def main(
-    folder: Annotated[Path, typer.Argument(help="Folder for pictures and records.")],
-    pictures: Annotated[int, typer.Option(min=1)] = 640,
-    model: Annotated[str, typer.Option(help=f"One of {', '.join(CHECKPOINTS)}.")] = "qwen2.5-vl-7b",
-    tokens: Annotated[str, typer.Option(help="Numbers of new tokens.")] = "1,32,128",
-    rounds: Annotated[int, typer.Option(min=1, help="Times that every way runs, in turns.")] = 3,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write the rates of stock and patched to this file.")
-    ] = None,
-) -> None:
+def measure(model: str, folder: Path, pictures: int, tokens: Sequence[int], rounds: int) -> list[Row]:
     """Caption the same pictures in every way; print the summary of every run."""
     prepare_runs()
     state = batch_caption.PartialState()
@@ -230,10 +215,8 @@ def main(
         draw_all(drawn, pictures)
     state.wait_for_everyone()
     results: dict[str, list[Run]] = {}
-    numbers = [int(number) for number in tokens.split(",")]
-    runs = runs_of(numbers).items()
     for attempt in range(1, rounds + 1):
-        for name, options in runs:
+        for name, options in runs_of(tokens).items():
             output = folder / name.replace(", ", "_").replace(" ", "_")
             if state.is_main_process:
                 print(f"### {name}", flush=True)
@@ -243,8 +226,28 @@ def main(
             run_captioner(arguments)
             state.wait_for_everyone()
             results.setdefault(name, []).append(last_run())
-    if state.is_main_process:
-        write_json(json_path, document(model, pictures, state.num_processes, results))
+    return rows_of(model, results)
+
+
+def main(
+    folder: Annotated[Path, typer.Argument(help="Folder for pictures and records.")],
+    pictures: Annotated[int, typer.Option(min=1)] = 640,
+    model: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(CHECKPOINTS),
+    tokens: Annotated[str, typer.Option(help="Numbers of new tokens.")] = "1,32,128",
+    rounds: Annotated[int, typer.Option(min=1, help="Times that every way runs, in turns.")] = 3,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write the rates of stock and patched to this file.")
+    ] = None,
+) -> None:
+    """Measure every model, and write the rows."""
+    processes = batch_caption.PartialState().num_processes
+    document = document_of([], gpus=processes, images=pictures)
+    for name in model.split(","):
+        document["rows"] += measure(name, folder, pictures, [int(number) for number in tokens.split(",")], rounds)
+        write_json(json_path, document)
+        load_model.cache_clear()
+        gc.collect()
+        torch.cuda.empty_cache()  # the next model plans its batches by the free memory
 
 
 if __name__ == "__main__":
