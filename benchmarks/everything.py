@@ -169,6 +169,7 @@ JOBS = {
     ),
     "lora": _script("lora.json", "lora.py", QWEN[:2], seconds=60),
     "max_rows": _script("max_rows.json", "max_rows.py", seconds=100),
+    "pages": _script("pages.json", "pages.py", QWEN[:2], seconds=60),
     "long_video": _script("long_video.json", "long_video.py --random qwen3-vl-8b --tokens 16", seconds=25),
     "hidden_states": _script("hidden_states.json", "hidden_states.py --rounds 1", QWEN[:2], seconds=35),
     "toggles": _script("toggles.json", "toggles.py --rounds 1", QWEN[:2], seconds=50),

@@ -314,6 +314,16 @@ def quantised(document: Document) -> str:
     return grid(["ms", "bitsandbytes", "input", "work", "stock", "`patch(model)`"], rows)
 
 
+def pages(document: Document) -> str:
+    """Write how many pages a loop reads and runs in a second."""
+    cells: dict[str, dict[str, str]] = {}
+    for row in document["rows"]:
+        cells.setdefault(row["contender"], {})[row["model"]] = f"{1e3 / row['ms']:.2f}"
+    models = list(dict.fromkeys(row["model"] for row in document["rows"]))
+    rows = [[way, *(by_model.get(model, "") for model in models)] for way, by_model in cells.items()]
+    return grid(["pages of 1700x2200 a second, patched", *map(title, models)], rows)
+
+
 SCRIPTS: Mapping[str, Callable[[Document], str]] = {
     "captioning": captioning,
     "captions": captions,
@@ -322,6 +332,7 @@ SCRIPTS: Mapping[str, Callable[[Document], str]] = {
     "liger": liger,
     "long_video": long_video,
     "max_rows": max_rows,
+    "pages": pages,
     "quantised": quantised,
     "random_calls": random_calls,
     "reuse": reuse,
