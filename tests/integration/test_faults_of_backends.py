@@ -219,14 +219,6 @@ def _break_varlen(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     monkeypatch.setattr(varlen, "varlen_attn", raises(error))
 
 
-def _break_varlen_method(name: str) -> BreakBackend:
-    def break_(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-        _run_anywhere(monkeypatch)
-        monkeypatch.setattr(type(backend_named("torch_varlen")), name, raises(error))
-
-    return break_
-
-
 def _break_flex(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     monkeypatch.setattr(flex_backend, "compiles", lambda device: True)
     monkeypatch.setattr(torch, "compile", lambda function, **options: raises(error))
@@ -285,10 +277,6 @@ BROKEN: dict[str, Broken] = {
     "flex": Broken("flex", _break_flex, NotImplementedError("no lowering for this graph")),
     "varlen's attend": Broken(
         "torch_varlen", _break_varlen, TypeError("varlen_attn() got an unexpected argument 'scale'")
-    ),
-    "varlen's prepare": Broken("torch_varlen", _break_varlen_method("prepare"), RuntimeError("no kernel image")),
-    "varlen's layers": Broken(
-        "torch_varlen", _break_varlen_method("attend_layers"), RuntimeError("CUDA error"), ("fast", "gradients")
     ),
     "FP8's attention": Broken(FP8.name, _break_fp8, RuntimeError("EXECUTION_FAILED"), ("fast",)),
     "FP8's quantizing kernel": Broken(FP8.name, _break_fp8_kernel("_quantize_kernel"), NO_COMPILER, ("fast",)),

@@ -11,6 +11,7 @@ import peft
 import pytest
 import torch
 from support import quantised, substitutes
+from support.towers import alike
 from tiny import TINY, assert_close, merged_of, outputs_of, pixels_for, tower_of
 from torch import nn
 from transformers.activations import ACT2FN
@@ -67,7 +68,7 @@ def test_what_is_put_into_a_tower(change: Callable[[Any], None], options: dict[s
     assert any("may mix rows" in reason for reason in hf_vit_accel.status(model).towers[0].fallbacks)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=["max_rows", "reuse"])
+@pytest.mark.parametrize("options", alike(*OPTIONS), ids=["max_rows", "reuse"])
 @pytest.mark.parametrize("kind", [MeanActivation, substitutes.RowsActivation])
 def test_an_activation_that_is_registered_with_transformers(
     kind: type[nn.Module], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -147,7 +148,7 @@ class GradientOfAll(nn.Linear):
 
 
 @pytest.mark.parametrize("kind", [OfOneScale, OfOutliers, GradientOfAll])
-@pytest.mark.parametrize("options", OPTIONS, ids=["max_rows", "reuse"])
+@pytest.mark.parametrize("options", alike(*OPTIONS), ids=["max_rows", "reuse"])
 def test_linears_that_mix_rows(kind: type[nn.Linear], options: dict[str, Any]) -> None:
     model = TINY["qwen2_5_vl"].build()
     for block in tower_of(model).blocks:

@@ -61,26 +61,6 @@ def test_a_shallow_copy_runs_its_own_modules(towers: tuple[Any, Any]) -> None:
     assert state_of(copied) is not state_of(tower) and state_of(copied).fast_calls == 2
 
 
-def test_a_copy_that_is_bound_as_a_method_runs_its_own_modules(towers: tuple[Any, Any]) -> None:
-    tower, stock = towers
-    expected = outputs_of(shallow_copy_of_two_blocks(stock)(**inputs_for(stock)))[:2]
-    copied = shallow_copy_of_two_blocks(tower)
-    assert_close(outputs_of(MethodType(copied.forward, copied)(**inputs_for(tower)))[:2], expected)
-
-
-@pytest.mark.parametrize("unpatched", ["the original", "the copy"])
-def test_unpatching_one_of_two_leaves_the_other(towers: tuple[Any, Any], unpatched: str) -> None:
-    tower, stock = towers
-    expected_of_copy = outputs_of(shallow_copy_of_two_blocks(stock)(**inputs_for(stock)))[:2]
-    expected = run_tower(stock, GRID)
-    copied = shallow_copy_of_two_blocks(tower)
-    other_copy = shallow_copy_of_two_blocks(tower)
-    hf_vit_accel.unpatch(tower if unpatched == "the original" else copied)
-    for model in (copied, other_copy):
-        assert_close(outputs_of(model(**inputs_for(tower)))[:2], expected_of_copy)
-    assert_close(run_tower(tower, GRID), expected)
-
-
 def test_a_replica_of_data_parallel_runs_its_own_weights(towers: tuple[Any, Any]) -> None:
     """`nn.DataParallel` copies modules without their parameters, and sets tensors of another device as attributes."""
     tower, stock = towers

@@ -29,7 +29,7 @@ UPCAST = {
 }
 
 
-@pytest.mark.parametrize("upcast", UPCAST)
+@pytest.mark.parametrize("upcast", ["norms", *alike("all but one layer", "merger", "patch embedding")])
 @pytest.mark.parametrize("trained", alike(True, False), ids=["trained", "inference"])
 def test_parts_in_fp32_beside_bf16_are_fast_under_autocast(model: nn.Module, upcast: str, trained: bool) -> None:
     tower = tower_of(model).bfloat16()
@@ -174,7 +174,7 @@ class Tripled(nn.Parameter):
         return result * 3 if func is nn.functional.linear else result
 
 
-@pytest.mark.parametrize("name", ["blocks.1.attn.qkv", "blocks.2.mlp", "merger"])
+@pytest.mark.parametrize("name", alike("blocks.1.attn.qkv", "blocks.2.mlp", "merger"))
 def test_parameters_of_a_class_of_their_own_are_used(model: nn.Module, name: str) -> None:
     tower = tower_of(model)
     grid = GRIDS["images"]

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
-from peft import LoraConfig, get_peft_model
 from support.patching import check_calls, gradients, run, status_of
 from support.towers import ONE_TOWER
-from tiny import GRIDS, TINY, assert_close, doubled, merged_of, pixels_for, relative_error, tower_of
+from tiny import GRIDS, TINY, assert_close, doubled, relative_error, tower_of
 from torch import nn
 
 import hf_vit_accel
@@ -231,30 +230,6 @@ def test_copies_of_a_wrapped_tower(
     assert_close(run(tower_of(other), GRID), changed)
     assert_close(run(tower, GRID), expected)
     check_calls(model, 2, 0)
-
-
-def test_shallow_copies_and_adapters_of_a_wrapped_tower() -> None:
-    """A shallow copy runs the wrapper of its original, as in stock."""
-    model = TINY["qwen2_5_vl"].build()
-    tower = tower_of(model)
-    keep_frozen(tower)
-    expected = run(copy.copy(tower), GRID)
-    hf_vit_accel.patch(model)
-    assert_close(run(copy.copy(tower), GRID), expected)
-    check_calls(model, 1, 0)
-    config = LoraConfig(r=4, init_lora_weights=False, target_modules=r".*visual.blocks.*(qkv|proj)$")
-    adapted = get_peft_model(model, config)
-    stock = copy.deepcopy(adapted)
-    hf_vit_accel.unpatch(stock)
-    hf_vit_accel.patch(adapted)
-    losses = []
-    for base in (adapted, stock):
-        output = merged_of(tower_of(base.base_model.model)(pixels_for(tower, GRID), torch.tensor(GRID)))
-        output.square().mean().backward()
-        losses.append([parameter.grad for parameter in base.parameters() if parameter.grad is not None])
-    assert losses[0]
-    assert_close(*losses)
-    check_calls(adapted.base_model.model, 1, 0)
 
 
 def test_hooks_of_accelerate_come_and_go_around_a_wrapper(model: nn.Module) -> None:
