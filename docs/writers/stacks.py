@@ -27,22 +27,25 @@ class Stack(NamedTuple):
 
 PATCH = "model = hf_vit_accel.patch(model)"
 BEFORE = f"{PATCH}  # before making the trainer"
+EMBEDDING = "  # to embed: patch(model, text=True)"
 AFTER = "hf_vit_accel.patch(trainer.model)  # after making the trainer"
+ROLLOUTS = "model.generate = functools.partial(model.generate, custom_generate=hf_vit_accel.graphed_decoding)"
 PLUGIN = "--external_plugins fast_vision.py --callbacks patch_tower"
 STACKS = (
     Stack("Trainer, PEFT", "trainer", "transformers", ("trainer", "callback", "peft"), PATCH),
-    Stack("TRL: SFT, DPO, GRPO", "trl", "trl", ("trl", "grpo"), AFTER),
+    Stack("TRL: SFT, DPO", "trl", "trl", ("trl",), AFTER),
+    Stack("TRL: GRPO by `generate`", "trl", "trl", ("grpo",), ROLLOUTS),
     Stack("TRL with QLoRA", "qlora", "trl", ("qlora", "qlora_plain_tower"), BEFORE),
     Stack("LLaMA-Factory", "llama-factory", "llamafactory", ("llamafactory",), "run_exp(callbacks=[PatchTower()])"),
     Stack("ms-swift", "ms-swift", "swift", ("swift",), PLUGIN),
     Stack("verl", "verl", "verl", ("verl",), "actor_rollout_ref.model.external_lib=hf_vit_accel"),
-    Stack("colpali", "colpali", "colpali_engine", ("colpali",), PATCH),
+    Stack("colpali", "colpali", "colpali_engine", ("colpali",), f"{PATCH}{EMBEDDING}"),
     Stack(
         "sentence-transformers",
         "sentence-transformers",
         "sentence_transformers",
         ("sentence_transformers",),
-        "hf_vit_accel.patch(model)",
+        f"hf_vit_accel.patch(model){EMBEDDING}",
     ),
     Stack("lmms-eval", "lmms-eval", "lmms_eval", ("lmms_eval",), "hf_vit_accel.patch(lm.model)"),
 )
