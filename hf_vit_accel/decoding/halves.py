@@ -21,7 +21,7 @@ from hf_vit_accel.decoding.packed import Arguments
 from hf_vit_accel.decoding.prefill import CACHE, GroupedPrompt
 from hf_vit_accel.decoding.text_models import Model
 
-_BY_ROWS = {
+BY_ROWS = {
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
@@ -39,7 +39,7 @@ def has_independent_rows(
     return (
         is_greedy
         and not config.return_dict_in_generate
-        and {type(each) for each in (*processors, *criteria)} <= _BY_ROWS
+        and {type(each) for each in (*processors, *criteria)} <= BY_ROWS
     )
 
 

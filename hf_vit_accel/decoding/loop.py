@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FunctionType
 from typing import Any
 
@@ -16,14 +16,19 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, GenerationMixin
 from transformers.cache_utils import DynamicLayer
 from transformers.generation import utils as generation_utils
-from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
+from transformers.generation.logits_process import (
+    ForcedEOSTokenLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+)
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from hf_vit_accel.decoding.halves import halves_of, has_independent_rows, joined
+from hf_vit_accel.decoding.halves import BY_ROWS, halves_of, has_independent_rows, joined
 from hf_vit_accel.decoding.packed import Arguments, PackedPrompt
 from hf_vit_accel.decoding.prefill import GroupedPrompt
 from hf_vit_accel.decoding.room import Room, Size, plan_axis, room_of, slots_for
@@ -60,6 +65,13 @@ _STOP_CHECK = "DeferredStopCheck"
 """transformers' check whether all rows have ended, which looks at the step before. It is for "mps" alone there."""
 _RUNS_AHEAD_ON = ("cuda",)
 """Devices on which greedy calls take it: the host queues a step while the device computes the last one."""
+_OF_TOKENS = {
+    ForcedEOSTokenLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+}
+"""Processors that keep nothing of a call, beside those that treat rows by themselves."""
 
 
 def slots_after(length: int, due: int) -> int:
@@ -143,8 +155,9 @@ def graphed_decoding(
         _check(input_ids, generation_config, model_kwargs, of_generate, synced_gpus)
         with steps.locked_for_call(max_graphs, max_bytes), torch.no_grad():
             loop = _ModelInLoop(model, steps, generation_config.max_length, input_ids.shape[1])
-            sample = method if streamer is not None else _without_waits(method, input_ids, arguments)
-            return loop.finish(sample(loop, input_ids, **arguments, streamer=streamer))
+            sample = method if streamer is not None else _without_waits(method, loop, input_ids, arguments)
+            with torch.cuda.device(input_ids.device) if input_ids.is_cuda else nullcontext():  # events are of this one
+                return loop.finish(sample(loop, input_ids, **arguments, streamer=streamer))
     except UnservedError as error:
         steps.stock_reasons[str(error)] += 1
     except torch.OutOfMemoryError as error:
@@ -204,32 +217,63 @@ def _check(
     refuse(reasons)
 
 
-def _without_waits(method: Callable[..., Any], input_ids: Tensor, arguments: Arguments) -> Callable[..., Any]:
+class _StopChecks:
+    """Takes the place of transformers' class of deferred checks in the loop of one call."""
+
+    def __init__(self, loop: _ModelInLoop) -> None:
+        self._loop = loop
+
+    def is_supported(self, *_: object, **__: object) -> bool:
+        """Return whether the loop may take a step more than it returns."""
+        return True
+
+    def __call__(self, *args: Any) -> _StopCheck:
+        return _StopCheck(self._loop, getattr(generation_utils, _STOP_CHECK)(*args))
+
+
+class _StopCheck:
+    """Looks whether all rows had ended a step before; and at once where the next forward would be no step of ours.
+
+    So stock's forwards, which may run code of the user's, are as many as without it.
+    """
+
+    def __init__(self, loop: _ModelInLoop, deferred: Any) -> None:
+        self._loop = loop
+        self._deferred = deferred
+
+    def __call__(self, unfinished_sequences: Tensor, tokens: Tensor, length: int) -> bool:
+        if self._deferred(unfinished_sequences, tokens, length):
+            return True
+        return not self._loop.has_next_step() and bool(unfinished_sequences.max() == 0)
+
+    def finish(self) -> int:
+        """Return how many steps were too many."""
+        steps: int = self._deferred.finish()
+        return steps
+
+
+def _without_waits(
+    method: Callable[..., Any], loop: _ModelInLoop, input_ids: Tensor, arguments: Arguments
+) -> Callable[..., Any]:
     """Return transformers' loop, where possible with its deferred check of the end instead of a wait in every step.
 
-    Such a loop takes one step more than it returns, so it is for greedy calls: a sample would take a random number
-    more. Nor does code of the user's see that step. The loop is transformers' function with one other global.
+    Such a loop takes one step more than it returns, so it is for greedy calls whose processors and criteria keep
+    nothing: a sample would take a random number more. The loop is transformers' function with one other global.
     """
     config = arguments["generation_config"]
     others = *arguments["logits_processor"], *arguments["stopping_criteria"]
     is_possible = (
         method is GenerationMixin._sample
+        and inspect.unwrap(method) is method
         and hasattr(generation_utils, _STOP_CHECK)
         and input_ids.device.type in _RUNS_AHEAD_ON
         and not (config.do_sample or config.return_dict_in_generate)
-        and all(type(each).__module__.startswith("transformers.") for each in others)
-        and not any(isinstance(each, PrefixConstrainedLogitsProcessor) for each in others)  # calls the user's function
+        and {type(each) for each in others} <= BY_ROWS | _OF_TOKENS
     )
     if not is_possible:
         return method
-
-    class OnOurDevices(getattr(generation_utils, _STOP_CHECK)):  # type: ignore[misc]
-        @staticmethod
-        def is_supported(*_: object, **__: object) -> bool:
-            return True
-
-    names = method.__globals__ | {_STOP_CHECK: OnOurDevices}
-    return FunctionType(method.__code__, names, method.__name__, method.__defaults__)
+    names = method.__globals__ | {_STOP_CHECK: _StopChecks(loop)}
+    return FunctionType(method.__code__, names, method.__name__, method.__defaults__, method.__closure__)
 
 
 class _ModelInLoop:
@@ -255,6 +299,10 @@ class _ModelInLoop:
     def prepare_inputs_for_generation(self, input_ids: Tensor, **arguments: Any) -> Arguments:
         """Pass on the arguments. `__call__` computes stock's inputs where it needs them."""
         return {"input_ids": input_ids, "arguments": arguments}
+
+    def has_next_step(self) -> bool:
+        """Return whether the next forward of one token is a replay, or one without code of the user's."""
+        return self._step is not None and self._step.length < self._step.room.columns
 
     def _prefill(
         self,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import pickle
 import threading
+import weakref
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+import transformers
 from support.composites import COMPOSITES, left_padded
 from support.decoding import both, counts_of
 from support.generate_arguments import make_static_cache
@@ -22,6 +25,7 @@ from support.towers import alike
 from tiny import TINY
 from transformers import (
     DynamicCache,
+    GenerationMixin,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
@@ -187,14 +191,22 @@ def runs_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("runs_ahead")
 def test_a_step_too_many_leaves_no_trace(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = []
+    stop_checks = decoding._StopChecks
     call = DecodeStep.__call__
     monkeypatch.setattr(DecodeStep, "__call__", lambda step, ids: steps.append(step) or call(step, ids))
     inputs = text([5, 6, 7, 8], [9, 4, 3, 3], [11, 12, 13, 14])
     free = both(model, inputs, max_new_tokens=24, min_new_tokens=24)
     assert len(steps) == 23, "the last token is known in advance"
     ends = [int(free[row, 4 + 5 * row + 3]) for row in range(3)]
-    ours = both(model, inputs, max_new_tokens=24, eos_token_id=ends)
+    loops: weakref.WeakSet[Any] = weakref.WeakSet()
+    monkeypatch.setattr(decoding, "_StopChecks", lambda loop: loops.add(loop) or stop_checks(loop))
+    gc.disable()
+    try:
+        ours = both(model, inputs, max_new_tokens=24, eos_token_id=ends)
+    finally:
+        gc.enable()
     new_tokens = ours.shape[1] - 4
+    assert not loops, "they hold the keys and values of all rows"
     assert new_tokens < 24 and len(steps) == 23 + new_tokens, "the first token takes no step; one step is too many"
 
 
@@ -211,7 +223,8 @@ def test_random_numbers_and_code_of_the_user_see_no_step_too_many(model: Any) ->
     inputs = text([5, 6, 7, 8], [9, 4, 3, 3])
     free = both(model, inputs, max_new_tokens=24, min_new_tokens=24)
     ends = [int(free[row, 4 + 5 * row + 3]) for row in range(2)]
-    both(model, inputs, max_new_tokens=24, eos_token_id=ends, do_sample=True)  # compares generators, too
+    drawn = both(model, inputs, max_new_tokens=24, eos_token_id=list(range(3, 20)), do_sample=True, top_k=0)
+    assert drawn.shape[1] < 4 + 24, "the rows end early; `both` compares the generators of random numbers, too"
     ours = both(
         model,
         inputs,
@@ -228,6 +241,73 @@ def test_random_numbers_and_code_of_the_user_see_no_step_too_many(model: Any) ->
 
     ours = both(model, inputs, max_new_tokens=24, eos_token_id=ends, prefix_allowed_tokens_fn=allow_all)
     assert len(calls) == 2 * 2 * (ours.shape[1] - 4)
+
+
+@both_ways
+@pytest.mark.usefixtures("runs_ahead")
+def test_forwards_of_stock_are_as_many_as_without_running_ahead(model: Any) -> None:
+    """Hooks, code and random numbers of the user see no forward after the end: those are steps of ours alone."""
+    inputs = text([5, 6, 7, 8], [9, 4, 3, 3])
+    free = both(model, inputs, max_new_tokens=24, min_new_tokens=24)
+    ends = [int(free[row, 4 + 5 * row + 3]) for row in range(2)]
+    calls: list[int] = []
+    model.lm_head.register_forward_hook(lambda *_: calls.append(1))
+    ours = both(model, inputs, max_new_tokens=24, eos_token_id=ends)
+    assert len(calls) == 2 * (ours.shape[1] - 4) and counts_of(model).static_calls == 1
+
+
+@both_ways
+@pytest.mark.usefixtures("runs_ahead")
+def test_a_text_that_ends_where_its_cache_is_full_takes_no_larger_one(model: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(decoding, "_RESERVE", 8)
+    inputs = text([5] * 120)
+    free = both(model, inputs, max_new_tokens=30, min_new_tokens=30)
+    for new_tokens in range(5, 12):
+        end = int(free[0, 120 + new_tokens - 1])
+        if end in free[0, 120 : 120 + new_tokens - 1]:
+            continue
+        captures = steps_of(model).captures.total()
+        ours = both(model, inputs, max_new_tokens=300, eos_token_id=end)
+        assert ours.shape[1] == 120 + new_tokens
+        assert steps_of(model).captures.total() - captures <= (120 + new_tokens > 128)
+
+
+@both_ways
+@pytest.mark.usefixtures("runs_ahead")
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_processors_that_count_their_calls_see_no_step_too_many(model: Any, is_nested: bool) -> None:
+    """A processor of transformers with state, which the user keeps for several calls, and a list within a list."""
+    inputs = text([5, 6, 7, 8], [9, 4, 3, 3])
+    free = both(model, inputs, max_new_tokens=24, min_new_tokens=24)
+    ends = [int(free[row, 4 + 5 * row + 3]) for row in range(2)]
+    calls = []
+
+    class Count(StoppingCriteria):
+        def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+            calls.append(input_ids.shape)
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    options: dict[str, Any] = dict(max_new_tokens=24, eos_token_id=ends)
+    if is_nested:
+        options["stopping_criteria"] = StoppingCriteriaList([StoppingCriteriaList([Count()])])
+        ours = both(model, inputs, **options)
+        assert len(calls) == 2 * (ours.shape[1] - 4)
+        return
+    counts = []
+    for custom_generate in (None, graphed_decoding):
+        watermark = transformers.SynthIDTextWatermarkLogitsProcessor(
+            5, [654, 400], 64, 0, 4, inputs["input_ids"].device
+        )
+        for _ in range(2):
+            model.generate(**inputs, **options, logits_processor=[watermark], custom_generate=custom_generate)
+        counts.append(watermark.state.num_calls)
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.usefixtures("runs_ahead")
+def test_a_loop_that_is_decorated_waits(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GenerationMixin, "_sample", torch.no_grad()(GenerationMixin._sample))
+    both(model, text([5, 6, 7, 8]), max_new_tokens=24, min_new_tokens=24)
 
 
 @both_ways
