@@ -36,8 +36,7 @@ class WeightMemory:
         pointers: The addresses of all parameters; None if a tensor class has none.
         dtype: Of the first parameter.
         dtypes: Of all parameters that our operations read.
-        transposable: Indices of parameters with two equal sizes, and whether each is contiguous. Transposed, such a
-            parameter keeps its address and its shape.
+        contiguous: Whether each parameter is contiguous. A square one that is transposed keeps its address and shape.
         key: Their part of the key of a spec: all dtypes, and which modules are called.
         mixed: Why kernels cannot read them without autocast, which casts them to one dtype; None for one dtype.
     """
@@ -53,12 +52,7 @@ class WeightMemory:
             self.pointers = None
         self.dtype = parameters[0].dtype if parameters else torch.float32
         self.dtypes = frozenset(parameter.dtype for parameter in own)
-        self.contiguous = all(map(Tensor.is_contiguous, parameters))
-        self.transposable = [
-            (index, parameter.is_contiguous())
-            for index, parameter in enumerate(parameters)
-            if len(set(parameter.shape)) < parameter.dim()
-        ]
+        self.contiguous = list(map(Tensor.is_contiguous, parameters))
         self.nbytes = sum(parameter.nbytes for parameter in parameters)
         dtypes = enumerate(parameter.dtype for parameter in parameters)
         self.key = frozenset([*dtypes, ("own", len(own)), ("called", called)])  # a frozenset computes its hash once
