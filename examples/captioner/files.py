@@ -21,8 +21,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CANNOT_WRITE = (*FULL, errno.EROFS, errno.EIO, errno.EACCES)
 _SHOWN = 5
 _SIGNAL_AT_DEATH_OF_PARENT = 1  # PR_SET_PDEATHSIG of Linux
-Settings = dict[str, Any]
-"""Settings of a run as JSON holds them."""
+Settings = dict[str, Any]  # settings of a run as JSON holds them
 
 
 def replace_file(path: Path, data: bytes) -> None:

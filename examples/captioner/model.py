@@ -31,7 +31,7 @@ from transformers.video_utils import VideoMetadata
 import hf_vit_accel
 from captioner.batches import Bounds, Inputs, joined
 
-_PIXELS = frozenset({"pixel_values", "pixel_values_videos"})
+PIXELS = frozenset({"pixel_values", "pixel_values_videos"})
 _SHARE_OF_MEMORY = 0.7  # for caches, pixels and features of batches; the rest is for forwards and graphs
 _SMALLEST = 1e-300  # a uniform sample of 0 has no logarithm
 
@@ -151,7 +151,7 @@ class Captioner:
         for device in (self.model.device if self.prepares_on_gpu else cpu, cpu):
             with suppress(torch.OutOfMemoryError), self._own_stream():
                 inputs = self._process(media, prompts, device)
-                for name in _PIXELS & inputs.keys():  # the tower would round them in the same way
+                for name in PIXELS & inputs.keys():  # the tower would round them in the same way
                     inputs[name] = inputs[name].to(self.model.dtype)
                 return inputs
         raise torch.OutOfMemoryError("no memory for the pixels of a batch")
@@ -163,7 +163,7 @@ class Captioner:
         """
         with self._own_stream():
             shared = [joined(parts, self.processor.tokenizer.pad_token_id) for parts in parts_by_prompt]
-        pixels = {name: shared[0][name] for name in _PIXELS & shared[0].keys()}
+        pixels = {name: shared[0][name] for name in PIXELS & shared[0].keys()}
         shared = [inputs | pixels for inputs in shared]
         if self._side_stream is None:
             return shared

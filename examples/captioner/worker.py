@@ -17,7 +17,7 @@ from transformers import ProcessorMixin
 from captioner.batches import Bounds, Task, pack
 from captioner.items import checksum, holds_bytes, open_item, size, stamp
 from captioner.journal import Journal, Record
-from captioner.model import Caption, Captioner, Clip, Inputs, Medium
+from captioner.model import PIXELS, Caption, Captioner, Clip, Inputs, Medium
 from captioner.pictures import Resize, read_bytes, read_frames, read_image
 from captioner.plan import filled
 from captioner.processors import reduced
@@ -158,10 +158,11 @@ class Worker:
             return _fail(row, error)
 
     def _encode(self, rows: Sequence[Row]) -> list[Inputs]:
-        """Return the model's inputs of rows, for every prompt."""
+        """Return the model's inputs of rows, for every prompt; pixels for the first alone."""
         media = [row.medium for row in rows if row.medium is not None]
         prompts = zip(*(row.prompts for row in rows), strict=True)
-        return [self.captioner.encode(media, prompts_of_rows) for prompts_of_rows in prompts]
+        encoded = [self.captioner.encode(media, prompts_of_rows) for prompts_of_rows in prompts]
+        return encoded[:1] + [{name: inputs[name] for name in inputs.keys() - PIXELS} for inputs in encoded[1:]]
 
     def caption(self, ready: Ready) -> None:
         """Caption a batch that is ready, and write its records."""

@@ -39,10 +39,11 @@ class FakeCaptioner:
         red = [image.getpixel((0, 0))[0] for image in media]
         if set(red) & set(self.refused):
             raise IndexError("refused")
-        return {"input_ids": red, "prompts": list(prompts)}
+        return {"input_ids": red, "prompts": list(prompts), "pixel_values": red}
 
     def send(self, parts_by_prompt: Sequence[Sequence[Inputs]]) -> list[Inputs]:
         joined = []
+        assert not any("pixel_values" in part for parts in parts_by_prompt[1:] for part in parts), "held twice"
         for parts in parts_by_prompt:
             joined.append({name: [value for part in parts for value in part[name]] for name in parts[0]})
         return joined
