@@ -52,6 +52,8 @@ def vision_attention(
     if cu_seq_lens_q is None or kwargs.get("is_causal", getattr(module, "is_causal", True)):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward  # slow; models have imported it
 
+        if not torch.compiler.is_compiling():  # older towers attend to one image at a time, without offsets
+            _warn_of_unknown()
         out, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
