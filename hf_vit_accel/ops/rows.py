@@ -124,7 +124,12 @@ def _reason_mixing(
     entry = next((entry for entry in TABLE if kind in entry.classes or kind.__module__ == entry.file), None)
     if kind in proven and (is_trusted or kind.__module__.startswith("transformers.")):
         for name, value in vars(module).items():
-            if isinstance(value, FunctionType) and not machine.is_upstream(value):
+            if isinstance(value, FunctionType):
+                is_own = not machine.is_upstream(value)
+            else:  # a partial or a bound method; activations of transformers hold partial functions themselves
+                is_own = entry is None and not name.startswith("_") and name != "forward"
+                is_own = is_own and callable(value) and not isinstance(value, type | nn.Module)
+            if is_own:
                 return f"{name} of a {kind.__name__} is a function of your own"
         return None
     if entry is None:

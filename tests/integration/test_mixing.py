@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -208,3 +209,28 @@ def test_dynamic_quantisation_mixes_rows() -> None:
     with torch.no_grad():
         tower(pixels_for(tower, GRID), grid_thw=torch.tensor(GRID))
     assert hf_vit_accel.status(model).towers[0].passes is None
+
+
+def _mix(x: torch.Tensor, share: float) -> torch.Tensor:
+    return torch.nn.functional.gelu(x) + share * x.mean(0, keepdim=True)
+
+
+class _Holder:
+    def mix(self, x: torch.Tensor) -> torch.Tensor:
+        return _mix(x, 0.5)
+
+
+@pytest.mark.parametrize("activation", [functools.partial(_mix, share=0.5), _Holder().mix, lambda x: _mix(x, 0.5)])
+def test_an_activation_that_is_a_partial_or_a_method_gets_all_rows(activation: Any) -> None:
+    """As users exchange an activation for a fused one: `mlp.act_fn = functools.partial(...)`."""
+    tower = tower_of(TINY["qwen3_vl"].build()).eval().requires_grad_(False)
+    mlp = tower.blocks[0].mlp
+    del mlp.act_fn
+    mlp.act_fn = activation
+    weight = next(value for name, value in tower.named_parameters() if "patch_embed" in name)
+    grid = torch.tensor([[1, 8, 8], [1, 8, 8], [1, 4, 8]])
+    pixels = torch.randn(160, weight[0].numel())
+    expected = tower(pixels, grid).pooler_output
+    hf_vit_accel.patch(tower, max_rows=64)
+    torch.testing.assert_close(tower(pixels, grid).pooler_output, expected, atol=1e-4, rtol=1e-4)
+    assert any("may mix rows" in reason for reason in hf_vit_accel.status(tower).towers[0].fallbacks)
