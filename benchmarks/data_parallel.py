@@ -1,18 +1,16 @@
-"""Time towers whose calls several GPUs of one machine share, beside one GPU, after checking their outputs.
+"""Time towers whose calls several GPUs of one machine share, beside one GPU.
 
 torchrun --nproc-per-node 4 benchmarks/data_parallel.py --json results.json
 
-Weights and pixels are random. The checks come first: calls of random sizes, and a rank that raises. Then every possible
-number of ranks (1, 2, 4, 8) is timed in turns, in one run.
+Weights and pixels are random. Every possible number of ranks (1, 2, 4, 8) is timed in turns, in one run. Outputs are
+compared with those of one GPU.
 """
 
 import argparse
 import json
 import os
-import random
 import statistics
 import sys
-from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +24,6 @@ from hf_vit_accel.options.split import Assignment, cost, split
 from hf_vit_accel.tools.bench import timing
 from hf_vit_accel.tools.bench.measure import draw_pixels
 from hf_vit_accel.tools.bench.towers import build_tower, family_of_tower
-from hf_vit_accel.tower.state import state_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from measuring import Grid, Row, document_of, largest_error, write_json
@@ -148,78 +145,6 @@ def balance(tower: nn.Module, grid: Grid, count: int) -> dict[str, float]:
     return {"balance": max(costs) / statistics.mean(costs), "balance_measured": max(by_rank) / statistics.mean(by_rank)}
 
 
-def random_grids(calls: int) -> list[list[tuple[int, int, int]]]:
-    """Draw the grids of calls: images and videos, some calls with fewer of them than there are ranks."""
-    generator = random.Random(0)
-    grids = []
-    for _ in range(calls):
-        inputs = range(generator.randint(1, 9))
-        grids.append(
-            [
-                (generator.choice((1, 1, 1, 2, 8)), 2 * generator.randint(2, 24), 2 * generator.randint(2, 24))
-                for _ in inputs
-            ]
-        )
-    return grids
-
-
-def random_calls(tower: nn.Module, calls: int) -> Row:
-    """Compare calls of random sizes with those of one GPU, and check that all ranks hear of a rank that raises.
-
-    Every 50th call is preceded by one without inputs, which is the user's mistake on every rank.
-
-    Returns:
-        The numbers of calls that were shared, wrong, not bit-equal or empty, and the error that this rank got.
-    """
-    counts: Counter[str] = Counter()
-    grids = random_grids(calls)
-    for begin in range(0, calls, 25):
-        seeds = range(begin, min(begin + 25, calls))
-        hf_vit_accel.patch(tower)
-        expected = [outputs_of(tower, draw_pixels(tower, grids[seed], seed), grids[seed]) for seed in seeds]
-        hf_vit_accel.patch(tower, data_parallel=True)
-        for seed, outputs in zip(seeds, expected, strict=True):
-            if seed % 50 == 0:
-                try:
-                    tower(draw_pixels(tower, grids[seed], 0)[:0], grid_thw=torch.empty(0, 3, dtype=torch.long))
-                except ValueError:
-                    counts["empty"] += 1
-            error = difference(outputs_of(tower, draw_pixels(tower, grids[seed], seed), grids[seed]), outputs)
-            counts["wrong"] += error > LARGEST_ERROR
-            counts["unequal"] += error != 0.0
-        state = state_of(tower)
-        assert state is not None and state.sharing is not None
-        counts["shared"] += state.sharing.counts["shared"]
-    of_all_ranks = torch.tensor([counts["wrong"], counts["unequal"]], device=DEVICE)
-    dist.all_reduce(of_all_ranks)
-    row: Row = dict(calls=calls, shared=counts["shared"], empty=counts["empty"])
-    row |= dict(wrong=int(of_all_ranks[0]), unequal=int(of_all_ranks[1]))
-    return row | dict(outputs_compared=calls * dist.get_world_size(), heard=error_of_last_rank(tower))
-
-
-def error_of_last_rank(tower: nn.Module) -> str:
-    """Let the last rank raise in a shared call; return the error that this rank gets. The next call works again."""
-    grid = SIZES["16 x 512²"]
-    pixels = draw_pixels(tower, grid, 0)
-    state = state_of(tower)
-    assert state is not None
-    if dist.get_rank() == dist.get_world_size() - 1:
-        get = state.routes.get
-
-        def broken(*args: object) -> None:
-            state.routes.get = get
-            raise ValueError("raised on purpose")
-
-        state.routes.get = broken
-    heard = "nothing"
-    try:
-        outputs_of(tower, pixels, grid)
-    except (ValueError, hf_vit_accel.RankError) as error:
-        heard = f"{type(error).__name__}: {error}"
-    outputs_of(tower, pixels, grid)
-    return heard
-
-
 def measure(arguments: argparse.Namespace) -> None:
     """Check and time every model; rank 0 prints and writes the rows."""
     size = dist.get_world_size()
@@ -234,9 +159,6 @@ def measure(arguments: argparse.Namespace) -> None:
 
     for model in arguments.models.split(","):
         tower = build_tower(model, DEVICE, torch.bfloat16)
-        if arguments.calls and size > 1:
-            document[f"random calls, {model}"] = random_calls(tower, arguments.calls)
-            report({"model": model} | document[f"random calls, {model}"])
         for name in arguments.sizes.split(","):
             by_count = in_turns(tower, SIZES[name], groups, arguments.rounds)
             for count, run in runs.items():
@@ -252,7 +174,6 @@ def main() -> None:
     parser.add_argument("--models", default="qwen2.5-vl-7b,qwen3-vl-8b")
     parser.add_argument("--sizes", default=",".join(SIZES), help="names of SIZES, comma-separated")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--calls", type=int, default=250, help="random calls of every model")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if DEVICE.type == "cuda":

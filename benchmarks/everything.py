@@ -153,7 +153,6 @@ JOBS = {
         QWEN[:2],
         seconds=40,
     ),
-    "checks": _script("checks.json", "checks.py", seconds=25),
     "random_calls": _script("random_calls.json", "random_calls.py", QWEN[:2], seconds=60),
     "flex": _bench(
         "flex.json",
@@ -171,8 +170,6 @@ JOBS = {
     "max_rows": _script("max_rows.json", "max_rows.py", seconds=100),
     "pages": _script("pages.json", "pages.py", QWEN[:2], seconds=60),
     "long_video": _script("long_video.json", "long_video.py --random qwen3-vl-8b --tokens 16", seconds=25),
-    "hidden_states": _script("hidden_states.json", "hidden_states.py --rounds 1", QWEN[:2], seconds=35),
-    "toggles": _script("toggles.json", "toggles.py --rounds 1", QWEN[:2], seconds=50),
     "quantised": _script("quantised.json", "quantised.py --rounds 1", QWEN[:2], seconds=150),
     "liger": _script("liger.json", "liger.py --layers 28 --rounds 2 --calls 5", QWEN[:2], seconds=200),
     "reuse": _script("reuse.json", "reuse.py --rounds 1 --calls 200", QWEN[:2], seconds=65),
@@ -189,7 +186,7 @@ JOBS = {
     "captions": Job(file="captions.json", command="python tests/tiny_captioner/parity.py --scenes 300", seconds=120),
     "data_parallel": Job(
         file="data_parallel.json",
-        command="torchrun --nproc-per-node {gpus} benchmarks/data_parallel.py --rounds 3 --calls 50 "
+        command="torchrun --nproc-per-node {gpus} benchmarks/data_parallel.py --rounds 3 "
         '--sizes "16 x 512²,64 x 512²,video 64 x 36x64,32 pages"',
         seconds=120,
         gpus=0,

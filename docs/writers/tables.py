@@ -139,15 +139,6 @@ def ways(document: Document) -> str:
     return grid(head, rows)
 
 
-def checks(document: Document) -> str:
-    """Write the time that a host needs for all checks of a steady call, and for one layer without CUDA graphs."""
-    cells: dict[str, list[str]] = {}
-    for row in document["rows"]:
-        cells.setdefault(row["model"], []).append(f"{digits(row['median'])} ({digits(row['least'])})")
-    head = ["us, median (fastest tenth)", "checks, without gradients", "checks, frozen, gradients enabled", "a layer"]
-    return grid(head, ([title(model), *of_model] for model, of_model in cells.items()))
-
-
 def random_calls(document: Document) -> str:
     """Write the mean time of calls of random sizes, and the memory that torch holds after a quarter and after all."""
     rows = []
@@ -327,7 +318,6 @@ def pages(document: Document) -> str:
 SCRIPTS: Mapping[str, Callable[[Document], str]] = {
     "captioning": captioning,
     "captions": captions,
-    "checks": checks,
     "data_parallel": data_parallel,
     "liger": liger,
     "long_video": long_video,

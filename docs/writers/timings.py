@@ -116,21 +116,8 @@ TIMINGS: Mapping[str, Timings] = {
         columns={**STOCK, "stock compile_blocks": "stock, compiled blocks", **DEFAULT},
         memory=True,
     ),
-    "hidden_states": Timings(
-        file="hidden_states.json",
-        columns={
-            "stock": "stock",
-            "cuda_graphs=False": "`cuda_graphs=False`",
-            "patch(model)": "`patch(model)`",
-            "not asked": "`patch(model)`, not asked",
-        },
-    ),
     "embedding": Timings(
         file="embedding.json", columns={"stock": "stock", "patch(model)": "`patch(model)`", "text=True": "`text=True`"}
-    ),
-    "toggles": Timings(
-        file="toggles.json",
-        columns={"stock": "stock", "cuda_graphs=False": "`cuda_graphs=False`", "patch(model)": "`patch(model)`"},
     ),
     "flex": Timings(
         file="flex.json",
