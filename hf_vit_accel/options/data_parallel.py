@@ -167,9 +167,7 @@ class Sharing:
         def exchange(outputs: tuple[OutputShape, ...]) -> list[Report]:
             kind = (*share.kind, plan.spec.request.dtype)
             report = Report(grid=plan.inputs.grid, kind=kind, checksum=int(checksum), outputs=outputs)
-            reports = self._exchange(attempt, report)
-            _check(reports)
-            return reports
+            return self._exchange(attempt, report)
 
         try:
             embedding = plan.reading.parts.projection.weight.flatten(1)
@@ -197,14 +195,17 @@ class Sharing:
                 error=f"{type(final).__name__}: {final}"[:_LETTERS],
                 is_out_of_memory=isinstance(final, torch.OutOfMemoryError),
             )
+            batch.attempt.exchanged = "this call failed"
             with suppress(RankError):  # this rank raises its own error
-                self._exchange(batch.attempt, report)
+                gather(self._ranks, report)
             raise
 
     def _exchange(self, attempt: Attempt, report: Report) -> list[Report]:
-        """Send this rank's report and return those of all ranks, by rank."""
+        """Send this rank's report and return those of all ranks, by rank; raise what `_check` finds in them."""
         attempt.exchanged = "this call was shared"
-        return gather(self._ranks, report)
+        reports = gather(self._ranks, report)
+        _check(reports)
+        return reports
 
 
 def _check(reports: Sequence[Report]) -> None:

@@ -345,6 +345,13 @@ FAULTS = (
         "tests/unit/test_not_shared.py",
     ),
     Fault(
+        "hooks inside a shared call see a share of its rows",
+        "options/data_parallel.py",
+        "            if plan.why_whole is not None:",
+        "            if False:",
+        "tests/unit/test_not_shared.py",
+    ),
+    Fault(
         "distinct pictures get the features of others",
         "options/reuse.py",
         "pieces = [pieces_of_call[index] for index in repeats.encoded]",

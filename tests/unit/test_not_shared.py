@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_vit_accel
 from hf_vit_accel import FallbackError
+from hf_vit_accel.layout import rows_of
 from hf_vit_accel.options import data_parallel
 from hf_vit_accel.status import TowerStatus
 
@@ -105,6 +106,26 @@ def check_stock_on_one_rank(rank: int) -> None:
 
 def test_a_rank_that_runs_stock(on_ranks: OnRanks) -> None:
     on_ranks(check_stock_on_one_rank, 3)
+
+
+def check_hooks_inside(rank: int, everywhere: bool) -> None:
+    model = TINY["qwen3_vl"].build()
+    tower = tower_of(model)
+    expected = run_tower(tower, MIXED)
+    hf_vit_accel.patch(model, data_parallel=True)
+    has_hook = rank == 1 or everywhere
+    seen: list[int] = []
+    if has_hook:
+        tower.blocks[0].mlp.register_forward_hook(lambda module, inputs, output: seen.append(len(output)))
+    for _ in range(2):
+        assert_close(run_tower(tower, MIXED), expected)
+    assert seen == [rows_of(MIXED)] * (2 if has_hook else 0), "hooks see each call with all its rows"
+    assert sharing_of(model) == f"rank {rank} of 2, 2 calls encoded by each rank alone"
+
+
+@pytest.mark.parametrize("everywhere", [False, True], ids=["one rank", "all ranks"])
+def test_hooks_inside_a_block(on_ranks: OnRanks, everywhere: bool) -> None:
+    on_ranks(check_hooks_inside, 2, everywhere)
 
 
 # --- calls that are not shared ----------------------------------------------------------------------------------------
