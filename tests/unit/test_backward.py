@@ -637,78 +637,16 @@ def test_a_product_after_a_norm_keeps_no_normed_rows(target: Target) -> None:
     assert saved(lambda p: linear(p["x"].exp(), p["wg"], None), {"scale"}) == 0
 
 
-_MLP = dict(NEED_H=True, NEED_BIAS=True, BLOCK_T=32, BLOCK_F=128, STAGES=3)
-COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
-    "column_sum": (
-        "ops.training.column_sum",
-        "_column_sum_kernel",
-        "x:*bf16 partial:*fp32 rows:i32 length:i32 row_stride:i32",
-        dict(WIDTH=1152, BLOCK_T=32, BLOCK_F=128),
-    ),
-    **{
-        f"norm {width}": (
-            "ops.training.norm_backward",
-            "_add_norm_backward_kernel",
-            "dsum:*bf16 dout:*bf16 total:*bf16 weight:*bf16 statistics:*fp32 dx:*bf16 "
-            "partial:*fp32 rows:i32 length:i32",
-            dict(WIDTH=width, MAIN=main, TAIL=tail, BLOCK_T=1, STAGES=4, RMS=width == 1280, HAS_DSUM=True, NEED_X=True)
-            | dict(NEED_WEIGHT=True, NEED_BIAS=width != 1280),
-        )
-        for width, main, tail in ((1152, 1024, 128), (1280, 1024, 256), (4608, 4096, 512))
-    },
-    "norm of fp32": (
-        "ops.training.norm_backward",
-        "_add_norm_backward_kernel",
-        "dsum:*fp32 dout:*bf16 total:*fp32 weight:*fp32 statistics:*fp32 dx:*fp32 partial:*fp32 rows:i32 length:i32",
-        dict(WIDTH=1536, MAIN=1024, TAIL=512, BLOCK_T=1, STAGES=4, RMS=True, HAS_DSUM=True, NEED_X=True)
-        | dict(NEED_WEIGHT=True, NEED_BIAS=False),
-    ),
-    "rope_back_": (
-        "ops.embedding",
-        "_rope_kernel",
-        "qkv:*bf16 cos:*fp32 sin:*fp32 rows:i32 row_stride:i32 table_stride:i32",
-        dict(BACK=True, HEADS=16, DIM=72, BLOCK_T=8, BLOCK_P=128),
-    ),
-    "rope_gather_back": (
-        "ops.embedding",
-        "_rope_gather_kernel",
-        "dq:*bf16 dk:*bf16 dv:*bf16 cos:*fp32 sin:*fp32 out:*bf16 rows:i32 length:i32 stride_b:i32 stride_h:i32 "
-        "stride_l:i32 table_stride:i32",
-        dict(HEADS=16, DIM=72, BLOCK_T=4, BLOCK_P=512),
-    ),
-    **{
-        f"gelu_mlp {kind}": (
-            "ops.training.mlp",
-            "_activation_backward_kernel",
-            "z:*bf16 dh:*bf16 dz:*bf16 h:*bf16 partial:*fp32 rows:i32 length:i32 limit:fp32",
-            dict(KIND=kind, LIMITED=False, WIDTH=4304) | _MLP,
-        )
-        for kind in GELUS
-    },
-    "swiglu_mlp": (
-        "ops.training.mlp",
-        "_activation_backward_kernel",
-        "z:*bf16 dh:*bf16 dz:*bf16 h:*bf16 partial:*fp32 rows:i32 length:i32 limit:fp32",
-        dict(KIND="silu", LIMITED=True, WIDTH=3424) | _MLP,
-    ),
-    "shape_heads": (
-        "ops.heads",
-        "_shape_heads_backward_kernel",
-        "qkv:*bf16 q_weight:*bf16 k_weight:*bf16 dout:*bf16 dqkv:*bf16 partial:*fp32 head_count:i32 "
-        "heads_per_program:i32 eps:fp32",
-        dict(HEADS=16, KEY_HEADS=8, DIM=80, NORM=True, BLOCK=16, BLOCK_D=128),
-    ),
-    "window_attention": (
-        "ops.window_attention",
-        "_window_attention_backward_kernel",
-        "qkv:*bf16 cos:*fp32 sin:*fp32 offsets:*i32 dout:*bf16 dqkv:*bf16 scale:fp32 table_stride:i32",
-        dict(HEADS=16, DIM=80, BLOCK_T=64, BLOCK_D=64),
-    ),
-}
+COMPILED = "norm 80 layer delta", "norm 1152 layer delta", "norm 144 rms of fp32", "rope 72", "window 72", "positions 4"
+COMPILED += "mlp gelu", "mlp gelu_tanh", "mlp quick_gelu", "swiglu, cut off", "heads 72 2 normed", "joined"
+"""Cases that launch every kernel of a trained operation, with all that it may compute."""
 
 
 @pytest.mark.skipif(triton is None or INTERPRETED, reason="needs Triton's compiler")
 @pytest.mark.parametrize("name", COMPILED)
-def test_gradients_compile_for_hopper(name: str) -> None:
-    """Compile without a GPU, since the interpreter takes Python that the compiler refuses."""
-    compile_for_hopper(*COMPILED[name])
+def test_launches_compile_for_hopper(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name](SMALL | {"dtype": torch.bfloat16})
+    compiled = compile_for_hopper(monkeypatch)
+    outputs = case.outputs(case.operation, fresh(case.leaves))
+    gradients(outputs, {}, incoming_for(outputs, "plain"))
+    assert compiled

@@ -6,6 +6,7 @@ The interpreter truncates to bf16 where hardware rounds, and cannot multiply it:
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,7 +26,13 @@ from hf_vit_accel.ops.activation import (
     swiglu_reference,
 )
 from hf_vit_accel.ops.add_norm import add_norm_, add_norm_reference_
-from hf_vit_accel.ops.embedding import add_positions_, add_positions_reference, rope_, rope_reference
+from hf_vit_accel.ops.embedding import (
+    add_positions_,
+    add_positions_reference,
+    rope_,
+    rope_gather_back,
+    rope_reference,
+)
 from hf_vit_accel.ops.fp8.quantize import (
     dequantize,
     dequantize_reference,
@@ -41,6 +48,7 @@ from hf_vit_accel.ops.mlp import (
     linear_swiglu_reference,
 )
 from hf_vit_accel.ops.window_attention import window_attention, window_attention_reference
+from hf_vit_accel.options import checksum
 
 SMALL = dict(device="cpu", rows=7, heads=2, dtype=torch.float16)
 LARGE = dict(device="cuda", rows=2053, heads=16)
@@ -409,106 +417,52 @@ def test_quantize_by_fixed_scales_cuts_off(exact_e4m3: None, target: Target) -> 
     assert torch.equal(out.float(), expected.float()) and (out.float() == LARGEST).any()
 
 
-COMPILED = {
-    "rope": (
-        "ops.embedding",
-        "_rope_kernel",
-        "qkv:*bf16 cos:*fp32 sin:*fp32 rows:i32 row_stride:i32 table_stride:i32",
-        dict(BACK=False, HEADS=16, DIM=72, BLOCK_T=8, BLOCK_P=128),
-    ),
-    "linear_swiglu": (
-        "ops.mlp",
-        "_linear_swiglu_kernel",
-        "x:tensordesc<bf16[128,64]> gate:tensordesc<bf16[64,64]> up:tensordesc<bf16[64,64]> gate_bias:*bf16 "
-        "up_bias:*bf16 out:tensordesc<bf16[128,64]> down:*bf16 out_down:*bf16 rows:i32 limit:fp32",
-        dict(LIMITED=False, BIASED=True, INNER=1280, WIDTH=3420, PADDED=3424, OUTER=1280)
-        | dict(BLOCK_T=128, BLOCK_F=64, BLOCK_E=64, STAGES=3, GROUP=16, COPY_ROWS=4, COPY_BLOCK=4096),
-    ),
-    "norm": (
-        "ops.add_norm",
-        "_add_norm_kernel",
-        "x:*bf16 delta:*bf16 weight:*bf16 bias:*bf16 total:*bf16 out:*bf16 statistics:*fp32 eps:fp32",
-        dict(WIDTH=1280, MAIN=1024, TAIL=256, HAS_DELTA=True, RMS=False, SAVE=False),
-    ),
-    "norm, of fp32": (
-        "ops.add_norm",
-        "_add_norm_kernel",
-        "x:*fp32 delta:*bf16 weight:*fp32 bias:*fp32 total:*fp32 out:*bf16 statistics:*fp32 eps:fp32",
-        dict(WIDTH=1536, MAIN=1024, TAIL=512, HAS_DELTA=True, RMS=True, SAVE=True),
-    ),
-    "swiglu": (
-        "ops.activation",
-        "_swiglu_kernel",
-        "gate:*bf16 up:*bf16 out:*bf16 gate_stride:i32 up_stride:i32 limit:fp32",
-        dict(LIMITED=True, WIDTH=3424, BLOCK=1024),
-    ),
-    **{
-        f"shape_heads {heads} of {key_heads}": (
-            "ops.heads",
-            "_shape_heads_kernel",
-            "qkv:*bf16 q_weight:*bf16 k_weight:*bf16 out:*bf16 count:i32 eps:fp32",
-            dict(HEADS=heads, KEY_HEADS=key_heads, DIM=80, VISITED=visited * heads, NORM=True, BLOCK=16, BLOCK_D=128),
-        )
-        for heads, key_heads, visited in ((16, 16, 2), (16, 8, 3))
-    },
-    "pad_swiglu": (
-        "ops.activation",
-        "_pad_swiglu_kernel",
-        "gate:*bf16 up:*bf16 gate_bias:*bf16 up_bias:*bf16 down:*bf16 out_weight:*bf16 out_bias:*bf16 out_down:*bf16",
-        dict(BIASED=True, INNER=1280, OUTER=1280, WIDTH=3420, PADDED=3424, PIECES=4280, BLOCK=2048),
-    ),
-    **{
-        f"quantize, {'again' if again else 'first'}": (
-            "ops.fp8.quantize",
-            "_quantize_kernel",
-            "qkv:*bf16 cos:*fp32 sin:*fp32 center:*fp32 used_rows:*i32 scaling:*fp32 out:*fp8e4nv rows:i32 "
-            "row_stride:i32",
-            dict(HEADS=16, DIM=72, PADDED=128, AGAIN=again) | dict(ROWS=32, BLOCK_T=4, BLOCK_H=16),
-        )
-        for again in (False, True)
-    },
-    "sample": (
-        "ops.fp8.quantize",
-        "_sample_kernel",
-        "qkv:*bf16 used_rows:*i32 scaling:*fp32 center:*fp32 row_stride:i32",
-        dict(HEADS=16, DIM=72, SAMPLES=256, FIXED_SCALES=False, BLOCK_J=64),
-    ),
-    "dequantize": (
-        "ops.fp8.quantize",
-        "_dequantize_kernel",
-        "x:*fp8e4nv scales:*fp32 center:*fp32 out:*bf16 rows:i32",
-        dict(DIM=72, PADDED=128, HEADS=16, BLOCK_T=8, BLOCK_E=256),
-    ),
-    "quick_gelu": ("ops.activation", "_quick_gelu_kernel", "x:*bf16 out:*bf16 total:i32", dict(BLOCK=4096)),
-    "positions": (
-        "ops.embedding",
-        "_add_positions_kernel",
-        "x:*bf16 table:*bf16 indices:*i32 weights:*fp32 out:*bf16",
-        dict(WIDTH=1152, TAPS=4, BLOCK=256),
-    ),
-    "window_attention": (
-        "ops.window_attention",
-        "_window_attention_kernel",
-        "qkv:*bf16 cos:*fp32 sin:*fp32 offsets:*i32 out:*bf16 scale_log2:fp32 table_stride:i32",
-        dict(HEADS=16, HEADS_PER_PROGRAM=4, DIM=80, BLOCK_T=64, BLOCK_D=64),
-    ),
-    "sum_images": ("options.checksum", "_images_kernel", "words:*i32 grid:*i64 out:*i64 rows:i32 width:i32", {}),
-    "sum_weights": ("options.checksum", "_weights_kernel", "table:*i64 out:*i64 chunks:i32", {}),
-}
+HOPPER: Target = dict(device="cpu", dtype=torch.bfloat16)
+
+
+def launch_quantisation() -> None:
+    qkv = draw(7, 3, 4, 72, target=HOPPER)
+    used_1 = torch.tensor([7], dtype=torch.int32)
+    scaling = torch.ones(4, 3, 4)
+    out, center = quantize(qkv, *tables(7, 72, HOPPER), used_1, scaling, 128)
+    dequantize(out[2], scaling[2, 2], center, torch.bfloat16)
+
+
+def launch_product() -> None:
+    gate, up = draw(2, 100, 96, target=HOPPER)
+    linear_swiglu(draw(7, 96, target=HOPPER), gate, up, gate[:, 0], up[:, 0], draw(96, 100, target=HOPPER), limit=0.5)
+
+
+def launch_rotation_back() -> None:
+    parts = tuple(draw(1, 4, 7, 72, target=HOPPER) for _ in range(3))
+    rope_gather_back(parts, *tables(7, 72, HOPPER), draw(7, 3, 4, 72, target=HOPPER))
+
+
+def launch_others() -> None:
+    numbers = torch.zeros(8, 3, dtype=torch.int64)
+    checksum.sum_images(numbers.int(), numbers, numbers)
+    checksum.sum_weights([], numbers[:2], numbers)
+    shape_heads_(draw(7, 12 * 80, target=HOPPER), 4, 4, 1e-5, draw(80, target=HOPPER), draw(80, target=HOPPER))
+
+
+LAUNCHES = launch_quantisation, launch_product, launch_rotation_back, launch_others
+"""Launches of kernels, or of constants of kernels, that `test_backward.py` does not compile."""
 
 
 @pytest.mark.skipif(triton is None or INTERPRETED, reason="needs Triton's compiler")
-@pytest.mark.parametrize("name", COMPILED)
-def test_kernels_compile_for_hopper(name: str) -> None:
-    """Compile without a GPU, since the interpreter takes Python that the compiler refuses."""
-    compile_for_hopper(*COMPILED[name])
+@pytest.mark.parametrize("launch_kernels", LAUNCHES)
+def test_launches_compile_for_hopper(launch_kernels: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = compile_for_hopper(monkeypatch)
+    launch_kernels()
+    assert compiled
 
 
 @pytest.mark.skipif(triton is None or INTERPRETED, reason="needs Triton's compiler")
 @pytest.mark.parametrize("capability", [100, 120])
-@pytest.mark.parametrize("name", [name for name, (_, _, arguments, _) in COMPILED.items() if "fp8e4nv" in arguments])
-def test_kernels_of_fp8_compile_for_blackwell(name: str, capability: int) -> None:
-    compile_for_hopper(*COMPILED[name], capability=capability)
+def test_launches_of_fp8_compile_for_blackwell(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = compile_for_hopper(monkeypatch, capability=capability)
+    launch_quantisation()
+    assert set(compiled) == {"_sample_kernel", "_quantize_kernel", "_dequantize_kernel"}
 
 
 MEMORY = torch.zeros(64, dtype=torch.int32)
