@@ -31,37 +31,26 @@ def is_ours(name: object) -> bool:
     return isinstance(name, str) and name in NAMES
 
 
-def register(follow: Callable[[nn.Module, bool], None] | None = None) -> None:
-    """Register the names and wrap the two routing functions; once, however often it is called.
+Follow = Callable[[nn.Module, bool], None]
+"""Is called with a model of a composite, also under construction, and whether its tower is to be fast."""
 
-    Args:
-        follow: Called with every model of a composite, also under construction, and whether its tower is to be fast.
-    """
+
+def register(follow: Follow) -> None:
+    """Register the names and wrap the two routing functions."""
     modeling = transformers.modeling_utils
     masks = transformers.masking_utils
-    if follow is not None:
-        _FOLLOWERS[:] = [follow]
     _wrap(modeling, "lazy_import_flash_attention", _wrap_lazy_import)
-    _wrap(modeling.PreTrainedModel, "get_correct_attn_implementation", _wrap_routing)
+    _wrap(modeling.PreTrainedModel, "get_correct_attn_implementation", partial(_wrap_routing, follow))
     for name in NAMES:
         modeling.AttentionInterface.register(name, vision_attention)
         masks.AttentionMaskInterface.register(name, masks.sdpa_mask)
 
 
 def _wrap(owner: object, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put a wrapper around a function of transformers, once however often; none where a later version lacks it."""
-    if not hasattr(owner, name):
-        return
-    original = getattr(owner, name)
-    original = getattr(original, _ORIGINAL, original)
-    wrapper = wraps(original)(make(original))
-    setattr(wrapper, _ORIGINAL, original)
-    setattr(owner, name, wrapper)
-
-
-_ORIGINAL = "_hf_vit_accel_original"
-
-_FOLLOWERS: list[Callable[[nn.Module, bool], None]] = []
+    """Put a wrapper around a function of transformers; none where a later version lacks it."""
+    original = getattr(owner, name, None)
+    if original is not None:
+        setattr(owner, name, wraps(original)(make(original)))
 
 
 def _wrap_lazy_import(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,7 +62,7 @@ def _wrap_lazy_import(original: Callable[..., Any]) -> Callable[..., Any]:
     return lazy_import_flash_attention
 
 
-def _wrap_routing(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_routing(follow: Follow, original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `get_correct_attn_implementation`: every model of a composite learns its attention there."""
 
     def get_correct_attn_implementation(
@@ -81,10 +70,14 @@ def _wrap_routing(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> str | None:
         if not is_ours(requested_attention):
             if is_ours(getattr(getattr(self.config, "vision_config", None), "_attn_implementation", None)):
-                _notify_model(self, True)
-            return _take_ours_off(
-                self, requested_attention, partial(original, self, requested_attention, *args, **kwargs)
-            )
+                follow(self, True)
+            is_other = requested_attention != self.config._attn_implementation  # or only the text gets another
+            applicable = _resolve(requested_attention, partial(original, self, requested_attention, *args, **kwargs))
+            if is_other:
+                for tower in (self, *_wrapped(self)):
+                    uninstall(tower)
+                follow(self, False)
+            return applicable
         assert requested_attention is not None
         family = family_of(self)
         if family is not None:
@@ -93,37 +86,25 @@ def _wrap_routing(original: Callable[..., Any]) -> Callable[..., Any]:
             _patch_wrapper(self, requested_attention, args, kwargs)
         elif id(self.config) in _TEXT_CONFIGS:
             name = self.config._attn_implementation  # a model without a tower keeps its own attention
-            applicable: str | None = original(self, None if is_ours(name) else name, *args, **kwargs)
-            return applicable
+            return original(self, None if is_ours(name) else name, *args, **kwargs)
         else:
             _check_composite(self.config, requested_attention)
             _release_text_configs(self.config)
-            _notify_model(self, True)
+            follow(self, True)
         return requested_attention
 
     return get_correct_attn_implementation
 
 
-def _take_ours_off(model: Model, name: str | None, original: Callable[[], str | None]) -> str | None:
-    """Let transformers resolve a name that is not ours. Unpatch the model's towers where it is not the config's."""
-    is_unchanged = name == model.config._attn_implementation  # where only the text of a model gets another
+def _resolve(name: str | None, original: Callable[[], str | None]) -> str | None:
+    """Let transformers resolve a name that is not ours. Its error about an unknown one lists its own names alone."""
     try:
-        applicable = original()
-    except ValueError as error:  # transformers' own, which lists its own names
+        return original()
+    except ValueError as error:
         similar = get_close_matches(str(name), NAMES, n=1, cutoff=0.7)
         if similar:
             error.add_note(f"Did you mean {similar[0]!r}, of hf_vit_accel?")
         raise
-    if not is_unchanged:
-        for tower in (model, *_wrapped(model)):
-            uninstall(tower)
-        _notify_model(model, False)
-    return applicable
-
-
-def _notify_model(model: Model, is_fast: bool) -> None:
-    for follow in _FOLLOWERS:
-        follow(model, is_fast)
 
 
 def _patch_tower(tower: Tower, family: Family, name: str) -> None:

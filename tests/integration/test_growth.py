@@ -128,7 +128,6 @@ def test_every_cache_declares_its_bound() -> None:
     bounded_lists = {
         "PROBES": "as many as there are probes",
         "_INHERITED": "what a forked process inherits, once",
-        "_FOLLOWERS": "one, set when the package is imported",
     }
     for module_info in pkgutil.walk_packages(hf_vit_accel.__path__, "hf_vit_accel."):
         module = importlib.import_module(module_info.name)
