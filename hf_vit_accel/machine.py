@@ -251,24 +251,10 @@ def once_differentiable(backward: Function) -> Function:
     return run  # type: ignore[return-value]
 
 
-_LIBRARIES = {"cudnn", "cutlass", "flash_attn", "flash_attn_interface", "flashinfer", "triton", "tvm_ffi"}
-"""Libraries that assert the requirements on their arguments and on the machine."""
-
-
-def _is_own_assertion(error: Exception) -> bool:
-    """Return whether an error is a failed assertion of this package, not of a library that it calls."""
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    module = "" if traceback is None else str(traceback.tb_frame.f_globals.get("__name__"))
-    return isinstance(error, AssertionError) and module.partition(".")[0] not in _LIBRARIES
-
-
 def guarded(name: str, function: Function) -> Function:
     """Wrap a function so that its errors are raised as a `Fault` with this name.
 
-    Some errors pass unchanged. Users catch out-of-memory errors to try a smaller batch. A failed assertion of this
-    package is a bug, which no fallback may hide.
+    Out-of-memory errors pass unchanged: users catch them to try a smaller batch.
     """
 
     @wraps(function)
@@ -278,8 +264,6 @@ def guarded(name: str, function: Function) -> Function:
         except _NO_FAULTS:
             raise
         except Exception as error:
-            if _is_own_assertion(error):
-                raise
             raise Fault(name, error) from error
 
     return call  # type: ignore[return-value]

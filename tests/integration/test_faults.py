@@ -98,7 +98,7 @@ PLACES: dict[str, tuple[Any, str, int]] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "strict"), alike((torch.OutOfMemoryError, False), (AssertionError, True)), ids=str)
+@pytest.mark.parametrize("strict", alike(False, True), ids=["", "strict"])
 @pytest.mark.parametrize("place", PLACES)
 def test_an_error_that_is_no_fault_reaches_the_user(
     references: list[str],
@@ -106,18 +106,17 @@ def test_an_error_that_is_no_fault_reaches_the_user(
     monkeypatch: pytest.MonkeyPatch,
     place: str,
     strict: bool,
-    kind: type[Exception],
 ) -> None:
     """The same error is raised, with nothing added; nothing is counted or remembered."""
     model, expected = stock_models["qwen2_5_vl"]
     tower = tower_of(model)
-    error = kind("CUDA out of memory. Tried to allocate 20.00 GiB.")
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
     hf_vit_accel.patch(model, strict=strict)
     for _ in range(1 if place in list(PLACES)[:3] else 2):  # with a new layout, and with a cached one
         with monkeypatch.context() as broken:
             owner, name, after = PLACES[place]
             fail_once(broken, owner, name, error, after)
-            with pytest.raises(kind) as raised:
+            with pytest.raises(torch.OutOfMemoryError) as raised:
                 run_tower(tower, GRID)
         assert raised.value is error and error.args == ("CUDA out of memory. Tried to allocate 20.00 GiB.",)
         assert error.__cause__ is None and error.__context__ is None and not getattr(error, "__notes__", ())
