@@ -183,8 +183,9 @@ class InPasses:
         if len(grids) == 1:  # a frame is never cut
             return self._encode(batch)
         if batch.plan.spec.request.grad:
-            recomputed = RecomputedPasses(batch.plan)
-            by_pass = [recomputed.run(self._encode, part) for part in _parts(batch, grids)]
+            reading = batch.plan.reading
+            recorded = RecordedModules(reading.parts, has_adapters=reading.unpredictable is not None)
+            by_pass = [_recomputed(self._encode, part, recorded) for part in _parts(batch, grids)]
             outputs = [torch.cat(outputs_of_passes) for outputs_of_passes in zip(*by_pass, strict=True)]
         else:
             outputs = self._in_place(batch, grids)
@@ -249,19 +250,11 @@ def _slices(outputs: Sequence[Tensor], start: int, end: int, total: int) -> list
     return [output[start * len(output) // total : end * len(output) // total] for output in outputs]
 
 
-class RecomputedPasses:
-    """Passes with gradients: nothing of a pass is kept but its input, from which it runs again in the backward pass."""
+def _recomputed(encode_part: Encode, part: Batch, recorded: RecordedModules) -> list[Tensor]:
+    """Return the outputs of a pass with gradients, of which only the input is kept: it runs again in the backward."""
 
-    def __init__(self, plan: FastPlan) -> None:
-        self._recorded = RecordedModules(plan.reading.parts, has_adapters=plan.reading.unpredictable is not None)
+    def encode_pixels(pixels_TP: Tensor) -> list[Tensor]:
+        return encode_part(replace(part, pixels_TP=pixels_TP))
 
-    def run(self, encode_part: Encode, part: Batch) -> list[Tensor]:
-        """Return the outputs of a pass."""
-
-        def encode_pixels(pixels_TP: Tensor) -> list[Tensor]:
-            return encode_part(replace(part, pixels_TP=pixels_TP))
-
-        # The pixels are an argument: autograd raises if they are overwritten before it runs them again.
-        return checkpoint(
-            encode_pixels, part.pixels_TP, use_reentrant=False, context_fn=lambda: (nullcontext(), self._recorded)
-        )
+    # The pixels are an argument: autograd raises if they are overwritten before it runs them again.
+    return checkpoint(encode_pixels, part.pixels_TP, use_reentrant=False, context_fn=lambda: (nullcontext(), recorded))
