@@ -26,7 +26,7 @@ from hf_vit_accel.config import ReuseConfig
 from hf_vit_accel.engine.call import Batch, Encode, Reading, WeightMemory
 from hf_vit_accel.engine.inputs import HostGrid
 from hf_vit_accel.layout import Grid, settle, to_device
-from hf_vit_accel.machine import KERNELS, LRU, autocast_dtype, guarded, keep_in_children, reasons_untraceable
+from hf_vit_accel.machine import KERNELS, LRU, autocast_dtype, guarded, reasons_untraceable
 from hf_vit_accel.ops import why_not_triton
 from hf_vit_accel.ops.training.context import FunctionContext
 from hf_vit_accel.options import checksum
@@ -70,21 +70,12 @@ class ReuseStatus:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Kept:
-    """Pixels and outputs of one image of an earlier call, which a CUDA stream finished at an event."""
+    """Pixels and outputs of one image of an earlier call on the same stream."""
 
     bits_TW: Tensor
     outputs: list[Tensor]
-    stream: torch.cuda.Stream | None
-    ready: torch.cuda.Event | None
-
-    def wait(self, stream: torch.cuda.Stream | None) -> None:
-        """Let a stream wait for the tensors, and keep their memory until that stream has read them."""
-        if stream is not None and self.ready is not None and stream != self.stream:
-            stream.wait_event(self.ready)
-            for tensor in (self.bits_TW, *self.outputs):
-                tensor.record_stream(stream)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +198,9 @@ class Reuse:
         keys: list[Hashable] = []
         if table is not None:
             autocast = autocast_dtype(device, weights.dtype)
-            identity = weights_sum, table.form, pixels_TP.dtype, device, autocast, *machine.numerics()
+            # Every stream has its own features: those of another one may be incomplete here.
+            stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+            identity = weights_sum, table.form, pixels_TP.dtype, device, stream, autocast, *machine.numerics()
             keys = [(identity, fingerprint) for fingerprint in present]
         sources = self._find_sources(present, keys, bits)
         return Repeats(sizes=sizes, unmet=unmet, sources=sources, bits=bits, keys=keys)
@@ -252,7 +245,6 @@ class Reuse:
         for index, fingerprint in enumerate(fingerprints):
             earlier = self._kept.find(keys[index]) if keys else None
             if earlier is not None:
-                earlier.wait(_stream_of(bits[index]))
                 candidates[index] = earlier
                 pairs.append((bits[index], earlier.bits_TW))
             elif fingerprint in first_index:
@@ -296,25 +288,14 @@ class Reuse:
 
     def _keep(self, repeats: Repeats, fresh_by_index: dict[int, list[Tensor]]) -> None:
         """Keep clones of pixels and outputs, since callers may write to both, unless they exceed the bound."""
-        clones_by_index: dict[int, list[Tensor]] = {}
         # Inference tensors could not be used where gradients are recorded later.
         with torch.inference_mode(False), torch.no_grad():
             for index, outputs in fresh_by_index.items():
                 tensors = [repeats.bits[index], *outputs]
-                if sum(tensor.nbytes for tensor in tensors) <= self._kept.cost:
-                    clones_by_index[index] = [tensor.clone() for tensor in tensors]
-        if not clones_by_index:
-            return
-        stream = _stream_of(repeats.bits[0])
-        ready = None if stream is None else stream.record_event()
-        for index, tensors in clones_by_index.items():
-            features = Kept(bits_TW=tensors[0], outputs=tensors[1:], stream=stream, ready=ready)
-            keep_in_children(features)
-            self._kept.keep(repeats.keys[index], features, sum(tensor.nbytes for tensor in tensors))
-
-
-def _stream_of(tensor: Tensor) -> torch.cuda.Stream | None:
-    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+                nbytes = sum(tensor.nbytes for tensor in tensors)
+                if nbytes <= self._kept.cost:
+                    bits_TW, *clones = [tensor.clone() for tensor in tensors]
+                    self._kept.keep(repeats.keys[index], Kept(bits_TW, clones), nbytes)
 
 
 class WeightTable:

@@ -312,8 +312,8 @@ FAULTS = (
     Fault(
         "kept features are the caller's tensors",
         "options/reuse.py",
-        "clones_by_index[index] = [tensor.clone() for tensor in tensors]",
-        "clones_by_index[index] = tensors",
+        "bits_TW, *clones = [tensor.clone() for tensor in tensors]",
+        "bits_TW, *clones = tensors",
         REUSE,
     ),
     Fault(

@@ -532,15 +532,15 @@ def test_reuse_is_true_false_or_a_config(tower: nn.Module) -> None:
 
 
 @pytest.mark.gpu
-def test_features_made_on_one_stream_serve_another() -> None:
-    """Also, memory that another stream still reads is not written to."""
+def test_every_stream_uses_features_of_its_own() -> None:
+    """What the first stream keeps is not yet computed when the second one asks for it."""
     tower = tower_of(TINY["qwen3_vl"].build()).requires_grad_(False).cuda().half()
     entry = (1, 32, 32)
     one, two = (pixels_for(tower, [entry], seed).half().cuda() for seed in range(2))
     grid = torch.tensor([entry], device="cuda")
     with torch.no_grad():
         expected = outputs_of(tower(one, grid_thw=grid))
-        hf_vit_accel.patch(tower, reuse=ReuseConfig(across_calls=True, gigabytes=0.8e-3))
+        hf_vit_accel.patch(tower, reuse=ACROSS)
         first = torch.cuda.Stream()
         second = torch.cuda.Stream()
         for _ in range(20):
