@@ -15,7 +15,7 @@ from accelerate.hooks import (
     remove_hook_from_submodules,
 )
 from support.patching import check_calls, check_stock, patch_by, run, status_of
-from tiny import GRIDS, TINY, assert_close, relative_error, tower_of
+from tiny import GRIDS, assert_close, relative_error, tower_of
 from torch import nn
 
 import hf_vit_accel
@@ -162,9 +162,12 @@ def test_hooks_that_align_to_several_places_go_the_stock_way(model: nn.Module, p
 
 @pytest.mark.parametrize("patched_when", ["before", "meanwhile", "after"])
 def test_after_offloading_the_fast_path_is_used_again(model: nn.Module, patched_when: str) -> None:
+    """accelerate leaves the classes' bound forwards on instances when it removes its hooks: that changes nothing."""
     tower = tower_of(model)
     grid = GRIDS["mixed"]
     expected = run(tower, grid)
+    with hf_vit_accel.patched(model):
+        fused = status_of(model).fused
     if patched_when == "before":
         hf_vit_accel.patch(model)
         run(tower, grid)
@@ -179,27 +182,6 @@ def test_after_offloading_the_fast_path_is_used_again(model: nn.Module, patched_
     stock_calls = state_of(tower).stock_calls
     assert_close(run(tower, grid), expected)
     assert not status_of(model).against_fast
-    assert (state_of(tower).fast_calls, state_of(tower).stock_calls) == (calls + 1, stock_calls)
-    check_stock(model, grid, expected)
-
-
-@pytest.mark.parametrize("name", ["blocks.1", "blocks.0.attn.qkv", "patch_embed"])
-@pytest.mark.parametrize("patched_when", ["before", "after"])
-def test_removed_accelerate_hooks_leave_nothing_behind(patched_when: str, name: str) -> None:
-    """accelerate leaves the class's bound forward on the instance when it removes a hook: that changes nothing."""
-    model = TINY["qwen2_5_vl"].build()
-    tower = tower_of(model)
-    grid = GRIDS["images"]
-    expected = run(tower, grid)
-    with hf_vit_accel.patched(model):
-        fused = status_of(model).fused
-    if patched_when == "before":
-        hf_vit_accel.patch(model)
-    add_hook_to_module(tower.get_submodule(name), Recorder())
-    run(tower, grid)
-    remove_hook_from_module(tower.get_submodule(name))
-    hf_vit_accel.patch(model)
-    assert_close(run(tower, grid), expected)
-    check_calls(model, 1, 0)
     assert status_of(model).fused == fused and "patch_embed" in fused
+    assert (state_of(tower).fast_calls, state_of(tower).stock_calls) == (calls + 1, stock_calls)
     check_stock(model, grid, expected)

@@ -12,9 +12,7 @@ import pytest
 import torch
 from support.cpu_graphs import SMALL, Recorder
 from support.faults import GRID, StockModels, fail_once, faults_of, raises
-from support.flashinfer import Flashinfer
 from support.patching import status_of
-from support.references import put
 from support.towers import ONE_TOWER, alike
 from tiny import TINY, assert_close, run_tower, tower_of
 from torch import nn
@@ -125,22 +123,6 @@ def test_an_error_that_is_no_fault_reaches_the_user(
     assert status_of(model).stock_calls == 0 and "norms" in status_of(model).fused
 
 
-@pytest.mark.parametrize(("piece", "after"), [("prepare_cudnn_batch_prefill", 0), ("run", 2)])
-def test_out_of_memory_in_a_library(
-    flashinfer: Flashinfer, stock_models: StockModels, monkeypatch: pytest.MonkeyPatch, piece: str, after: int
-) -> None:
-    model, expected = stock_models["qwen3_vl"]
-    error = torch.OutOfMemoryError("Tried to allocate")
-    hf_vit_accel.patch(model)
-    with monkeypatch.context() as broken:
-        fail_once(broken, flashinfer, piece, error, after)
-        with pytest.raises(torch.OutOfMemoryError) as raised:
-            run_tower(tower_of(model), GRID)
-    assert raised.value is error and not faults_of(model)
-    assert_close(run_tower(tower_of(model), GRID), expected)
-    assert status_of(model).backends["full"] == "flashinfer_cudnn" and not status_of(model).fallbacks
-
-
 @pytest.mark.parametrize("family", ONE_TOWER)
 def test_out_of_memory_with_graphs(
     on_cpu: type[Recorder], stock_models: StockModels, monkeypatch: pytest.MonkeyPatch, family: str
@@ -199,18 +181,3 @@ def test_gpu_a_cache_folder_that_cannot_be_written(tmp_path: Path, graphs: bool)
     code = WITHOUT.replace("GRAPHS)", f"{graphs})")
     process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert process.returncode == 0 and "served" in process.stdout, process.stderr[-3000:]
-
-
-@pytest.mark.gpu
-def test_gpu_out_of_memory_reaches_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = TINY["qwen3_vl"].build().to("cuda", torch.bfloat16)
-    tower = tower_of(model)
-    hf_vit_accel.patch(model)
-    expected = run_tower(tower, GRID)
-    with monkeypatch.context() as broken:
-        real = add_norm.add_norm_rows
-        put(broken, real, lambda *args, **kwargs: (torch.empty(1 << 50, device="cuda"), real(*args, **kwargs))[1])
-        with pytest.raises(torch.OutOfMemoryError):
-            run_tower(tower, GRID)
-    assert_close(run_tower(tower, GRID), expected, 0.0)
-    assert not status_of(model).fallbacks

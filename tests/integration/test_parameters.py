@@ -29,6 +29,21 @@ UPCAST = {
 }
 
 
+def check_step(tower: nn.Module, step: Callable[[nn.Module], list[torch.Tensor]], factor: float) -> None:
+    """Expect dtypes of stock, errors of at most its own times a factor and a rounding, and the same bits unpatched."""
+    exact = step(copy.deepcopy(tower).float())
+    expected = step(tower)
+    hf_vit_accel.patch(tower)
+    results = step(tower)
+    check_calls(tower, 1, 0)
+    for one, other, reference in zip(results, expected, exact, strict=True):
+        assert one.dtype == other.dtype
+        assert relative_error(one.float(), reference) <= factor * relative_error(other.float(), reference) + 2**-8
+    hf_vit_accel.unpatch(tower)
+    for result, value in zip(step(tower), expected, strict=True):
+        assert torch.equal(result, value)
+
+
 @pytest.mark.parametrize("upcast", ["norms", *alike("all but one layer", "merger", "patch embedding")])
 @pytest.mark.parametrize("trained", alike(True, False), ids=["trained", "inference"])
 def test_parts_in_fp32_beside_bf16_are_fast_under_autocast(model: nn.Module, upcast: str, trained: bool) -> None:
@@ -52,17 +67,7 @@ def test_parts_in_fp32_beside_bf16_are_fast_under_autocast(model: nn.Module, upc
         gradients = [parameter.grad for parameter in (pixels, *tower.parameters())]
         return [*(output.detach() for output in outputs), *gradients]
 
-    exact = step(copy.deepcopy(tower).float())
-    expected = step(tower)
-    hf_vit_accel.patch(model)
-    results = step(tower)
-    check_calls(model, 1, 0)
-    for one, other, reference in zip(results, expected, exact, strict=True):
-        assert one.dtype == other.dtype
-        assert relative_error(one.float(), reference) <= 1.2 * relative_error(other.float(), reference) + 2**-8
-    hf_vit_accel.unpatch(model)
-    for result, value in zip(step(tower), expected, strict=True):
-        assert torch.equal(result, value)
+    check_step(tower, step, 1.2)
 
 
 def test_parts_in_fp32_beside_bf16_stay_stock_without_autocast(model: nn.Module) -> None:
@@ -119,17 +124,7 @@ def test_adapters_in_fp32_beside_weights_in_bf16(tuner: str, autocast: bool) -> 
         trained = [parameter.grad for parameter in tower.parameters() if parameter.requires_grad]
         return [*(output.detach().float() for output in outputs), *trained]
 
-    exact = step(copy.deepcopy(tower).float())
-    expected = step(tower)
-    hf_vit_accel.patch(model)
-    results = step(tower)
-    check_calls(model, 1, 0)
-    for one, other, reference in zip(results, expected, exact, strict=True):
-        assert one.dtype == other.dtype
-        assert relative_error(one, reference) <= 1.5 * relative_error(other, reference) + 2**-8
-    hf_vit_accel.unpatch(model)
-    for result, value in zip(step(tower), expected, strict=True):
-        assert torch.equal(result, value)
+    check_step(tower, step, 1.5)
 
 
 def test_an_adapter_over_a_weight_of_another_dtype(model: nn.Module) -> None:

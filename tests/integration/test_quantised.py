@@ -5,7 +5,6 @@ Stand-ins of the same shape run everywhere, bitsandbytes, torchao and quanto whe
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -147,23 +146,6 @@ def test_gradients_through_called_modules_are_those_of_stock(model: nn.Module, w
     check_calls(model, 1, 0)
 
 
-def test_a_weight_that_is_quantised_after_patching_is_used(model: nn.Module) -> None:
-    """`quantize_(model)` of torchao changes weights, and no module."""
-    tower = tower_of(model)
-    grid = GRIDS["images"]
-    plain = copy.deepcopy(model)
-    hf_vit_accel.patch(model)
-    assert_close(run(tower, grid), run(tower_of(plain), grid))
-    for quantised_model in (model, plain):
-        for block in tower_of(quantised_model).blocks[1:3]:
-            weight = quantised.Int8Weight(block.attn.qkv.weight.detach() * 1.5)
-            block.attn.qkv.weight = nn.Parameter(weight, requires_grad=False)
-    expected = run(tower_of(plain), grid)
-    assert_close(run(tower, grid), expected)
-    check_calls(model, 2, 0)
-    check_stock(model, grid, expected)
-
-
 def test_a_module_may_keep_its_output(model: nn.Module) -> None:
     """Kernels rotate q and k in place, but never in memory that a called module returned."""
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -268,17 +250,3 @@ def test_dtypes_and_values_on_a_gpu(model: nn.Module, way: str, prepared: bool, 
         assert_close(results, expected, 3e-2)
     status = hf_vit_accel.status(model).towers[0]
     assert not status.stock_calls, str(status)
-
-
-@pytest.mark.gpu
-def test_graphs_of_bitsandbytes_on_a_gpu(model: nn.Module) -> None:
-    tower = tower_of(quantise(model.bfloat16().cuda(), "bitsandbytes, 4 bit"))
-    grid = torch.tensor(GRIDS["image"], device="cuda")
-    pixels = pixels_for(tower, GRIDS["image"]).to("cuda", torch.bfloat16)
-    with torch.no_grad():
-        expected = flat(tower(pixels, grid_thw=grid))
-        hf_vit_accel.patch(model, cuda_graphs=True)
-        for _ in range(3):
-            assert_close(flat(tower(pixels, grid_thw=grid)), expected, 2e-2)
-    graphs = graphs_of(model)
-    assert graphs.replays or graphs.eager, graphs  # replayed, or the reason why these kernels cannot be

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.towers import ONE_TOWER
 from tiny import (
     GRIDS,
     TINY,
@@ -31,11 +30,6 @@ import hf_vit_accel
 from hf_vit_accel.tower.state import state_of
 
 GRID = GRIDS["mixed"]
-
-
-@pytest.fixture(params=ONE_TOWER)
-def tower(request: pytest.FixtureRequest) -> nn.Module:
-    return tower_of(TINY[request.param].build())
 
 
 def check_reason(tower: nn.Module, reason: str) -> None:

@@ -12,8 +12,6 @@ from torch import nn
 from transformers import AutoModel
 
 import hf_vit_accel
-from hf_vit_accel.families import find_towers
-from hf_vit_accel.tower.state import state_of
 
 AUTO = "flash_vit_auto"
 PAGES = [[(1, 4, 6)], [(1, 12, 8)], [(1, 8, 8)]]
@@ -110,18 +108,10 @@ def test_embeddings_of_pages_equal_stock(kind: str, family: str) -> None:
     assert (status.calls, status.stock_calls, status.family) == (1, 0, family)
     hf_vit_accel.unpatch(model)
     assert_close([embed(model, family, padded=padded)], [expected], 0.0)
-
-
-@pytest.mark.parametrize("kind", MAKERS)
-def test_retrievers_load_by_name(kind: str) -> None:
-    make = MAKERS[kind]
-    padded = kind != "AutoModel"
-    expected = embed(make("qwen2_5_vl"), "qwen2_5_vl", padded=padded)
-    model = make("qwen2_5_vl", attn_implementation=AUTO)
-    [(_, tower, _)] = find_towers(model)
-    assert_close([embed(model, "qwen2_5_vl", padded=padded)], [expected])
-    assert state_of(tower).fast_calls == 1
-    assert model.config.get_text_config()._attn_implementation == "sdpa"
+    by_name = make(family, attn_implementation=AUTO)
+    assert_close([embed(by_name, family, padded=padded)], [expected])
+    assert hf_vit_accel.status(by_name).towers[0].calls == 1
+    assert by_name.config.get_text_config()._attn_implementation == "sdpa"
 
 
 def test_cosmos3_omni_holds_qwen3_vls_tower() -> None:

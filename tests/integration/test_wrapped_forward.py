@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import pickle
 import warnings
 from collections.abc import Callable
 from types import MethodType
@@ -13,20 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from accelerate.hooks import ModelHook, add_hook_to_module
 from support.patching import check_calls, gradients, run, status_of
-from support.towers import ONE_TOWER
-from tiny import GRIDS, TINY, assert_close, doubled, relative_error, tower_of
+from tiny import GRIDS, TINY, assert_close, doubled, tower_of
 from torch import nn
 
 import hf_vit_accel
 
 GRID = GRIDS["mixed"]
-
-
-@pytest.fixture(params=ONE_TOWER)
-def model(request: pytest.FixtureRequest) -> nn.Module:
-    return TINY[request.param].build()
 
 
 def keep_frozen(tower: Any) -> None:
@@ -204,45 +197,3 @@ def test_a_wrapper_without_the_forward_of_the_class_stays(model: nn.Module, when
     hf_vit_accel.unpatch(model)
     if when == "before":
         assert traces_of(tower) == before
-
-
-@pytest.mark.parametrize("wrap", [keep_frozen, set_forward(Handler)], ids=["attribute", "object"])
-@pytest.mark.parametrize(
-    "how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
-)
-def test_copies_of_a_wrapped_tower(
-    model: nn.Module, wrap: Callable[[Any], None], how: Callable[[nn.Module], nn.Module]
-) -> None:
-    tower = tower_of(model)
-    wrap(tower)
-    if wrap is keep_frozen and how is not copy.deepcopy:
-        pytest.skip("a local function has no pickle, in stock either")
-    hf_vit_accel.patch(model)
-    other = how(model)
-    with torch.no_grad():
-        tower_of(other).patch_embed.proj.weight.mul_(-1.5)
-    expected = run(tower, GRID)
-    changed = run(tower_of(other), GRID)
-    check_calls(model, 1, 0)
-    check_calls(other, 1, 0)
-    assert relative_error(changed[0], expected[0]) > 1e-3
-    hf_vit_accel.unpatch(other)
-    assert_close(run(tower_of(other), GRID), changed)
-    assert_close(run(tower, GRID), expected)
-    check_calls(model, 2, 0)
-
-
-def test_hooks_of_accelerate_come_and_go_around_a_wrapper(model: nn.Module) -> None:
-    tower = tower_of(model)
-    expected = run(tower, GRID)
-    keep_frozen(tower)
-    add_hook_to_module(tower, ModelHook())
-    hf_vit_accel.patch(model)
-    assert_close(run(tower, GRID), expected)
-    remove_hook_from_module(tower)
-    assert_close(run(tower, GRID), expected)
-    add_hook_to_module(tower, ModelHook())
-    assert_close(run(tower, GRID), expected)
-    check_calls(model, 3, 0)
-    hf_vit_accel.unpatch(model)
-    assert_close(run(tower, GRID), expected, 0.0)
