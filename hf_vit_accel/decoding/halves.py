@@ -11,9 +11,13 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.cache_utils import DynamicLayer
 from transformers.generation.logits_process import (
+    ForcedEOSTokenLogitsProcessor,
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
@@ -21,26 +25,27 @@ from hf_vit_accel.decoding.packed import Arguments
 from hf_vit_accel.decoding.prefill import CACHE, GroupedPrompt
 from hf_vit_accel.decoding.text_models import Model
 
-BY_ROWS = {
+_OF_TOKENS = {
+    EosTokenCriteria,
+    ForcedEOSTokenLogitsProcessor,
+    MaxLengthCriteria,
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
-    EosTokenCriteria,
-    MaxLengthCriteria,
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
 }
-"""Processors and criteria that treat every row by itself, and keep nothing of the rows of a call."""
+"""Processors and criteria that read the tokens of each row by itself, and keep nothing of a call."""
 
 
-def has_independent_rows(
+def depends_on_tokens_alone(
     config: GenerationConfig, processors: LogitsProcessorList, criteria: StoppingCriteriaList
 ) -> bool:
-    """Return whether half the rows get the same tokens without the others: no random numbers, no code of the user's."""
+    """Return whether a row's tokens follow from its own tokens: no random numbers, no state, no code of the user's."""
     is_greedy = config.get_generation_mode(None).value == "greedy_search"
-    return (
-        is_greedy
-        and not config.return_dict_in_generate
-        and {type(each) for each in (*processors, *criteria)} <= BY_ROWS
-    )
+    kinds = {type(each) for each in (*processors, *criteria)}
+    return is_greedy and not config.return_dict_in_generate and kinds <= _OF_TOKENS
 
 
 def halves_of(model: Model, input_ids: Tensor, model_kwargs: Arguments) -> list[Arguments]:

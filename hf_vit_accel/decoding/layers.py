@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.activations import ACT2FN
 
 from hf_vit_accel.backends.flash_attention_3 import FlashAttention3, causal_attention
-from hf_vit_accel.decoding.text_models import Model, Reading
+from hf_vit_accel.decoding.text_models import Model, Reading, refuse
 from hf_vit_accel.ops.activation import swiglu
 from hf_vit_accel.ops.add_norm import add_norm_rows
 from hf_vit_accel.ops.launch import why_not_triton
@@ -268,6 +268,27 @@ class _Layers:
                 return cast(Tensor, mlp.down_proj(mlp.act_fn(gate_BTF) * up_BTF))
             inner_TF = swiglu(gate_BTF.flatten(0, 1), up_BTF.flatten(0, 1))
         return self._products(inner_TF.unflatten(0, rows_BTE.shape[:2]), mlp.down_proj)[0]
+
+
+def check_equal(ours: Tensor, stock: Tensor, message: str) -> None:
+    """Raise ArithmeticError where a result of ours differs from stock's by more than rounding."""
+    is_exact = ours.dtype.itemsize > 2 and torch.get_float32_matmul_precision() == "highest"
+    error = float((ours.float() - stock.float()).norm() / stock.float().norm())
+    if not error <= (1e-4 if is_exact else 0.1):  # nor for NaN
+        raise ArithmeticError(f"{message} from stock's by {error:.2g}")
+
+
+def refuse_unpacked(reading: Reading) -> None:
+    """Raise `UnservedError` for text models whose layers run no packed rows."""
+    attentions = [getattr(layer, "self_attn", None) for layer in reading.text.layers]
+    device = reading.text.embed_tokens.weight.device
+    reasons = {
+        "autocast": reading.autocast[2],
+        "layers of linear attention": None in attentions,
+        "attention in both directions": not all(getattr(attention, "is_causal", True) for attention in attentions),
+        "weights on several devices": any(weight.device != device for weight in reading.text.parameters()),
+    }
+    refuse(reasons)
 
 
 _SWIGLU = {"gate_proj", "up_proj", "down_proj", "act_fn"}

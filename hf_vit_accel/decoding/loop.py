@@ -6,7 +6,6 @@ import inspect
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -15,34 +14,32 @@ from packaging.version import Version
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, GenerationMixin
 from transformers.cache_utils import DynamicLayer
-from transformers.generation import utils as generation_utils
-from transformers.generation.logits_process import (
-    ForcedEOSTokenLogitsProcessor,
-    NoBadWordsLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-)
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from hf_vit_accel.decoding.halves import BY_ROWS, halves_of, has_independent_rows, joined
+from hf_vit_accel.decoding.ahead import can_run_ahead, running_ahead
+from hf_vit_accel.decoding.halves import depends_on_tokens_alone, halves_of, joined
 from hf_vit_accel.decoding.packed import Arguments, PackedPrompt
 from hf_vit_accel.decoding.prefill import GroupedPrompt
-from hf_vit_accel.decoding.room import Room, Size, plan_axis, room_of, slots_for
-from hf_vit_accel.decoding.step import (
-    CACHE,
-    DecodeStep,
+from hf_vit_accel.decoding.room import (
+    Room,
+    Size,
     bytes_of_room,
-    inputs_of_rows,
     is_linear,
-    key_of_inputs,
     make_room,
+    plan_axis,
+    room_of,
+    slots_for,
+    unshare,
 )
+from hf_vit_accel.decoding.step import CACHE, DecodeStep, inputs_of_rows, key_of_inputs
 from hf_vit_accel.decoding.steps import DecodeSteps, free_steps, steps_of
 from hf_vit_accel.decoding.text_models import (
+    Model,
     Reading,
     UnservedError,
     declared_class_of,
@@ -61,17 +58,6 @@ _MOST_PROOFS = 32
 """Proofs of packed prompts that are remembered: their keys name every weight."""
 _RESERVE = 128
 """Slots for tokens to come that a new cache has at least. Where it is full, a larger one takes over."""
-_STOP_CHECK = "DeferredStopCheck"
-"""transformers' check whether all rows have ended, which looks at the step before. It is for "mps" alone there."""
-_RUNS_AHEAD_ON = ("cuda",)
-"""Devices on which greedy calls take it: the host queues a step while the device computes the last one."""
-_OF_TOKENS = {
-    ForcedEOSTokenLogitsProcessor,
-    NoBadWordsLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-}
-"""Processors that keep nothing of a call, beside those that treat rows by themselves."""
 
 
 def slots_after(length: int, due: int) -> int:
@@ -148,29 +134,24 @@ def graphed_decoding(
         device = input_ids.device
         max_bytes = torch.cuda.get_device_properties(device).total_memory // 8 if input_ids.is_cuda else 1 << 30
     steps = steps_of(model)
-    loop: _ModelInLoop | None = None
-    failure: torch.OutOfMemoryError | None = None
+    is_simple = streamer is None and depends_on_tokens_alone(generation_config, logits_processor, stopping_criteria)
     try:
         declared_class_of(model)
         _check(input_ids, generation_config, model_kwargs, of_generate, synced_gpus)
         with steps.locked_for_call(max_graphs, max_bytes), torch.no_grad():
-            loop = _ModelInLoop(model, steps, generation_config.max_length, input_ids.shape[1])
-            sample = method if streamer is not None else _without_waits(method, loop, input_ids, arguments)
-            with torch.cuda.device(input_ids.device) if input_ids.is_cuda else nullcontext():  # events are of this one
-                return loop.finish(sample(loop, input_ids, **arguments, streamer=streamer))
+            return _decode_by_steps(model, method, input_ids, arguments | {"streamer": streamer}, is_simple)
     except UnservedError as error:
         steps.stock_reasons[str(error)] += 1
     except torch.OutOfMemoryError as error:
-        has_others = streamer is not None or not halve
-        if has_others or not has_independent_rows(generation_config, logits_processor, stopping_criteria):
+        # A penalty of repetitions may hold the length of every row's prompt.
+        is_penalised = RepetitionPenaltyLogitsProcessor in map(type, logits_processor)
+        if not (is_simple and halve) or is_penalised:
             raise
-        failure = error.with_traceback(None)  # which would keep what the call computed
-    if failure is not None:
-        loop = None
+        error.with_traceback(None)  # which would keep what the call computed
         free_steps(model)
         halves = halves_of(model, input_ids, model_kwargs)
         if not halves:
-            raise failure
+            raise
         of_call = logits_processor, stopping_criteria, generation_config
         outputs = [
             graphed_decoding(model, half.pop("input_ids"), *of_call, max_graphs=max_graphs, max_bytes=max_bytes, **half)
@@ -181,6 +162,18 @@ def graphed_decoding(
     if "assisted" in mode.value:
         arguments["inputs_tensor"] = inputs_tensor
     return method(model, input_ids, **arguments)
+
+
+def _decode_by_steps(
+    model: Model, method: Callable[..., Any], input_ids: Tensor, arguments: Arguments, may_run_ahead: bool
+) -> Any:
+    """Run transformers' loop around a model whose forwards of one token are steps."""
+    max_length = arguments["generation_config"].max_length
+    loop = _ModelInLoop(model, steps_of(model), max_length, input_ids.shape[1])
+    is_ahead = may_run_ahead and can_run_ahead(input_ids.device)
+    sample = running_ahead(method, loop.has_next_step) if is_ahead else method
+    with torch.cuda.device(input_ids.device) if input_ids.is_cuda else nullcontext():  # events are of this one
+        return loop.finish(sample(loop, input_ids, **arguments))
 
 
 def _variables_of_generate() -> Arguments:
@@ -215,65 +208,6 @@ def _check(
         f"a device of type {input_ids.device.type}": input_ids.device.type not in ("cpu", "cuda"),
     }
     refuse(reasons)
-
-
-class _StopChecks:
-    """Takes the place of transformers' class of deferred checks in the loop of one call."""
-
-    def __init__(self, loop: _ModelInLoop) -> None:
-        self._loop = loop
-
-    def is_supported(self, *_: object, **__: object) -> bool:
-        """Return whether the loop may take a step more than it returns."""
-        return True
-
-    def __call__(self, *args: Any) -> _StopCheck:
-        return _StopCheck(self._loop, getattr(generation_utils, _STOP_CHECK)(*args))
-
-
-class _StopCheck:
-    """Looks whether all rows had ended a step before; and at once where the next forward would be no step of ours.
-
-    So stock's forwards, which may run code of the user's, are as many as without it.
-    """
-
-    def __init__(self, loop: _ModelInLoop, deferred: Any) -> None:
-        self._loop = loop
-        self._deferred = deferred
-
-    def __call__(self, unfinished_sequences: Tensor, tokens: Tensor, length: int) -> bool:
-        if self._deferred(unfinished_sequences, tokens, length):
-            return True
-        return not self._loop.has_next_step() and bool(unfinished_sequences.max() == 0)
-
-    def finish(self) -> int:
-        """Return how many steps were too many."""
-        steps: int = self._deferred.finish()
-        return steps
-
-
-def _without_waits(
-    method: Callable[..., Any], loop: _ModelInLoop, input_ids: Tensor, arguments: Arguments
-) -> Callable[..., Any]:
-    """Return transformers' loop, where possible with its deferred check of the end instead of a wait in every step.
-
-    Such a loop takes one step more than it returns, so it is for greedy calls whose processors and criteria keep
-    nothing: a sample would take a random number more. The loop is transformers' function with one other global.
-    """
-    config = arguments["generation_config"]
-    others = *arguments["logits_processor"], *arguments["stopping_criteria"]
-    is_possible = (
-        method is GenerationMixin._sample
-        and inspect.unwrap(method) is method
-        and hasattr(generation_utils, _STOP_CHECK)
-        and input_ids.device.type in _RUNS_AHEAD_ON
-        and not (config.do_sample or config.return_dict_in_generate)
-        and {type(each) for each in others} <= BY_ROWS | _OF_TOKENS
-    )
-    if not is_possible:
-        return method
-    names = method.__globals__ | {_STOP_CHECK: _StopChecks(loop)}
-    return FunctionType(method.__code__, names, method.__name__, method.__defaults__, method.__closure__)
 
 
 class _ModelInLoop:
@@ -332,7 +266,7 @@ class _ModelInLoop:
                 if self._reason is None and (packed is not None or len(prompt.groups) > 1):
                     if len(prompt.groups) > 1:
                         self._steps.groups += len(prompt.groups)
-                    return prompt.run(self._make_room, packed)
+                    return prompt.run(self._room_for, packed)
             return self._model(**inputs, return_dict=True)
         return self._model._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=is_first_iteration)
 
@@ -347,7 +281,7 @@ class _ModelInLoop:
         try:
             packed = PackedPrompt(self._model, reading, columns)
             if key not in reasons:
-                prompt.prove(packed, make_room)
+                prompt.prove(packed)
                 reasons[key] = ""
         except UnservedError as error:
             reasons[key] = str(error)
@@ -374,6 +308,7 @@ class _ModelInLoop:
                 with self._giving_up():  # code of others runs in a capture, such as kernels of quantised modules
                     return CausalLMOutputWithPast(logits=self._prove(self._step, inputs), **{CACHE: cache})
             if self._step is None:
+                unshare(cache, len(ids_B1))
                 return self._model(**inputs, return_dict=True)
         return CausalLMOutputWithPast(logits=self._step(ids_B1), **{CACHE: cache})
 
@@ -386,12 +321,12 @@ class _ModelInLoop:
         self._steps.kept[step.key] = step
         return logits_B1V
 
-    def _make_room(self, inputs: Arguments, cache: Any, lengths: Sequence[int] | None) -> Room:
+    def _room_for(self, inputs: Arguments, layers: Sequence[Any], lengths: Sequence[int] | None) -> Room:
         """Return room for the prompt: of the step that this call will take, or new room.
 
         Args:
             inputs: Stock's inputs of the prompt.
-            cache: The cache of some rows.
+            layers: Of a cache of some rows.
             lengths: The columns of every row from its first token on, if rows may share an axis.
         """
         rows, columns = inputs["input_ids"].shape
@@ -405,7 +340,7 @@ class _ModelInLoop:
         if room is None:
             if plan is None and not (may_step and self._due >= FEWEST):
                 size = Size(rows, columns, columns)
-            self._room = room = self._new_room(cache, size)
+            self._room = room = self._new_room(layers, size)
         else:
             for layer in room.layers:
                 layer.keys.zero_()
@@ -415,11 +350,11 @@ class _ModelInLoop:
             room.offsets_B = torch.tensor(plan.offsets, device=self._model.device)
         return room
 
-    def _new_room(self, cache: Any, size: Size) -> Room:
+    def _new_room(self, layers: Sequence[Any], size: Size) -> Room:
         """Return new room. Earlier steps leave where memory is short."""
         with torch.inference_mode(False), capture_of_ours():
-            self._steps.make_space(bytes_of_room(cache, size.rows, size.slots), self._model.device)
-            return Room(make_room(cache, size.rows, size.slots), size, size.slots)
+            self._steps.make_space(bytes_of_room(layers, size), self._model.device)
+            return make_room(layers, size)
 
     def _load(self, inputs: Arguments, cache: Any, due: int) -> None:
         """Load a step with room for some of the `due` tokens; `UnservedError` if this call alone gets none."""
@@ -448,7 +383,8 @@ class _ModelInLoop:
             if step is None:
                 new_room = self._room
                 if new_room is None or (new_room is not room and new_room.size != size):
-                    new_room = self._new_room(cache, size)
+                    unshare(cache, rows)
+                    new_room = self._new_room(cache.layers, size)
                 step = DecodeStep((self._key, key_of_call, new_room.size), reading, inputs, new_room, length)
                 self._steps.capture(step)
             else:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from hf_vit_accel.decoding.layers import CausalAttention, norm, run_layers
+from hf_vit_accel.decoding.layers import CausalAttention, norm, refuse_unpacked, run_layers
 from hf_vit_accel.decoding.room import Room
 from hf_vit_accel.decoding.text_models import Model, Reading, refuse
 
@@ -106,23 +105,17 @@ class PackedPrompt:
     """
 
     def __init__(self, model: Model, reading: Reading, columns: int) -> None:
+        refuse({"the language model alone": reading.text is model.model})
+        refuse_unpacked(reading)
         weight = reading.text.embed_tokens.weight
-        refuse(
-            {
-                "the language model alone": reading.text is model.model,
-                "autocast": reading.autocast[2],
-                "layers of linear attention": not all(hasattr(layer, "self_attn") for layer in reading.text.layers),
-                "weights on several devices": any(x.device != weight.device for x in reading.text.parameters()),
-            }
-        )
         self._model = model
         self._reading = reading
         self._columns = columns
         config = reading.text.config
         shape = 0, config.num_key_value_heads, 0, reading.text.layers[0].self_attn.head_dim
-        self.cache = SimpleNamespace(layers=[DynamicLayer() for _ in reading.text.layers])
-        """Layers without tokens, for `make_room`."""
-        for layer in self.cache.layers:
+        self.layers: list[Any] = [DynamicLayer() for _ in reading.text.layers]
+        """Layers of a cache without tokens, for `make_room`."""
+        for layer in self.layers:
             layer.keys = layer.values = torch.empty(shape, dtype=weight.dtype, device=weight.device)
 
     def logits(self, inputs: Arguments, rows: Sequence[int], room: Room) -> Tensor:

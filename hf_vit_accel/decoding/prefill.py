@@ -10,19 +10,22 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from hf_vit_accel.decoding.layers import check_equal
 from hf_vit_accel.decoding.packed import Arguments, PackedPrompt
-from hf_vit_accel.decoding.room import Room, SharedLayer, Size
+from hf_vit_accel.decoding.room import Room, SharedLayer, Size, make_room
 from hf_vit_accel.decoding.text_models import Model
 from hf_vit_accel.versions import cache_name
 
 CACHE = cache_name()
+RoomFor: TypeAlias = Callable[[Arguments, Sequence[Any], Sequence[int] | None], Room]
+"""Inputs, layers of a group's cache, lengths of rows that may share an axis -> room for the keys of all rows."""
 GROUP_TOKENS = 16384
 """Tokens of a group with its padding. Products are at their full rate with a quarter of it."""
 TOKENS_OF_A_FORWARD = 2500
@@ -176,23 +179,20 @@ class GroupedPrompt:
         """Return the names of the inputs that are given."""
         return frozenset(name for name, value in self._inputs.items() if value is not None)
 
-    def run(
-        self, make_room: Callable[[Arguments, Any, Sequence[int] | None], Room], packed: PackedPrompt | None = None
-    ) -> CausalLMOutputWithPast:
+    def run(self, room_for: RoomFor, packed: PackedPrompt | None = None) -> CausalLMOutputWithPast:
         """Run every group, one after the other; return what a forward of all rows would: the last column's logits.
 
         A group for which memory runs out is halved.
 
         Args:
-            make_room: Returns room for the keys of all rows, from the inputs, the cache of a group, and the rows'
-                lengths, if they may share an axis.
+            room_for: Called once, by the first group or before it.
             packed: Runs the groups instead of transformers' text model.
         """
         cache = self._inputs[CACHE]
         empty = copy.deepcopy(cache)
         room: Room | None = None
         if packed is not None:
-            room = self._take_room(cache, make_room(self._inputs, packed.cache, self._lengths_B))
+            room = self._take_room(cache, room_for(self._inputs, packed.layers, self._lengths_B))
         logits_B1V: Tensor | None = None
         groups = list(self.groups)
         while groups:
@@ -217,45 +217,36 @@ class GroupedPrompt:
                 logits_B1V = logits_G1V.new_zeros(len(self._lengths_B), 1, logits_G1V.shape[-1])
             logits_B1V.index_copy_(0, rows_G, logits_G1V)
             if packed is None:
-                room = room or self._take_room(cache, make_room(self._inputs, of_group, None))
+                room = room or self._take_room(cache, room_for(self._inputs, of_group.layers, None))
                 self._collect(cache, of_group, rows_G)
         return CausalLMOutputWithPast(logits=logits_B1V, **{CACHE: cache})
 
     def _take_room(self, cache: Any, room: Room) -> Room:
         """Let a cache hold the slots of the prompt, from now on, and return the room."""
         if room.offsets_B is not None:
-            cache.layers[:] = [SharedLayer(room, index, self._columns) for index in range(len(room.layers))]
+            cache.layers[:] = [SharedLayer(room, layer, self._columns) for layer in room.layers]
             return room
         for layer, slots in zip(cache.layers, room.layers, strict=True):
             layer.lazy_initialization(slots.keys, slots.values)
             layer.keys, layer.values = (x[:, :, : self._columns] for x in (slots.keys, slots.values))
         return room
 
-    def prove(self, packed: PackedPrompt, make_room: Callable[[Any, int, int], list[Any]]) -> None:
-        """Run the longest two rows both ways; ArithmeticError where results differ by more than rounding.
-
-        Args:
-            make_room: Returns layers like those of a cache, with so many rows and slots.
-        """
+    def prove(self, packed: PackedPrompt) -> None:
+        """Run the longest two rows both ways; ArithmeticError where results differ by more than rounding."""
         rows = self.groups[-1][-2:]
         columns = max(self._lengths_B[row] for row in rows)
         mask_BT = self._inputs.get("attention_mask")
         cache = copy.deepcopy(self._inputs[CACHE])
-        expected = [self._model(**self.inputs_of(rows, cache, columns), return_dict=True).logits[:, -1:]]
-        size = Size(len(rows), self._columns, self._columns)
-        room = Room(make_room(packed.cache, len(rows), self._columns), size, self._columns)
-        results = [packed.logits(self.inputs_of(rows, None, columns), range(len(rows)), room)]
+        expected = self._model(**self.inputs_of(rows, cache, columns), return_dict=True).logits[:, -1:]
+        room = make_room(packed.layers, Size(len(rows), self._columns, self._columns))
+        logits = packed.logits(self.inputs_of(rows, None, columns), range(len(rows)), room)
+        check_equal(logits, expected, "a packed prompt differs")
         for layer, of_stock in zip(room.layers, cache.layers, strict=True):
             for ours, theirs in ((layer.keys, of_stock.keys), (layer.values, of_stock.values)):
                 for index, row in enumerate(rows):
                     is_token_C = slice(None) if mask_BT is None else mask_BT[row, -columns:] != 0
-                    results.append(ours[index, :, -columns:][:, is_token_C])
-                    expected.append(theirs[index][:, is_token_C])
-        is_exact = results[0].dtype.itemsize > 2 and torch.get_float32_matmul_precision() == "highest"
-        for ours, theirs in zip(results, expected, strict=True):
-            error = float((ours.float() - theirs.float()).norm() / theirs.float().norm())
-            if not error <= (1e-4 if is_exact else 0.1):  # nor for NaN
-                raise ArithmeticError(f"a packed prompt differs from stock's by {error:.2g}")
+                    ours_KTD = ours[index, :, -columns:][:, is_token_C]
+                    check_equal(ours_KTD, theirs[index][:, is_token_C], "a packed prompt differs")
 
     def inputs_of(self, rows: Sequence[int], cache: Any, columns: int) -> Arguments:
         """Return the inputs of some rows: their last columns."""

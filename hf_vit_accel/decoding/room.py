@@ -7,6 +7,7 @@ In a shared axis rows follow each other, each with the slots that it needs: one 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -65,14 +66,41 @@ class Room:
             return Slots(self.layers, rows_T, columns_T)
         return Slots(self.layers, torch.zeros_like(rows_T), columns_T + self.offsets_B[rows_T])
 
-    def states_of(self, index: int, rows: Sequence[int], columns: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values (B, K, C, D) of the first columns of some rows of a shared axis."""
-        assert self.offsets_B is not None
-        layer = self.layers[index]
-        offsets_B = self.offsets_B[torch.tensor(rows, device=self.offsets_B.device)]
-        slots_BC = (offsets_B[:, None] + torch.arange(columns, device=offsets_B.device)).clamp_min(0)
-        keys, values = (states[0][:, slots_BC].transpose(0, 1) for states in (layer.keys, layer.values))
-        return keys, values
+
+def is_linear(layer: Any) -> bool:
+    """Return whether a layer keeps the states of linear attention alone, which do not grow with the text."""
+    return hasattr(layer, "recurrent_states") and not isinstance(layer, DynamicLayer)
+
+
+def states_of(layer: Any, length: int | None = None) -> list[Tensor]:
+    """Return the tensors that a step of this layer writes; of keys and values the first `length` tokens."""
+    if not is_linear(layer):
+        return [layer.keys[:, :, :length], layer.values[:, :, :length]]
+    states = [*layer.conv_states.values(), *layer.recurrent_states.values()]
+    return [state for state in states if state is not None]
+
+
+def make_room(layers: Sequence[Any], size: Size) -> Room:
+    """Return room in layers like these. Keys and values are zero."""
+    return Room(make_layers(layers, size.rows, size.slots), size, size.slots)
+
+
+def make_layers(layers: Sequence[Any], rows: int, slots: int) -> list[Any]:
+    """Return layers like these, with so many rows and slots."""
+    made: list[Any] = []
+    for layer in layers:
+        new: Any = copy.deepcopy(layer) if is_linear(layer) else DynamicLayer()
+        if not is_linear(layer):
+            _, heads, _, width = layer.keys.shape
+            new.keys, new.values = (x.new_zeros(rows, heads, slots, width) for x in states_of(layer))
+        made.append(new)
+    return made
+
+
+def bytes_of_room(layers: Sequence[Any], size: Size) -> int:
+    """Return the bytes of the keys and values that `make_room` allocates."""
+    tensors = [x for layer in layers if not is_linear(layer) for x in states_of(layer)]
+    return sum(size.rows * size.slots * x.shape[1] * x.shape[3] * x.itemsize for x in tensors)
 
 
 @dataclass(frozen=True)
@@ -113,55 +141,53 @@ def _padded(slots: int) -> int:
 
 
 class SharedLayer(DynamicLayer):
-    """A layer of the call's cache whose keys and values lie on the axis of a room, until they are read or set."""
+    """A layer of the call's cache whose keys and values lie on the axis of a room. Stock cannot read it."""
 
-    def __init__(self, room: Room, index: int, columns: int) -> None:
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
+    def __init__(self, room: Room, on_axis: Any, columns: int) -> None:
         super().__init__()
-        self._index = index
         self.room = room
         self.columns = columns
-        on_axis = room.layers[index].keys
-        self.dtype, self.device = on_axis.dtype, on_axis.device
+        self._on_axis = on_axis
         self.is_initialized = True
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether nothing has set keys or values."""
-        return self._keys is None and self._values is None
-
     def get_seq_length(self) -> int:
-        return self.columns if self.is_shared else super().get_seq_length()
+        return self.columns
 
-    def of_rows(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return keys and values of some rows, as stock keeps them."""
-        if not self.is_shared:
-            return self.keys[rows], self.values[rows]
-        return self.room.states_of(self._index, rows, self.columns)
-
-    def _of_all_rows(self) -> tuple[Tensor, Tensor]:
+    def of_rows(self, rows: Sequence[int]) -> DynamicLayer:
+        """Return a layer with the keys and values (B, K, C, D) of some rows, as stock keeps them."""
         assert self.room.offsets_B is not None
-        return self.room.states_of(self._index, range(len(self.room.offsets_B)), self.columns)
-
-    @property
-    def keys(self) -> Any:
-        return self._of_all_rows()[0] if self._keys is None else self._keys
-
-    @keys.setter
-    def keys(self, states: Tensor | None) -> None:
-        self._keys = states
-
-    @property
-    def values(self) -> Any:
-        return self._of_all_rows()[1] if self._values is None else self._values
-
-    @values.setter
-    def values(self, states: Tensor | None) -> None:
-        self._values = states
+        device = self.room.offsets_B.device
+        offsets_B = self.room.offsets_B[torch.tensor(rows, device=device)]
+        slots_BC = (offsets_B[:, None] + torch.arange(self.columns, device=device)).clamp_min(0)
+        on_axis = self._on_axis
+        keys, values = (states[0][:, slots_BC].transpose(0, 1) for states in (on_axis.keys, on_axis.values))
+        layer = DynamicLayer()
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys, values
+        return layer
 
 
 def room_of(cache: Any) -> Room | None:
-    """Return the room whose axis the rows of a cache share; None for a cache of tensors."""
+    """Return the room whose axis the rows of a cache share; None for a cache that stock can read."""
     layer = cache.layers[0]
-    return layer.room if isinstance(layer, SharedLayer) and layer.is_shared else None
+    return layer.room if isinstance(layer, SharedLayer) else None
+
+
+def unshare(cache: Any, rows: int) -> None:
+    """Give the rows of a cache keys and values of their own, for stock."""
+    if room_of(cache) is not None:
+        cache.layers[:] = [layer.of_rows(range(rows)) for layer in cache.layers]
+
+
+def layer_of_rows(layer: Any, rows: list[int]) -> Any:
+    """Return a layer that holds copies of some rows."""
+    if isinstance(layer, SharedLayer):
+        return layer.of_rows(rows)
+    part = copy.copy(layer)
+    if not is_linear(layer):
+        part.keys, part.values = layer.keys[rows], layer.values[rows]
+        return part
+    for name in ("conv_states", "recurrent_states"):
+        states = getattr(layer, name)
+        setattr(part, name, {key: None if x is None else x[rows] for key, x in states.items()})
+    return part

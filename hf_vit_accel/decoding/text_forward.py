@@ -9,15 +9,14 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_vit_accel.decoding.layers import norm
+from hf_vit_accel.decoding.layers import check_equal, norm, refuse_unpacked
 from hf_vit_accel.decoding.packed import Arguments, PackedRows
 from hf_vit_accel.decoding.text_models import (
     Model,
@@ -52,26 +51,13 @@ _MOST_PROOFS = 32
 """Proofs that are remembered: their keys name every weight."""
 
 
-@dataclass(frozen=True)
-class Proof:
-    """What the first call of a kind showed.
-
-    Attributes:
-        refusal: Why stock runs such calls; empty where our layers do.
-        output: The class of the outputs.
-    """
-
-    refusal: str
-    output: Callable[..., Any]
-
-
 class TextForward:
     """Replacement for a text model's `forward`. Holds the model weakly; copies and pickles begin without counts."""
 
     def __init__(self, text: Model, strict: bool) -> None:
         self._text = weakref.ref(text)
         self._strict = strict
-        self._proofs: dict[Hashable, Proof] = {}
+        self._proofs: dict[Hashable, type[Any] | str] = {}  # stock's class of outputs, or why stock runs such calls
         self.calls = 0
         self.stock_reasons: Counter[str] = Counter()
         self.__signature__ = inspect.signature(type(text).forward.__get__(text))
@@ -126,23 +112,21 @@ class TextForward:
         call.embed()  # after a hook on the embedding was refused, which stock's call runs
         key = reading.key, call.kind
         proof = self._proofs.get(key)
+        if isinstance(proof, str):
+            raise UnservedError(proof)
         if proof is None:
-            _check_layers(reading)
-        elif proof.refusal:
-            raise UnservedError(proof.refusal)
+            refuse_unpacked(reading)
+        if len(self._proofs) > _MOST_PROOFS:
+            self._proofs.clear()
         try:
             states = call.run(reading)
-            proof = proof or Proof("", call.prove(states))
+            output_class = self._proofs[key] = proof or call.prove(states)
         except (UnservedError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # whatever a kernel or a quantised module raises, stock goes on
-            proof = Proof(one_line(error), dict)
-        if len(self._proofs) > _MOST_PROOFS:
-            self._proofs.clear()
-        self._proofs[key] = proof
-        if proof.refusal:
-            raise UnservedError(proof.refusal)
-        output = proof.output(last_hidden_state=states[-1])
+            reason = self._proofs[key] = one_line(error)
+            raise UnservedError(reason) from error
+        output = output_class(last_hidden_state=states[-1])
         if call.keeps_states:
             output["hidden_states"] = tuple(states)
         return output if call.returns_dict else output.to_tuple()
@@ -165,19 +149,6 @@ def _name_shallow_copy(module: nn.Module, args: Any, kwargs: Arguments) -> tuple
 def _parameters_of(kind: Any) -> tuple[str, ...]:
     """Return the names of the parameters of a class's forward."""
     return tuple(inspect.signature(kind.forward).parameters)[1:]
-
-
-def _check_layers(reading: Reading) -> None:
-    """Raise `UnservedError` for layers that are none of ours, and for calls that would need several devices."""
-    attentions = [getattr(layer, "self_attn", None) for layer in reading.text.layers]
-    device = reading.text.embed_tokens.weight.device
-    reasons = {
-        "autocast": reading.autocast[2],
-        "layers of linear attention": None in attentions,
-        "attention in both directions": not all(getattr(attention, "is_causal", True) for attention in attentions),
-        "weights on several devices": any(weight.device != device for weight in reading.text.parameters()),
-    }
-    refuse(reasons)
 
 
 class TextCall:
@@ -259,13 +230,9 @@ class TextCall:
         options = {"use_cache": False, "return_dict": True, "output_hidden_states": self.keeps_states}
         output = type(self._text).forward(self._text, **self._inputs_of(rows_G) | options)
         expected = output.hidden_states if self.keeps_states else [output.last_hidden_state]
-        is_exact = states[0].dtype.itemsize > 2 and torch.get_float32_matmul_precision() == "highest"
         for of_ours, of_stock in zip(states, expected, strict=True):
             for ours_CE, stock_CE, is_token_C in zip(of_ours[rows_G], of_stock, is_token_BC[rows_G], strict=True):
-                stock_TE = stock_CE[is_token_C].float()
-                error = float((ours_CE[is_token_C].float() - stock_TE).norm() / stock_TE.norm())
-                if not error <= (1e-4 if is_exact else 0.1):  # nor for NaN
-                    raise ArithmeticError(f"hidden states differ from stock's by {error:.2g}")
+                check_equal(ours_CE[is_token_C], stock_CE[is_token_C], "hidden states differ")
         return type(output)
 
     def _inputs_of(self, rows_G: Tensor) -> Arguments:
@@ -301,7 +268,7 @@ def forwards_for(model: nn.Module, strict: bool) -> dict[str, TextForward]:
             raise ValueError(f"text=True needs transformers' forward, but {type(text).__name__} has one of its own")
         if strict:
             try:
-                _check_layers(read_text(text))
+                refuse_unpacked(read_text(text))
             except UnservedError as error:
                 raise_if_any([str(error)], "the language model")
     forwards = {path: TextForward(text, strict) for path, text in texts.items()}

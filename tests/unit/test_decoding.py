@@ -25,7 +25,6 @@ from support.towers import alike
 from tiny import TINY
 from transformers import (
     DynamicCache,
-    GenerationMixin,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
@@ -37,6 +36,7 @@ from transformers.generation.streamers import BaseStreamer, TextIteratorStreamer
 
 import hf_vit_accel
 from hf_vit_accel import graphed_decoding
+from hf_vit_accel.decoding import ahead
 from hf_vit_accel.decoding import loop as decoding
 from hf_vit_accel.decoding.step import CACHE, DecodeStep
 from hf_vit_accel.decoding.steps import steps_of
@@ -180,33 +180,33 @@ def test_rows_end_by_themselves(model: Any) -> None:
 @pytest.fixture
 def runs_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the CPU queue a step before it knows whether the last one was the end, as a GPU does."""
-    if not hasattr(generation_utils, decoding._STOP_CHECK):
+    if not hasattr(generation_utils, ahead._STOP_CHECK):
         pytest.skip("this transformers waits for every step")
     done = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
     monkeypatch.setattr(torch, "Event", lambda **_: done)
-    monkeypatch.setattr(decoding, "_RUNS_AHEAD_ON", ("cpu",))
+    monkeypatch.setattr(ahead, "_DEVICES", ("cpu",))
 
 
 @both_ways
 @pytest.mark.usefixtures("runs_ahead")
 def test_a_step_too_many_leaves_no_trace(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = []
-    stop_checks = decoding._StopChecks
+    check = ahead._StopCheck.__init__
     call = DecodeStep.__call__
     monkeypatch.setattr(DecodeStep, "__call__", lambda step, ids: steps.append(step) or call(step, ids))
     inputs = text([5, 6, 7, 8], [9, 4, 3, 3], [11, 12, 13, 14])
     free = both(model, inputs, max_new_tokens=24, min_new_tokens=24)
     assert len(steps) == 23, "the last token is known in advance"
     ends = [int(free[row, 4 + 5 * row + 3]) for row in range(3)]
-    loops: weakref.WeakSet[Any] = weakref.WeakSet()
-    monkeypatch.setattr(decoding, "_StopChecks", lambda loop: loops.add(loop) or stop_checks(loop))
+    checks: weakref.WeakSet[Any] = weakref.WeakSet()
+    monkeypatch.setattr(ahead._StopCheck, "__init__", lambda new, *args: checks.add(new) or check(new, *args))
     gc.disable()
     try:
         ours = both(model, inputs, max_new_tokens=24, eos_token_id=ends)
     finally:
         gc.enable()
     new_tokens = ours.shape[1] - 4
-    assert not loops, "they hold the keys and values of all rows"
+    assert not checks, "they hold the keys and values of all rows"
     assert new_tokens < 24 and len(steps) == 23 + new_tokens, "the first token takes no step; one step is too many"
 
 
@@ -302,12 +302,6 @@ def test_processors_that_count_their_calls_see_no_step_too_many(model: Any, is_n
             model.generate(**inputs, **options, logits_processor=[watermark], custom_generate=custom_generate)
         counts.append(watermark.state.num_calls)
     assert counts[0] == counts[1]
-
-
-@pytest.mark.usefixtures("runs_ahead")
-def test_a_loop_that_is_decorated_waits(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GenerationMixin, "_sample", torch.no_grad()(GenerationMixin._sample))
-    both(model, text([5, 6, 7, 8]), max_new_tokens=24, min_new_tokens=24)
 
 
 @both_ways

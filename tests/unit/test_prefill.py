@@ -7,7 +7,7 @@ import gc
 import itertools
 import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -20,11 +20,10 @@ from support.decoding import both, counts_of
 from support.towers import alike
 from tiny import TINY
 from torch import nn
-from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 from hf_vit_accel import graphed_decoding, patch, status
-from hf_vit_accel.decoding import layers, loop, prefill, step
+from hf_vit_accel.decoding import layers, prefill, room, step
 from hf_vit_accel.decoding.prefill import plan_groups
 from hf_vit_accel.decoding.steps import free_steps, steps_of
 
@@ -198,11 +197,12 @@ def test_groups_write_into_the_one_cache_of_the_step(monkeypatch: pytest.MonkeyP
     model = TINY["qwen3_vl"].build()
     rooms = []
 
-    def make_room(cache: DynamicCache, rows: int, slots: int) -> list[Any]:
+    def make_layers(layers: Sequence[Any], rows: int, slots: int) -> list[Any]:
         rooms.append((rows, slots))
-        return step.make_room(cache, rows, slots)
+        return make(layers, rows, slots)
 
-    monkeypatch.setattr(loop, "make_room", make_room)
+    make = room.make_layers
+    monkeypatch.setattr(room, "make_layers", make_layers)
     inputs = batch(model, random.Random(7), 9)
     compare(model, inputs, max_new_tokens=9)
     assert len(rooms) == 2, "and two rows for the proof of packed prompts"
@@ -275,15 +275,15 @@ def test_the_room_of_a_call_goes_with_its_step(monkeypatch: pytest.MonkeyPatch) 
     """It may take half of a GPU's memory, which Python's collector does not know."""
     model = TINY["qwen3_vl"].build()
     rooms = []
-    make = loop.Room.__init__
-    monkeypatch.setattr(loop.Room, "__init__", lambda room, *args: rooms.append(weakref.ref(room)) or make(room, *args))
+    make = room.Room.__init__
+    monkeypatch.setattr(room.Room, "__init__", lambda new, *args: rooms.append(weakref.ref(new)) or make(new, *args))
     inputs = joined([tiny.chat_inputs(model, [grid]) for grid in GRIDS[:4]])
     gc.collect()
     gc.disable()
     try:
         for tokens in (1, 20):
             model.generate(**inputs, max_new_tokens=tokens, min_new_tokens=tokens, custom_generate=graphed_decoding)
-            alive = {id(room) for room in (reference() for reference in rooms) if room is not None}
+            alive = {id(each) for each in (reference() for reference in rooms) if each is not None}
             assert alive == {id(step.room) for step in steps_of(model).kept.values()}
         free_steps(model)
         assert rooms and not any(reference() for reference in rooms)
@@ -317,16 +317,18 @@ def test_a_call_whose_cache_does_not_fit_is_halved(family: str, most: int, monke
     model = TINY[family].build()
     sizes = []
 
-    def make_room(cache: DynamicCache, rows: int, slots: int) -> list[Any]:
+    def make_layers(layers: Sequence[Any], rows: int, slots: int) -> list[Any]:
         sizes.append(rows)
         if rows > most:
             raise torch.OutOfMemoryError
-        return step.make_room(cache, rows, slots)
+        return make(layers, rows, slots)
 
-    monkeypatch.setattr(loop, "make_room", make_room)
+    make = room.make_layers
+    monkeypatch.setattr(room, "make_layers", make_layers)
     for seed in range(2):
         inputs = batch(model, random.Random(seed), 9, right=seed == 1)
         options = dict(eos_token_id=list(range(3, 50, 4)), pad_token_id=2, no_repeat_ngram_size=3)
+        options |= dict(suppress_tokens=[9], bad_words_ids=[[5], [7, 8]])
         both(model, inputs, max_new_tokens=9, **options)
     assert min(sizes) <= most and counts_of(model).static_calls > 4
     assert set(counts_of(model).reasons) <= {"memory ran out"}, "of the step of a short prompt, which is no group"
@@ -347,11 +349,11 @@ def test_a_call_whose_cache_does_not_fit_is_halved(family: str, most: int, monke
 def test_calls_whose_rows_depend_on_each_other_are_not_halved(options: Inputs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random numbers are drawn for all rows, and code of users sees all of them; or the caller halves its batches."""
 
-    def make_room(*_: Any) -> list[Any]:
+    def make_layers(*_: Any) -> list[Any]:
         raise torch.OutOfMemoryError
 
     model = TINY["qwen3_vl"].build()
-    monkeypatch.setattr(loop, "make_room", make_room)
+    monkeypatch.setattr(room, "make_layers", make_layers)
     with pytest.raises(torch.OutOfMemoryError):
         both(model, batch(model, random.Random(0), 9), max_new_tokens=9, **options)
 
