@@ -149,6 +149,7 @@ class PackedPrompt:
         rows_T = torch.tensor(rows_of_group, device=mask_GC.device)[rows.rows_T]
         slots = room.slots_of(rows_T, rows.columns_T + self._columns - mask_GC.shape[1])
         deepstack = visual_pos_masks, deepstack_visual_embeds
-        hidden_1TE = rows.run(self._reading, inputs_embeds, position_ids, deepstack, slots=slots)
-        last_G1E = norm(self._reading.text.norm, hidden_1TE[0, rows.attend.last_G]).unsqueeze(1)
+        last_G = rows.attend.last_G
+        hidden_1GE = rows.run(self._reading, inputs_embeds, position_ids, deepstack, slots=slots, returned_T=last_G)
+        last_G1E = norm(self._reading.text.norm, hidden_1GE[0]).unsqueeze(1)
         return MoeModelOutputWithPast(last_hidden_state=last_G1E)
