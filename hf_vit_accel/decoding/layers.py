@@ -1,7 +1,7 @@
 """The layers of a declared text model on its own modules, for the decode step and for packed prompts.
 
 On a GPU in half precision, what stands between products is one kernel each: additions with norms, heads from projection
-to cache, SiLU times up. With one token the products are ours, too. Everywhere else torch computes the same.
+to cache, SiLU times up. With few tokens the products are ours, too. Everywhere else torch computes the same.
 
 `B` batch, `T` tokens (of a row, or of all rows together), `E` width, `H` heads of queries, `K` heads of keys, `D` head
 dim, `F` all heads' widths.
@@ -274,7 +274,7 @@ class _Layers:
         if not self._is_fused or not is_swiglu:
             return cast(Tensor, mlp(rows_BTE))
         gate, up = mlp.gate_proj, mlp.up_proj
-        if self._are_few(rows_BTE, 1) and all(_is_plain(x, rows_BTE.dtype) and x.bias is None for x in (gate, up)):
+        if self._are_few(rows_BTE, MOST_TOKENS) and all(_is_plain(x, rows_BTE.dtype) and x.bias is None for x in (gate, up)):
             inner_TF = token_swiglu(rows_BTE.flatten(0, 1).contiguous(), gate.weight, up.weight)
         else:
             gate_BTF, up_BTF = gate(rows_BTE), up(rows_BTE)

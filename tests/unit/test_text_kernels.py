@@ -102,11 +102,13 @@ def test_products_of_few_tokens(device: str, tokens: int, width: int, outputs: t
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("width", "outputs"), [(40, 5), (2100, 39)])
-def test_swiglu_of_one_token(device: str, width: int, outputs: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "width", "outputs"), [(1, 40, 5), (1, 2100, 39), (2, 40, 5), (19, 330, 70), (32, 160, 64)]
+)
+def test_swiglu_of_few_tokens(device: str, tokens: int, width: int, outputs: int) -> None:
     dtype = dtype_on(device)
     torch.manual_seed(0)
-    x = torch.randn(1, width, device=device, dtype=dtype)
+    x = torch.randn(tokens, width, device=device, dtype=dtype)
     gate, up = torch.randn(2, outputs, width, device=device, dtype=dtype) / width**0.5
     result = token_swiglu(x, gate, up)
     assert_rounded(result, token_swiglu_reference(*(tensor.double() for tensor in (x, gate, up))))
