@@ -274,7 +274,8 @@ class _Layers:
         if not self._is_fused or not is_swiglu:
             return cast(Tensor, mlp(rows_BTE))
         gate, up = mlp.gate_proj, mlp.up_proj
-        if self._are_few(rows_BTE, MOST_TOKENS) and all(_is_plain(x, rows_BTE.dtype) and x.bias is None for x in (gate, up)):
+        are_plain = all(_is_plain(linear, rows_BTE.dtype) and linear.bias is None for linear in (gate, up))
+        if are_plain and self._are_few(rows_BTE, MOST_TOKENS):
             inner_TF = token_swiglu(rows_BTE.flatten(0, 1).contiguous(), gate.weight, up.weight)
         else:
             gate_BTF, up_BTF = gate(rows_BTE), up(rows_BTE)
