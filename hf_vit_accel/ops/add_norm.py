@@ -108,14 +108,15 @@ def _add_norm_kernel(
 
 def add_norm_(x_TE: Tensor, delta_TE: Tensor | None, *settings: Any) -> tuple[Tensor, Tensor]:
     """Run `add_norm_reference_` as one kernel: x and delta are read once, x and the result written once."""
-    if delta_TE is not None and delta_TE.dtype != x_TE.dtype:
-        x_TE = widened(x_TE, delta_TE)
+    x_TE = widened(x_TE, delta_TE)
     assert x_TE.is_contiguous()
     return x_TE, add_norm_rows(x_TE, x_TE, delta_TE, *settings)
 
 
-def widened(x_TE: Tensor, delta_TE: Tensor) -> Tensor:
+def widened(x_TE: Tensor, delta_TE: Tensor | None) -> Tensor:
     """Return x in the dtype of x + delta: a module that is called may return wider rows than it takes."""
+    if delta_TE is None or delta_TE.dtype == x_TE.dtype:
+        return x_TE
     return x_TE.to(torch.promote_types(x_TE.dtype, delta_TE.dtype))
 
 

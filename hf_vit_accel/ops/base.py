@@ -171,8 +171,8 @@ class Context:
 
         if not (cast and self.casts_weights):
             return read
-        to_rows = self.cast
-        return lambda: [to_rows(weight) for weight in read()]
+        dtype = self.dtype
+        return lambda: [None if weight is None else weight.to(dtype) for weight in read()]
 
     def called(self, module: nn.Module) -> nn.Module:
         """Watch all attributes of a module that is called as it is, and return it."""
@@ -197,14 +197,6 @@ class Context:
     def casts_weights(self) -> bool:
         """Whether the rows have another dtype than the weights."""
         return self.weights_dtype not in (None, self.dtype)
-
-    @property
-    def cast(self) -> Callable[[Any], Any]:
-        """Return a function that casts a weight, or a bias that may be None, to the dtype of the rows."""
-        dtype = self.dtype
-        if not self.casts_weights:
-            return lambda weight: weight
-        return lambda weight: None if weight is None else weight.to(dtype)
 
     def reasons_replaced(self, module: nn.Module, kind: type[nn.Module] | None = None) -> list[str]:
         """Report what `reasons_replaced` of this file does, and a class that the proof of the tower does not cover."""

@@ -46,13 +46,14 @@ def reasons_overlapping(conv: Part) -> list[str]:
 
 def _fused_embed(parts: Parts, context: Context) -> Apply:
     convolution = parts.projection
+    read_weights = context.reader((convolution, "weight"), (convolution, "bias"))
     dtype = context.dtype
-    cast = context.cast
     for name in READ_OF_CONVOLUTION:
         context.read(convolution, name)
 
     def embed(pixels_TP: Tensor) -> Tensor:
-        return F.linear(pixels_TP.to(dtype), cast(convolution.weight).flatten(1), cast(convolution.bias))
+        weight, bias_E = read_weights()
+        return F.linear(pixels_TP.to(dtype), weight.flatten(1), bias_E)
 
     return embed
 

@@ -25,15 +25,6 @@ from hf_vit_accel.ops.base import Context, biases_or_zeros, own_forward
 from hf_vit_accel.versions import ADAPTERS, LORA_LINEAR
 
 
-class ActiveAdapter(NamedTuple):
-    """One adapter that acts in the current call; its scaling is a tensor where PEFT hot-swaps adapters."""
-
-    a: nn.Linear
-    b: nn.Linear
-    dropout: nn.Module
-    scaling: Any
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Lora:
     """A Linear, and PEFT's module around it (`owner`) if there is one."""
@@ -47,8 +38,8 @@ class Lora:
         dropouts = () if self.owner is None else self.owner.lora_dropout.values()
         return any(type(dropout) is nn.Dropout for dropout in dropouts)
 
-    def active(self) -> list[ActiveAdapter]:
-        """List the adapters that act now; that may change at every call."""
+    def active(self) -> list[str]:
+        """List the names of the adapters that act now; that may change at every call."""
         owner = self.owner
         if owner is None:
             return []
@@ -56,23 +47,14 @@ class Lora:
             owner.unmerge()  # PEFT's forward unmerges adapters here too
         if owner.disable_adapters or owner.merged:
             return []
-        adapters = []
-        for name in owner.active_adapters:
-            if name in owner.lora_A:
-                adapter = ActiveAdapter(
-                    owner.lora_A[name], owner.lora_B[name], owner.lora_dropout[name], owner.scaling[name]
-                )
-                adapters.append(adapter)
-        return adapters
+        return [name for name in owner.active_adapters if name in owner.lora_A]
 
 
 def lora_of(module: Part, context: Context) -> Lora | None:
     """Return a plain or LoRA-adapted Linear; None for a module that computes anything else or in another dtype."""
-    if not context.reasons_replaced(module, nn.Linear):
-        return Lora(base=module)
-    if not _is_lora(module) or _reason_against(module, context) is not None:
+    if reasons_against(module, context):
         return None
-    return Lora(base=module.base_layer, owner=module)
+    return Lora(base=module.base_layer, owner=module) if _is_lora(module) else Lora(base=module)
 
 
 def reasons_against(module: nn.Module, context: Context) -> list[str]:
@@ -155,9 +137,11 @@ def _computes_formula(forward: object) -> bool:
             parameter.copy_((count + start).sin().view_as(parameter))
         x_TE = torch.arange(18.0, dtype=torch.float64, device="cpu").cos().view(3, 6)
         owner: Part = tiny[0]
-        [adapter] = Lora(base=owner.base_layer, owner=owner).active()
-        expected = owner.base_layer(x_TE) + x_TE @ adapter.a.weight.t() @ adapter.b.weight.t() * 1.5
-        is_stock = type(owner).forward is forward and adapter.scaling == 1.5
+        [name] = Lora(base=owner.base_layer, owner=owner).active()
+        a_RE = owner.lora_A[name].weight
+        b_FR = owner.lora_B[name].weight
+        expected = owner.base_layer(x_TE) + x_TE @ a_RE.t() @ b_FR.t() * 1.5
+        is_stock = type(owner).forward is forward and owner.scaling[name] == 1.5
         return is_stock and torch.allclose(owner(x_TE), expected)
 
 

@@ -20,7 +20,7 @@ from hf_vit_accel.ops.embedding import READ_OF_CONVOLUTION, reasons_overlapping
 from hf_vit_accel.ops.lora import Lora
 from hf_vit_accel.ops.product import build_linear, is_foreign
 from hf_vit_accel.ops.training import mlp as trained_mlp
-from hf_vit_accel.ops.training.nodes import NormWithBackward, OpWithBackward
+from hf_vit_accel.ops.training.nodes import OpWithBackward, normed
 
 
 def layers_of(merger: Part) -> tuple[Part, list[Part]] | None:
@@ -61,27 +61,25 @@ def fused(merger: Part, context: Context) -> AddThen:
     assert layers is not None
     norm, modules = layers
     has_foreign = any(is_foreign(module, context) for module in modules)
-    add_norm = norms.fused(norm, context, in_rows_dtype=not has_foreign)
-    guarded_norm = guarded(KERNELS, add_norm)
+    add_norm = guarded(KERNELS, norms.fused(norm, context, in_rows_dtype=not has_foreign))
     width = norm.weight.shape[0]
-    merged_width = context.read(merger, "hidden_size")
     for module in modules:
         context.called(module)
-    differentiable = _differentiable(modules, context) if context.trains_by_kernels else None
+
+    def run_modules(x_ME: Tensor) -> Tensor:
+        for module in modules:
+            x_ME = module(x_ME)
+        return x_ME
+
+    trained = _differentiable(modules, context) if context.trains_by_kernels else None
+    add_norm_merge = normed(add_norm, trained or run_modules, width=context.read(merger, "hidden_size"))
     # A plain norm before may keep a reference to x: then x is cloned before the kernel writes to it.
     in_place = context.reference or "norms" in context.fused
 
     def merge(x_TE: Tensor, delta_TE: Tensor | None) -> tuple[Tensor, Tensor]:
         x_TE = x_TE if in_place else x_TE.clone()
         shape = -1, width  # deepstack mergers normalise merged tokens, the others patches
-        rows = x_TE.view(shape), None if delta_TE is None else delta_TE.reshape(shape)
-        if differentiable is not None and isinstance(add_norm, NormWithBackward):
-            sum_TE, normed_TE, recipe = add_norm.with_recipe(*rows)
-            return sum_TE.view(x_TE.shape), differentiable(normed_TE.view(-1, merged_width), recipe=recipe)
-        sum_TE, normed_TE = guarded_norm(*rows)
-        x_ME = normed_TE.view(-1, merged_width)
-        for module in modules:
-            x_ME = module(x_ME)
+        sum_TE, x_ME = add_norm_merge(x_TE.view(shape), None if delta_TE is None else delta_TE.reshape(shape))
         return sum_TE.view(x_TE.shape), x_ME
 
     return merge
@@ -140,14 +138,15 @@ def _reasons_against_downsample(conv: Part, context: Context) -> list[str]:
 
 
 def _fused_downsample(conv: Part, context: Context) -> Apply:
-    cast = context.cast
+    read_weights = context.reader((conv, "weight"), (conv, "bias"))
     for name in READ_OF_CONVOLUTION:
         context.read(conv, name)
 
     def downsample(x_TE: Tensor) -> Tensor:
+        weight, bias_E = read_weights()
         # Rows have their channels last, so the weight is copied in that order: a hundredth of the product's time.
-        weight = cast(conv.weight).permute(0, 2, 3, 1).flatten(1)
-        return F.linear(x_TE.reshape(-1, weight.shape[1]).to(weight.dtype), weight, cast(conv.bias))
+        weight = weight.permute(0, 2, 3, 1).flatten(1)
+        return F.linear(x_TE.reshape(-1, weight.shape[1]).to(weight.dtype), weight, bias_E)
 
     return downsample
 

@@ -228,10 +228,10 @@ def product(loras: Sequence[Lora], context: Context, *, padded: bool = False, in
         a = []
         b = []
         for linear, lora in enumerate(loras):
-            for active in lora.active():
-                adapters.append(Adapter(linear, active.scaling))
-                a.append(active.a.weight)
-                b.append(active.b.weight)
+            for name in lora.active():
+                adapters.append(Adapter(linear, lora.owner.scaling[name]))
+                a.append(lora.owner.lora_A[name].weight)
+                b.append(lora.owner.lora_B[name].weight)
         return [*read(), tuple(adapters), *a, *b]  # read last: `active` may unmerge adapters from the weights
 
     if context.trains_by_kernels and not any(lora.has_dropout for lora in loras):
@@ -239,7 +239,7 @@ def product(loras: Sequence[Lora], context: Context, *, padded: bool = False, in
         return OpWithBackward(function=ProductFunction, weights=weights, settings=(linears,), takes_norm=True)
 
     def run(x_TE: Tensor) -> Tensor:
-        dropouts = [active.dropout for lora in loras for active in lora.active()]
+        dropouts = [lora.owner.lora_dropout[name] for lora in loras for name in lora.active()]
         inputs = linears.unflatten(flat_inputs())
         if context.trains_by_kernels:  # the function saves no padded copy of the weights
             out_TF: Tensor = ProductFunction.apply(x_TE, *inputs.weights, *inputs.biases, (), linears, None)

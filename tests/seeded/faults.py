@@ -446,7 +446,7 @@ FAULTS = (
     Fault(
         "LoRA's factor is left out",
         "ops/product.py",
-        "adapters.append(Adapter(linear, active.scaling))",
+        "adapters.append(Adapter(linear, lora.owner.scaling[name]))",
         "adapters.append(Adapter(linear, 1.0))",
         LORA,
     ),

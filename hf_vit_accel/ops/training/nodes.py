@@ -70,8 +70,7 @@ class NormWithBackward(OpWithBackward):
     def with_recipe(self, x_TE: Rows, delta_TE: Rows | None) -> tuple[Rows, Rows, NormRecipe]:
         """Return x + delta, the norm of it, and the recipe of the normed rows."""
         weights = self.weights()
-        if delta_TE is not None and delta_TE.dtype != x_TE.dtype:
-            x_TE = widened(x_TE, delta_TE)
+        x_TE = widened(x_TE, delta_TE)
         sum_TE, normed_TE = self._apply(x_TE.contiguous(), delta_TE, *weights, *self.settings)
         return sum_TE, normed_TE, NormRecipe(sum_TE, *weights, *self.settings)
 
@@ -87,18 +86,24 @@ class ProductThen:
         return self.then(self.product(x_TE, recipe=recipe))
 
 
-def normed(norm: AddThen, product: Apply) -> AddThen:
-    """Build (x, delta) to x + delta and the product of its norm; a trained product receives the norm's recipe."""
+def normed(norm: AddThen, product: Apply, width: int | None = None) -> AddThen:
+    """Build (x, delta) to x + delta and the product of its norm; a trained product receives the norm's recipe.
+
+    `width` is that of the product's rows, each of which may hold several normed rows.
+    """
     norm_node = _unguarded(norm)
     product_node = _unguarded(product)
 
+    def to_rows(normed_TE: Rows) -> Rows:
+        return normed_TE if width is None else normed_TE.view(-1, width)
+
     def run_trained(x_TE: Rows, delta_TE: Rows | None) -> tuple[Rows, Rows]:
         sum_TE, normed_TE, recipe = norm_node.with_recipe(x_TE, delta_TE)
-        return sum_TE, product_node(normed_TE, recipe=recipe)
+        return sum_TE, product_node(to_rows(normed_TE), recipe=recipe)
 
     def run(x_TE: Rows, delta_TE: Rows | None) -> tuple[Rows, Rows]:
         sum_TE, normed_TE = norm(x_TE, delta_TE)
-        return sum_TE, product(normed_TE)
+        return sum_TE, product(to_rows(normed_TE))
 
     is_trained = isinstance(norm_node, NormWithBackward) and isinstance(product_node, OpWithBackward | ProductThen)
     return run_trained if is_trained else run
@@ -125,8 +130,7 @@ class LayerNode:
         self, qkv_shape: tuple[int, ...], cos_TD: Rows, sin_TD: Rows, x_TE: Rows, delta_TE: Rows | None
     ) -> tuple[Rows, Rows | None]:
         """Return the residual stream, (T, E), and the MLP's result that the next norm adds to it, (T, E)."""
-        if delta_TE is not None and delta_TE.dtype != x_TE.dtype:
-            x_TE = widened(x_TE, delta_TE)
+        x_TE = widened(x_TE, delta_TE)
         counts = []
         weights: list[Any] = []
         for part in self.parts:
