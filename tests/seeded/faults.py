@@ -326,8 +326,8 @@ FAULTS = (
     Fault(
         "a rank takes the outputs of its neighbour",
         "options/data_parallel.py",
-        "self.assignment.put_together([outputs_there[index] for outputs_there in by_rank], output)",
-        "self.assignment.put_together([outputs_there[index] for outputs_there in by_rank[::-1]], output)",
+        "self._assignment.put_together([outputs_there[index] for outputs_there in by_rank], output)",
+        "self._assignment.put_together([outputs_there[index] for outputs_there in by_rank[::-1]], output)",
         RANKS,
     ),
     Fault(
