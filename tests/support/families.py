@@ -13,6 +13,7 @@ from tiny import randomise
 from torch import nn
 
 from hf_vit_accel.families import FAMILIES, Config, Family, family_of
+from hf_vit_accel.families.base import named_tensors
 
 Grid = list[tuple[int, int, int]]
 
@@ -71,11 +72,9 @@ def inputs(tower: nn.Module, grid: Grid, seed: int = 0) -> tuple[torch.Tensor, t
 
 def run(tower: nn.Module, grid: Grid) -> list[torch.Tensor]:
     """Run a tower without gradients; return every output."""
-    family = family_of(tower)
-    assert family is not None
     _, pixels, grid_thw = inputs(tower, grid)
     with torch.no_grad():
-        return family.tensors_of(tower(pixels, grid_thw=grid_thw))
+        return list(named_tensors(tower(pixels, grid_thw=grid_thw)).values())
 
 
 def trained(tower: nn.Module, grid: Grid) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
@@ -84,10 +83,8 @@ def trained(tower: nn.Module, grid: Grid) -> tuple[list[torch.Tensor], list[torc
     Returns:
         The outputs; and the gradients of pixels and of every parameter, None for frozen ones.
     """
-    family = family_of(tower)
-    assert family is not None
     rows, pixels, grid_thw = inputs(tower, grid)
-    outputs = family.tensors_of(tower(pixels, grid_thw=grid_thw))
+    outputs = list(named_tensors(tower(pixels, grid_thw=grid_thw)).values())
     generator = torch.Generator().manual_seed(1)
     weights = [torch.randn(output.shape, generator=generator).to(output.dtype) for output in outputs]
     leaves = [rows, *tower.parameters()]
