@@ -392,7 +392,7 @@ FAULTS = (
         "ops/window_attention.py",
         'scores = tl.where((t < length)[None, :], scores * scale_log2, float("-inf"))',
         'scores = tl.where((t < length - 1)[None, :], scores * scale_log2, float("-inf"))',
-        KERNELS,
+        BACKWARD,
     ),
     Fault(
         "rotated gradients are not rotated back",
