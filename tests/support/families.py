@@ -23,6 +23,21 @@ CLASSES = [(family, *tower) for family in FAMILIES if not family.attention_only 
 """Family, module and name of every class that has a fast path."""
 
 
+DIFFERENT = "Qwen2_5_Vision", "Qwen3VLVision", "Glm5Next", "PaddleOCR", "Dots3"
+"""Towers that differ in kind: windows, a table and deepstack, a limit and groups of heads, no merger, other norms.
+
+`test_families.py` compares every tower with stock in every run, plain and fused.
+"""
+
+
+def classes_like(*names: str) -> list[Any]:
+    """Return `CLASSES` as parameters: those whose class begins with a name run always, the others in the matrix."""
+    return [
+        pytest.param(entry, id=entry[2], marks=[pytest.mark.matrix] * (not entry[2].startswith(names)))
+        for entry in CLASSES
+    ]
+
+
 def config_of(kind: type) -> Config:
     """Return a config of a tower's class, with the defaults of transformers."""
     config = kind.config_class()

@@ -27,7 +27,6 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
-    StoppingCriteria,
     StoppingCriteriaList,
 )
 from transformers.generation import utils as generation_utils
@@ -76,17 +75,6 @@ def test_every_prompt_gets_the_tokens_logits_and_cache_of_stock(family: str) -> 
         both(model, inputs, max_new_tokens=6, do_sample=True, num_return_sequences=2, temperature=1.5)
         assert not counts_of(model).reasons, name
     assert counts_of(model).static_calls == 12
-
-
-def test_one_token_needs_no_step(model: torch.nn.Module) -> None:
-    """The model is not even read, which takes milliseconds."""
-    both(model, text([5, 6]), max_new_tokens=1, **ALL_OUTPUTS)
-    assert counts_of(model).reasons == {"no token after the first": 1}
-    both(model, text([5, 6]), max_new_tokens=2, **ALL_OUTPUTS)
-    assert counts_of(model).reasons == {
-        "no token after the first": 1,
-        "fewer than 8 tokens to come, and no step captured": 1,
-    }
 
 
 def test_a_model_that_was_trained_with_every_rank() -> None:
@@ -273,29 +261,6 @@ def test_a_text_that_ends_where_its_cache_is_full_takes_no_larger_one(model: Any
         ours = both(model, inputs, max_new_tokens=300, eos_token_id=end)
         assert ours.shape[1] == 120 + new_tokens
         assert steps_of(model).captures.total() - captures <= (120 + new_tokens > 128)
-
-
-@both_ways
-def test_processors_and_criteria_of_the_user(model: Any) -> None:
-    class Favour(LogitsProcessor):
-        def __call__(self, input_ids: Any, scores: Any) -> Any:
-            assert scores.dtype == torch.float32
-            scores[:, (input_ids[:, -1] + 1) % 50] += 2.0
-            return scores
-
-    class Stop(StoppingCriteria):
-        def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-            return input_ids[:, 4:].sum(1) > 300
-
-    both(
-        model,
-        text([5, 6, 7, 8], [9, 4, 3, 3]),
-        max_new_tokens=40,
-        make_logits_processor=lambda: LogitsProcessorList([Favour()]),
-        make_stopping_criteria=lambda: StoppingCriteriaList([Stop()]),
-        **ALL_OUTPUTS,
-    )
-    assert counts_of(model).static_calls == 1
 
 
 class Streamer(BaseStreamer):
