@@ -171,13 +171,14 @@ def _fused_positions(table: nn.Embedding, context: Context) -> Add:
         add: Callable[..., Tensor] = add_positions_reference
     else:
         add = AddPositions.apply if context.grad else add_positions_
-    is_unrounded = versions.adds_unrounded(context.classes or ())
+    kinds = context.classes or ()
+    if not versions.adds_unrounded(kinds):
+        return lambda x_TE, indices_T4, weights_T4: add(x_TE, table.weight, indices_T4, weights_T4)
 
-    def add_positions(x_TE: Tensor, indices_T4: Tensor, weights_T4: Tensor) -> Tensor:
-        weight = table.weight
-        return add(x_TE.to(weight.dtype) if is_unrounded else x_TE, weight, indices_T4, weights_T4)
+    def add_unrounded(x_TE: Tensor, indices_T4: Tensor, weights_T4: Tensor) -> Tensor:
+        return add(x_TE.to(table.weight.dtype), table.weight, indices_T4, weights_T4)
 
-    return add_positions
+    return add_unrounded
 
 
 def _plain_positions(table: nn.Module, context: Context) -> Add:
@@ -252,10 +253,7 @@ def _rope_kernel(
 
 
 def rope_(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor, *, back: bool = False) -> Tensor:
-    """Run `rope_reference` as one kernel, in place; the results are bit-equal, as products are not fused.
-
-    `back` rotates the gradients of rotated q and k back.
-    """
+    """Run `rope_reference` as one kernel, in place; the results are bit-equal, as products are not fused."""
     rows, _, heads, dim = qkv_T3HD.shape
     block_t = 8
     block_p = 128
@@ -275,6 +273,11 @@ def rope_(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor, *, back: bool = Fals
         enable_fp_fusion=False,
     )
     return qkv_T3HD
+
+
+def rope_back_(dqkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    """Rotate the gradients of rotated q and k back in place."""
+    return rope_(dqkv_T3HD, cos_TD, sin_TD, back=True)
 
 
 @kernel
@@ -370,8 +373,7 @@ class Rope(torch.autograd.Function):
     @staticmethod
     @machine.once_differentiable
     def backward(ctx: FunctionContext, dout_T3HD: Tensor) -> Gradients:
-        dqkv_T3HD = dout_T3HD.clone(memory_format=torch.contiguous_format)
-        return rope_(dqkv_T3HD, *ctx.saved_tensors, back=True), None, None
+        return rope_back_(dout_T3HD.clone(memory_format=torch.contiguous_format), *ctx.saved_tensors), None, None
 
 
 def tables(rotary: Part, context: Context) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:

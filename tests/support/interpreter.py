@@ -19,6 +19,7 @@ def speed_up_interpreter() -> None:
 
     - The interpreter replaces the functions of `triton.language` once per process, and does not put them back.
     - It no longer repeats each 32-bit sum and product in 64 bits to find overflows.
+    - It looks up numpy's dtype of a type once, not by a table that every value makes anew.
     """
     from triton.runtime import interpreter
 
@@ -39,7 +40,16 @@ def speed_up_interpreter() -> None:
                 patch_language(function)
         return keeps_patches
 
+    look_up_dtype = interpreter._get_np_dtype
+    dtypes_by_name: dict[str, Any] = {}
+
+    def look_up_dtype_once(triton_type: Any) -> Any:
+        if triton_type.name not in dtypes_by_name:
+            dtypes_by_name[triton_type.name] = look_up_dtype(triton_type)
+        return dtypes_by_name[triton_type.name]
+
     interpreter._patch_lang = patch_language_once
+    interpreter._get_np_dtype = look_up_dtype_once
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
 

@@ -19,8 +19,7 @@ from tiny import checkpoint_layers, relative_error
 from torch import nn
 
 import hf_vit_accel
-from hf_vit_accel.families import FAMILIES, Family, Tower
-from hf_vit_accel.families.base import named_tensors
+from hf_vit_accel.families import FAMILIES, Family, Tower, family_of
 from support.families import GRIDS, inputs, run, tiny_tower, trained
 
 RECORD = Path(__file__).parents[1] / "versions.json"
@@ -133,9 +132,11 @@ def lora(tower: Tower) -> str:
 
 def accumulated(tower: Tower) -> Tensors:
     """Return the outputs of a tower, and the gradients that its backward pass leaves on the parameters."""
+    family = family_of(tower)
+    assert family is not None
     tower.zero_grad()
     _, pixels, grid_thw = inputs(tower, GRIDS[1])
-    tensors = list(named_tensors(tower(pixels, grid_thw=grid_thw)).values())
+    tensors = family.tensors_of(tower(pixels, grid_thw=grid_thw))
     sum(tensor.square().mean() for tensor in tensors).backward()
     return [*(tensor.detach() for tensor in tensors), *(parameter.grad for parameter in tower.parameters())]
 

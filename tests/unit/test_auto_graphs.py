@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -29,9 +28,6 @@ from hf_vit_accel.tower.state import state_of
 IMAGE: Grid = [(1, 6, 8)]
 COMES_AGAIN = "a size is captured when it comes again"
 EXACT_ONLY = "the backend replays exact shapes only, from the time that they came often"
-FREE_CAPTURES = 5
-REPLAYS_PER_CAPTURE = 8
-"""What captures cost, as docs/cuda-graphs.md tells users."""
 
 
 @pytest.fixture
@@ -44,20 +40,9 @@ def last_call(model: nn.Module) -> str:
     return str(status_of(model).last)
 
 
-def test_the_default_is_auto(on_cpu: type[Recorder], model: nn.Module) -> None:
-    assert hf_vit_accel.patch(model) is model
-    run_tower(tower_of(model), IMAGE)
-    run_tower(tower_of(model), IMAGE)
-    assert status_of(model).replays == 1
-    hf_vit_accel.patch(model, cuda_graphs=False)
-    for _ in range(3):
-        run_tower(tower_of(model), IMAGE)
-    assert status_of(model) is None
-
-
 def test_a_size_is_captured_when_it_comes_again(on_cpu: type[Recorder], model: nn.Module) -> None:
     expected = run_tower(tower_of(model), IMAGE)
-    patch(model, "auto")
+    hf_vit_accel.patch(model)  # "auto" is the default
     ways = []
     for _ in range(5):
         assert_close(run_tower(tower_of(model), IMAGE), expected)
@@ -149,26 +134,6 @@ def test_a_named_backend_that_serves_one_layout_is_captured_when_a_shape_came_of
     assert hf_vit_accel.status(model).towers[0].backends == {"full": "torch_cudnn"}
 
 
-def test_an_eager_call_finds_the_memory_of_graphs(
-    on_cpu: type[Recorder], model: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    new_size: Grid = [(1, 8, 20)]
-    expected = run_tower(tower_of(hf_vit_accel.patch(copy.deepcopy(model), cuda_graphs=False)), new_size)
-    runner = patch(model, "auto")
-    ways_of(model, [IMAGE] * 3)
-    assert runner.status().graphs
-    encode = one_pass_module.encode
-
-    def encode_or_run_out(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
-        if runner.status().graphs:
-            memory._give_up_graphs(0, 1 << 40, 0, 0)
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return encode(*args, **kwargs)
-
-    monkeypatch.setattr(one_pass_module, "encode", encode_or_run_out)
-    assert_close(run_tower(tower_of(model), new_size), expected)
-
-
 def test_little_free_memory_prevents_captures(on_cpu: type[Recorder], model: nn.Module) -> None:
     """One graph takes more than an eighth of the free memory, which is known afterwards."""
     patch(model, "auto")
@@ -212,17 +177,6 @@ def ways_of(model: nn.Module, grids: list[Grid]) -> list[str]:
 
 
 SIZES: list[Grid] = [[(1, 4, 4 * width)] for width in range(1, 13)]
-
-
-def test_dropped_graphs_are_captured_again_as_replays_pay_for_it(on_cpu: type[Recorder], model: nn.Module) -> None:
-    """There are more kinds of calls than graphs, and those that stay are replayed."""
-    runner = patch(model, "auto")
-    runner.policy.thresholds = replace(runner.policy.thresholds, most_graphs=4)
-    grids: list[Grid] = [[(1, 2, 2 * (32 // count))] * count for count in (1, 2, 4, 8, 16, 32)]
-    ways = ways_of(model, grids * 20)
-    status = status_of(model)
-    assert ways[40:].count("replayed") > len(ways[40:]) // 2
-    assert status.captures <= FREE_CAPTURES + status.replays // REPLAYS_PER_CAPTURE + 1
 
 
 def test_status_names_the_way_of_the_last_call(

@@ -203,16 +203,6 @@ def stock_with_score_mod(model: nn.Module, run: Callable[[], Result]) -> Result:
         config._attn_implementation_internal = former
 
 
-@pytest.mark.parametrize("fuse", alike(True, False))
-@both_towers
-def test_a_tower_through_flex_equals_stock(model: nn.Module, fuse: bool) -> None:
-    tower = tower_of(model)
-    expected = run_tower(tower, GRID)
-    hf_vit_accel.patch(model, attention="flex", fuse=fuse, strict=True)
-    assert_close(run_tower(tower, GRID), expected)
-    assert set(hf_vit_accel.status(model).towers[0].backends.values()) <= {"flex", "fused kernel"}
-
-
 def grads_of(tower: nn.Module) -> list[Tensor]:
     for parameter in tower.parameters():
         parameter.grad = None

@@ -345,7 +345,7 @@ def test_whatever_happens(on_cpu: type[Recorder], monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Masked, "replays_other_layouts", machine is not OneLayout)
     monkeypatch.setattr(machine, "recorder", on_cpu, raising=False)
     options = settings(
-        max_examples=6,
+        max_examples=4,
         stateful_step_count=20,
         deadline=None,
         derandomize=True,

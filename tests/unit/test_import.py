@@ -89,28 +89,6 @@ assert len(kernels) > 15 and not any("jit_function" in vars(kernel) for kernel i
 No source of a kernel is read before its first launch: for all kernels that takes as long as the rest of the import.
 """
 
-GONE = """
-from transformers import modeling_utils
-kind = modeling_utils.PreTrainedModel
-# Renamed: transformers itself calls them by the new names, and finds ours gone.
-kind.choose = kind.get_correct_attn_implementation
-del modeling_utils.lazy_import_flash_attention, kind.get_correct_attn_implementation
-import hf_vit_accel
-from tiny import *
-kind._check_and_adjust_attn_implementation = lambda self, name, *args, **kwargs: kind.choose(self, name)
-model = TINY["qwen2_5_vl"].build()
-tower = tower_of(model)
-expected = run_tower(tower, GRIDS["mixed"])
-hf_vit_accel.patch(model, strict=True)
-assert_close(run_tower(tower, GRIDS["mixed"]), expected)
-assert hf_vit_accel.status(model).towers[0].calls == 1
-hf_vit_accel.unpatch(model)
-assert_close(run_tower(tower, GRIDS["mixed"]), expected, 0.0)
-model = TINY["qwen2_5_vl"].build(attn_implementation="flash_vit_auto")
-assert_close(run_tower(tower_of(model), GRIDS["mixed"]), expected)
-"""
-"""Delete and rename functions of transformers: `patch` works; a tower that is loaded by name has our attention."""
-
 QUIET = """
 import socket, sys
 FORBIDDEN = ("socket.", "pickle.", "marshal.loads", "subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.fork",
@@ -183,7 +161,7 @@ def code_of_a_new_process() -> str:
     parts = [START, f"in_a_fork('light', {LIGHT!r})"]
     parts.append("import torch._dynamo, torch.distributed.tensor.parallel  # torch's own part, once for all forks")
     parts.append(f"in_a_fork('load', {LOAD.replace('IMPORTS', repr(IMPORTS))!r})")
-    parts += [MODELS, f"in_a_fork('functions that are gone', {GONE!r})", QUIET, LAST]
+    parts += [MODELS, QUIET, LAST]
     return "\n".join(parts)
 
 

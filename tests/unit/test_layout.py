@@ -104,15 +104,3 @@ def test_the_packed_copy_is_one_buffer_and_exact() -> None:
     for name, array in arrays.items():
         assert tensors[name].shape == array.shape and np.array_equal(tensors[name].numpy(), array)
         assert tensors[name].numpy().dtype == array.dtype and tensors[name].data_ptr() % 16 == 0
-
-
-@pytest.mark.gpu
-def test_gpu_the_packed_copy_does_not_wait() -> None:
-    arrays = build(((8, 36, 64),), Geometry(merge=MERGE, window=4, table=48)).arrays()
-    to_device(arrays, torch.device("cuda"))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        tensors = to_device(arrays, torch.device("cuda"))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert all(np.array_equal(tensors[name].cpu().numpy(), array) for name, array in arrays.items())

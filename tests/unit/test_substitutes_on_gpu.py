@@ -76,16 +76,6 @@ def assert_fast(tower: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_gpu_a_tower_with_liger_is_exact_and_fused(model: nn.Module, order: str) -> None:
-    expected = run_tower(tower_of(model), GRID)
-    tower = tower_of(with_liger(model, order))
-    assert_close(run_tower(tower, GRID), expected, 1e-5)
-    assert_fast(tower)
-    hf_vit_accel.unpatch(tower)
-    assert_close(run_tower(tower, GRID), expected, 1e-4)  # Liger's own
-
-
-@pytest.mark.parametrize("order", ORDERS)
 def test_gpu_in_bf16_as_exact_as_stock_and_replayed(model: nn.Module, order: str) -> None:
     exact = run_tower(tower_of(model), GRID)
     model.to(torch.bfloat16)

@@ -102,7 +102,7 @@ def gradients_of(tower: nn.Module) -> torch.Tensor:
     return torch.cat([gradient.float().flatten() for gradient in gradients])
 
 
-@pytest.mark.parametrize("attention", ["auto", "flashinfer_cudnn", "torch_varlen"])
+@pytest.mark.parametrize("attention", ["auto", "flashinfer_cudnn", "torch_cudnn", "torch_varlen"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_equal_stock(family: str, attention: str) -> None:
     if attention != "auto":
@@ -132,12 +132,6 @@ def test_two_streams_get_right_answers(tower: nn.Module) -> None:
     torch.cuda.synchronize()
     for index, of_call in outputs:
         assert_close(of_call, expected[index], 3e-2)
-
-
-def test_pixels_on_another_device_are_a_value_error(tower: nn.Module) -> None:
-    hf_vit_accel.patch(tower)
-    with pytest.raises(ValueError, match="on the tower's device cuda:0, got them on cpu"):
-        tower(pixels_for(tower, GRIDS["image"]), grid_thw=torch.tensor(GRIDS["image"]))
 
 
 def test_memory_is_that_of_stock(tower: nn.Module) -> None:

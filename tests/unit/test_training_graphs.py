@@ -195,23 +195,6 @@ def test_gradients_are_added_up_and_never_overwritten(one_pair: Pair) -> None:
         assert relative_error(gradient, stock_gradient) < 1e-4
 
 
-def test_two_forwards_before_their_backwards(one_pair: Pair) -> None:
-    """The halves of a contrastive batch: the second forward runs eagerly, and all gradients are right."""
-    runner = patch(one_pair.tower, strict=True)
-    for _ in range(2):
-        train(one_pair.tower, SMALL)
-    for order in (1, -1):
-
-        def run(tower: nn.Module, order: int = order) -> None:
-            losses = [loss_of(forward(tower, grid, seed), seed) for seed, grid in enumerate([SMALL, SMALL, LARGE])]
-            for loss in losses[::order]:
-                loss.backward()
-
-        compare(one_pair, run)
-    assert runner.status().eager == {"the gradients of an earlier call are still to come": 4}
-    assert runner.status().replays == 4
-
-
 def test_a_forward_without_a_backward_does_not_block_the_next(one_pair: Pair) -> None:
     stock, tower = one_pair
     runner = patch(tower, strict=True)
@@ -226,18 +209,19 @@ def test_a_forward_without_a_backward_does_not_block_the_next(one_pair: Pair) ->
     assert not runner.status().eager
 
 
-@pytest.mark.parametrize("is_frozen", [False, True])
-def test_weights_that_change_before_the_backward_raise_as_in_stock(one_pair: Pair, is_frozen: bool) -> None:
-    """Gradients go through frozen weights, too; a graph would read them as they are now."""
+@pytest.mark.parametrize("written", ["weight", "frozen weight", "pixels"])
+def test_writing_before_the_backward_raises_as_in_stock(one_pair: Pair, written: str) -> None:
+    """Gradients go through frozen weights, too; a graph would read all of them as they are now."""
     for tower in one_pair:
-        tower.blocks[0].attn.qkv.weight.requires_grad_(not is_frozen)
+        tower.blocks[0].attn.qkv.weight.requires_grad_(written != "frozen weight")
     patch(one_pair.tower)
     for _ in range(2):
         train(one_pair.tower, SMALL)
     for tower in one_pair:
-        loss = loss_of(forward(tower, SMALL), 0)
+        pixels = pixels_for(tower, SMALL)
+        loss = loss_of(outputs_of(tower(pixels, grid_thw=torch.tensor(SMALL))), 0)
         with torch.no_grad():
-            tower.blocks[0].attn.qkv.weight.mul_(2)
+            (pixels if written == "pixels" else tower.blocks[0].attn.qkv.weight).mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
 
@@ -423,41 +407,18 @@ def test_parameters_of_a_functional_call(one_pair: Pair) -> None:
     compare(one_pair, run)
 
 
-def test_pixels_overwritten_before_the_backward_raise_as_in_stock(one_pair: Pair) -> None:
-    patch(one_pair.tower)
-    train(one_pair.tower, SMALL)
-    for tower in one_pair:
-        pixels = pixels_for(tower, SMALL)
-        loss = loss_of(outputs_of(tower(pixels, grid_thw=torch.tensor(SMALL))), 0)
-        pixels.zero_()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-
-
 # --- what is captured, what is stored ---------------------------------------------------------------------------------
 
 
-def test_another_precision_has_graphs_of_its_own(one_pair: Pair) -> None:
-    """The host decides in which precision products are computed, and a graph contains that decision."""
-    runner = patch(one_pair.tower)
-    matmul = torch.backends.cuda.matmul
-    before = matmul.allow_fp16_reduced_precision_reduction
-    try:
-        for is_allowed in (True, False, True):
-            matmul.allow_fp16_reduced_precision_reduction = is_allowed
-            train(one_pair.tower, SMALL)
-    finally:
-        matmul.allow_fp16_reduced_precision_reduction = before
-    assert runner.status().captures == 2 and not runner.status().stale, "set back, the former graphs are replayed"
-
-
-def test_other_trained_parameters_have_graphs_of_their_own(one_pair: Pair) -> None:
-    """Set back, the graphs are found again: each returns the gradients of what was trained at its capture."""
+@pytest.mark.parametrize("switched", ["trained parameters", "precision"])
+def test_a_switch_that_is_set_back_finds_its_graphs_again(one_pair: Pair, switched: str) -> None:
+    """A graph contains the gradients of what was trained at its capture, and the precision of its products."""
     stock, tower = one_pair
     runner = patch(tower)
-    for is_trained in (True, False, True, False):
+    for is_on in (True, False, True, False):
         for changed in one_pair:
-            changed.merger.requires_grad_(is_trained)
+            changed.merger.requires_grad_(is_on or switched == "precision")
+        torch.set_float32_matmul_precision("high" if is_on and switched == "precision" else "highest")
         assert_same(train(tower, SMALL), train(stock, SMALL))
     assert (runner.status().captures, runner.status().replays) == (2, 4) and not runner.status().stale
 
