@@ -18,7 +18,7 @@ from torch import Tensor
 from hf_vit_accel import machine
 from hf_vit_accel.backends.base import HALF, Attend, Backend, Plan, Request, attention_op, reasons_from_trial
 from hf_vit_accel.ops.base import Rotate
-from hf_vit_accel.ops.embedding import rope_, rope_back_
+from hf_vit_accel.ops.embedding import rope_
 from hf_vit_accel.ops.embedding import rotate as our_rotation
 from hf_vit_accel.ops.training.context import FunctionContext
 from hf_vit_accel.ops.training.nodes import OpWithBackward
@@ -55,7 +55,7 @@ class FlashAttention4(Backend):
         if request.grad:
             backward = _find_backward(request.device, request.dtype, request.head_dim)
             return list(backward) if isinstance(backward, tuple) else []
-        return list(_reasons_from_results(request.device, request.dtype, request.head_dim))
+        return list(_trial(request.device, request.dtype, request.head_dim, None))
 
     def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Plan) -> Tensor:
         if not plan.request.grad:
@@ -154,7 +154,7 @@ class _Attention(torch.autograd.Function):
             q_THD, k_THD, v_THD, out_THD, dout_THD, lse_HT, ctx.scale, **lengths, dq=dq_THD, dk=dk_THD, dv=dv_THD
         )
         if cos_TD is not None:
-            rope_back_(dqkv_T3HD, cos_TD, sin_TD)
+            rope_(dqkv_T3HD, cos_TD, sin_TD, back=True)
         return dqkv_T3HD, None, None, None, None, None, None
 
 
@@ -182,6 +182,7 @@ def _rounding_to_16(function: Kernel) -> Kernel:
 _TRIAL_LENGTHS = (200, 130, 321)
 
 
+@machine.probe
 def _trial(
     device: torch.device, dtype: torch.dtype, head_dim: int, backward_of: Callable[[], Kernel] | None
 ) -> tuple[str, ...]:
@@ -199,12 +200,6 @@ def _trial(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the package's compiler warns about its own code
         return reasons_from_trial(attend, _TRIAL_LENGTHS, device, dtype, head_dim, grad=backward_of is not None)
-
-
-@machine.probe
-def _reasons_from_results(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[str, ...]:
-    """List what is wrong with the forward on this machine."""
-    return _trial(device, dtype, head_dim, None)
 
 
 @machine.probe

@@ -212,13 +212,10 @@ def compiled(
     assert isinstance(function, FunctionType)
     name = f"flex_{heads}x{head_dim}_{dtype}".replace(".", "_")
     code = function.__code__.replace(co_name=name)
-    return _compile(FunctionType(code, function.__globals__, name, None, function.__closure__))
-
-
-def _compile(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    named = FunctionType(code, function.__globals__, name, None, function.__closure__)
     # dynamic=False: heads, strides and scale are constants of the kernel; only marked sizes are dynamic.
     # fullgraph=True: otherwise uncompilable code would run as it is, with all T x T scores in memory.
-    return torch.compile(function, dynamic=False, fullgraph=True)
+    return torch.compile(named, dynamic=False, fullgraph=True)
 
 
 def _flex(scale: float, score_mod: ScoreMod | None) -> Callable[..., Tensor]:

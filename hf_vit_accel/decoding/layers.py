@@ -13,7 +13,7 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -259,7 +259,7 @@ class _Layers:
             query_THD = norm(attention.q_norm, query_THD)
             key_TKD = norm(attention.k_norm, key_TKD)
         query, key = (x.unflatten(0, shape_BT).transpose(1, 2) for x in (query_THD, key_TKD))
-        query, key = _rotate(attention, query, key, *self._rotation)
+        query, key = _rotation_of(attention)(query, key, *self._rotation)
         query_THD, key_TKD = (x.transpose(1, 2).flatten(0, 1) for x in (query, key))
         if cache is not None:
             # Under autocast values may have a narrower dtype than keys. A dynamic cache has that of its first keys.
@@ -335,52 +335,53 @@ def norm(norm: Model, hidden: Tensor) -> Tensor:
     return nn.functional.rms_norm(hidden, norm.weight.shape, norm.weight, epsilon)
 
 
-def _rotation_of(attention: Model) -> tuple[Any, tuple[int, ...]]:
-    """Return the function in the file of an attention that rotates, and what it asks for beside cosines and sines."""
+def _rotation_of(attention: Model) -> Callable[..., Any]:
+    """Return the function in the file of an attention that turns queries and keys by cosines and sines."""
     file: Any = sys.modules[type(attention).__module__]
     # Older forwards pick the axes themselves. Their function's name alone says nothing: Liger puts it into newer files.
     if "apply_multimodal_rotary_pos_emb" in inspect.unwrap(type(attention).forward).__code__.co_names:
-        return file.apply_multimodal_rotary_pos_emb, tuple(attention.config.rope_parameters["mrope_section"])
-    return file.apply_rotary_pos_emb, ()
+        sections = tuple(attention.config.rope_parameters["mrope_section"])
+        return _by_sections(file.apply_multimodal_rotary_pos_emb, sections)
+    function: Callable[..., Any] = file.apply_rotary_pos_emb
+    return function
 
 
-def _rotate(attention: Model, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate queries (B, H, T, D) and keys (B, K, T, D) by cosines and sines as the text model returns them."""
-    function, axes = _rotation_of(attention)
-    return cast(tuple[Tensor, Tensor], function(query, key, cos, sin, *filter(None, [list(axes)])))
+@lru_cache(maxsize=64)
+def _by_sections(function: Callable[..., Any], sections: tuple[int, ...]) -> Callable[..., Any]:
+    return partial(function, mrope_section=list(sections))
 
 
 def _tables_of(attention: Model, rotation: Tables, shape_BT: torch.Size) -> Tables | None:
     """Return cosines and sines (T, D) with which a file's rotation turns pairs (d, d + D / 2); None if it does not."""
     cos, sin = rotation
-    function, axes = _rotation_of(attention)
+    rotate = _rotation_of(attention)
     width = attention.head_dim
-    if cos.shape[-1] != width or not _turns_halves(function, axes, width, cos.dim()):
+    if cos.shape[-1] != width or not _turns_halves(rotate, width, cos.dim()):
         return None
-    tables = _read_tables(function, axes, cos, sin)
+    tables = _read_tables(rotate, cos, sin)
     cos_TD, sin_TD = (x.expand(*shape_BT, -1).flatten(0, 1).contiguous() for x in tables)
     return cos_TD, sin_TD
 
 
 @lru_cache(maxsize=64)
-def _turns_halves(function: Any, axes: tuple[int, ...], width: int, dims: int) -> bool:
+def _turns_halves(rotate: Callable[..., Any], width: int, dims: int) -> bool:
     """Return whether a rotation of random heads is that by its tables, alone."""
     generator = torch.Generator().manual_seed(0)
     leading = [1] * (dims - 2) if dims < 4 else [3, 1]
     cos, sin = torch.rand(2, *leading, 3, width, generator=generator, device="cpu")
     heads = torch.rand(2, 1, 1, 3, width, generator=generator, device="cpu")
-    cos_TD, sin_TD = (x[0] for x in _read_tables(function, axes, cos, sin))
-    results = function(*heads, cos, sin, *filter(None, [list(axes)]))
+    cos_TD, sin_TD = (x[0] for x in _read_tables(rotate, cos, sin))
+    results = rotate(*heads, cos, sin)
     turned = [rotated(x[0, 0][:, None], cos_TD, sin_TD)[:, 0] for x in heads]
     return all(torch.allclose(x, result[0, 0], atol=1e-5) for x, result in zip(turned, results, strict=True))
 
 
-def _read_tables(function: Any, axes: tuple[int, ...], cos: Tensor, sin: Tensor) -> Tables:
+def _read_tables(rotate: Callable[..., Any], cos: Tensor, sin: Tensor) -> Tables:
     """Rotate heads that are one in a half, and zero in the other: the results are cosines and sines, (B, T, D)."""
     half = cos.shape[-1] // 2
     halves = cos.new_zeros(2, cos.shape[-3], 1, *cos.shape[-2:])
     halves[0, ..., :half] = 1
     halves[1, ..., half:] = 1
-    of_first, of_second = (x[:, 0] for x in function(*halves, cos, sin, *filter(None, [list(axes)])))
+    of_first, of_second = (x[:, 0] for x in rotate(*halves, cos, sin))
     cos_BTD = torch.cat([of_first[..., :half], of_second[..., half:]], dim=-1)
     return cos_BTD, torch.cat([-of_second[..., :half], of_first[..., half:]], dim=-1)

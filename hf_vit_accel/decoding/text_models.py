@@ -328,12 +328,11 @@ def _is_upstream(kind: type) -> bool:
 
 def _check_module(name: str, module: nn.Module, is_known: bool, may_have_forward: bool) -> None:
     """Raise `UnservedError` if a step would not do what a module does, unless its class `is_known`."""
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     is_called = is_known or is_adapter(module) or _is_quantised(module)
     reasons = {
         "torch.compile": module._compiled_call_impl is not None,
         "a forward of its own": not may_have_forward and has_other_forward(module),
-        "a forward hook": not all(_is_harmless(hook) for hook in hooks),
+        "a forward hook": _has_other_hooks(module),
         "dropout": isinstance(module, nn.Dropout) and module.training and module.p > 0,
         f"a module of class {type(module).__name__}": not is_called,
     }
@@ -345,6 +344,11 @@ def has_other_forward(module: nn.Module) -> bool:
     return "forward" in vars(module) and not _is_harmless(type(vars(module)["forward"]))
 
 
+def _has_other_hooks(module: nn.Module) -> bool:
+    hooks = *module._forward_hooks.values(), *module._forward_pre_hooks.values()
+    return not all(map(_is_harmless, hooks))
+
+
 def _is_harmless(hook: Any) -> bool:
     home = getattr(hook, "__module__", None) or ""
     is_marker = getattr(hook, "__name__", "") == "make_inputs_require_grads" and home == "transformers.modeling_utils"
@@ -353,13 +357,8 @@ def _is_harmless(hook: Any) -> bool:
 
 def has_hooks_around(model: Model) -> bool:
     """Return whether a module has a hook or a forward of others, which would see the rows of a batch in groups."""
-    for module in model.modules():
-        is_wrapped = module is not model and has_other_forward(module)
-        if is_wrapped or not all(
-            map(_is_harmless, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))
-        ):
-            return True
-    return False
+    inner = [module for module in model.modules() if module is not model]
+    return any(map(_has_other_hooks, model.modules())) or any(map(has_other_forward, inner))
 
 
 def _is_quantised(module: nn.Module) -> bool:

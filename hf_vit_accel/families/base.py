@@ -253,10 +253,6 @@ class Family:
         pooler_output = tensors[1] if len(tensors) > 1 else None
         return output_class(last_hidden_state=tensors[0], pooler_output=pooler_output, **deepstack)
 
-    def tensors_of(self, output: Any) -> list[Tensor]:
-        """Return the tensors that a stock output holds, in the order of `output_of`. A bare one lacks the last rows."""
-        return list(named_tensors(output).values())
-
     def form_of(self, tower: Tower, output: Any, rows: int) -> Any:
         """Return the `output_class` that `output_of` takes to return a tower's output for so many rows of pixels."""
         return None if isinstance(output, Tensor | tuple) else self.output_class(tower)

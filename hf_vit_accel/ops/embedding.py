@@ -171,14 +171,13 @@ def _fused_positions(table: nn.Embedding, context: Context) -> Add:
         add: Callable[..., Tensor] = add_positions_reference
     else:
         add = AddPositions.apply if context.grad else add_positions_
-    kinds = context.classes or ()
-    if not versions.adds_unrounded(kinds):
-        return lambda x_TE, indices_T4, weights_T4: add(x_TE, table.weight, indices_T4, weights_T4)
+    is_unrounded = versions.adds_unrounded(context.classes or ())
 
-    def add_unrounded(x_TE: Tensor, indices_T4: Tensor, weights_T4: Tensor) -> Tensor:
-        return add(x_TE.to(table.weight.dtype), table.weight, indices_T4, weights_T4)
+    def add_positions(x_TE: Tensor, indices_T4: Tensor, weights_T4: Tensor) -> Tensor:
+        weight = table.weight
+        return add(x_TE.to(weight.dtype) if is_unrounded else x_TE, weight, indices_T4, weights_T4)
 
-    return add_unrounded
+    return add_positions
 
 
 def _plain_positions(table: nn.Module, context: Context) -> Add:
@@ -253,7 +252,10 @@ def _rope_kernel(
 
 
 def rope_(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor, *, back: bool = False) -> Tensor:
-    """Run `rope_reference` as one kernel, in place; the results are bit-equal, as products are not fused."""
+    """Run `rope_reference` as one kernel, in place; the results are bit-equal, as products are not fused.
+
+    `back` rotates the gradients of rotated q and k back.
+    """
     rows, _, heads, dim = qkv_T3HD.shape
     block_t = 8
     block_p = 128
@@ -273,11 +275,6 @@ def rope_(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor, *, back: bool = Fals
         enable_fp_fusion=False,
     )
     return qkv_T3HD
-
-
-def rope_back_(dqkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    """Rotate the gradients of rotated q and k back in place."""
-    return rope_(dqkv_T3HD, cos_TD, sin_TD, back=True)
 
 
 @kernel
@@ -373,7 +370,8 @@ class Rope(torch.autograd.Function):
     @staticmethod
     @machine.once_differentiable
     def backward(ctx: FunctionContext, dout_T3HD: Tensor) -> Gradients:
-        return rope_back_(dout_T3HD.clone(memory_format=torch.contiguous_format), *ctx.saved_tensors), None, None
+        dqkv_T3HD = dout_T3HD.clone(memory_format=torch.contiguous_format)
+        return rope_(dqkv_T3HD, *ctx.saved_tensors, back=True), None, None
 
 
 def tables(rotary: Part, context: Context) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:

@@ -197,19 +197,18 @@ def _product_in(dtypes: Sequence[torch.dtype], x: Tensor, y: Tensor) -> Tensor:
     return x @ y
 
 
-def product(loras: Sequence[Lora], context: Context, *, padded: bool = False, in_features: int | None = None) -> Apply:
+def product(loras: Sequence[Lora], context: Context, *, padded: bool = False, extra_features: int = 0) -> Apply:
     """Build the product of Linears with the same input, side by side: one product is faster than several.
 
-    Every Linear may be padded to a multiple of 8. Columns of the rows from E to `in_features` are zeros.
+    Every Linear may be padded to a multiple of 8. Rows have `extra_features` columns of zeros beyond E.
     """
     bases = [lora.base for lora in loras]
     widths = tuple(len(base.weight) for base in bases)
-    width_in = bases[0].in_features
     linears = JoinedLinears(
         widths=widths,
         padding=tuple(-width % 8 if padded else 0 for width in widths),
-        in_features=width_in,
-        extra_features=(in_features or width_in) - width_in,
+        in_features=bases[0].in_features,
+        extra_features=extra_features,
         dtype=context.dtype,
     )
     read = context.reader(*((base, name) for name in ("weight", "bias") for base in bases))

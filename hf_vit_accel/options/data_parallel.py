@@ -14,7 +14,7 @@ weights. Their sum over ranks, made once, is the gradient that one process would
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 
@@ -163,21 +163,24 @@ class Sharing:
         """
         plan = batch.plan
         attempt = batch.attempt
-
-        def exchange(outputs: tuple[OutputShape, ...]) -> list[Report]:
-            kind = (*share.kind, plan.spec.request.dtype)
-            report = Report(grid=plan.inputs.grid, kind=kind, checksum=int(checksum), outputs=outputs)
-            return self._exchange(attempt, report)
-
         try:
             embedding = plan.reading.parts.projection.weight.flatten(1)
             checksum = rows_checksum(embedding) + rows_checksum(batch.pixels_TP)
-            share = Share(self._ranks, self._assignment(plan, batch.grid), batch, exchange)
+            share = Share(self._ranks, self._assignment(plan, batch.grid), batch)
             outputs: list[Tensor] = []
             if share.batch.grid:
                 with share.replaced:
                     outputs = self._encode(share.batch)
-            outputs = share.gather(outputs)
+            shapes = tuple((len(output), output.shape[1], output.dtype) for output in outputs)
+            # Allocate before the other ranks hear that this one is done: it may fail.
+            buffers = share.buffers(shapes, self._ranks.rank) if shapes else []
+            kind = (*share.kind, plan.spec.request.dtype)
+            report = Report(grid=plan.inputs.grid, kind=kind, checksum=int(checksum), outputs=shapes)
+            reports = self._exchange(attempt, report)
+            if not shapes:
+                first = next(rank for rank, report in enumerate(reports) if report.outputs)
+                buffers = share.buffers(reports[first].outputs, first)
+            outputs = share.gather(outputs, buffers)
         except Exception as error:
             if attempt.exchanged is None:
                 self._tell_unless_repeated(batch, error)
@@ -259,7 +262,7 @@ def rows_checksum(rows_TP: Tensor) -> Tensor:
 
 
 class Share:
-    """One rank's share of a call: its rows, aliases of trained weights, and the exchange of all outputs.
+    """One rank's share of a call: its rows, and aliases of trained weights.
 
     Gradients of an alias reach `_TakeShare`, which sums them over the ranks.
 
@@ -269,20 +272,12 @@ class Share:
         replaced: Within this context the tower holds these aliases.
     """
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        assignment: Assignment,
-        batch: Batch,
-        exchange: Callable[[tuple[OutputShape, ...]], list[Report]],
-    ) -> None:
+    def __init__(self, ranks: Ranks, assignment: Assignment, batch: Batch) -> None:
         plan = batch.plan
         grad = plan.spec.request.grad
         pixels_TP = batch.pixels_TP
-        self.ranks = ranks
-        self.assignment = assignment
-        self._exchange = exchange
-        self._device = pixels_TP.device
+        self._ranks = ranks
+        self._assignment = assignment
         # A weight that modules share counts once.
         weights = {id(weight): weight for weight in plan.parameters if grad and weight.requires_grad}
         self.kind = (grad, pixels_TP.requires_grad, [tuple(weight.shape) for weight in weights.values()])
@@ -299,44 +294,36 @@ class Share:
             share_TP = assignment.share_of(pixels_TP, ranks.rank)
         self.batch = replace(batch, plan=plan, grid=assignment.grid_of(ranks.rank), pixels_TP=share_TP)
 
-    def gather(self, outputs: list[Tensor]) -> list[Tensor]:
-        """Return all rows of all outputs on every rank."""
-        return self.exchange(outputs) if self._token is None else list(_Gather.apply(self, self._token, *outputs))
-
-    def exchange(self, outputs: list[Tensor]) -> list[Tensor]:
-        """Do the work of `gather`, without gradients."""
-        rows_by_rank = self.assignment.rows
-        rank = self.ranks.rank
-        shapes = tuple((len(output), output.shape[1], output.dtype) for output in outputs)
-        # Allocate before the other ranks hear that this one is done: it may fail.
-        buffers = self._buffers(shapes, rows_by_rank[rank]) if shapes else []
-        reports = self._exchange(shapes)
-        if not shapes:
-            first = next(rank for rank, report in enumerate(reports) if report.outputs)
-            buffers = self._buffers(reports[first].outputs, rows_by_rank[first])
-        *by_rank, complete = buffers
-        if outputs:
-            by_rank[rank] = [output.contiguous() for output in outputs]
-        to_all(self.ranks, by_rank[rank], by_rank)
-        for index, output in enumerate(complete):
-            self.assignment.put_together([outputs_there[index] for outputs_there in by_rank], output)
-        return complete
-
-    def _buffers(self, shapes: Sequence[OutputShape], rows_there: int) -> list[list[Tensor]]:
+    def buffers(self, shapes: Sequence[OutputShape], shapes_of: int) -> list[list[Tensor]]:
         """Return empty outputs for every rank, none for this one, then for the whole call.
 
         Args:
-            rows_there: The patch rows that have outputs of these shapes.
+            shapes_of: The rank whose outputs have these shapes.
         """
-        rows_by_rank = list(self.assignment.rows)
-        rows_by_rank[self.ranks.rank] = 0
+        rows_by_rank = self._assignment.rows
+        counts = [0 if rank == self._ranks.rank else rows for rank, rows in enumerate(rows_by_rank)]
         return [
             [
-                torch.empty(rows * count // rows_there, width, dtype=dtype, device=self._device)
+                torch.empty(
+                    rows * count // rows_by_rank[shapes_of], width, dtype=dtype, device=self.batch.pixels_TP.device
+                )
                 for count, width, dtype in shapes
             ]
-            for rows in (*rows_by_rank, self.assignment.total)
+            for rows in (*counts, self._assignment.total)
         ]
+
+    def gather(self, outputs: list[Tensor], buffers: list[list[Tensor]]) -> list[Tensor]:
+        """Return all rows of all outputs on every rank, in these buffers."""
+        *by_rank, complete = buffers
+        rank = self._ranks.rank
+        if outputs:
+            by_rank[rank] = [output.detach().contiguous() for output in outputs]
+        to_all(self._ranks, by_rank[rank], by_rank)
+        for index, output in enumerate(complete):
+            self._assignment.put_together([outputs_there[index] for outputs_there in by_rank], output)
+        if self._token is None:
+            return complete
+        return list(_Gather.apply(self._assignment, rank, complete, self._token, *outputs))
 
 
 class _TakeShare(torch.autograd.Function):
@@ -389,16 +376,18 @@ class _TakeShare(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Brings the outputs of this rank's share to all ranks. Its backward takes the share's rows of their gradient."""
+    """Returns the complete outputs of a call. Its backward takes this rank's rows of their gradient."""
 
     @staticmethod
-    def forward(ctx: FunctionContext, share: Share, token: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: FunctionContext, assignment: Assignment, rank: int, complete: list[Tensor], token: Tensor, *outputs: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.assignment = share.assignment
-        ctx.rank = share.ranks.rank
+        ctx.assignment = assignment
+        ctx.rank = rank
         ctx.count = len(outputs)
         ctx.token = token.detach()
-        return tuple(share.exchange(list(outputs)))
+        return tuple(complete)
 
     @staticmethod
     @machine.once_differentiable
@@ -407,4 +396,4 @@ class _Gather(torch.autograd.Function):
             None if gradient is None else ctx.assignment.share_of(gradient, ctx.rank)
             for gradient in gradients[: ctx.count]
         ]
-        return None, ctx.token, *rows
+        return None, None, None, ctx.token, *rows

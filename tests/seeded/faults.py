@@ -326,8 +326,8 @@ FAULTS = (
     Fault(
         "a rank takes the outputs of its neighbour",
         "options/data_parallel.py",
-        "self.assignment.put_together([outputs_there[index] for outputs_there in by_rank], output)",
-        "self.assignment.put_together([outputs_there[index] for outputs_there in by_rank[::-1]], output)",
+        "self._assignment.put_together([outputs_there[index] for outputs_there in by_rank], output)",
+        "self._assignment.put_together([outputs_there[index] for outputs_there in by_rank[::-1]], output)",
         RANKS,
     ),
     Fault(
@@ -392,7 +392,7 @@ FAULTS = (
         "ops/window_attention.py",
         'scores = tl.where((t < length)[None, :], scores * scale_log2, float("-inf"))',
         'scores = tl.where((t < length - 1)[None, :], scores * scale_log2, float("-inf"))',
-        KERNELS,
+        BACKWARD,
     ),
     Fault(
         "rotated gradients are not rotated back",

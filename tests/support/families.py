@@ -13,6 +13,7 @@ from tiny import randomise
 from torch import nn
 
 from hf_vit_accel.families import FAMILIES, Config, Family, family_of
+from hf_vit_accel.families.base import named_tensors
 
 Grid = list[tuple[int, int, int]]
 
@@ -20,6 +21,21 @@ GRIDS: list[Grid] = [[(1, 4, 6)], [(1, 4, 6), (2, 6, 2), (1, 2, 12), (1, 8, 4)]]
 
 CLASSES = [(family, *tower) for family in FAMILIES if not family.attention_only for tower in family.towers]
 """Family, module and name of every class that has a fast path."""
+
+
+DIFFERENT = "Qwen2_5_Vision", "Qwen3VLVision", "Glm5Next", "PaddleOCR", "Dots3"
+"""Towers that differ in kind: windows, a table and deepstack, a limit and groups of heads, no merger, other norms.
+
+`test_families.py` compares every tower with stock in every run, plain and fused.
+"""
+
+
+def classes_like(*names: str) -> list[Any]:
+    """Return `CLASSES` as parameters: those whose class begins with a name run always, the others in the matrix."""
+    return [
+        pytest.param(entry, id=entry[2], marks=[pytest.mark.matrix] * (not entry[2].startswith(names)))
+        for entry in CLASSES
+    ]
 
 
 def config_of(kind: type) -> Config:
@@ -71,11 +87,9 @@ def inputs(tower: nn.Module, grid: Grid, seed: int = 0) -> tuple[torch.Tensor, t
 
 def run(tower: nn.Module, grid: Grid) -> list[torch.Tensor]:
     """Run a tower without gradients; return every output."""
-    family = family_of(tower)
-    assert family is not None
     _, pixels, grid_thw = inputs(tower, grid)
     with torch.no_grad():
-        return family.tensors_of(tower(pixels, grid_thw=grid_thw))
+        return list(named_tensors(tower(pixels, grid_thw=grid_thw)).values())
 
 
 def trained(tower: nn.Module, grid: Grid) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
@@ -84,10 +98,8 @@ def trained(tower: nn.Module, grid: Grid) -> tuple[list[torch.Tensor], list[torc
     Returns:
         The outputs; and the gradients of pixels and of every parameter, None for frozen ones.
     """
-    family = family_of(tower)
-    assert family is not None
     rows, pixels, grid_thw = inputs(tower, grid)
-    outputs = family.tensors_of(tower(pixels, grid_thw=grid_thw))
+    outputs = list(named_tensors(tower(pixels, grid_thw=grid_thw)).values())
     generator = torch.Generator().manual_seed(1)
     weights = [torch.randn(output.shape, generator=generator).to(output.dtype) for output in outputs]
     leaves = [rows, *tower.parameters()]

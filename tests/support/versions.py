@@ -19,7 +19,8 @@ from tiny import checkpoint_layers, relative_error
 from torch import nn
 
 import hf_vit_accel
-from hf_vit_accel.families import FAMILIES, Family, Tower, family_of
+from hf_vit_accel.families import FAMILIES, Family, Tower
+from hf_vit_accel.families.base import named_tensors
 from support.families import GRIDS, inputs, run, tiny_tower, trained
 
 RECORD = Path(__file__).parents[1] / "versions.json"
@@ -132,11 +133,9 @@ def lora(tower: Tower) -> str:
 
 def accumulated(tower: Tower) -> Tensors:
     """Return the outputs of a tower, and the gradients that its backward pass leaves on the parameters."""
-    family = family_of(tower)
-    assert family is not None
     tower.zero_grad()
     _, pixels, grid_thw = inputs(tower, GRIDS[1])
-    tensors = family.tensors_of(tower(pixels, grid_thw=grid_thw))
+    tensors = list(named_tensors(tower(pixels, grid_thw=grid_thw)).values())
     sum(tensor.square().mean() for tensor in tensors).backward()
     return [*(tensor.detach() for tensor in tensors), *(parameter.grad for parameter in tower.parameters())]
 

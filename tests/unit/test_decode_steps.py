@@ -22,8 +22,6 @@ from torch import nn
 from torch.overrides import BaseTorchFunctionMode
 from transformers import (
     GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
 )
 from transformers.integrations import sdpa_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -163,15 +161,6 @@ def test_the_bounds_drop_the_steps_used_least_recently(model: Any, recorder: Rec
     assert recorder.captures == 5 and counts_of(model).static_calls == 7
 
 
-def test_wrong_bounds_are_refused(model: Any) -> None:
-    for bounds in (dict(max_graphs="8"), dict(max_graphs=0), dict(max_bytes="1GB"), dict(max_bytes=-1)):
-        custom_generate = functools.partial(graphed_decoding, **bounds)
-        with pytest.raises(ValueError, match=f"expected {next(iter(bounds))} to be"):
-            model.generate(**TEXT, max_new_tokens=9, custom_generate=custom_generate)
-    both(model, TEXT, max_new_tokens=9)
-    assert counts_of(model).static_calls == 1
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -181,12 +170,18 @@ def test_wrong_bounds_are_refused(model: Any) -> None:
         ),
         (dict(max_new_tokens=3), "unknown option 'max_new_tokens': pass it to generate"),
         (dict(assistant_model=None), "unknown option 'assistant_model'"),
+        *((bounds, "expected max_graphs to be") for bounds in (dict(max_graphs="8"), dict(max_graphs=0))),
+        *((bounds, "expected max_bytes to be") for bounds in (dict(max_bytes="1GB"), dict(max_bytes=-1))),
     ],
 )
-def test_options_that_would_be_dropped_are_refused(model: Any, options: dict[str, object], message: str) -> None:
+def test_wrong_bounds_and_options_that_would_be_dropped_are_refused(
+    model: Any, options: dict[str, object], message: str
+) -> None:
     """transformers' loop takes any keyword, and reads none of these."""
     with pytest.raises(ValueError, match=message):
         model.generate(**TEXT, max_new_tokens=9, custom_generate=functools.partial(graphed_decoding, **options))
+    both(model, TEXT, max_new_tokens=9)
+    assert counts_of(model).static_calls == 1
 
 
 def test_an_error_after_a_call_leaves_no_lock(model: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,26 +231,24 @@ def test_leftovers_of_another_call_change_nothing(model: Any) -> None:
     assert counts_of(model).static_calls == 3
 
 
-def test_a_failed_capture_is_not_tried_again(model: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "fail", RuntimeError("no capture"))
+@pytest.mark.parametrize(
+    ("error", "reasons"),
+    [
+        (RuntimeError("no capture"), {"RuntimeError: no capture": 2}),
+        (torch.OutOfMemoryError("full"), {"memory ran out": 1}),
+    ],
+)
+def test_a_failed_capture_is_tried_again_where_memory_ran_out(
+    model: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch, error: Exception, reasons: dict[str, int]
+) -> None:
+    monkeypatch.setattr(recorder, "fail", error)
     both(model, TEXT, max_new_tokens=9)
     monkeypatch.setattr(recorder, "fail", None)
     both(model, TEXT, max_new_tokens=9)
-    assert counts_of(model).reasons == {"RuntimeError: no capture": 2} and recorder.captures == 0
+    assert counts_of(model).reasons == reasons and recorder.captures == 2 - sum(reasons.values())
     _other_tensor(model)
     both(model, TEXT, max_new_tokens=9)
-    assert counts_of(model).static_calls == 1
-
-
-def test_memory_that_ran_out_may_be_there_later(
-    model: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(recorder, "fail", torch.OutOfMemoryError("full"))
-    both(model, TEXT, max_new_tokens=9)
-    monkeypatch.setattr(recorder, "fail", None)
-    both(model, TEXT, max_new_tokens=9)
-    counts = counts_of(model)
-    assert counts.reasons == {"memory ran out": 1} and counts.static_calls == 1
+    assert counts_of(model).static_calls == 3 - sum(reasons.values())
 
 
 def test_memory_that_runs_out_in_a_long_text_lets_stock_go_on(
@@ -419,35 +412,6 @@ def test_stock_decodes_with_what_users_put_in(model: Any, recorder: Recorder, na
         if undo is not None:
             undo()
     assert counts_of(model).reasons == {reason: 1} and recorder.captures == 0
-
-
-def test_a_hook_that_a_processor_adds_acts_from_the_next_token_on(model: Any, recorder: Recorder) -> None:
-    class Hooks(LogitsProcessor):
-        def __init__(self) -> None:
-            self.handles: list[Any] = []
-
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            if input_ids.shape[1] == 9:
-                self.handles.append(model.lm_head.register_forward_hook(lambda module, args, output: -output))
-            return scores
-
-    outputs = []
-    for custom_generate in (None, graphed_decoding):
-        hooks = Hooks()
-        outputs.append(
-            model.generate(
-                **TEXT,
-                max_new_tokens=12,
-                min_new_tokens=12,
-                logits_processor=LogitsProcessorList([hooks]),
-                custom_generate=custom_generate,
-            )
-        )
-        hooks.handles[0].remove()
-    assert torch.equal(outputs[0], outputs[1])
-    assert counts_of(model).reasons == {"a forward hook on lm_head": 1} and recorder.captures == 1
-    both(model, TEXT, max_new_tokens=9)
-    assert counts_of(model).static_calls == 1 and recorder.captures == 1
 
 
 @pytest.mark.usefixtures("way")

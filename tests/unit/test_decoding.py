@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import tiny
 import torch
-import transformers
 from support.composites import COMPOSITES, left_padded
 from support.decoding import both, counts_of
 from support.generate_arguments import make_static_cache
@@ -28,7 +27,6 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
-    StoppingCriteria,
     StoppingCriteriaList,
 )
 from transformers.generation import utils as generation_utils
@@ -77,17 +75,6 @@ def test_every_prompt_gets_the_tokens_logits_and_cache_of_stock(family: str) -> 
         both(model, inputs, max_new_tokens=6, do_sample=True, num_return_sequences=2, temperature=1.5)
         assert not counts_of(model).reasons, name
     assert counts_of(model).static_calls == 12
-
-
-def test_one_token_needs_no_step(model: torch.nn.Module) -> None:
-    """The model is not even read, which takes milliseconds."""
-    both(model, text([5, 6]), max_new_tokens=1, **ALL_OUTPUTS)
-    assert counts_of(model).reasons == {"no token after the first": 1}
-    both(model, text([5, 6]), max_new_tokens=2, **ALL_OUTPUTS)
-    assert counts_of(model).reasons == {
-        "no token after the first": 1,
-        "fewer than 8 tokens to come, and no step captured": 1,
-    }
 
 
 def test_a_model_that_was_trained_with_every_rank() -> None:
@@ -210,49 +197,53 @@ def test_a_step_too_many_leaves_no_trace(model: Any, monkeypatch: pytest.MonkeyP
     assert new_tokens < 24 and len(steps) == 23 + new_tokens, "the first token takes no step; one step is too many"
 
 
+def rows_that_end(model: Any) -> dict[str, Any]:
+    """Return arguments with which two rows end early."""
+    inputs = text([5, 6, 7, 8], [9, 4, 3, 3])
+    free = model.generate(**inputs, max_new_tokens=24, min_new_tokens=24)
+    ends = [int(free[row, 4 + 5 * row + 3]) for row in range(2)]
+    return dict(inputs=inputs, max_new_tokens=24, eos_token_id=ends)
+
+
 @both_ways
 @pytest.mark.usefixtures("runs_ahead")
 def test_random_numbers_and_code_of_the_user_see_no_step_too_many(model: Any) -> None:
+    arguments = rows_that_end(model)
+    sampling = dict(do_sample=True, top_k=0, eos_token_id=list(range(3, 20)))
+    drawn = both(model, **arguments | sampling)
+    assert drawn.shape[1] < 4 + 24, "the rows end early; `both` compares the generators of random numbers, too"
     calls = []
 
-    class Counting(LogitsProcessor):
-        def __call__(self, input_ids: Any, scores: Any) -> Any:
-            calls.append(input_ids.shape)
-            return scores
+    def process(input_ids: Any, scores: Any) -> Any:
+        calls.append(1)
+        return scores
 
-    inputs = text([5, 6, 7, 8], [9, 4, 3, 3])
-    free = both(model, inputs, max_new_tokens=24, min_new_tokens=24)
-    ends = [int(free[row, 4 + 5 * row + 3]) for row in range(2)]
-    drawn = both(model, inputs, max_new_tokens=24, eos_token_id=list(range(3, 20)), do_sample=True, top_k=0)
-    assert drawn.shape[1] < 4 + 24, "the rows end early; `both` compares the generators of random numbers, too"
-    ours = both(
-        model,
-        inputs,
-        max_new_tokens=24,
-        eos_token_id=ends,
-        make_logits_processor=lambda: LogitsProcessorList([Counting()]),
-    )
-    assert len(calls) == 2 * (ours.shape[1] - 4)
-    calls.clear()
+    def stop(input_ids: Any, scores: Any) -> Any:
+        calls.append(1)
+        return torch.zeros(2, dtype=torch.bool)
 
     def allow_all(row: int, ids: Any) -> range:  # as a grammar of outlines does
-        calls.append(ids.shape)
+        calls.append(1)
         return range(50)
 
-    ours = both(model, inputs, max_new_tokens=24, eos_token_id=ends, prefix_allowed_tokens_fn=allow_all)
-    assert len(calls) == 2 * 2 * (ours.shape[1] - 4)
+    nested = StoppingCriteriaList([StoppingCriteriaList([stop])])
+    for name, value in dict(
+        logits_processor=[process], stopping_criteria=nested, prefix_allowed_tokens_fn=allow_all
+    ).items():
+        calls.clear()
+        ours = both(model, **arguments, **{name: value})
+        assert len(calls) == 2 * (ours.shape[1] - 4) * (2 if value is allow_all else 1)
 
 
 @both_ways
 @pytest.mark.usefixtures("runs_ahead")
 def test_forwards_of_stock_are_as_many_as_without_running_ahead(model: Any) -> None:
     """Hooks, code and random numbers of the user see no forward after the end: those are steps of ours alone."""
-    inputs = text([5, 6, 7, 8], [9, 4, 3, 3])
-    free = both(model, inputs, max_new_tokens=24, min_new_tokens=24)
-    ends = [int(free[row, 4 + 5 * row + 3]) for row in range(2)]
+    arguments = rows_that_end(model)
+    both(model, arguments["inputs"], max_new_tokens=24)
     calls: list[int] = []
     model.lm_head.register_forward_hook(lambda *_: calls.append(1))
-    ours = both(model, inputs, max_new_tokens=24, eos_token_id=ends)
+    ours = both(model, **arguments)
     assert len(calls) == 2 * (ours.shape[1] - 4) and counts_of(model).static_calls == 1
 
 
@@ -270,61 +261,6 @@ def test_a_text_that_ends_where_its_cache_is_full_takes_no_larger_one(model: Any
         ours = both(model, inputs, max_new_tokens=300, eos_token_id=end)
         assert ours.shape[1] == 120 + new_tokens
         assert steps_of(model).captures.total() - captures <= (120 + new_tokens > 128)
-
-
-@both_ways
-@pytest.mark.usefixtures("runs_ahead")
-@pytest.mark.parametrize("is_nested", [False, True])
-def test_processors_that_count_their_calls_see_no_step_too_many(model: Any, is_nested: bool) -> None:
-    """A processor of transformers with state, which the user keeps for several calls, and a list within a list."""
-    inputs = text([5, 6, 7, 8], [9, 4, 3, 3])
-    free = both(model, inputs, max_new_tokens=24, min_new_tokens=24)
-    ends = [int(free[row, 4 + 5 * row + 3]) for row in range(2)]
-    calls = []
-
-    class Count(StoppingCriteria):
-        def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-            calls.append(input_ids.shape)
-            return torch.zeros(len(input_ids), dtype=torch.bool)
-
-    options: dict[str, Any] = dict(max_new_tokens=24, eos_token_id=ends)
-    if is_nested:
-        options["stopping_criteria"] = StoppingCriteriaList([StoppingCriteriaList([Count()])])
-        ours = both(model, inputs, **options)
-        assert len(calls) == 2 * (ours.shape[1] - 4)
-        return
-    counts = []
-    for custom_generate in (None, graphed_decoding):
-        watermark = transformers.SynthIDTextWatermarkLogitsProcessor(
-            5, [654, 400], 64, 0, 4, inputs["input_ids"].device
-        )
-        for _ in range(2):
-            model.generate(**inputs, **options, logits_processor=[watermark], custom_generate=custom_generate)
-        counts.append(watermark.state.num_calls)
-    assert counts[0] == counts[1]
-
-
-@both_ways
-def test_processors_and_criteria_of_the_user(model: Any) -> None:
-    class Favour(LogitsProcessor):
-        def __call__(self, input_ids: Any, scores: Any) -> Any:
-            assert scores.dtype == torch.float32
-            scores[:, (input_ids[:, -1] + 1) % 50] += 2.0
-            return scores
-
-    class Stop(StoppingCriteria):
-        def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-            return input_ids[:, 4:].sum(1) > 300
-
-    both(
-        model,
-        text([5, 6, 7, 8], [9, 4, 3, 3]),
-        max_new_tokens=40,
-        make_logits_processor=lambda: LogitsProcessorList([Favour()]),
-        make_stopping_criteria=lambda: StoppingCriteriaList([Stop()]),
-        **ALL_OUTPUTS,
-    )
-    assert counts_of(model).static_calls == 1
 
 
 class Streamer(BaseStreamer):

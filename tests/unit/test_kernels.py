@@ -27,8 +27,6 @@ from hf_vit_accel.ops.activation import (
 )
 from hf_vit_accel.ops.add_norm import add_norm_, add_norm_reference_
 from hf_vit_accel.ops.embedding import (
-    add_positions_,
-    add_positions_reference,
     rope_,
     rope_gather_back,
     rope_reference,
@@ -47,7 +45,6 @@ from hf_vit_accel.ops.mlp import (
     linear_swiglu,
     linear_swiglu_reference,
 )
-from hf_vit_accel.ops.window_attention import window_attention, window_attention_reference
 from hf_vit_accel.options import checksum
 
 SMALL = dict(device="cpu", rows=7, heads=2, dtype=torch.float16)
@@ -233,42 +230,6 @@ def test_quick_gelu(target: Target, width: int) -> None:
     actual = x.clone()
     assert quick_gelu_(actual) is actual
     check(actual, expected, exact)
-
-
-@where
-@pytest.mark.parametrize(("width", "taps"), [(1152, 4), (1024, 4), (144, 4), (144, 16)])
-def test_add_positions(target: Target, width: int, taps: int) -> None:
-    x = draw(target["rows"], width, target=target)
-    table = draw(36, width, target=target, seed=3)
-    generator = torch.Generator().manual_seed(0)
-    indices = torch.randint(0, 36, (target["rows"], taps), generator=generator, dtype=torch.int32).to(target["device"])
-    weights = torch.rand(target["rows"], taps, generator=generator).to(target["device"])
-    expected = add_positions_reference(x, table, indices, weights)
-    actual = x.clone()
-    assert add_positions_(actual, table, indices, weights) is actual
-    exact = x.double() + (table.double()[indices] * weights.double()[:, :, None]).sum(1)
-    check(actual, expected, exact)
-
-
-@where
-@pytest.mark.parametrize(
-    ("lengths", "dim"), [([64, 64], 64), ([64, 16, 1, 37, 48], 72), ([64, 16, 1, 37, 48], 80), ([3], 80)], ids=str
-)
-def test_window_attention(target: Target, lengths: list[int], dim: int) -> None:
-    lengths = lengths * (20 if target["device"] == "cuda" else 1)
-    rows = sum(lengths)
-    scale = dim**-0.5
-    qkv = draw(rows, 3, target["heads"], dim, target=target)
-    cos, sin = tables(rows, dim, target)
-    offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(target["device"])
-    before = qkv.clone()
-    exact = window_attention_reference(qkv.double(), cos, sin, offsets, scale)
-    expected = window_attention_reference(qkv, cos, sin, offsets, scale)
-    poison = torch.full((rows, target["heads"], dim), float("nan"), dtype=qkv.dtype, device=target["device"])
-    del poison
-    actual = window_attention(qkv, cos, sin, offsets, scale)
-    assert torch.equal(qkv, before)
-    assert relative_error(actual, exact) <= max(1.3 * relative_error(expected, exact), torch.finfo(actual.dtype).eps)
 
 
 @where

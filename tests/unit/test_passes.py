@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.cpu_graphs import Recorder
-from support.families import CLASSES, GRIDS, build, run, trained
+from support.families import CLASSES, DIFFERENT, GRIDS, build, classes_like, run, trained
 from support.grids import drawn, frames_of
+from support.patching import status_of
 from support.tensors import flat
 from support.towers import ONE_TOWER
 from tiny import (
@@ -41,10 +42,6 @@ from hf_vit_accel.tower.state import state_of
 
 Grid = list[tuple[int, int, int]]
 VIDEO: Grid = [(1, 4, 6), (7, 4, 4), (1, 2, 18)]
-
-
-def status_of(model: Any) -> Any:
-    return hf_vit_accel.status(model).towers[0]
 
 
 # --- where a call is cut ----------------------------------------------------------------------------------------------
@@ -103,16 +100,7 @@ def test_what_is_no_number_of_rows(max_rows: Any) -> None:
 # --- what is cut equals what is not -----------------------------------------------------------------------------------
 
 
-DIFFERENT = "Qwen2_5_Vision", "Qwen3VLVision", "Glm5Next", "PaddleOCR", "Dots3"
-
-
-@pytest.mark.parametrize(
-    "entry",
-    [
-        pytest.param(entry, id=entry[2], marks=[pytest.mark.matrix] * (not entry[2].startswith(DIFFERENT)))
-        for entry in CLASSES
-    ],
-)
+@pytest.mark.parametrize("entry", classes_like(*DIFFERENT))
 def test_every_tower_in_passes_equals_one_pass_with_its_gradients(entry: Any) -> None:
     tower = build(*entry)
     grid = GRIDS[1]

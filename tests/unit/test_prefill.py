@@ -54,18 +54,22 @@ def joined(rows: list[Inputs], *, right: bool = False) -> Inputs:
     return {name: torch.cat(values) for name, values in inputs.items()}
 
 
+def row_of(model: Any, grids: list[tuple[int, int, int]], words: int, seed: int) -> Inputs:
+    """Draw a row of so many tokens of text before pictures and videos."""
+    row = tiny.chat_inputs(model, grids, seed)
+    more = torch.randint(3, 50, (1, words), generator=torch.Generator().manual_seed(seed))
+    row["input_ids"] = torch.cat([more, row["input_ids"]], 1)
+    if "mm_token_type_ids" in row:
+        row["mm_token_type_ids"] = torch.cat([torch.zeros_like(more), row["mm_token_type_ids"]], 1)
+    return row
+
+
 def batch(model: Any, rng: random.Random, rows: int, *, right: bool = False) -> Inputs:
     """Draw rows of text with no, one or several pictures or videos, padded to the longest."""
     drawn = []
     for _ in range(rows):
-        row = tiny.chat_inputs(model, [rng.choice(GRIDS) for _ in range(rng.choice([0, 1, 1, 2]))], rng.randrange(999))
-        more = torch.randint(
-            3, 50, (1, rng.randint(0, 20)), generator=torch.Generator().manual_seed(rng.randrange(999))
-        )
-        row["input_ids"] = torch.cat([more, row["input_ids"]], 1)
-        if "mm_token_type_ids" in row:
-            row["mm_token_type_ids"] = torch.cat([torch.zeros_like(more), row["mm_token_type_ids"]], 1)
-        drawn.append(row)
+        grids = [rng.choice(GRIDS) for _ in range(rng.choice([0, 1, 1, 2]))]
+        drawn.append(row_of(model, grids, rng.randint(0, 20), rng.randrange(999)))
     return joined(drawn, right=right)
 
 
@@ -216,15 +220,7 @@ def test_groups_write_into_the_one_cache_of_the_step(monkeypatch: pytest.MonkeyP
 
 def ragged(model: Any, *lengths: int) -> Inputs:
     """Draw rows of so many tokens of text, each with a picture."""
-    rows = []
-    for length in lengths:
-        row = tiny.chat_inputs(model, [GRIDS[length % len(GRIDS)]], length)
-        more = torch.randint(3, 50, (1, length), generator=torch.Generator().manual_seed(length))
-        row["input_ids"] = torch.cat([more, row["input_ids"]], 1)
-        if "mm_token_type_ids" in row:
-            row["mm_token_type_ids"] = torch.cat([torch.zeros_like(more), row["mm_token_type_ids"]], 1)
-        rows.append(row)
-    return joined(rows)
+    return joined([row_of(model, [GRIDS[length % len(GRIDS)]], length, length) for length in lengths])
 
 
 class HookAt(transformers.LogitsProcessor):
@@ -255,10 +251,12 @@ def test_rows_of_different_lengths_share_an_axis(family: str) -> None:
     assert steps_of(model).captures.total() == 1 and counts_of(model).static_calls == 3
 
 
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("lengths", [(300, 20, 30, 25, 40, 22, 35), (5, 5)], ids=["an axis is shared", "even rows"])
 @pytest.mark.parametrize("family", alike("qwen3_vl", "qwen2_5_vl"))
-def test_stock_goes_on_where_rows_share_an_axis(family: str) -> None:
+def test_a_hook_that_a_processor_adds_acts_from_the_next_token_on(family: str, lengths: tuple[int, ...]) -> None:
     model = TINY[family].build()
-    inputs = ragged(model, 300, 20, 30, 25, 40, 22, 35)
+    inputs = ragged(model, *lengths)
     outputs = []
     for custom_generate in (None, graphed_decoding):
         hook = HookAt(model, inputs["input_ids"].shape[1] + 5)

@@ -322,6 +322,9 @@ def test_known_items_are_not_encoded_again(tower: nn.Module) -> None:
     nbytes = sum(tensor.nbytes for tensor in (*every, *(pixels for pixels, _ in (a, b, c, d))))
     assert status.held == 4 and status.nbytes == nbytes, "pixels count, too"
     assert "13 items: 4 encoded, 1 copies, 8 from earlier calls; 4 held" in str(hf_vit_accel.status(tower))
+    state = state_of(tower)
+    hf_vit_accel.unpatch(tower)
+    assert state.reuse.status().held == state.reuse.status().nbytes == 0
 
 
 @pytest.mark.parametrize("written", [["outputs"], ["pixels"], ["outputs", "pixels"]], ids=" and ".join)
@@ -486,16 +489,6 @@ def test_reasons_against_keeping_are_reported(tower: nn.Module) -> None:
         assert list(state_of(tower).fallbacks) == ["a score_mod may read what changes between calls"]
 
 
-def test_unpatching_frees_what_is_kept(tower: nn.Module) -> None:
-    hf_vit_accel.patch(tower, reuse=ACROSS)
-    with torch.no_grad():
-        call(tower, [item(tower)])
-    state = state_of(tower)
-    assert state.reuse.status().held == 1
-    hf_vit_accel.unpatch(tower)
-    assert state.reuse.status().held == state.reuse.status().nbytes == 0
-
-
 def test_a_failed_kernel_is_replaced_by_its_reference(tower: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object) -> None:
         raise RuntimeError("no C compiler")
@@ -518,17 +511,6 @@ def test_a_failed_kernel_is_replaced_by_its_reference(tower: nn.Module, monkeypa
 def test_senseless_settings_are_refused(arguments: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=f"expected {next(iter(arguments))} to be"):
         ReuseConfig(**arguments)
-
-
-def test_reuse_is_true_false_or_a_config(tower: nn.Module) -> None:
-    for wrong in (1, "yes", None):
-        with pytest.raises(ValueError, match="expected reuse to be True, False or a ReuseConfig"):
-            hf_vit_accel.patch(tower, reuse=wrong)
-    assert state_of(tower) is None
-    with hf_vit_accel.patched(tower, reuse=True):
-        assert state_of(tower).settings.reuse == ReuseConfig()
-    with hf_vit_accel.patched(tower):
-        assert hf_vit_accel.status(tower).towers[0].reuse is None
 
 
 @pytest.mark.gpu
@@ -554,3 +536,10 @@ def test_every_stream_uses_features_of_its_own() -> None:
             torch.cuda.synchronize()
             assert_close(outputs, expected, 5e-3)
     assert counts(tower)[2] > 0
+
+
+@pytest.mark.parametrize("wrong", [1, "yes", None])
+def test_reuse_is_true_false_or_a_config(tower: nn.Module, wrong: object) -> None:
+    with pytest.raises(ValueError, match="expected reuse to be True, False or a ReuseConfig"):
+        hf_vit_accel.patch(tower, reuse=wrong)
+    assert state_of(tower) is None

@@ -257,9 +257,8 @@ class MlpFunction(torch.autograd.Function):
 def build(before: Sequence[Lora], after: Lora, kind: str, limit: float | None, context: Context) -> Apply:
     """Build an MLP with gradients or adapters; `before` are gate and up for kind "silu"."""
     is_swiglu = kind == "silu"
-    width = len(before[0].base.weight)
     first = product(before, context, padded=is_swiglu)
-    last = product([after], context, in_features=width + -width % 8 if is_swiglu else None)
+    last = product([after], context, extra_features=-len(before[0].base.weight) % 8 if is_swiglu else 0)
     if isinstance(first, OpWithBackward) and isinstance(last, OpWithBackward):
         read_first = first.weights
         read_last = last.weights
