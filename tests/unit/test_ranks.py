@@ -46,7 +46,6 @@ def check_errors(rank: int) -> None:
     for error, on_others in (
         (RankFailure("no such pixel, ∅"), RankError),
         (out_of_memory, torch.OutOfMemoryError),
-        (RankFailure("x" * 1000), RankError),
     ):
         for failing_rank in range(3):
             if rank == failing_rank:
@@ -58,8 +57,7 @@ def check_errors(rank: int) -> None:
             else:
                 with pytest.raises(on_others) as caught:
                     run_tower(tower, MIXED)
-                text = f"{type(error).__name__}: {error}"[:288]
-                assert str(caught.value) == f"rank {failing_rank} of the group failed: {text}"
+                assert str(caught.value) == f"rank {failing_rank} of the group failed: {type(error).__name__}: {error}"
             assert_close(run_tower(tower, MIXED), expected)
 
 
