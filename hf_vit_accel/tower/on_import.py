@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader
@@ -37,14 +38,12 @@ class _Finder:
             return None
         self.is_searching = True
         try:
-            for finder in sys.meta_path:
-                spec = finder.find_spec(fullname, path, target)
-                if spec is not None and spec.loader is not None:
-                    spec.loader = _Loader(self, spec.loader)
-                    return spec
+            spec = importlib.util.find_spec(fullname)
         finally:
             self.is_searching = False
-        return None
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(self, spec.loader)
+        return spec
 
 
 class _Loader(Loader):
