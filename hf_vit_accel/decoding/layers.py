@@ -74,9 +74,8 @@ class CausalAttention:
 
     def __call__(self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scale: float) -> Tensor:
         """Return (T, H, D)."""
-        varlen = _varlen() if query_THD.is_cuda and query_THD.dtype.itemsize == 2 else None
-        if varlen is not None:
-            return varlen(query_THD, key_TKD, value_TKD, self._cu_seqlens_G1, self._longest, scale)
+        if query_THD.is_cuda and query_THD.dtype.itemsize == 2:
+            return _varlen()(query_THD, key_TKD, value_TKD, self._cu_seqlens_G1, self._longest, scale)
         outs = []
         for query, key, value in zip(*(x.split(self._lengths) for x in (query_THD, key_TKD, value_TKD)), strict=True):
             query_1HTD, key_1KTD, value_1KTD = (x.transpose(0, 1)[None] for x in (query, key, value))
@@ -88,17 +87,15 @@ class CausalAttention:
 
 
 @lru_cache(maxsize=1)
-def _varlen() -> Callable[..., Tensor] | None:
-    """Return causal attention of packed rows with groups of queries: FlashAttention-3's, torch's, or None.
+def _varlen() -> Callable[..., Tensor]:
+    """Return causal attention of packed rows with groups of queries: FlashAttention-3's, or torch's.
 
     It takes queries, keys, values, cu_seqlens, the longest row and the scale.
     """
     if not FlashAttention3().reasons_against_machine():
         return causal_attention
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
+    from torch.nn.attention.varlen import varlen_attn
+
     names = inspect.signature(varlen_attn).parameters
     options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in names else {"is_causal": True}
     if "enable_gqa" in names:

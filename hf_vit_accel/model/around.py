@@ -153,27 +153,22 @@ def reason_not_one_call(model: Model) -> str | None:
 class Method:
     """Replacement for a method of a model. Behaves like the bound method, and holds the model weakly.
 
-    A deleted model is freed at once, and a copy gets methods of its own. A caller may keep a method alone, or pickle
-    it: then it runs on the attributes that the model had.
+    So a deleted model is freed at once. A copy of the model gets methods of its own.
     """
 
-    def __init__(self, model: Model, name: str, attributes: Arguments | None = None) -> None:
+    def __init__(self, model: Model, name: str) -> None:
         self._model = weakref.ref(model)
-        self._class: Any = type(model)
-        self._attributes = attributes or _attributes_of(model)
         self.__name__ = name
         self.__signature__ = inspect.signature(getattr(type(model), name).__get__(model))
 
     def __reduce__(self) -> tuple[object, ...]:
-        model = self.__self__  # it has no attributes yet where it is unpickled with its methods
-        return type(self), (model, self.__name__, _attributes_of(model))
+        return type(self), (self.__self__, self.__name__)
 
     @property
     def __self__(self) -> Model:
         model = self._model()
         if model is None:
-            model = self._class.__new__(self._class)
-            vars(model).update(self._attributes)
+            raise ReferenceError(f"the model of this {self.__name__} was deleted; keep the model")
         return model
 
     def __call__(self, *args: object, **kwargs: Result) -> Result:
@@ -191,11 +186,6 @@ class Method:
             return stock(model, *args, **kwargs)
         result = SERVED[self.__name__](model, state, stock, dict(zip(names, args, strict=False)) | kwargs)
         return stock(model, *args, **kwargs) if result is None else result
-
-
-def _attributes_of(model: nn.Module) -> Arguments:
-    """Return the attributes of a model, without what patching added."""
-    return {name: x for name, x in vars(model).items() if name not in (STATE, HOOKS) and not isinstance(x, Method)}
 
 
 def unknown_methods(model: Model, names: Iterable[str]) -> list[str]:

@@ -349,11 +349,6 @@ def _mode_of_the_users(model: Any) -> Callable[[], None]:
     return lambda: mode.__exit__(None, None, None)
 
 
-def _forward_of_the_users(model: Any) -> Any:
-    norm = model.model.language_model.norm
-    norm.forward = functools.partial(type(norm).forward, norm)
-
-
 def _attention_with_sinks(model: Any) -> Any:
     attention = model.model.language_model.layers[1].self_attn
     attention.forward = functools.partial(type(attention).forward, attention, s_aux=torch.zeros(4))
@@ -393,7 +388,6 @@ FOREIGN: dict[str, tuple[Callable[[Any], Any], str]] = {
         _replaced(nn.functional, "linear"),
         "linear was replaced",
     ),
-    "a norm's forward": (_forward_of_the_users, "a forward of its own on model.language_model.norm"),
     "attention with sinks": (_attention_with_sinks, "a forward of its own on model.language_model.layers.1.self_attn"),
     "a function beneath registered attention": (_replaced(sdpa_attention, "repeat_kv"), "repeat_kv was replaced"),
     "the mask": (_replaced(modeling_qwen2_5_vl, "create_causal_mask"), "create_causal_mask was replaced"),

@@ -88,21 +88,6 @@ def test_a_model_that_was_trained_with_every_rank() -> None:
 
 
 @both_ways
-@pytest.mark.parametrize("family", alike("qwen2_5_vl", "qwen2_vl", "qwen3_vl"))
-def test_patched_models_decode_by_steps(family: str) -> None:
-    """`patch` leaves hooks on the model, which do nothing in a step."""
-    model = hf_vit_accel.patch(TINY[family].build())
-    for name in ("picture and video", "text"):
-        both(model, prompts(model)[name], max_new_tokens=9, **ALL_OUTPUTS)
-        assert not counts_of(model).reasons, name
-    hf_vit_accel.patch(model)
-    both(model, text([5, 6]), max_new_tokens=9)
-    hf_vit_accel.unpatch(model)
-    both(model, text([5, 6]), max_new_tokens=9)
-    assert not counts_of(model).reasons
-
-
-@both_ways
 def test_a_text_longer_than_its_cache_goes_on_in_a_larger_one(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "_RESERVE", 16)
     inputs = tiny.left_padded(model, (1, 4, 94))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import inspect
 import random
@@ -303,8 +302,6 @@ def test_unpatching_leaves_nothing(tmp_path: Model) -> None:
 
 
 def test_a_deleted_model_is_freed_at_once() -> None:
-    stock = TINY["qwen2_vl"].build().model
-    batch = left_padded(stock)
     model = hf_vit_accel.patch(TINY["qwen2_vl"].build(fresh=True))
     method = model.model.get_rope_index
     reference = weakref.ref(model.model)
@@ -315,8 +312,8 @@ def test_a_deleted_model_is_freed_at_once() -> None:
         assert reference() is None
     finally:
         gc.enable()
-    inputs = {name: batch[name] for name in ("input_ids", "mm_token_type_ids", "image_grid_thw")}
-    assert all(map(torch.equal, method(**inputs), type(method.__self__).get_rope_index(stock, **inputs)))
+    with pytest.raises(ReferenceError, match="the model of this get_rope_index was deleted; keep the model"):
+        method(torch.tensor([[5, 6]]))
 
 
 class Strided(nn.Module):
@@ -349,33 +346,17 @@ def test_an_override_runs_as_it_is(order: str) -> None:
     assert "get_rope_index is not transformers' own" in str(status)
 
 
-@pytest.mark.parametrize(
-    ("way", "name"),
-    [
-        *((through_pickle, name) for name in ("get_rope_index", "get_image_features")),
-        (copy.deepcopy, "get_rope_index"),
-        (functools.partial, "get_image_features"),
-    ],
-    ids=["pickle, positions", "pickle, features", "deepcopy", "alone"],
-)
-def test_a_method_alone_outlives_its_model(way: Model, name: str) -> None:
-    """A collator holds the method, and a data loader pickles it for its workers."""
-    stock = TINY["qwen2_5_vl"].build()
-    model = hf_vit_accel.patch(TINY["qwen2_5_vl"].build(fresh=True))
-    method = way(getattr(model.model, name))
-    batch = left_padded(stock)
-    del model
-    gc.collect()
-    if name == "get_rope_index":
-        names = "input_ids", "mm_token_type_ids", "image_grid_thw"
-        results = [call(**{name: batch[name] for name in names}) for call in (method, stock.model.get_rope_index)]
-    else:
-        arguments = batch["pixel_values"], batch["image_grid_thw"]
-        with torch.no_grad():
-            calls = method, stock.model.get_image_features
-            results = [call(*arguments, return_dict=True).pooler_output for call in calls]
-    for ours, expected in zip(*results, strict=True):
-        torch.testing.assert_close(ours, expected)
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, through_pickle])
+def test_a_method_beside_its_model_is_copied_with_it(duplicate: Model) -> None:
+    """LLaMA-Factory's collator holds `model.get_rope_index` and the model; a data loader pickles it for its workers."""
+    model = hf_vit_accel.patch(TINY["qwen2_5_vl"].build()).model
+    names = around.parameters_of(type(model).get_rope_index)
+    batch = {name: x for name, x in left_padded(model).items() if name in names}
+    for held in ({"method": model.get_rope_index, "model": model}, {"model": model, "method": model.get_rope_index}):
+        twin = duplicate(held)
+        assert twin["method"].__self__ is twin["model"] and twin["model"] is not model
+        for ours, expected in zip(twin["method"](**batch), model.get_rope_index(**batch), strict=True):
+            assert torch.equal(ours, expected)
 
 
 def test_signatures_are_those_of_stock() -> None:

@@ -289,12 +289,6 @@ def test_the_room_of_a_call_goes_with_its_step(monkeypatch: pytest.MonkeyPatch) 
         gc.enable()
 
 
-def test_one_token_is_computed_in_groups() -> None:
-    model = TINY["qwen2_5_vl"].build()
-    compare(model, batch(model, random.Random(8), 9), max_new_tokens=1)
-    assert steps_of(model).groups > 1 and counts_of(model).reasons == {"no token after the first": 1}
-
-
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("error", [ArithmeticError("differs"), torch.OutOfMemoryError()])
 def test_stock_goes_on_after_groups_where_a_step_is_refused(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
