@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -169,26 +168,9 @@ def test_every_number_of_ranks_is_timed_in_one_run(tmp_path: Path, monkeypatch: 
             assert row["shared_by_alone"] == row["shared_ms"] / row["alone_ms"] and row["balance_measured"] >= 1.0
 
 
-ARGUMENTS = Namespace(seconds=6.0, height=16, width=24)
-
-
 @pytest.fixture
 def model() -> transformers.PreTrainedModel:
     return TINY["qwen3_vl"].build()
-
-
-def test_stock_and_patched_generate_the_same_text(model: transformers.PreTrainedModel) -> None:
-    rows = []
-    for is_patched in (False, True):
-        if is_patched:
-            hf_vit_accel.patch(model, max_rows=60, strict=True)
-        with torch.inference_mode():
-            rows.append(long_video.run(model, long_video.inputs_of(model, ARGUMENTS, 2.0), 5))
-    for row in rows:
-        assert row["patches"] == 6 * 4 * 6 and row["tokens"] == 6 * (6 + 2) + 22 and len(row["text"]) == 5
-        assert row["encode"]["seconds"] > 0 < row["generate"]["seconds"]
-    assert rows[0]["text"] == rows[1]["text"]
-    assert hf_vit_accel.status(model).towers[0].passes == "2 calls in 6 passes"
 
 
 def test_half_as_many_frames_are_tried_until_all_fits(

@@ -51,14 +51,6 @@ def test_the_demo_captions_scenes_that_it_never_saw(
     assert sheet.size == (demo.COLUMNS * demo.CELL[0], demo.HEADER + 2 * demo.CELL[1])
 
 
-def test_its_own_folder_is_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / demo.MARKER).touch()
-    (tmp_path / "contact_sheet.png").touch()
-    monkeypatch.setattr(demo, "SCENES", tmp_path / "gone")  # it gets as far as these
-    with pytest.raises(FileNotFoundError, match="gone"):
-        demo.main([f"--output={tmp_path}"])
-
-
 @pytest.mark.parametrize("name", ["captions.jsonl", "scenes/other.txt", ""])
 def test_the_demo_refuses_a_folder_with_other_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str

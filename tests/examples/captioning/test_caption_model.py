@@ -109,17 +109,6 @@ def tokens_of(
     return tokens
 
 
-def test_graphs_of_decoding_are_freed_once(recorder: type[OperationRecorder]) -> None:
-    captioner = load("qwen2_vl", temperature=1.5)
-    images = [draw(seed, 28)[0] for seed in range(3)]
-    assert not captioner.free_graphs()
-    expected = generate(captioner, images, PICTURE_PROMPT)
-    assert "(1 held" in hf_vit_accel.status(captioner.model).decoding
-    assert captioner.free_graphs() and not captioner.free_graphs()
-    assert "(0 held" in hf_vit_accel.status(captioner.model).decoding
-    assert generate(captioner, images, PICTURE_PROMPT) == expected and recorder.captures == 2
-
-
 def test_memory_that_graphs_held_is_used_before_batches_are_halved(
     tmp_path: Path, recorder: type[OperationRecorder]
 ) -> None:

@@ -172,21 +172,16 @@ FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_truncated_files_are_errors(tmp_path: Path, noise: Image.Image, name: str) -> None:
+def test_truncated_files_are_errors_and_damaged_ones_never_stop_the_run(
+    tmp_path: Path, noise: Image.Image, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     format, options = FORMATS[name]
     data = encode(noise.convert("CMYK") if "cmyk" in name else noise, format, **options)
     assert decoded(tmp_path, data).errors[0] is None
     for share in (0, 0.01, 0.1, 0.3, 0.5, 0.7, 0.9):
         row = decoded(tmp_path, data[: int(share * len(data))])
         assert row.errors[0] and row.medium is None and row.bytes == int(share * len(data)), share
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_damaged_files_never_stop_the_run(
-    tmp_path: Path, noise: Image.Image, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(pictures, "REFUSE_ABOVE", 100_000)
-    format, options = FORMATS[name]
     data = encode(noise.resize((24, 16)), format, **options)
     chance = random.Random(0)
     for _ in range(60):
@@ -270,18 +265,6 @@ def test_plain_jpegs_alone_are_torchvisions(
     assert decode(task, None, for_gpu=True).errors == decode(task, None).errors != (None,)
 
 
-def test_a_torchvision_without_its_library_leaves_jpegs_to_pillow(
-    noise: Image.Image, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`torchvision.io.image` then warns that its extension cannot be loaded, and `torch.ops.image` has no operator."""
-
-    def decode_jpeg(encoded: torch.Tensor) -> torch.Tensor:
-        raise AttributeError("'_OpNamespace' 'image' object has no attribute 'decode_jpeg'")
-
-    monkeypatch.setitem(sys.modules, "torchvision.io", SimpleNamespace(decode_jpeg=decode_jpeg))
-    check_whole_and_damaged(encode(noise, "JPEG"))
-
-
 def png_chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
@@ -303,14 +286,10 @@ def test_bombs_are_refused_by_their_header(tmp_path: Path, monkeypatch: pytest.M
         assert "limit" in error and "pixels" in error, error
         with pytest.raises((ValueError, Image.DecompressionBombError)):
             upright_size(io.BytesIO(data))
+    frame = b"\x2c" + struct.pack("<HHHH", 0, 0, 60000, 60000) + b"\x00\x02\x02\x4c\x01\x00\x3b"
+    assert decoded(tmp_path, b"GIF89a" + struct.pack("<HH", 10, 10) + b"\x00\x00\x00" + frame).errors[0]
     monkeypatch.setattr(pictures, "REFUSE_ABOVE", 300_000)
     assert decoded(tmp_path, png(600, 600)).errors[0] == "ValueError: 600 x 600 pixels, the limit is 300000"
-
-
-def test_a_frame_larger_than_its_gif_is_refused(tmp_path: Path) -> None:
-    header = b"GIF89a" + struct.pack("<HH", 10, 10) + b"\x00\x00\x00"
-    frame = b"\x2c" + struct.pack("<HHHH", 0, 0, 60000, 60000) + b"\x00\x02\x02\x4c\x01\x00\x3b"
-    assert decoded(tmp_path, header + frame).errors[0]
 
 
 def test_videos_need_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

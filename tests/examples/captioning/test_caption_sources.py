@@ -5,14 +5,9 @@ from __future__ import annotations
 import random
 import sys
 import tarfile
-import threading
-import time
-from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from captioner import items as items_module
 from captioner import sources
 from captioner.batches import Task
 from captioner.items import Item, fields, fill, named, open_item, size
@@ -229,31 +224,6 @@ def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     start_anew()
     with pytest.raises(ValueError, match="pip install pyarrow"):
         find_items([str(tmp_path / "p.parquet")])
-
-
-def test_parquet_groups_are_read_once_by_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_parquet(tmp_path / "p.parquet", image=[bytes([index]) * 1000 for index in range(30)])
-    items = find_items([str(path)])
-    reads = Counter[int]()
-    file = items_module.parquet_file(str(path))
-
-    def read_row_group(group: int) -> object:
-        reads[group] += 1
-        time.sleep(0.01)
-        return file.read_row_group(group)
-
-    start_anew()
-    monkeypatch.setattr(items_module, "parquet_file", lambda _: SimpleNamespace(read_row_group=read_row_group))
-    contents: dict[int, bytes] = {}
-    threads = [
-        threading.Thread(target=lambda start=start: contents.update({i: content(items[i]) for i in range(start, 6, 3)}))
-        for start in range(3)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert contents == {index: bytes([index]) * 1000 for index in range(6)} and reads == {0: 1, 1: 1}
 
 
 def test_metadata_beside_a_file(tree: Path) -> None:
