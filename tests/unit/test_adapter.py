@@ -14,7 +14,7 @@ from support.interpreter import INTERPRETED
 from support.layers import one_node_a_layer
 from support.tensors import flat
 from support.towers import alike
-from tiny import GRIDS, TINY, checkpoint_layers, largest_error, pixels_for, relative_error, tower_of
+from tiny import GRIDS, TINY, all_equal, checkpoint_layers, largest_error, pixels_for, relative_error, tower_of
 from torch import nn
 
 import hf_vit_accel
@@ -188,6 +188,25 @@ def test_dropout_equals_peft(family: str, called: list[str]) -> None:
     called.clear()
     step(model)
     assert not called
+
+
+@pytest.mark.parametrize("trains_first", [True, False])
+def test_dropout_in_passes_acts_as_in_the_forward(trains_first: bool) -> None:
+    """Change the model's mode before the backward: our masks stay those of the forward, and stock draws others."""
+    model = lora_on("qwen2_5_vl", dropout=0.5)
+    hf_vit_accel.patch(model, max_rows=50, strict=True)
+    tower = tower_of(model)
+    gradients = []
+    for changes_mode in (False, True):
+        model.zero_grad()
+        model.train(trains_first)
+        torch.manual_seed(1)
+        outputs = flat(tower(pixels_for(tower, GRID), grid_thw=GRID_THW))
+        model.train(trains_first != changes_mode)
+        torch.stack([output.square().mean() for output in outputs]).sum().backward()
+        assert all(module.training == model.training for module in tower.modules())
+        gradients.append([p.grad.clone() for p in tower.parameters() if p.grad is not None])
+    assert gradients[0] and all_equal(*gradients) and hf_vit_accel.status(model).towers[0].passes
 
 
 @pytest.mark.parametrize(

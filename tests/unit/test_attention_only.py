@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 from support.attention_only import CLASSES, TINY, build, grid_name, inputs, takes_segments
-from tiny import assert_close, relative_error
+from tiny import assert_close, largest_error
 from torch import nn
 
 import hf_vit_accel
@@ -59,10 +59,6 @@ def run(tower: nn.Module, *, trained: bool = False, **changed: object) -> list[t
     leaves = [arguments["pixel_values"], *tower.parameters()]
     gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
     return [*outputs, *(gradient for gradient in gradients if gradient is not None)]
-
-
-def largest_error(outputs: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    return max(relative_error(output, exact) for output, exact in zip(outputs, expected, strict=True))
 
 
 def test_it_equals_stock_with_one_plan_per_kind_of_layer(tower: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:

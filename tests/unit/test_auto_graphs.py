@@ -18,7 +18,7 @@ from tiny import assert_close, outputs_of, pixels_for, run_tower, tower_of
 from torch import nn
 
 import hf_vit_accel
-from hf_vit_accel import FlexConfig, GraphConfig, ReuseConfig, backends
+from hf_vit_accel import FlexConfig, GraphConfig, backends
 from hf_vit_accel.backends import Plan, Request, Rule
 from hf_vit_accel.graphs import memory
 from hf_vit_accel.graphs.policy import NO_ROOM
@@ -197,18 +197,6 @@ def test_status_names_the_way_of_the_last_call(
     monkeypatch.setattr(one_pass_module, "AUTOMATIC_ON", ())  # as after `model.cpu()`
     run_tower(tower_of(model), IMAGE)
     assert last_call(model) == "eager: such calls are never replayed"
-
-
-def test_a_call_of_which_one_pass_runs_eagerly_is_reported_as_eager(on_cpu: type[Recorder], model: nn.Module) -> None:
-    patch(model, GraphConfig(max_tokens=8, exact_after=0), max_rows=48)
-    assert ways_of(model, [[(1, 6, 8), (1, 4, 4)]]) == ["eager"] and status_of(model).replays == 1
-
-
-def test_a_call_whose_features_are_all_known_is_reported_as_neither(on_cpu: type[Recorder], model: nn.Module) -> None:
-    hf_vit_accel.patch(model, reuse=ReuseConfig(across_calls=True))
-    for seed in (0, 1, 2, 3, 3):
-        run_tower(tower_of(model), IMAGE, seed)
-    assert last_call(model).startswith("no image was encoded")
 
 
 def test_captures_that_run_out_of_memory_are_given_up_until_warmup(on_cpu: type[Recorder], model: nn.Module) -> None:

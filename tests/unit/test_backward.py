@@ -178,47 +178,31 @@ def linear_case(inner: int, width: int, *, bias: bool = True) -> Callable[[Targe
     return make
 
 
-def gelu_case(
+def mlp_case(
     kind: str,
     sizes: tuple[int, int],
     real: tuple[int, int],
     *,
-    bias: bool = True,
+    biases: str = "012",
+    limit: float | None = None,
     shift: float = 0.0,
 ) -> Callable[[Target], Case]:
-    """Run a GELU MLP; `shift` moves its inner values far below zero, where formulas of the activation cancel."""
+    """Run an MLP; `shift` moves its inner values far below zero, where formulas of the activation cancel."""
+    gates = 2 if kind == "silu" else 1
 
     def make(target: Target) -> Case:
         inner, width = (sized(target, *pair) for pair in zip(sizes, real, strict=True))
-        drawn = leaves(target, x=(target["rows"], inner), w1=(width, inner), w2=(inner, width))
-        drawn["w1"] = 2 * drawn["w1"]
-        drawn |= leaves(target, b1=(width,), b2=(inner,)) if bias else {}
-        drawn |= {"b1": drawn["b1"] + shift} if shift else {}
-
-        def call(function: Any) -> Callable[[Tensors], Any]:
-            return lambda p: function(p["x"], (p["w1"], p.get("b1")), (p["w2"], p.get("b2")), kind)
-
-        return Case(drawn, call(mlp), call(mlp_reference))
-
-    return make
-
-
-def swiglu_case(
-    sizes: tuple[int, int],
-    real: tuple[int, int],
-    *,
-    biases: str = "bg bu bd",
-    limit: float | None = None,
-) -> Callable[[Target], Case]:
-    def make(target: Target) -> Case:
-        inner, width = (sized(target, *pair) for pair in zip(sizes, real, strict=True))
-        drawn = leaves(target, x=(target["rows"], inner), wg=(width, inner), wu=(width, inner), wd=(inner, width))
-        drawn |= leaves(target, **{name: (inner if name == "bd" else width,) for name in biases.split()})
+        widths = {f"w{index}": (width, inner) for index in range(gates)}
+        drawn = leaves(target, x=(target["rows"], inner), **widths, w2=(inner, width))
+        used_biases = [name for name in biases if name == "2" or int(name) < gates]
+        drawn |= leaves(target, **{f"b{name}": (inner if name == "2" else width,) for name in used_biases})
+        drawn |= {"w0": 2 * drawn["w0"]} if gates == 1 else {}
+        drawn |= {"b0": drawn["b0"] + shift} if shift else {}
 
         def call(function: Any) -> Callable[[Tensors], Any]:
             def run(p: Tensors) -> Any:
-                before = p["wg"], p["wu"], p.get("bg"), p.get("bu")
-                return function(p["x"], before, (p["wd"], p.get("bd")), "silu", limit)
+                before = [p.get(f"{name}{index}") for name in "wb" for index in range(gates)]
+                return function(p["x"], before, (p["w2"], p.get("b2")), kind, limit)
 
             return run
 
@@ -370,15 +354,15 @@ CASES: dict[str, Callable[[Target], Case]] = {
     "linear 144": linear_case(144, 432),
     "linear 80, no bias": linear_case(80, 212, bias=False),
     "linear 1152": linear_case(1152, 30),
-    **{f"mlp {kind}": gelu_case(kind, (80, 212), (1152, 4304)) for kind in GELUS},
-    "mlp gelu_tanh, no bias": gelu_case("gelu_tanh", (144, 130), (1280, 5120), bias=False),
-    "swiglu unaligned": swiglu_case((24, 132), (1280, 3420)),
-    "swiglu aligned": swiglu_case((80, 72), (1280, 3456)),
-    "swiglu, odd": swiglu_case((80, 61), (1280, 3419)),
-    "swiglu, no bias": swiglu_case((80, 36), (1280, 3420), biases=""),
-    "swiglu, cut off": swiglu_case((80, 61), (1280, 3419), limit=0.75),
-    "swiglu, one bias": swiglu_case((80, 36), (1280, 3420), biases="bu"),
-    "mlp gelu_tanh, closed": gelu_case("gelu_tanh", (80, 208), (1152, 4304), shift=-4.0),
+    **{f"mlp {kind}": mlp_case(kind, (80, 212), (1152, 4304)) for kind in GELUS},
+    "mlp gelu_tanh, no bias": mlp_case("gelu_tanh", (144, 130), (1280, 5120), biases=""),
+    "swiglu unaligned": mlp_case("silu", (24, 132), (1280, 3420)),
+    "swiglu aligned": mlp_case("silu", (80, 72), (1280, 3456)),
+    "swiglu, odd": mlp_case("silu", (80, 61), (1280, 3419)),
+    "swiglu, no bias": mlp_case("silu", (80, 36), (1280, 3420), biases=""),
+    "swiglu, cut off": mlp_case("silu", (80, 61), (1280, 3419), limit=0.75),
+    "swiglu, one bias": mlp_case("silu", (80, 36), (1280, 3420), biases="1"),
+    "mlp gelu_tanh, closed": mlp_case("gelu_tanh", (80, 208), (1152, 4304), shift=-4.0),
     "layer swiglu": layer_case("swiglu", rms=True, delta=True),
     "layer gelu": layer_case("gelu_tanh", rms=False, delta=True),
     "layer swiglu, the first": layer_case("swiglu", rms=True, delta=False),

@@ -57,8 +57,6 @@ def test_version_and_help() -> None:
     result = RUNNER.invoke(cli.app, ["--version"])
     assert (result.exit_code, result.stdout) == (0, f"hf-vit-accel {hf_vit_accel.__version__}\n")
     assert "doctor" in RUNNER.invoke(cli.app, ["--help"]).stdout
-    help_text = RUNNER.invoke(cli.app, ["doctor", "--help"]).stdout
-    assert "--json" in help_text and "gpu_problem" not in help_text
 
 
 def test_without_a_gpu(no_gpu: None) -> None:
@@ -71,11 +69,6 @@ def test_without_a_gpu(no_gpu: None) -> None:
     assert text_of["cudnn"] == "not looked at without a CUDA device"
     assert text_of["cuda"] == (torch.version.cuda or "none (torch is built without CUDA)")
     assert any(line.split() == ["sdpa", "usable"] for line in lines)
-    for backend in backends.BACKENDS:
-        if backend.needs.cuda:
-            start = next(index for index, line in enumerate(lines) if line.split() == [backend.name, "unusable"])
-            reasons = [f"    - {reason}" for reason in backend.reasons_against_machine()]
-            assert reasons and lines[start + 1 : start + 1 + len(reasons)] == reasons
     start = lines.index('attention="auto" takes on cpu in float32')
     assert [line.split() for line in lines[start + 1 : start + 3]] == [
         ["full", "layers", "sdpa"],

@@ -22,7 +22,7 @@ from torch import nn
 import hf_vit_accel
 from hf_vit_accel import FallbackError, GraphConfig, backends
 from hf_vit_accel.backends import BACKENDS
-from hf_vit_accel.graphs import recorder, runner, store
+from hf_vit_accel.graphs import runner
 from hf_vit_accel.tower.state import state_of
 
 Tensors = list[torch.Tensor]
@@ -58,16 +58,6 @@ def test_a_stream_of_layouts_equals_eager(on_cpu: type[Recorder], family: str, a
     assert "replays" in str(hf_vit_accel.status(model))
 
 
-def test_images_beyond_the_largest_budget_run_eagerly(on_cpu: type[Recorder], model: nn.Module) -> None:
-    expected = run_tower(tower_of(model), [(1, 24, 24)])
-    patch(model, strict=True)
-    for _ in range(2):
-        assert_close(run_tower(tower_of(model), [(1, 24, 24)]), expected)
-    status = status_of(model)
-    assert status.eager == {"an image or video exceeds the largest budget of 128 merged tokens": 2}
-    assert status.replays == 0
-
-
 # --- what runs eagerly ------------------------------------------------------------------------------------------------
 
 
@@ -82,17 +72,6 @@ def test_strict_holds_for_replays(on_cpu: type[Recorder], model: nn.Module, monk
     status = hf_vit_accel.status(model).towers[0]
     assert status.graphs.replays == 1 and any("torch_varlen cannot serve" in why for why in status.fallbacks)
     assert status.backends["full"] == "sdpa"
-
-
-def test_backends_that_cannot_be_captured_say_so(monkeypatch: pytest.MonkeyPatch, model: nn.Module) -> None:
-    monkeypatch.setattr(recorder, "why_not_graphs", lambda device: None)
-    monkeypatch.setattr(store, "CudaRecorder", Recorder)
-    hf_vit_accel.patch(model, cuda_graphs=True)
-    run_tower(tower_of(model), IMAGE)
-    assert status_of(model).eager == {"sdpa cannot be captured for other layouts": 1}
-    hf_vit_accel.patch(model, cuda_graphs=True, strict=True)
-    with pytest.raises(FallbackError, match="sdpa cannot be captured"):
-        run_tower(tower_of(model), IMAGE)
 
 
 def test_on_cpu_graphs_are_left_out_and_counted(model: nn.Module) -> None:

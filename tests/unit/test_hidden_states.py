@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.cpu_graphs import Recorder, status_of
 from support.graphs import patch
+from support.tensors import flat
 from support.towers import TOWERS
 from tiny import GRIDS, TINY, assert_close, checkpoint_layers, pixels_for, run_tower, tower_of
 from torch import Tensor, nn
@@ -37,12 +38,6 @@ def call(tower: nn.Module, grid: Any = GRID, *, pixels: Tensor | None = None, **
     options = {"output_hidden_states": True} | options
     with torch.no_grad():
         return tower(pixels, grid_thw=torch.tensor(grid, device=pixels.device), **options)
-
-
-def flat(output: Any) -> list[Tensor]:
-    """Return all tensors of an output, in order."""
-    values = output if isinstance(output, tuple) else output.to_tuple()
-    return [tensor for value in values for tensor in (value if isinstance(value, tuple | list) else [value])]
 
 
 def assert_fast(tower: nn.Module) -> None:

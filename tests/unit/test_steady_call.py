@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from types import FrameType
-
 import pytest
 import torch
-from support.calls import PACKAGE, entered
+from support.calls import entered
 from support.cpu_graphs import Recorder
 from tiny import GRIDS, TINY, outputs_of, pixels_for, run_tower, tower_of
 from torch import nn
@@ -18,31 +14,6 @@ import hf_vit_accel
 GRID = GRIDS["mixed"]
 OF_FAULTS = ("/machine.py", "call")
 """The wrapper of operations that marks their failures."""
-
-
-def entries(act: Callable[[], object]) -> list[tuple[str, list[str]]]:
-    """Return every entry of a file of the package from another one, with the files on the stack at that moment."""
-    entries_of_files: list[tuple[str, list[str]]] = []
-    stack: list[str] = []
-
-    def trace(frame: FrameType, event: str, _: object) -> None:
-        code = frame.f_code
-        if not code.co_filename.startswith(PACKAGE):
-            return
-        file = code.co_filename.removeprefix(PACKAGE)
-        if event == "call":
-            if stack and stack[-1] != file:
-                entries_of_files.append((file, list(stack)))
-            stack.append(file)
-        elif event == "return":
-            stack.pop()
-
-    sys.setprofile(trace)
-    try:
-        act()
-    finally:
-        sys.setprofile(None)
-    return entries_of_files
 
 
 def is_of_operations(file: str) -> bool:
@@ -59,11 +30,8 @@ def test_a_steady_call_enters_few_files(tower: nn.Module, mode: type[torch.no_gr
         for _ in range(2):
             tower(pixels, grid_thw=grid)
         functions = entered(lambda: tower(pixels, grid_thw=grid))
-        calls_between_files = entries(lambda: tower(pixels, grid_thw=grid))
     files = {file for file, name, _ in functions if not is_of_operations(file) and (file, name) != OF_FAULTS}
     assert len(files - {"/versions.py"}) <= 10, files  # with watch.py; its part was counted as an operation's before
-    called_back = {file for file, stack in calls_between_files if file in stack and not is_of_operations(file)}
-    assert not called_back, "nothing calls back into a file that waits for it"
 
 
 OF_THE_STAND_IN = ("/ops/", "/backends/", "/engine/encoder.py", "/engine/recorded.py", "/graphs/step.py")
