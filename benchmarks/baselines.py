@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-from hf_vit_accel.backends.flash_attention_3 import FlashAttention3
+from hf_vit_accel.backends.flash_attention_3 import FlashAttention3, varlen_attention
 from hf_vit_accel.backends.torch_varlen import TorchVarlen
 from hf_vit_accel.families import Tower
 from hf_vit_accel.layout import Grid, build, to_device
@@ -232,15 +232,21 @@ def _flash_attention_2(
 def _flash_attention_3(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Run FlashAttention-3's varlen function behind transformers' interface: (1, H, T, D) to ((1, T, H, D), None).
-
-    It calls the operator of our own backend, which torch.compile can trace: a peer must not lose to a graph break.
-    """
+    """Run FlashAttention-3's varlen function behind transformers' interface: (1, H, T, D) to ((1, T, H, D), None)."""
     q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (query, key, value))
-    out_THD = torch.ops.hf_vit_accel.flash_attention_3(
+    out_THD = torch.ops.benchmarks.flash_attention_3(
         q_THD, k_THD, v_THD, options["cu_seq_lens_q"], options["max_length_q"], options["scaling"]
     )
     return out_THD.unsqueeze(0), None
+
+
+# An operator, which torch.compile can trace: a peer must not lose to a graph break.
+torch.library.define(
+    "benchmarks::flash_attention_3",
+    "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, int max_seqlen, float scale) -> Tensor",
+)
+torch.library.impl("benchmarks::flash_attention_3", "cuda", varlen_attention)
+torch.library.register_fake("benchmarks::flash_attention_3", lambda q_THD, *_: q_THD.new_empty(q_THD.shape))
 
 
 def _metadata(tower: Tower, grid: Grid) -> dict[str, Tensor | int]:

@@ -197,7 +197,7 @@ class Backend(ABC):
 
     @abstractmethod
     def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Plan) -> Tensor:
-        """Compute `Plan.attend` by what torch.compile can trace: torch's operators, or our own with a fake form."""
+        """Compute `Plan.attend`."""
 
     def attend_layers(self, plan: Plan, layers: int, rotate: Rotate) -> list[Attend]:
         """Return one attention function for every layer of the tower; those of another kind of layer go unused.
@@ -238,26 +238,6 @@ def plan_alone(backend: Backend, segments: Segments, request: Request) -> Plan:
     """Plan and bind at once, with a copy to the device of its own, where no forward packs the arrays."""
     plan = backend.plan(segments, request)
     return plan.bind(to_device(plan.arrays, request.device) if plan.arrays else {})
-
-
-def attention_op(
-    name: str, function: Callable[..., Tensor], schema: str = "Tensor cu_seqlens, int max_seqlen, float scale"
-) -> Callable[..., Tensor]:
-    """Register `hf_vit_accel::<name>`, a forward-only operator of (q, k, v, *arguments) to a new tensor of q's shape.
-
-    torch.compile sees the operator. Eager calls skip the dispatcher, which costs 7 us a layer
-    (`torch.library.custom_op`: 18 us), and call the function directly: 4% of an eager call of one 448².
-    """
-    full = f"hf_vit_accel::{name}"
-    torch.library.define(full, f"(Tensor q, Tensor k, Tensor v, {schema}) -> Tensor")
-    torch.library.impl(full, "cuda", function)
-    torch.library.register_fake(full, lambda q_THD, *_: q_THD.new_empty(q_THD.shape))
-    op: Callable[..., Tensor] = getattr(torch.ops.hf_vit_accel, name).default
-
-    def attend(*arguments: object) -> Tensor:
-        return op(*arguments) if torch.compiler.is_compiling() else function(*arguments)
-
-    return attend
 
 
 def reasons_from_trial(

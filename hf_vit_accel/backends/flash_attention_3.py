@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
 from hf_vit_accel import machine
-from hf_vit_accel.backends.base import HALF, Backend, Plan, attention_op
+from hf_vit_accel.backends.base import HALF, Backend, Plan
 
 PACKAGE = machine.Package(
     module="flash_attn_interface",
@@ -28,32 +29,26 @@ class FlashAttention3(Backend):
         return ()
 
     def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Plan) -> Tensor:
-        return _attend(q_THD, k_THD, v_THD, plan.tensors["cu_seqlens_S1"], plan.host["max_seqlen"], plan.request.scale)
+        cu_seqlens_S1 = plan.tensors["cu_seqlens_S1"]
+        return varlen_attention(q_THD, k_THD, v_THD, cu_seqlens_S1, plan.host["max_seqlen"], plan.request.scale)
 
 
-def causal_attention(
-    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens_S1: Tensor, max_seqlen: int, scale: float
-) -> Tensor:
-    """Attend every token to those before it in its segment, without gradients; K divides H."""
-    return _attend_cuda(q_THD, k_TKD, v_TKD, cu_seqlens_S1, max_seqlen, scale, causal=True)
-
-
-def _attend_cuda(
+def varlen_attention(
     q_THD: Tensor,
-    k_THD: Tensor,
-    v_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
     cu_seqlens_S1: Tensor,
     max_seqlen: int,
     scale: float,
     causal: bool = False,
 ) -> Tensor:
-    """Call the package for q, k and v with the same segments."""
+    """Attend within segments, without gradients; causally every token to those before it. K divides H."""
     from flash_attn_interface import flash_attn_varlen_func
 
     out = flash_attn_varlen_func(
         q_THD,
-        k_THD,
-        v_THD,
+        k_TKD,
+        v_TKD,
         cu_seqlens_S1,
         cu_seqlens_S1,
         max_seqlen,
@@ -64,4 +59,4 @@ def _attend_cuda(
     return out[0] if isinstance(out, tuple) else out  # early releases return the log-sum-exp, too
 
 
-_attend = attention_op("flash_attention_3", _attend_cuda)
+causal_attention = partial(varlen_attention, causal=True)

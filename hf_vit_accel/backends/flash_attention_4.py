@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_vit_accel import machine
-from hf_vit_accel.backends.base import HALF, Attend, Backend, Plan, Request, attention_op, reasons_from_trial
+from hf_vit_accel.backends.base import HALF, Attend, Backend, Plan, Request, reasons_from_trial
 from hf_vit_accel.ops.base import Rotate
 from hf_vit_accel.ops.embedding import rope_
 from hf_vit_accel.ops.embedding import rotate as our_rotation
@@ -59,7 +59,7 @@ class FlashAttention4(Backend):
 
     def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Plan) -> Tensor:
         if not plan.request.grad:
-            return _attend(q_THD, k_THD, v_THD, *_settings(plan))
+            return _forward((q_THD, k_THD, v_THD), *_settings(plan), needs_lse=False)[0]
         qkv_T3HD = torch.stack((q_THD, k_THD, v_THD), dim=1)
         return _Attention.apply(qkv_T3HD, None, None, *_settings(plan))
 
@@ -71,7 +71,7 @@ class FlashAttention4(Backend):
 
 
 def _settings(plan: Plan) -> tuple[Any, ...]:
-    """Return our operator's last arguments: cu_seqlens, max_seqlen, the scale and, with gradients, the backward."""
+    """Return the arguments after q, k and v: cu_seqlens, max_seqlen, the scale and, with gradients, the backward."""
     request = plan.request
     settings = plan.tensors["cu_seqlens_S1"], plan.host["max_seqlen"], request.scale
     if not request.grad:
@@ -85,16 +85,6 @@ def _interface() -> ModuleType:
     from flash_attn.cute import interface
 
     return interface
-
-
-def _attend_cuda(
-    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, cu_seqlens_S1: Tensor, max_seqlen: int, scale: float
-) -> Tensor:
-    out_THD, _ = _forward((q_THD, k_THD, v_THD), cu_seqlens_S1, max_seqlen, scale, needs_lse=False)
-    return out_THD
-
-
-_attend = attention_op("flash_attention_4", _attend_cuda)
 
 
 def _lengths(cu_seqlens_S1: Tensor, max_seqlen: int) -> dict[str, Tensor | int]:
@@ -193,8 +183,7 @@ def _trial(
 
     def attend(qkv_T3HD: Tensor) -> Tensor:
         if backward_of is None:
-            q_THD, k_THD, v_THD = qkv_T3HD.unbind(1)
-            return _attend_cuda(q_THD, k_THD, v_THD, cu_seqlens_S1, max_seqlen, scale)
+            return _forward(qkv_T3HD.unbind(1), cu_seqlens_S1, max_seqlen, scale, needs_lse=False)[0]
         return _Attention.apply(qkv_T3HD, None, None, cu_seqlens_S1, max_seqlen, scale, backward_of())
 
     with warnings.catch_warnings():

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hf_vit_accel import machine
-from hf_vit_accel.backends.base import HALF, Backend, Plan, Request, attention_op
+from hf_vit_accel.backends.base import HALF, Backend, Plan, Request
 from hf_vit_accel.layout import Segments
 
 Tensors = tuple[Tensor, ...]
@@ -107,13 +107,17 @@ class FlashinferCudnn(Backend):
     def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Plan) -> Tensor:
         heads, head_dim = q_THD.shape[1:]
         packed_strides = (3 * heads * head_dim, head_dim, 1)
-        qkv = []
+        readable = []
         packed = []
         for x_THD in (q_THD, k_THD, v_THD):
             is_packed = x_THD.stride() == packed_strides
             packed.append(is_packed)
-            qkv.append(x_THD if is_packed else x_THD.contiguous())
-        return _attend(*qkv, *_sequences(plan, packed), plan.host["max_seqlen"], plan.request.scale)
+            readable.append(x_THD if is_packed else x_THD.contiguous())
+        qkv = tuple(readable)
+        sequences = _sequences(plan, packed)
+        out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+        cudnn_plan_for(qkv, sequences, plan.host["max_seqlen"], plan.request.scale).run(qkv, sequences, out_THD)
+        return out_THD
 
 
 def _sequences(plan: Plan, packed: Sequence[bool]) -> Tensors:
@@ -185,30 +189,3 @@ def cudnn_plan_for(
         return CudnnPlan(qkv, sequences, max_seqlen, scale, out_dtype), 1
 
     return CUDNN_PLANS.get(key, make)
-
-
-def _attend_cuda(
-    q_THD: Tensor,
-    k_THD: Tensor,
-    v_THD: Tensor,
-    lengths: Tensor,
-    q_offsets: Tensor,
-    k_offsets: Tensor,
-    v_offsets: Tensor,
-    out_offsets: Tensor,
-    max_seqlen: int,
-    scale: float,
-) -> Tensor:
-    qkv = (q_THD, k_THD, v_THD)
-    sequences = (lengths, q_offsets, k_offsets, v_offsets, out_offsets)
-    out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
-    cudnn_plan_for(qkv, sequences, max_seqlen, scale).run(qkv, sequences, out_THD)
-    return out_THD
-
-
-_attend = attention_op(
-    "cudnn_attention",
-    _attend_cuda,
-    "Tensor lengths, Tensor q_offsets, Tensor k_offsets, Tensor v_offsets, Tensor out_offsets, int max_seqlen, "
-    "float scale",
-)

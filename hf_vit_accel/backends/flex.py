@@ -57,7 +57,7 @@ class Flex(Backend):
     def prepare(self, plan: Plan) -> None:
         # Layouts differ in these sizes, so the compiler must not take them for constants. q, k and v are marked in
         # `attend`, at every call.
-        if not compiles(plan.request.device) or torch.compiler.is_compiling():
+        if not compiles(plan.request.device):
             return
         for name, tensor in plan.tensors.items():
             dynamic_dims = (0,) if name == "segment_T" else range(2, tensor.dim())
@@ -72,11 +72,8 @@ class Flex(Backend):
         # With gradient mode enabled, torch would compile again and write tensors that only a backward reads.
         with nullcontext() if request.grad else torch.no_grad():
             qkv_T3HD = _packed(q_THD, k_THD, v_THD, request.grad)
-            if torch.compiler.is_compiling():  # a user compiles the tower: become a part of that graph
-                attend = _flex(request.scale, request.score_mod)
-            else:
-                torch._dynamo.mark_dynamic(qkv_T3HD, 0)
-                attend = compiled(q_THD.device, request.dtype, heads, head_dim, request.scale, request.score_mod)
+            torch._dynamo.mark_dynamic(qkv_T3HD, 0)
+            attend = compiled(q_THD.device, request.dtype, heads, head_dim, request.scale, request.score_mod)
             out_THD = attend(qkv_T3HD, *plan.tensors.values())
         return out_THD[:rows] if rows < FEWEST else out_THD
 
@@ -189,7 +186,7 @@ def _packed(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, grad: bool) -> Tensor:
     width = heads * head_dim
     strides = (3 * width, head_dim, 1)
     bytes_between = width * q_THD.element_size()
-    may_be_views = rows >= FEWEST and not grad and not torch.compiler.is_compiling() and not q_THD.storage_offset()
+    may_be_views = rows >= FEWEST and not grad and not q_THD.storage_offset()
     if may_be_views and all(
         x_THD.stride() == strides and x_THD.data_ptr() == q_THD.data_ptr() + index * bytes_between
         for index, x_THD in enumerate((q_THD, k_THD, v_THD))

@@ -13,7 +13,6 @@ import pytest
 import torch
 from tiny import GRIDS, TINY, run_tower, tower_of
 from torch import nn
-from torch._C import DispatchKey, DispatchKeySet
 
 import hf_vit_accel
 from hf_vit_accel import machine
@@ -86,19 +85,8 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, error: 
 # --- FlashInfer and cuDNN ---------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def operator_on_cpu() -> Iterator[None]:
-    """Let cuDNN's operator take CPU tensors, too, while a file runs."""
-    library = torch.library.Library("hf_vit_accel", "FRAGMENT")
-    operator = torch.ops.hf_vit_accel.cudnn_attention.default
-    keys = DispatchKeySet(DispatchKey.CUDA)
-    library.impl("cudnn_attention", lambda *arguments: operator.redispatch(keys, *arguments), "CPU")
-    yield
-    library._destroy()
-
-
 @pytest.fixture
-def flashinfer(operator_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> Flashinfer:
+def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Flashinfer:
     """Put a FlashInfer of plain torch behind the cuDNN backend."""
     return install_flashinfer(monkeypatch)
 

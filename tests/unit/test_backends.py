@@ -263,19 +263,6 @@ def test_require_lists_reasons_and_names_alternatives() -> None:
         assert part in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["cudnn_attention", "flash_attention_3"])
-def test_custom_operators_have_fake_implementations(name: str) -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    op = getattr(torch.ops.hf_vit_accel, name).default
-    with FakeTensorMode():
-        qkv = torch.empty(10, 3, HEADS, 80, dtype=torch.bfloat16, device="cuda").unbind(1)
-        offsets = torch.empty(3, dtype=torch.int32, device="cuda")
-        count = len(op._schema.arguments) - 5
-        out = op(*qkv, *([offsets] * count), 64, 0.1)
-    assert out.shape == (10, HEADS, 80) and out.is_contiguous() and out.dtype == torch.bfloat16
-
-
 def test_another_version_without_the_functions_that_we_call(monkeypatch: pytest.MonkeyPatch) -> None:
     cute: Any = ModuleType("flash_attn.cute")
     cute.interface = ModuleType("flash_attn.cute.interface")
