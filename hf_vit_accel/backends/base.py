@@ -97,7 +97,6 @@ class Plan:
     """The decisions of a backend for one layout, shared by all layers; after `bind`, `tensors` hold the `arrays`."""
 
     backend: Backend
-    segments: Segments
     request: Request
     host: Mapping[str, Any] = field(default_factory=dict)
     arrays: Mapping[str, Array] = field(default_factory=dict)
@@ -190,7 +189,7 @@ class Backend(ABC):
         """Decide everything about a layout on the host, without device work. By default cu_seqlens and max_seqlen."""
         host = {"max_seqlen": segments.max_seqlen}
         arrays = {"cu_seqlens_S1": segments.cu_seqlens_S1}
-        return Plan(backend=self, segments=segments, request=request, host=host, arrays=arrays)
+        return Plan(backend=self, request=request, host=host, arrays=arrays)
 
     def prepare(self, plan: Plan) -> None:  # noqa: B027  (most backends have nothing to build)
         """Build the kernels and library plans that the plan's first call needs, before any CUDA graph is captured."""

@@ -114,7 +114,7 @@ class CudnnFp8(FlashinferCudnn):
             "weights_descale": np.full(1, 1 / _WEIGHTS_SCALE, dtype=np.float32),
         }
         host = {"max_seqlen": round_max_seqlen(segments.max_seqlen)}
-        return Plan(backend=self, segments=segments, request=request, host=host, arrays=arrays)
+        return Plan(backend=self, request=request, host=host, arrays=arrays)
 
     def prepare(self, plan: Plan) -> None:
         request = plan.request

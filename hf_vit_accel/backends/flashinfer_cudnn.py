@@ -95,7 +95,7 @@ class FlashinferCudnn(Backend):
             "packed": padded_S1 * np.int32(3 * width),
         }
         host = {"max_seqlen": round_max_seqlen(segments.max_seqlen)}
-        return Plan(backend=self, segments=segments, request=request, host=host, arrays=arrays)
+        return Plan(backend=self, request=request, host=host, arrays=arrays)
 
     def prepare(self, plan: Plan) -> None:
         request = plan.request

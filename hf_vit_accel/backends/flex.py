@@ -52,7 +52,7 @@ class Flex(Backend):
         return self.needs_on_cuda if device.type == "cuda" else self.needs
 
     def plan(self, segments: Segments, request: Request) -> Plan:
-        return Plan(backend=self, segments=segments, request=request, arrays=block_mask(segments))
+        return Plan(backend=self, request=request, arrays=block_mask(segments))
 
     def prepare(self, plan: Plan) -> None:
         # Layouts differ in these sizes, so the compiler must not take them for constants. q, k and v are marked in

@@ -37,7 +37,7 @@ class Sdpa(Backend):
             inverse_T = np.empty_like(order_T)
             inverse_T[order_T] = np.arange(segments.rows)
             arrays = {"order_T": order_T, "inverse_T": inverse_T}
-        return Plan(backend=self, segments=segments, request=request, host={"groups": groups}, arrays=arrays)
+        return Plan(backend=self, request=request, host={"groups": groups}, arrays=arrays)
 
     def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Plan) -> Tensor:
         order_T = plan.tensors.get("order_T")

@@ -69,7 +69,7 @@ class TorchCudnn(Backend):
         return f"{waste:.0%} of its tiles would be empty" if waste > MOST_WASTE and request.rows >= 4096 else None
 
     def plan(self, segments: Segments, request: Request) -> Plan:
-        return Plan(backend=self, segments=segments, request=request, host={"groups": _groups(segments)})
+        return Plan(backend=self, request=request, host={"groups": _groups(segments)})
 
     def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Plan) -> Tensor:
         groups = plan.host["groups"]

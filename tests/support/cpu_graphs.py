@@ -31,7 +31,6 @@ class Masked(Sdpa):
         """Keep the offsets as an array for the device, and the longest segment for the host."""
         return Plan(
             backend=self,
-            segments=segments,
             request=request,
             host={"max_seqlen": segments.max_seqlen},
             arrays={"cu_seqlens_S1": segments.cu_seqlens_S1},

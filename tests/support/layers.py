@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import torch
 
-from hf_vit_accel.backends.base import Attend, Plan
+from hf_vit_accel.backends.base import Attend, Backend, Plan, Request
 from hf_vit_accel.backends.sdpa import Sdpa
+from hf_vit_accel.layout import Segments
 from hf_vit_accel.ops.training import nodes as nodes_module
 from hf_vit_accel.ops.training.nodes import OpWithBackward, layer_node_of
 from hf_vit_accel.ops.window_attention import WindowAttention
@@ -21,13 +21,17 @@ def one_node_a_layer(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         A list that grows with every layer that becomes one node.
     """
     nodes: list[int] = []
+    stock_plan = Sdpa.plan
     stock_attend_layers = Sdpa.attend_layers
+
+    def plan(backend: Sdpa, segments: Segments, request: Request) -> Plan:
+        return (Backend.plan if request.grad else stock_plan)(backend, segments, request)
 
     def attend_layers(backend: Sdpa, plan: Plan, layers: int, rotate: Attend) -> list[Attend]:
         if not plan.request.grad:
             return stock_attend_layers(backend, plan, layers, rotate)
-        offsets = torch.tensor(plan.segments.cu_seqlens_S1, dtype=torch.int32, device=plan.request.device)
-        return [OpWithBackward(function=WindowAttention, settings=(offsets, plan.request.scale))] * layers
+        settings = plan.tensors["cu_seqlens_S1"], plan.request.scale
+        return [OpWithBackward(function=WindowAttention, settings=settings)] * layers
 
     def counted_layer_node_of(layer: object, attend: object) -> Callable[..., object] | None:
         node = layer_node_of(layer, attend)
@@ -35,6 +39,7 @@ def one_node_a_layer(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             nodes.append(len(nodes))
         return node
 
+    monkeypatch.setattr(Sdpa, "plan", plan)
     monkeypatch.setattr(Sdpa, "attend_layers", attend_layers)
     monkeypatch.setattr(nodes_module, "layer_node_of", counted_layer_node_of)
     return nodes
