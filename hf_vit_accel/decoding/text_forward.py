@@ -61,19 +61,10 @@ class TextForward:
         self.calls = 0
         self.stock_reasons: Counter[str] = Counter()
         self.__signature__ = inspect.signature(type(text).forward.__get__(text))
-        self._hooks: OurHooks | None = None
+        self.hooks: OurHooks | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self._text(), self._strict), {"_hooks": self._hooks}
-
-    def notice_shallow_copies(self) -> None:
-        """Let shallow copies of the text model run stock's layers on their own modules.
-
-        They hold this forward, which cannot see the instance that it is called on: a hook can. `copy.copy` makes such
-        copies, and `nn.DataParallel` its replicas.
-        """
-        text: Any = self._text()
-        self._hooks = OurHooks(text.register_forward_pre_hook(_name_shallow_copy, prepend=True, with_kwargs=True))
+        return type(self), (self._text(), self._strict), {"hooks": self.hooks}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the stock forward returns.
@@ -138,7 +129,11 @@ class TextForward:
 
 
 def _name_shallow_copy(module: nn.Module, args: Any, kwargs: Arguments) -> tuple[Any, Arguments] | None:
-    """Add the name of a shallow copy to the arguments of its call; a forward pre-hook of text models."""
+    """Add a shallow copy to the arguments of its call, which stock's layers run; a forward pre-hook of text models.
+
+    It holds the forward of the original, which cannot see the instance that it is called on: a hook can. `copy.copy`
+    makes such copies, and `nn.DataParallel` its replicas.
+    """
     forward = vars(module).get("forward")
     if torch.compiler.is_compiling() or not isinstance(forward, TextForward) or forward._text() is module:
         return None
@@ -256,7 +251,6 @@ def forwards_for(model: nn.Module, strict: bool) -> dict[str, TextForward]:
 
     Raises:
         ValueError: If it has none, or one with a forward of its own.
-        FallbackError: If stock's layers would have to run, under `strict`.
     """
     texts = declared_texts(model)
     if not texts:
@@ -266,12 +260,8 @@ def forwards_for(model: nn.Module, strict: bool) -> dict[str, TextForward]:
     for text in texts.values():
         if has_other_forward(text):
             raise ValueError(f"text=True needs transformers' forward, but {type(text).__name__} has one of its own")
-        if strict:
-            try:
-                refuse_unpacked(read_text(text))
-            except UnservedError as error:
-                raise_if_any([str(error)], "the language model")
     forwards = {path: TextForward(text, strict) for path, text in texts.items()}
-    for forward in forwards.values():
-        forward.notice_shallow_copies()
+    for path, forward in forwards.items():
+        hook = texts[path].register_forward_pre_hook(_name_shallow_copy, prepend=True, with_kwargs=True)
+        forward.hooks = OurHooks(hook)
     return forwards

@@ -349,6 +349,12 @@ def _mode_of_the_users(model: Any) -> Callable[[], None]:
     return lambda: mode.__exit__(None, None, None)
 
 
+def _compiled_layer(model: Any) -> Callable[[], None]:
+    model.model.language_model.layers[1].compile(backend="eager")
+    torch.compiler.set_stance("force_eager")
+    return lambda: torch.compiler.set_stance("default")
+
+
 def _attention_with_sinks(model: Any) -> Any:
     attention = model.model.language_model.layers[1].self_attn
     attention.forward = functools.partial(type(attention).forward, attention, s_aux=torch.zeros(4))
@@ -374,6 +380,15 @@ def _registered(functions: Any, name: str) -> Callable[[Any], Any]:
 
 
 FOREIGN: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a hook": (
+        lambda model: model.lm_head.register_forward_hook(lambda *_: None).remove,
+        "a forward hook on lm_head",
+    ),
+    "a hook on all modules": (
+        lambda model: nn.modules.module.register_module_forward_hook(lambda *_: None).remove,
+        "a global hook on all modules",
+    ),
+    "a compiled layer": (_compiled_layer, "torch.compile on model.language_model.layers.1"),
     "an MLP's class with a table": (
         _mlp_of_the_users,
         "a module of class Scheduled on model.language_model.layers.1.mlp",

@@ -328,34 +328,17 @@ def test_ranks_in_step_decode_by_stock(model: Any) -> None:
 
 def test_stock_decodes_a_call_without_a_static_step(model: Any) -> None:
     inputs = text([5, 6, 7])
-    called = []
     both(model, inputs, max_new_tokens=5)
     both(model, inputs, max_new_tokens=12, **{f"make_{CACHE}": lambda: make_static_cache(model)})
     for attention in (layer.self_attn for layer in model.model.language_model.layers):
         attention.attention_dropout = 0.1
-    model.train()
-    torch.manual_seed(0)
-    model.generate(**inputs, max_new_tokens=9, custom_generate=graphed_decoding)
+    both(model.train(), inputs, max_new_tokens=9)
     model.eval()
-    handle = model.lm_head.register_forward_hook(lambda *args: called.append(1))
-    both(model, inputs, max_new_tokens=12, min_new_tokens=12)
-    assert len(called) == 24
-    handle.remove()
-    with torch.nn.modules.module.register_module_forward_hook(lambda *args: None):
-        both(model, inputs, max_new_tokens=9)
-    layer = model.model.language_model.layers[1]
-    layer.compile(backend="eager")
-    with torch.compiler.set_stance("force_eager"):
-        both(model, inputs, max_new_tokens=9)
     assert counts_of(model).reasons == {
         "fewer than 8 tokens to come, and no step captured": 1,
         "a cache of class StaticCache": 1,
         "dropout": 1,
-        "a forward hook on lm_head": 1,
-        "a global hook on all modules": 1,
-        "torch.compile on model.language_model.layers.1": 1,
     }
-    layer._compiled_call_impl = None
     both(model, inputs, max_new_tokens=9)
     both(model, inputs, max_new_tokens=5)
     assert counts_of(model).static_calls == 2
