@@ -193,7 +193,7 @@ def switch_checkpointing(tower: nn.Module, *, enable: bool, reentrant: bool = Fa
 
 def device_name(device: torch.device) -> str:
     """Return the name of the GPU, or "cpu"."""
-    return machine.cuda_device_name() if device.type == "cuda" else "cpu"
+    return torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
 
 
 def host() -> dict[str, str | int | float | None]:

@@ -114,12 +114,6 @@ def _capability_of(index: int) -> tuple[int, int]:
 
 
 @probe
-def cuda_device_name(index: int | None = None) -> str:
-    """Return the name that the driver gives a CUDA device."""
-    return torch.cuda.get_device_name(index)
-
-
-@probe
 def multiprocessors(device: torch.device) -> int:
     """Return the number of multiprocessors of a CUDA device; 1 for any other device."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
@@ -149,7 +143,6 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_inherit)
 
 
-@probe
 def versions() -> dict[str, str | None]:
     """Return the versions of Python, CUDA and the main packages; None for a package that is not installed."""
     versions_by_name: dict[str, str | None] = {"python": sys.version.split()[0], "torch": torch.__version__}

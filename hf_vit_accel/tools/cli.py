@@ -154,7 +154,7 @@ def bench(
         raise typer.BadParameter(str(error)) from error
     result = {
         "versions": machine.versions(),
-        "device": "cpu" if is_cpu else machine.cuda_device_name(),
+        "device": "cpu" if is_cpu else torch.cuda.get_device_name(),
         "dtype": str(DTYPES[dtype]).removeprefix("torch."),
         "rounds": rounds,
     }

@@ -116,17 +116,13 @@ def _gpus() -> tuple[tuple[Gpu, ...], str | None, torch.device]:
     """Return the CUDA devices, why they cannot be used although torch sees them, and the device to run on."""
     if not machine.has_cuda():
         return (), None, torch.device("cpu")
+    gpus = []
     try:
-        gpus = tuple(
-            Gpu(
-                index=index,
-                name=machine.cuda_device_name(index),
-                capability="{}.{}".format(*machine.cuda_capability(index)),
-                memory=torch.cuda.get_device_properties(index).total_memory,
-            )
-            for index in range(torch.cuda.device_count())
-        )
-        return gpus, None, torch.device("cuda", torch.cuda.current_device())
+        for index in range(torch.cuda.device_count()):
+            found = torch.cuda.get_device_properties(index)
+            capability = f"{found.major}.{found.minor}"
+            gpus.append(Gpu(index=index, name=found.name, capability=capability, memory=found.total_memory))
+        return tuple(gpus), None, torch.device("cuda", torch.cuda.current_device())
     except Exception as error:  # a full GPU, or another process holds it; the report goes on without it
         return (), machine.one_line(error), torch.device("cpu")
 

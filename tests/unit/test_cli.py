@@ -151,7 +151,7 @@ def test_a_gpu_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(machine, "has_cuda", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(machine, "cuda_device_name", busy)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", busy)
     monkeypatch.setattr(machine, "cuda_capability", busy)
     result = doctor()
     assert result.exit_code == 1
