@@ -8,22 +8,18 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.bad_inputs import Inputs, outcome, spoil
-from support.cpu_graphs import SMALL, Recorder
-from support.graphs import draw_grid
-from support.towers import ONE_TOWER, alike
-from tiny import GRIDS, TINY, assert_close, pixels_for, run_tower, tower_of
+from support.bad_inputs import Inputs, outcome
+from support.towers import ONE_TOWER
+from tiny import GRIDS, TINY, assert_close, run_tower, tower_of
 from torch import nn
 
 import hf_vit_accel
-from hf_vit_accel import FallbackError, GraphConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse", "ignore:The PyTorch API of nested tensors")
 FUZZ = settings(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
@@ -179,45 +175,3 @@ def test_any_input_is_served_or_refused(stock: nn.Module, patched: nn.Module) ->
 
     try_inputs()
     assert counts["served"] > 15 and counts["refused"] > 15, counts
-
-
-# --- good and bad input in turn ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.matrix)])
-@pytest.mark.parametrize("way", alike("graphs", "eager", "strict"))
-def test_good_calls_between_bad_ones_are_right(on_cpu: type[Recorder], stock: nn.Module, way: str, seed: int) -> None:
-    """Call with new and repeated layouts, of any dtype and strides; every third call fails."""
-    options: dict[str, Any] = {
-        "eager": {},
-        "graphs": dict(cuda_graphs=GraphConfig(max_tokens=64, exact_after=2, max_graphs=8)),
-        "strict": dict(strict=True, cuda_graphs=SMALL),
-    }[way]
-    patched = twin_of(stock, **options)
-    rng = np.random.default_rng(seed)
-    layouts = [draw_grid(rng, 40) for _ in range(8)]
-    served_calls = 0
-    refused_calls = 0
-    for call in range(45):
-        layout = layouts[int(rng.integers(8))] if rng.random() < 0.6 else draw_grid(rng, 60)
-        pixels = pixels_for(stock, layout, call)
-        grid = torch.tensor(layout)
-        if call % 3 == 0:
-            error = outcome(patched, spoil(rng, pixels, grid))
-            assert type(error) is ValueError and DOCUMENTED.match(str(error)), error
-            refused_calls += 1
-            continue
-        good_inputs = Inputs(_strided(pixels, str(rng.choice(LAYOUTS))), grid.to(INTEGERS[int(rng.integers(5))]))
-        if way == "strict" and rng.random() < 0.2:
-            with pytest.raises(FallbackError, match="output_attentions is requested"), torch.no_grad():
-                patched(good_inputs.pixels, grid_thw=grid, output_attentions=True)
-            refused_calls += 1
-            continue
-        expected = outcome(stock, Inputs(good_inputs.pixels.detach(), grid))
-        assert_close(outcome(patched, good_inputs), expected)
-        served_calls += 1
-    status = hf_vit_accel.status(patched).towers[0]
-    assert (status.calls, status.stock_calls) == (served_calls, 0) and not status.fallbacks
-    assert served_calls + refused_calls == 45 and refused_calls >= 15
-    if status.graphs is not None:
-        assert status.graphs.replays and len(status.graphs.graphs) <= max(8, 192 * (way == "strict"))

@@ -38,18 +38,14 @@ def cells() -> Iterator[Any]:
                     yield pytest.param(row, order, family, id=name, marks=pytest.mark.matrix)
 
 
-def build(row: Row, family: str) -> nn.Module:
-    return row.build(family) if row.build else TINY[family].build()
-
-
 @pytest.mark.parametrize(("row", "order", "family"), list(cells()))
 def test_cell(row: Row, order: str, family: str) -> None:
     reason = why_not_here(row)
     if reason:
         pytest.skip(reason)
-    model = build(row, family)
+    model = TINY[family].build()
     with ExitStack() as stack:
-        stock = row.wrap(build(row, family), stack)
+        stock = row.wrap(TINY[family].build(), stack)
         expected = row.use(stock)
         attention = tower_of(stock).config._attn_implementation
     with ExitStack() as stack:

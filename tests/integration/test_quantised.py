@@ -15,7 +15,7 @@ from support import quantised
 from support.changes import Change
 from support.cpu_graphs import SMALL, Recorder
 from support.cpu_graphs import status_of as graphs_of
-from support.patching import check_calls, check_stock, run
+from support.patching import check_calls, check_stock, run, training_step
 from support.tensors import flat
 from support.towers import alike
 from support.uses import prompt_with_labels
@@ -131,18 +131,9 @@ def test_gradients_through_called_modules_are_those_of_stock(model: nn.Module, w
     """In fp32 they are equal to rounding: of pixels, norms, positions and patch embedding."""
     tower = tower_of(quantise(model, way))
     grid = GRIDS["mixed"]
-
-    def step(tower: nn.Module) -> list[torch.Tensor]:
-        tower.zero_grad(set_to_none=True)
-        pixels = pixels_for(tower, grid).requires_grad_()
-        outputs = flat(tower(pixels, grid_thw=torch.tensor(grid)))
-        sum(output.square().mean() for output in outputs).backward()
-        trained = [parameter.grad for parameter in tower.parameters() if parameter.requires_grad]
-        return [*(output.detach() for output in outputs), pixels.grad, *trained]
-
-    expected = step(tower)
+    expected = training_step(tower, grid)
     hf_vit_accel.patch(model)
-    assert_close(step(tower), expected, 1e-4)
+    assert_close(training_step(tower, grid), expected, 1e-4)
     check_calls(model, 1, 0)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -179,11 +178,3 @@ def test_sessions_that_workflows_run_are_in_the_noxfile() -> None:
     assert {"coming", "versions", "stacks"} <= {session.partition("(")[0] for session in sessions("nightly")}
     kinds = {session.partition("(")[0].partition("-")[0] for session in sessions("ci")}
     assert kinds == {"transformers", "torch", "python", "oldest", "floors"}
-
-
-def test_actionlint_finds_nothing() -> None:
-    actionlint = shutil.which("actionlint")
-    if actionlint is None:
-        pytest.skip("actionlint is not installed; the workflow `tests` runs it")
-    process = subprocess.run([actionlint], cwd=ROOT, capture_output=True, text=True)
-    assert process.returncode == 0, process.stdout

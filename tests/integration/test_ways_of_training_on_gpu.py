@@ -1,4 +1,4 @@
-"""Nine ways of training a whole model on a GPU with `patch(model)` as it is, beside the same without CUDA graphs."""
+"""Ways of training a whole model on a GPU with `patch(model)` as it is, beside the same without CUDA graphs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -195,32 +194,3 @@ def check_gradients(actual: list[list[torch.Tensor]], expected: list[list[torch.
         assert len(gradients) == len(others)
         for gradient, other in zip(gradients, others, strict=True):
             assert relative_error(gradient, other) < 5e-2, step
-
-
-def test_the_trainer_of_transformers(tmp_path: Path) -> None:
-    """The ninth way: `Trainer`, whose losses and weights are those without graphs."""
-    pytest.importorskip("accelerate")
-    from transformers import Trainer, TrainingArguments
-
-    weights = []
-    for graphs in (False, "auto"):
-        model = hf_vit_accel.patch(build(), cuda_graphs=graphs)
-        data = [{name: value.cpu() for name, value in inputs_for(model, seed).items()} for seed in range(STEPS)]
-        arguments = TrainingArguments(
-            str(tmp_path),
-            max_steps=STEPS,
-            per_device_train_batch_size=1,
-            report_to=[],
-            save_strategy="no",
-            lr_scheduler_type="constant",
-            learning_rate=1e-4,
-            remove_unused_columns=False,
-            bf16=True,
-        )
-        Trainer(model, arguments, train_dataset=data, data_collator=lambda batch: batch[0]).train()
-        weights.append([parameter.detach().cpu() for parameter in tower_of(model).parameters()])
-        training = hf_vit_accel.status(model).towers[0].training
-        assert (training is not None and training.replays > 0) == (graphs == "auto")
-        hf_vit_accel.unpatch(model)
-    for parameter, expected in zip(*weights, strict=True):
-        assert relative_error(parameter, expected) < 2e-2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import random
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,21 @@ class Counts:
 
     static_calls: int
     reasons: dict[str, int]
+
+
+def add_adapters(model: Any) -> None:
+    """Add random LoRA adapters "one" and "two" to the language model."""
+    peft = pytest.importorskip("peft")
+    for name in ("one", "two"):
+        config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False, r=2)
+        model.add_adapter(config, name)
+    model.eval()
+
+
+def switch_adapters(model: Any, rng: random.Random) -> None:
+    """Choose one of the adapters, or none."""
+    model.set_adapter(rng.choice(["one", "two"]))
+    (model.disable_adapters if rng.random() < 0.5 else model.enable_adapters)()
 
 
 def counts_of(model: Any) -> Counts:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import torch
 import transformers
-from torch import nn
 
 from support import changes, libraries, quantised, uses
 from support.changes import Change
@@ -43,7 +42,6 @@ class Row:
         bound: The largest relative error against stock.
         exact: Whether `unpatch` brings the same bits back. (A run of training does not repeat them.)
         slow: Whether only `make matrix` runs it.
-        build: Builds a family's stock model, in place of a tiny random one.
     """
 
     name: str
@@ -58,7 +56,6 @@ class Row:
     bound: float = 1e-5
     exact: bool = True
     slow: bool = False
-    build: Callable[[str], nn.Module] | None = None
 
 
 def fast(name: str, wrap: Change = changes.unchanged, **options: object) -> Row:
@@ -99,18 +96,11 @@ def no_fusions() -> str | None:
     return None
 
 
-def trained_checkpoint(family: str) -> nn.Module:
-    """Load the trained checkpoint of the examples, which has a processor."""
-    folder = uses.CAPTIONERS / family
-    return transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
-
-
 # --- the rows ---------------------------------------------------------------------------------------------------------
 
 PEFT = dict(needs=("peft",))
 BNB = dict(needs=("bitsandbytes",))
 LIGER = dict(needs=("liger_kernel",), obstacle=no_gpu, use=uses.features, bound=1e-4)
-RUN_OF_TRAINING = dict(exact=False, bound=1e-4)
 RUN_IN_BF16 = dict(exact=False, bound=2e-2)
 
 PLAIN = (
@@ -170,16 +160,6 @@ TRAINED = (
         use=uses.gradients,
     ),
     fast("gradient checkpointing, evaluated", changes.checkpointed(reentrant=False)),
-    fast("`Trainer`", use=uses.run_of_trainer, slow=True, **RUN_OF_TRAINING),
-    fast("`Trainer`, the tower frozen", changes.frozen, use=uses.run_of_trainer, slow=True, **RUN_OF_TRAINING),
-    fast(
-        "`Trainer` with checkpointing, the tower frozen",
-        changes.checkpointed(reentrant=False, freeze=True),
-        use=uses.run_of_trainer,
-        slow=True,
-        **RUN_OF_TRAINING,
-    ),
-    fast("`Trainer` with `bf16=True`, the tower frozen", changes.frozen, use=uses.run_in_bf16, **RUN_IN_BF16),
     fast(
         "a loop of accelerate's in bf16, the tower frozen",
         changes.frozen,
@@ -249,8 +229,6 @@ OPERATIONS_REPLACED = (
     ),
 )
 
-PIPELINES = (fast('`pipeline("image-text-to-text")`', build=trained_checkpoint, use=uses.captions),)
-
 ROWS: tuple[Row, ...] = (
     *PLAIN,
     *ADAPTED,
@@ -262,7 +240,6 @@ ROWS: tuple[Row, ...] = (
     *COPIED,
     *SWITCHED,
     *OPERATIONS_REPLACED,
-    *PIPELINES,
 )
 
 # Ways whose tests need more than a row says: the outcome, and the test that shows it.

@@ -61,6 +61,16 @@ def run(tower: nn.Module, grid: Grid, **kwargs: object) -> list[torch.Tensor]:
         return flat(tower(pixels_for(tower, grid), grid_thw=torch.tensor(grid), **kwargs))
 
 
+def training_step(tower: nn.Module, grid: Grid, pixels: torch.Tensor | None = None) -> list[torch.Tensor]:
+    """Return the outputs of a step, then the gradients of pixels and of every parameter that has one."""
+    tower.zero_grad(set_to_none=True)
+    pixels = (pixels_for(tower, grid) if pixels is None else pixels).requires_grad_()
+    outputs = flat(tower(pixels, grid_thw=torch.tensor(grid)))
+    torch.stack([output.square().mean() for output in outputs]).sum().backward()
+    trained = [parameter.grad for parameter in tower.parameters() if parameter.grad is not None]
+    return [*(output.detach() for output in outputs), pixels.grad, *trained]
+
+
 def gradients(tower: nn.Module, grid: Grid, forward: Callable[..., Output] | None = None) -> list[torch.Tensor]:
     """Return the gradients of pixels and of every parameter; none may be missing."""
     tower.zero_grad(set_to_none=True)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 
 import torch
-import transformers
 from tiny import GRIDS, chat_inputs, pixels_for, tower_of
 from torch import nn
 from transformers import PreTrainedModel
@@ -17,8 +13,6 @@ from transformers import PreTrainedModel
 from support.tensors import flat
 
 Use = Callable[[nn.Module], list[torch.Tensor]]
-EXAMPLES = Path(__file__).parents[2] / "examples"
-CAPTIONERS = Path(__file__).parents[1] / "tiny_captioner"
 STEPS = 2  # the second one reads what the first one wrote
 
 
@@ -93,24 +87,6 @@ def generated(model: nn.Module) -> list[torch.Tensor]:
     return [base_of(model).generate(**prompt(model), max_new_tokens=4, do_sample=False)]
 
 
-def captions(model: nn.Module) -> list[torch.Tensor]:
-    """Caption a drawn picture through `pipeline("image-text-to-text")`; return the tokens."""
-    from PIL import Image
-
-    sys.path.insert(0, str(EXAMPLES))
-    from captioner.processors import load_processor
-
-    base = base_of(model)
-    processor = load_processor(base.config._name_or_path)
-    content = [{"type": "image"}, {"type": "text", "text": "what is this ?"}]
-    text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-    picture = Image.effect_mandelbrot((48, 36), (-2, -1, 1, 1), 20).convert("RGB")
-    captioner = transformers.pipeline("image-text-to-text", model=base, processor=processor)
-    greedy = dict(max_new_tokens=4, do_sample=False)
-    [answer] = captioner(images=[picture], text=text, return_tensors=True, generate_kwargs=greedy)
-    return [answer["generated_token_ids"]]
-
-
 def under_autocast(use: Use) -> Use:
     """Use a model under bf16 autocast."""
 
@@ -146,42 +122,6 @@ def restored_later(parameters: list[nn.Parameter]) -> Iterator[None]:
     with torch.no_grad():
         for parameter, value in zip(parameters, values, strict=True):
             parameter.copy_(value)
-
-
-def run_of_trainer(model: nn.Module, *, bf16: bool = False) -> list[torch.Tensor]:
-    """Train some steps with Trainer; return the losses and the trained parameters."""
-    from transformers.trainer_callback import PrinterCallback
-
-    base = base_of(model)
-    parameters = trained_parameters(model)
-    with tempfile.TemporaryDirectory() as folder, restored_later(parameters):
-        arguments = transformers.TrainingArguments(
-            output_dir=folder,
-            max_steps=STEPS,
-            per_device_train_batch_size=1,
-            learning_rate=1e-3,
-            logging_steps=1,
-            use_cpu=True,
-            report_to=[],
-            save_strategy="no",
-            remove_unused_columns=False,
-            disable_tqdm=True,
-            bf16=bf16,
-        )
-        examples = [prompt_with_labels(base)] * STEPS
-        trainer = transformers.Trainer(base, arguments, train_dataset=examples, data_collator=lambda batch: batch[0])
-        trainer.remove_callback(PrinterCallback)
-        trainer.train()
-        losses = torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-        after = [parameter.detach().clone() for parameter in parameters]
-    base.eval().zero_grad(set_to_none=True)
-    assert len(losses) == STEPS
-    return [losses, *after]
-
-
-def run_in_bf16(model: nn.Module) -> list[torch.Tensor]:
-    """Train some steps with Trainer and `bf16=True`."""
-    return run_of_trainer(model, bf16=True)
 
 
 def run_of_accelerate(model: nn.Module) -> list[torch.Tensor]:

@@ -17,19 +17,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from scenes import draw, scene
 from tiny_models import FAMILIES, MEAN, STD
 
-__all__ = [
-    "HELD_OUT",
-    "Batch",
-    "Batches",
-    "Inputs",
-    "draw_batch",
-    "encode",
-    "held_out",
-    "patchify",
-    "position_ids",
-    "shuffle",
-]
-
 HELD_OUT = 1 << 40
 """Seeds from here on are never trained on."""
 Batch = dict[str, Any]

@@ -14,8 +14,6 @@ from math import cos, pi, sin
 
 from PIL import Image, ImageDraw, ImageFont
 
-__all__ = ["CHARACTERS", "WORDS", "Scene", "draw", "scene"]
-
 COLOURS = {
     "red": (220, 40, 40),
     "green": (40, 160, 60),

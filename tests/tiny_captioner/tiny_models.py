@@ -20,8 +20,6 @@ import hf_vit_accel
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from scenes import WORDS
 
-__all__ = ["FAMILIES", "MEAN", "STD", "build_model", "build_tokenizer", "save"]
-
 PROMPT_WORDS = (
     *("user", "assistant", "system", "describe", "this", "picture", "video"),
     *(".", ",", "?", "!", ":", "-", "<", ">", "seconds", "1"),

@@ -195,7 +195,8 @@ def test_an_error_after_a_call_leaves_no_lock(model: Any, recorder: Recorder, mo
     assert len(steps_of(model).kept) == 1
 
 
-def test_freed_steps_are_captured_anew(model: Any, recorder: Recorder) -> None:
+def test_freed_steps_are_captured_anew_and_go_with_their_model(recorder: Recorder) -> None:
+    model = TINY["qwen2_5_vl"].build()
     both(model, TEXT, max_new_tokens=9)
     both(model, {"input_ids": TEXT["input_ids"][:1]}, max_new_tokens=9)
     steps = [weakref.ref(step) for step in steps_of(model).kept.values()]
@@ -205,18 +206,11 @@ def test_freed_steps_are_captured_anew(model: Any, recorder: Recorder) -> None:
     assert [step() for step in steps] == [None, None]
     both(model, TEXT, max_new_tokens=9)
     assert recorder.captures == 3 and counts_of(model).static_calls == 3
-
-
-@pytest.mark.usefixtures("way")
-def test_a_model_that_goes_takes_its_steps_along() -> None:
-    model = TINY["qwen2_5_vl"].build()
-    both(model, TEXT, max_new_tokens=9)
-    caches = [weakref.ref(step) for step in steps_of(model).kept.values()]
+    [last] = [weakref.ref(step) for step in steps_of(model).kept.values()]
     reference = weakref.ref(model)
-    assert caches and caches[0]() is not None
     del model
     gc.collect()
-    assert reference() is None and caches[0]() is None
+    assert reference() is None and last() is None
 
 
 @pytest.mark.usefixtures("way")

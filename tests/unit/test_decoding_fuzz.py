@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from support.decoding import both, counts_of
+from support.decoding import add_adapters, both, counts_of
 from support.towers import alike
 from tiny import TINY
 
@@ -68,12 +68,8 @@ def change(model: Any, rng: random.Random) -> None:
 @pytest.mark.parametrize("calls", alike(16, 600))
 @pytest.mark.parametrize("family", alike("qwen3_vl", "qwen2_5_vl"))
 def test_random_calls_give_the_outputs_of_stock(family: str, calls: int) -> None:
-    peft = pytest.importorskip("peft")
     model = TINY[family].build()
-    for name in ("one", "two"):
-        config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False, r=2)
-        model.add_adapter(config, name)
-    model.eval()
+    add_adapters(model)
     rng = random.Random(calls)
     calls_of_stock = 0
     for index in range(calls):

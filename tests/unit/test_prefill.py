@@ -16,7 +16,7 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from support.decoding import both, counts_of
+from support.decoding import add_adapters, both, counts_of, switch_adapters
 from support.towers import alike
 from tiny import TINY
 from torch import nn
@@ -117,18 +117,13 @@ def draw_options(rng: random.Random) -> Inputs:
 @pytest.mark.parametrize("calls", [5, pytest.param(170, marks=pytest.mark.matrix)])
 def test_random_batches_give_stocks_tokens_whatever_the_groups(family: str, calls: int) -> None:
     """Rows that end early, no, one and several pictures and videos, padding on both sides, sampling, and LoRA."""
-    peft = pytest.importorskip("peft")
     model = TINY[family].build()
-    for name in ("one", "two"):
-        lora = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False, r=2)
-        model.add_adapter(lora, name)
-    model.eval()
+    add_adapters(model)
     patch(model)
     rng = random.Random(calls)
     calls_of_one_token = 0
     for seed in range(calls):
-        model.set_adapter(rng.choice(["one", "two"]))
-        (model.disable_adapters if rng.random() < 0.5 else model.enable_adapters)()
+        switch_adapters(model, rng)
         inputs = batch(model, rng, rng.randint(2, 11), right=seed % 4 == 3)
         options = draw_options(rng)
         calls_of_one_token += options["max_new_tokens"] == 1

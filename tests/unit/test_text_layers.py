@@ -14,7 +14,7 @@ import pytest
 import tiny
 import torch
 from support.composites import COMPOSITES, left_padded
-from support.decoding import Counts, both, counts_of
+from support.decoding import Counts, add_adapters, both, counts_of, switch_adapters
 from support.towers import alike
 from test_decode_steps import DIFFERENT
 from test_prefill import batch
@@ -88,16 +88,12 @@ def compare(model: Any, inputs: Inputs, **options: Any) -> Any:
 @pytest.mark.parametrize("calls", [5, pytest.param(120, marks=pytest.mark.matrix)])
 def test_random_batches_give_stocks_hidden_states(family: str, calls: int) -> None:
     """No, one and several pictures and videos in a row, padding on both sides, and adapters."""
-    peft = pytest.importorskip("peft")
     model = TINY[family].build()
-    for name in ("one", "two"):
-        lora = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False, r=2)
-        model.add_adapter(lora, name)
-    patch(model.eval(), text=True)
+    add_adapters(model)
+    patch(model, text=True)
     rng = random.Random(calls)
     for seed in range(calls):
-        model.set_adapter(rng.choice(["one", "two"]))
-        (model.disable_adapters if rng.random() < 0.5 else model.enable_adapters)()
+        switch_adapters(model, rng)
         inputs = batch(model, rng, rng.randint(1, 6), right=seed % 2 == 1)
         with torch.inference_mode(rng.random() < 0.3):
             compare(model, inputs, output_hidden_states=seed % 3 == 0)
