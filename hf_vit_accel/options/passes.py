@@ -134,6 +134,8 @@ def reasons_not_cut(plan: FastPlan) -> list[str]:
     reasons = ["FSDP2 gathers weights at each pass"] if reading.sharded_layers else []
     if plan.has_reentrant_checkpoints:
         reasons.append("reentrant checkpoints bring gradients to weights at each pass")
+    if plan.is_hooked:
+        reasons.append("hooks see each call of their module")
     reasons += reading.mixing
     if plan.spec.hidden_states and plan.spec.request.grad:
         reasons.append(HIDDEN_STATES_OF_STEP)
@@ -169,7 +171,7 @@ class InPasses:
             reasons = reasons_not_cut(batch.plan)
             if isinstance(self.max_rows, int) and len(batch.pixels_TP) > self.max_rows:  # the user's bound
                 batch.note(reasons)
-            is_cut = not (reasons or batch.plan.is_hooked)
+            is_cut = not reasons
         try:
             return self._encode_passes(batch, most_rows) if is_cut else self._encode(batch)
         except torch.OutOfMemoryError:
@@ -218,7 +220,7 @@ class InPasses:
         """
         plan = batch.plan
         grad = plan.spec.request.grad
-        if grad in self.rows_after_oom or plan.is_hooked or reasons_not_cut(plan):
+        if grad in self.rows_after_oom or reasons_not_cut(plan):
             return False
         clips = plan.reading.geometry.clips
         longest = max(cut(batch.grid, most_rows, clips=clips), key=rows_of)
