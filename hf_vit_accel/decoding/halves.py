@@ -21,8 +21,8 @@ from transformers.generation.logits_process import (
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from hf_vit_accel.decoding.packed import Arguments
-from hf_vit_accel.decoding.prefill import CACHE, GroupedPrompt
+from hf_vit_accel.decoding.packed import CACHE, Arguments
+from hf_vit_accel.decoding.prefill import GroupedPrompt
 from hf_vit_accel.decoding.text_models import Model
 
 _OF_TOKENS = {

@@ -23,7 +23,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_vit_accel.decoding.ahead import can_run_ahead, running_ahead
 from hf_vit_accel.decoding.halves import depends_on_tokens_alone, halves_of, joined
-from hf_vit_accel.decoding.packed import Arguments, PackedPrompt
+from hf_vit_accel.decoding.packed import CACHE, Arguments, PackedPrompt
 from hf_vit_accel.decoding.prefill import GroupedPrompt
 from hf_vit_accel.decoding.room import (
     Room,
@@ -36,7 +36,7 @@ from hf_vit_accel.decoding.room import (
     slots_for,
     unshare,
 )
-from hf_vit_accel.decoding.step import CACHE, DecodeStep, inputs_of_rows, key_of_inputs
+from hf_vit_accel.decoding.step import DecodeStep, inputs_of_rows, key_of_inputs
 from hf_vit_accel.decoding.steps import DecodeSteps, free_steps, steps_of
 from hf_vit_accel.decoding.text_models import (
     Model,

@@ -19,7 +19,10 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from hf_vit_accel.decoding.layers import CausalAttention, norm, refuse_unpacked, run_layers
 from hf_vit_accel.decoding.room import Room
 from hf_vit_accel.decoding.text_models import Model, Reading, refuse
+from hf_vit_accel.versions import cache_name
 
+CACHE = cache_name()
+"""The name of the cache among the arguments of a model."""
 Arguments: TypeAlias = dict[str, Any]
 """The arguments of a model's method by name: tensors, caches and flags."""
 

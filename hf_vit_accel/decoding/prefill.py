@@ -18,12 +18,10 @@ from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_vit_accel.decoding.layers import check_equal
-from hf_vit_accel.decoding.packed import Arguments, PackedPrompt
+from hf_vit_accel.decoding.packed import CACHE, Arguments, PackedPrompt
 from hf_vit_accel.decoding.room import Room, SharedLayer, Size, make_room
 from hf_vit_accel.decoding.text_models import Model
-from hf_vit_accel.versions import cache_name
 
-CACHE = cache_name()
 RoomFor: TypeAlias = Callable[[Arguments, Sequence[Any], Sequence[int] | None], Room]
 """Inputs, layers of a group's cache, lengths of rows that may share an axis -> room for the keys of all rows."""
 GROUP_TOKENS = 16384

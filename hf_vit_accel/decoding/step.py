@@ -15,14 +15,11 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from hf_vit_accel.decoding.layers import check_equal, norm, run_layers
-from hf_vit_accel.decoding.packed import Arguments
+from hf_vit_accel.decoding.packed import CACHE, Arguments
 from hf_vit_accel.decoding.room import Room, is_linear, layer_of_rows, states_of
 from hf_vit_accel.decoding.text_models import Model, Reading, UnservedError, refuse
 from hf_vit_accel.ops.decode_attention import attend_in_chunks, of_samples, why_not_in_chunks
-from hf_vit_accel.versions import cache_name
 
-CACHE = cache_name()
-"""The name of the cache among the arguments of a model."""
 _WITHOUT_EFFECT = (
     *("use_cache", "logits_to_keep", "return_dict", CACHE),
     *("image_grid_thw", "video_grid_thw", "second_per_grid_ts", "rope_deltas", "video_second_per_grid"),

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_vit_accel.decoding.layers import check_equal, norm, refuse_unpacked
-from hf_vit_accel.decoding.packed import Arguments, PackedRows
+from hf_vit_accel.decoding.packed import CACHE, Arguments, PackedRows
 from hf_vit_accel.decoding.text_models import (
     Model,
     Reading,
@@ -28,7 +28,6 @@ from hf_vit_accel.decoding.text_models import (
     refuse,
 )
 from hf_vit_accel.machine import one_line, raise_if_any, reasons_untraceable
-from hf_vit_accel.versions import cache_name
 from hf_vit_accel.watch import OurHooks
 
 GRADIENTS = "gradients are enabled"
@@ -164,7 +163,7 @@ class TextCall:
         refuse(
             {
                 GRADIENTS: torch.is_grad_enabled(),
-                HAS_CACHE: not {"use_cache", cache_name()}.isdisjoint(unknown),
+                HAS_CACHE: not {"use_cache", CACHE}.isdisjoint(unknown),
                 f"the argument {', '.join(unknown)}": unknown,
                 "input_ids and inputs_embeds": ("input_ids" in arguments) == ("inputs_embeds" in arguments),
             }

@@ -14,7 +14,7 @@ from torch import Tensor
 import hf_vit_accel
 from hf_vit_accel.decoding import loop as decoding
 from hf_vit_accel.decoding import steps as steps_module
-from hf_vit_accel.decoding.step import CACHE
+from hf_vit_accel.decoding.packed import CACHE
 from hf_vit_accel.decoding.steps import DecodeSteps, steps_of
 from support.recorded_ops import OperationRecorder
 

@@ -18,7 +18,7 @@ from transformers import (
     WatermarkingConfig,
 )
 
-from hf_vit_accel.decoding.step import CACHE
+from hf_vit_accel.decoding.packed import CACHE
 
 Outcome = Literal["served", "stock", "dropped", "raises", "none"]
 

@@ -36,7 +36,8 @@ import hf_vit_accel
 from hf_vit_accel import graphed_decoding
 from hf_vit_accel.decoding import ahead
 from hf_vit_accel.decoding import loop as decoding
-from hf_vit_accel.decoding.step import CACHE, DecodeStep
+from hf_vit_accel.decoding.packed import CACHE
+from hf_vit_accel.decoding.step import DecodeStep
 from hf_vit_accel.decoding.steps import steps_of
 
 ALL_OUTPUTS: dict[str, Any] = dict(return_dict_in_generate=True, output_scores=True, output_logits=True)
