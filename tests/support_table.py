@@ -11,8 +11,6 @@ import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import torch
-
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -191,19 +189,16 @@ def _family(family: families.Family) -> tuple[str, str, str]:
 
 def _backend(backend: backends.Backend) -> tuple[str, ...]:
     needs = backend.needs
-    on = backend.needs_on(torch.device("cuda"))
+    packages = needs.packages if needs.cuda else ()  # torch for CUDA brings the others
     place = "CUDA" if needs.cuda else "any device"
-    if on.capability is not None:
-        (low, minor), (above, _) = on.capability
+    if needs.capability is not None:
+        (low, minor), (above, _) = needs.capability
         place += f", compute capability {low}.{minor} up to, not including, {above}.0"
     return (
         f"`{backend.name}`",
         place,
-        ", ".join(f"`{package.distribution}`" for package in needs.packages) or "none beside torch",
-        *(
-            cell if cell == more else f"{cell}; on CUDA {more}"
-            for cell, more in zip(_takes(needs), _takes(on), strict=True)
-        ),
+        ", ".join(f"`{package.distribution}`" for package in packages) or "none beside torch",
+        *(cell if needs.cuda or cell == "any" else f"any; on CUDA {cell}" for cell in _takes(needs)),
         *("yes" if flag else "no" for flag in (needs.differentiable, needs.score_mods, backend.replays_other_layouts)),
     )
 

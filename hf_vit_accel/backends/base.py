@@ -70,6 +70,7 @@ class Needs:
     """The requirements of a backend, as data; None for any.
 
     Args:
+        cuda: Whether it runs on CUDA alone. If not, packages, capability, dtypes and head dims count on CUDA only.
         capability: The lowest compute capability, and the first one that is too high.
         head_dim_multiple: D must be a multiple of it.
         kernels: Whether the backend calls kernels of ours.
@@ -131,13 +132,9 @@ class Backend(ABC):
         """
         return max(4, 1 << (segments - 1).bit_length()), rows
 
-    def needs_on(self, device: torch.device) -> Needs:
-        """Return the requirements for tensors on this device, which may be more than those to run at all."""
-        return self.needs
-
     def reasons_against_machine(self) -> list[str]:
         """List why this backend cannot run any call on this machine; empty if it can."""
-        return missing_requirements(self.needs) or [*self.probe()]
+        return (missing_requirements(self.needs) if self.needs.cuda else []) or [*self.probe()]
 
     @machine.probe
     def probe(self) -> tuple[str, ...]:
@@ -154,20 +151,20 @@ class Backend(ABC):
 
     def reasons_against(self, request: Request) -> list[str]:
         """List why this backend cannot run a request on this machine; empty if it can."""
-        needs = self.needs_on(request.device)
-        index = request.device.index if request.device.type == "cuda" else None
-        reasons = missing_requirements(self.needs, index)
-        if needs is not self.needs:
-            reasons += missing_requirements(needs, index)
-        if needs.cuda and request.device.type != "cuda":
-            reasons.append(f"the tensors are on {request.device}, it runs on cuda")
-        if needs.dtypes is not None and request.dtype not in needs.dtypes:
-            supported = " or ".join(str(dtype).removeprefix("torch.") for dtype in needs.dtypes)
-            reasons.append(f"the dtype is {str(request.dtype).removeprefix('torch.')}, it takes {supported}")
-        if request.head_dim % needs.head_dim_multiple:
-            reasons.append(f"the head dim {request.head_dim} is not a multiple of {needs.head_dim_multiple}")
-        if needs.head_dim_max is not None and request.head_dim > needs.head_dim_max:
-            reasons.append(f"the head dim {request.head_dim} is above {needs.head_dim_max}")
+        needs = self.needs
+        on_cuda = request.device.type == "cuda"
+        reasons = []
+        if on_cuda or needs.cuda:
+            reasons += missing_requirements(needs, request.device.index if on_cuda else None)
+            if not on_cuda:
+                reasons.append(f"the tensors are on {request.device}, it runs on cuda")
+            if needs.dtypes is not None and request.dtype not in needs.dtypes:
+                supported = " or ".join(str(dtype).removeprefix("torch.") for dtype in needs.dtypes)
+                reasons.append(f"the dtype is {str(request.dtype).removeprefix('torch.')}, it takes {supported}")
+            if request.head_dim % needs.head_dim_multiple:
+                reasons.append(f"the head dim {request.head_dim} is not a multiple of {needs.head_dim_multiple}")
+            if needs.head_dim_max is not None and request.head_dim > needs.head_dim_max:
+                reasons.append(f"the head dim {request.head_dim} is above {needs.head_dim_max}")
         if request.grad and not needs.differentiable:
             reasons.append("gradients are required and it has no backward pass here")
         if request.score_mod is not None and not needs.score_mods:
@@ -213,15 +210,15 @@ class Backend(ABC):
 
 
 def missing_requirements(needs: Needs, index: int | None = None) -> list[str]:
-    """List the requirements that this machine, or the CUDA device of an index, lacks, each with its remedy."""
+    """List the requirements on CUDA that this machine, or the device of an index, lacks, each with its remedy."""
     reasons = []
     for package in needs.packages:
         why = machine.why_missing(package)
         if why is not None:
             reasons.append(why)
-    if needs.cuda and not machine.has_cuda():
+    if not machine.has_cuda():
         reasons.append("torch finds no CUDA device (install a CUDA build of torch on a machine with a GPU)")
-    elif needs.cuda and needs.capability is not None:
+    elif needs.capability is not None:
         low, above = needs.capability
         try:
             capability = machine.cuda_capability(index)

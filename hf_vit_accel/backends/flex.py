@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_vit_accel import machine
-from hf_vit_accel.backends.base import HALF, Backend, Needs, Plan, Request, ScoreMod
+from hf_vit_accel.backends.base import HALF, Backend, Plan, Request, ScoreMod
 from hf_vit_accel.layout import Array, Segments
 
 BLOCK = 128
@@ -38,18 +38,15 @@ class Flex(Backend):
     """Attend all segments in one call: compiled on CUDA, by the plain-torch reference on other devices."""
 
     name = "flex"
-    needs = Needs(cuda=False, differentiable=True, score_mods=True)
-    needs_on_cuda = replace(
+    needs = replace(
         HALF,
         packages=(TRITON,),
+        cuda=False,
         dtypes=(torch.bfloat16, torch.float16, torch.float32),
         head_dim_max=256,
         differentiable=True,
         score_mods=True,
     )
-
-    def needs_on(self, device: torch.device) -> Needs:
-        return self.needs_on_cuda if device.type == "cuda" else self.needs
 
     def plan(self, segments: Segments, request: Request) -> Plan:
         return Plan(backend=self, request=request, arrays=block_mask(segments))
