@@ -80,24 +80,6 @@ def test_random_calls_with_poisoned_buffers(tower: nn.Module) -> None:
     assert reserved[-1] <= reserved[CALLS // 4] + (32 << 20)
 
 
-def test_sizes_that_were_warmed_up_are_replayed_from_the_first_call(tower: nn.Module) -> None:
-    """Replay budgets, also after weights were replaced, and then exact sizes."""
-    expected = run_tower(hf_vit_accel.patch(copy.deepcopy(tower), cuda_graphs=False), IMAGE)
-    hf_vit_accel.warmup(tower, progress=False)
-    assert is_close(run_tower(tower, IMAGE), expected)
-    assert status_line(tower).startswith("replayed")
-    for parameter in tower.parameters():
-        parameter.data = parameter.data.clone()
-    for _ in range(2):
-        assert is_close(run_tower(tower, IMAGE), expected)
-    assert status_line(tower).startswith("replayed"), "weights that were replaced once cost no more than a capture"
-    sizes: list[Grid] = [[(1, 4, 4 * width)] for width in range(1, 13)]
-    hf_vit_accel.warmup(tower, sizes, progress=False)
-    for size in sizes:
-        run_tower(tower, size)
-        assert status_line(tower).startswith("replayed")
-
-
 def capture_another_graph() -> None:
     """Capture, replay and check graphs of something else."""
     x = torch.zeros(64, device="cuda")

@@ -368,20 +368,6 @@ def test_signatures_are_those_of_stock() -> None:
         assert inspect.signature(getattr(model, name)) == inspect.signature(getattr(stock, name))
 
 
-def test_features_are_split_without_waiting(on_device: type[OnDevice]) -> None:
-    stock = TINY["qwen3_vl"].build().model
-    model = hf_vit_accel.patch(TINY["qwen3_vl"].build()).model
-    inputs = chat_inputs(stock, [(1, 4, 6), (1, 8, 8)])
-    pixels = inputs["pixel_values"]
-    grid = inputs["image_grid_thw"]
-    with torch.no_grad():
-        expected = stock.get_image_features(pixels, grid, return_dict=True)
-        ours = model.get_image_features(pixels, image_grid_thw=grid.as_subclass(OnDevice), return_dict=True)
-    assert OnDevice.waits == {"cpu": 1}
-    torch.testing.assert_close(ours.pooler_output, expected.pooler_output)
-    torch.testing.assert_close(ours.deepstack_features, expected.deepstack_features)
-
-
 def test_a_tower_alone_changes_no_model() -> None:
     model = TINY["qwen2_vl"].build()
     hf_vit_accel.patch(tower_of(model))
