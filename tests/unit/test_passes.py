@@ -339,17 +339,6 @@ def test_memory_that_runs_out_halves_passes_once(monkeypatch: pytest.MonkeyPatch
 # --- beside other settings --------------------------------------------------------------------------------------------
 
 
-def test_hooks_see_each_call_of_their_module() -> None:
-    tower = tower_of(TINY["qwen2_vl"].build())
-    expected = run_tower(tower, VIDEO)
-    seen: list[int] = []
-    tower.blocks[1].mlp.register_forward_hook(lambda module, inputs, output: seen.append(len(output)))
-    hf_vit_accel.patch(tower, max_rows=40)
-    assert_close(run_tower(tower, VIDEO), expected)
-    assert seen == [rows_of(VIDEO)] and status_of(tower).calls == 1 and status_of(tower).passes is None
-    assert status_of(tower).fallbacks == {"not cut by max_rows: hooks see each call of their module": 1}
-
-
 def test_layers_that_fsdp_shards_are_not_run_in_passes(tmp_path: Path) -> None:
     """Refuse passes, since each rank has other pictures and all must gather a layer equally often."""
     dist.init_process_group("gloo", store=dist.FileStore(f"{tmp_path}/store", 1), rank=0, world_size=1)
