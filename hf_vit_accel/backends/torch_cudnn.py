@@ -16,10 +16,9 @@ from torch import Tensor
 from hf_vit_accel import machine
 from hf_vit_accel.backends.base import HALF, Attend, Backend, Plan, Request, reasons_from_trial
 from hf_vit_accel.layout import Segments
-from hf_vit_accel.ops.base import Rotate
+from hf_vit_accel.ops.base import FunctionContext, Rotate
 from hf_vit_accel.ops.embedding import rope_, rope_gather_back
 from hf_vit_accel.ops.embedding import rotate as our_rotation
-from hf_vit_accel.ops.training.context import FunctionContext
 from hf_vit_accel.ops.training.nodes import OpWithBackward
 
 Groups = Sequence[tuple[int, int]]

@@ -35,7 +35,7 @@ from hf_vit_accel.graphs.step import (
 )
 from hf_vit_accel.graphs.store import Bins, GraphStore
 from hf_vit_accel.layout import Grid, rows_of
-from hf_vit_accel.ops.training.context import FunctionContext
+from hf_vit_accel.ops.base import FunctionContext
 
 _BYTES_PER_VALUE = 33
 """Bytes of the activations of a training step for each row, layer and column of the residual stream (H100)."""

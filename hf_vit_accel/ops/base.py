@@ -26,6 +26,10 @@ ReadWeights = Callable[[], list[Any]]
 """Reads weights as they are now, in the order of a function's arguments; biases may be None."""
 AddThen = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 """Function from (x, delta), both (T, E), to x + delta and what is computed from it: normed rows, or merged ones."""
+FunctionContext = Any
+"""autograd's context of a function, which takes any attribute; or an `InnerContext` of `ops.training.nodes`."""
+Gradients = tuple[Tensor | None, ...]
+"""What a backward returns: one gradient for every argument of the forward."""
 
 
 def accelerate_device(module: nn.Module) -> object:

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from hf_vit_accel import machine, versions
 from hf_vit_accel.families.base import Part, Parts
-from hf_vit_accel.ops.base import Apply, Context, Operation
+from hf_vit_accel.ops.base import Apply, Context, FunctionContext, Gradients, Operation
 from hf_vit_accel.ops.launch import kernel, tl
-from hf_vit_accel.ops.training.context import FunctionContext, Gradients
 
 READ_OF_CONVOLUTION = "stride", "kernel_size", "groups", "padding", "dilation"
 """Attributes of a convolution beside its weights; a Linear has none of them."""

@@ -15,9 +15,8 @@ from hf_vit_accel import machine
 from hf_vit_accel.families.base import Block
 from hf_vit_accel.ops import norm as norms
 from hf_vit_accel.ops.add_norm import add_norm_reference
-from hf_vit_accel.ops.base import Apply, Context, Operation
+from hf_vit_accel.ops.base import Apply, Context, FunctionContext, Gradients, Operation
 from hf_vit_accel.ops.launch import kernel, next_power_of_2, tl
-from hf_vit_accel.ops.training.context import FunctionContext, Gradients
 
 
 def shape_heads_reference(qkv_TF: Tensor, heads: int, key_heads: int, eps: float, *weights_D: Tensor) -> Tensor:

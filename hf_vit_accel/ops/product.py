@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from hf_vit_accel import machine
 from hf_vit_accel.families.base import Block, Part
-from hf_vit_accel.ops.base import Apply, Context
+from hf_vit_accel.ops.base import Apply, Context, FunctionContext, Gradients
 from hf_vit_accel.ops.lora import Adapter, JoinedLinears, Lora, LoraInputs, cat, lora_of, scaled
 from hf_vit_accel.ops.training.column_sum import MANY_ROWS, column_sum
-from hf_vit_accel.ops.training.context import FunctionContext, Gradients
 from hf_vit_accel.ops.training.nodes import OpWithBackward
 from hf_vit_accel.ops.training.norm_backward import NormRecipe
 

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from hf_vit_accel import machine
-from hf_vit_accel.ops.base import Context, Operation
+from hf_vit_accel.ops.base import Context, FunctionContext, Gradients, Operation
 from hf_vit_accel.ops.embedding import reasons_against_rotation, rope_reference
 from hf_vit_accel.ops.launch import kernel, next_power_of_2, tl
-from hf_vit_accel.ops.training.context import FunctionContext, Gradients
 from hf_vit_accel.ops.training.nodes import OpWithBackward
 
 LONGEST = 64

@@ -27,8 +27,7 @@ from hf_vit_accel import machine
 from hf_vit_accel.config import Ranks
 from hf_vit_accel.engine.call import Attempt, Batch, Encode, FastPlan
 from hf_vit_accel.layout import Grid
-from hf_vit_accel.ops.base import replaced
-from hf_vit_accel.ops.training.context import FunctionContext
+from hf_vit_accel.ops.base import FunctionContext, replaced
 from hf_vit_accel.options.checksum import words_of
 from hf_vit_accel.options.ranks import RankError, add_up, gather, to_all
 from hf_vit_accel.options.split import Assignment, split

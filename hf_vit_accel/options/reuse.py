@@ -28,7 +28,7 @@ from hf_vit_accel.engine.inputs import HostGrid
 from hf_vit_accel.layout import Grid, settle, to_device
 from hf_vit_accel.machine import KERNELS, LRU, autocast_dtype, guarded, reasons_untraceable
 from hf_vit_accel.ops import why_not_triton
-from hf_vit_accel.ops.training.context import FunctionContext
+from hf_vit_accel.ops.base import FunctionContext
 from hf_vit_accel.options import checksum
 from hf_vit_accel.options.checksum import CHUNK, words_of
 

@@ -16,13 +16,12 @@ from torch import Tensor
 
 from hf_vit_accel import machine
 from hf_vit_accel.ops.activation import ACTIVATIONS, cut_off, pad_swiglu, quick_gelu_to, swiglu, swiglu_reference
-from hf_vit_accel.ops.base import Apply, Context
+from hf_vit_accel.ops.base import Apply, Context, FunctionContext, Gradients
 from hf_vit_accel.ops.launch import device_function, kernel, tl
 from hf_vit_accel.ops.lora import Lora
 from hf_vit_accel.ops.product import product, product_backward, product_forward, product_reference
 from hf_vit_accel.ops.training.column_sum import BLOCK_F, BLOCK_T, add_up, runs, store_sum
-from hf_vit_accel.ops.training.context import FunctionContext, Gradients, InnerContext
-from hf_vit_accel.ops.training.nodes import OpWithBackward
+from hf_vit_accel.ops.training.nodes import InnerContext, OpWithBackward
 
 
 def activated_reference(z: Tensor, kind: str, limit: float | None = None) -> Tensor:

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from hf_vit_accel import machine
 from hf_vit_accel.ops.add_norm import widened
-from hf_vit_accel.ops.base import AddThen, Apply
-from hf_vit_accel.ops.training.context import FunctionContext, Gradients, InnerContext, Saved
+from hf_vit_accel.ops.base import AddThen, Apply, FunctionContext, Gradients
 from hf_vit_accel.ops.training.norm_backward import NormRecipe
 
 Rows = Tensor
@@ -162,16 +161,37 @@ def layer_node_of(operations: Any, attend: object) -> LayerNode | None:
     return LayerNode(parts=parts)
 
 
+class InnerContext:
+    """The context of an autograd function that runs inside another one.
+
+    Between forward and backward the outer function saves the tensors, so that autograd's hooks and version checks see
+    them. Tensors that no gradient needs are None.
+    """
+
+    def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
+        self.needs_input_grad = needs_input_grad
+        self.saved_tensors: tuple[Any, ...] = ()
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Store tensors; the outer function takes them away."""
+        self.saved_tensors = tensors
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Do nothing: undefined gradients already arrive as None."""
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None:
+        """Do nothing: the outer function knows beforehand which arguments need gradients."""
+
+
 class _PartContext(InnerContext):
     """The context of one part of a layer, which has so many weights, and how to run its backward."""
 
     def __init__(self, part: OpWithBackward, needs_input_grad: tuple[bool, ...], weights: int) -> None:
+        super().__init__(needs_input_grad)
         self.part = part
-        self.needs_input_grad = needs_input_grad
-        self.saved_tensors = ()
         self.weights = weights
 
-    def backward(self, saved: Saved, *gradients: Rows | None) -> tuple[Gradients, Gradients]:
+    def backward(self, saved: tuple[Any, ...], *gradients: Rows | None) -> tuple[Gradients, Gradients]:
         """Run the part's backward, if a gradient arrives and one is needed; return those of its rows and weights."""
         rows = len(self.needs_input_grad) - self.weights - len(self.part.settings) - self.part.takes_norm
         arrives = gradients[0] is not None or gradients[-1] is not None

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from hf_vit_accel import machine
 from hf_vit_accel.ops.add_norm import add_norm_rows, pieces
+from hf_vit_accel.ops.base import FunctionContext, Gradients
 from hf_vit_accel.ops.launch import device_function, kernel, tl
 from hf_vit_accel.ops.training.column_sum import add_up, runs
-from hf_vit_accel.ops.training.context import FunctionContext, Gradients
 
 _PROGRAMS_PER_SM = 4  # each prefetches its next rows
 
