@@ -72,7 +72,7 @@ def _is_lora(module: nn.Module) -> bool:
 
 def is_plain(module: Part) -> bool:
     """Return whether a module follows the formula, so that it treats each row by itself if the Linears inside do."""
-    return _is_lora(module) and _reason_of_code(module) is None and not _variants(module)
+    return _is_lora(module) and _reason_of_code(module) is None and not _is_variant(module)
 
 
 def _reason_of_code(module: Part) -> str | None:
@@ -95,7 +95,7 @@ def _reason_against(module: Part, context: Context) -> str | None:
         return reason
     if context.grad and not context.trains_by_kernels:
         return "gradients do not flow through kernels here"
-    if _variants(module):
+    if _is_variant(module):
         return "it is a variant of LoRA, such as DoRA"
     for matrix in (*module.lora_A.values(), *module.lora_B.values()):
         if context.reasons_replaced(matrix, nn.Linear) or matrix.bias is not None:
@@ -110,9 +110,8 @@ def _reason_against(module: Part, context: Context) -> str | None:
     return "its base layer is no plain Linear" if context.reasons_replaced(module.base_layer, nn.Linear) else None
 
 
-def _variants(module: Part) -> list[str]:
-    dora = [name for name, is_used in getattr(module, "use_dora", {}).items() if is_used]
-    return [*getattr(module, "lora_variant", ()), *dora]
+def _is_variant(module: Part) -> bool:
+    return bool(getattr(module, "lora_variant", True))  # PEFT before 0.15.2 does not say
 
 
 @machine.probe
