@@ -19,53 +19,85 @@ from hf_vit_accel.tower.on_import import after_import
 TESTS = Path(__file__).parents[1]
 
 START = """
-import gc, os, sys, traceback, warnings
+import gc, os, socket, sys, warnings
 sys.dont_write_bytecode = True
 import torch, transformers
 torch.set_num_threads(1)
-
-def in_a_fork(name, code):
-    if not (child := os.fork()):
-        try:
-            exec(code, globals())
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0, name
 """
-"""Start one process for all checks, since a start takes seconds. Forks have what it has imported so far."""
 
-LIGHT = """
-before = set(sys.modules)
+WATCH = """
+FORBIDDEN = ("socket.", "pickle.", "marshal.loads", "subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.fork",
+             "os.remove", "os.rename", "os.mkdir", "urllib.", "http.client.", "ftplib.", "shutil.", "tempfile.")
+QUIET = ("open", "exec", "compile", "import", "ctypes.dlopen")  # besides, while a model is patched and used
+DRIVER = "libnvidia-ml.so.1"  # what torch counts CUDA devices by
+seen, phase = [], "before"
+
+def hook(event, args):
+    if phase == "before":
+        return
+    if event.startswith(FORBIDDEN) and (phase == "use" or not event.startswith("marshal.")):
+        seen.append((phase, event, str(args)[:200]))
+    elif event in QUIET and phase == "use" and args[0] != DRIVER:
+        seen.append((phase, event, str(getattr(args[0], "co_filename", args[0]))[:200]))
+    elif event == "open" and isinstance(args[1], str) and set(args[1]) & set("wax+"):
+        seen.append((phase, event, str(args)[:200]))
+
+sys.addaudithook(hook)
+"""
+"""Importing and patching open no file, no socket and no process: an audit hook watches, and is tested at the end."""
+
+IMPORT = """
+phase, before = "import", set(sys.modules)  # torchvision among them, where it is installed
 import hf_vit_accel
+phase = "before"
 new = set(sys.modules) - before
 slow = ("transformers.modeling_utils", "transformers.generation", "torch._dynamo", "torch._inductor")
 assert not [name for name in sorted(new) if name.startswith(slow)]
+heavy = {"flashinfer", "cudnn", "flash_attn_interface", "torchvision"} - before
+import hf_vit_accel.tools.cli
+assert not torch.cuda.is_initialized() and not heavy & set(sys.modules)
 """
 """Import the package, and refuse slow modules that come with it: those of models and of the compiler.
 
-They are counted, since seconds depend on the machine.
+They are counted, since seconds depend on the machine. CUDA stays untouched, by the command line, too.
 """
 
-IMPORTS = """
+LOAD = """
 from threading import Thread
+from hf_vit_accel.tower import on_import
+assert "transformers.modeling_utils" not in sys.modules
+assert any(isinstance(finder, on_import._Finder) for finder in sys.meta_path)
 thread = Thread(target=lambda: transformers.PreTrainedModel)
 thread.start()
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 thread.join()
-"""
-"""Import models by their file, while another thread asks for them by name."""
-
-LOAD = """
-import hf_vit_accel
-from hf_vit_accel.tower import on_import
-assert "transformers.modeling_utils" not in sys.modules
-assert any(isinstance(finder, on_import._Finder) for finder in sys.meta_path)
-exec(IMPORTS)
 assert not any(isinstance(finder, on_import._Finder) for finder in sys.meta_path)
 module = sys.modules["transformers.modeling_utils"]
 assert type(module.__spec__.loader).__module__ != on_import.__name__ and module.__loader__ is module.__spec__.loader
+"""
+"""Import models by their file, while another thread asks for them by name."""
+
+USE = """
+from tiny import GRIDS, TINY, run_tower, tower_of
+model = TINY["qwen2_5_vl"].build()
+run_tower(tower_of(model), GRIDS["mixed"])
+phase = "use"
+for arguments in ({}, {"attention": "sdpa", "fuse": False}, {"attention": "flex"}, {"cuda_graphs": True}):
+    hf_vit_accel.patch(model, **arguments)
+    run_tower(tower_of(model), GRIDS["mixed"])
+    str(hf_vit_accel.status(model))
+    hf_vit_accel.unpatch(model)
+phase = "before"
+assert not seen, seen
+for event, act in {"socket": socket.socket, "open": lambda: open(sys.executable, "rb").close()}.items():
+    phase = "use"
+    act()
+    phase = "before"
+    assert any(name.startswith(event) for _, name, _ in seen), f"the hook missed {event}"
+    seen.clear()
+"""
+
+BY_NAME = """
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 config = transformers.Qwen3VLConfig().vision_config
 config.update(dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=32))
@@ -84,59 +116,9 @@ warnings.simplefilter("ignore")  # some objects warn when they are asked for the
 kernels = [value for value in gc.get_objects() if isinstance(value, launch.Kernel)]
 assert len(kernels) > 15 and not any("jit_function" in vars(kernel) for kernel in kernels)
 """
-"""Import models by IMPORTS, after the package, then load a tower by name.
+"""Load a tower by name.
 
 No source of a kernel is read before its first launch: for all kernels that takes as long as the rest of the import.
-"""
-
-QUIET = """
-import socket, sys
-FORBIDDEN = ("socket.", "pickle.", "marshal.loads", "subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.fork",
-             "os.remove", "os.rename", "os.mkdir", "urllib.", "http.client.", "ftplib.", "shutil.", "tempfile.")
-QUIET = ("open", "exec", "compile", "import", "ctypes.dlopen")  # besides, while a model is patched and used
-DRIVER = "libnvidia-ml.so.1"  # what torch counts CUDA devices by
-seen, phase = [], "before"
-
-def hook(event, args):
-    if phase == "before":
-        return
-    if event.startswith(FORBIDDEN) and (phase == "use" or not event.startswith("marshal.")):
-        seen.append((phase, event, str(args)[:200]))
-    elif event in QUIET and phase == "use" and args[0] != DRIVER:
-        seen.append((phase, event, str(getattr(args[0], "co_filename", args[0]))[:200]))
-    elif event == "open" and isinstance(args[1], str) and set(args[1]) & set("wax+"):
-        seen.append((phase, event, str(args)[:200]))
-
-sys.addaudithook(hook)
-phase, before = "import", set(sys.modules)  # torchvision among them, where it is installed
-import hf_vit_accel
-phase = "before"
-assert not torch.cuda.is_initialized()
-heavy = {"flashinfer", "cudnn", "flash_attn_interface", "torchvision"} - before
-assert not heavy & set(sys.modules), heavy & set(sys.modules)
-assert not any("modeling_qwen" in name for name in sys.modules)
-import hf_vit_accel.tools.cli
-assert not torch.cuda.is_initialized() and not heavy & set(sys.modules)
-model = TINY["qwen2_5_vl"].build()
-run_tower(tower_of(model), GRIDS["mixed"])
-phase = "use"
-for arguments in ({}, {"attention": "sdpa", "fuse": False}, {"attention": "flex"}, {"cuda_graphs": True}):
-    hf_vit_accel.patch(model, **arguments)
-    run_tower(tower_of(model), GRIDS["mixed"])
-    str(hf_vit_accel.status(model))
-    hf_vit_accel.unpatch(model)
-phase = "before"
-assert not seen, seen
-for event, act in {"socket": socket.socket, "open": lambda: open(sys.executable, "rb").close()}.items():
-    phase = "use"
-    act()
-    phase = "before"
-    assert any(name.startswith(event) for _, name, _ in seen), f"the hook missed {event}"
-    seen.clear()
-"""
-"""Importing and patching open no file, no socket and no process: an audit hook watches, and is tested at the end.
-
-CUDA stays untouched, by the command line, too.
 """
 
 LAST = """
@@ -150,19 +132,8 @@ finally: print("version printed", file=sys.stderr)
 """
 """The command hides what C++ bindings write to standard error when Python tears their modules down."""
 
-MODELS = """
-import transformers.integrations.sdpa_attention, transformers.masking_utils, transformers.modeling_utils
-from tiny import GRIDS, TINY, run_tower, tower_of
-"""
-
-
-def code_of_a_new_process() -> str:
-    """Return the program: each part needs more imports than the one before, and parts that change them are forked."""
-    parts = [START, f"in_a_fork('light', {LIGHT!r})"]
-    parts.append("import torch._dynamo, torch.distributed.tensor.parallel  # torch's own part, once for all forks")
-    parts.append(f"in_a_fork('load', {LOAD.replace('IMPORTS', repr(IMPORTS))!r})")
-    parts += [MODELS, QUIET, LAST]
-    return "\n".join(parts)
+PROGRAM = START + WATCH + IMPORT + LOAD + USE + BY_NAME + LAST
+"""One process for all checks, since a start takes seconds."""
 
 
 def test_what_a_new_process_does() -> None:
@@ -171,7 +142,7 @@ def test_what_a_new_process_does() -> None:
         "HF_HUB_OFFLINE": "0",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    command = [sys.executable, "-c", code_of_a_new_process()]
+    command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stdout.startswith("hf-vit-accel "), done.stderr[-3000:]
     assert done.stderr == "version printed\n"
