@@ -162,22 +162,17 @@ def test_shape_heads(target: Target, dim: int, groups: int, normed: bool) -> Non
 
 
 @where
-@pytest.mark.parametrize("rows", [1, 130, None])
 @pytest.mark.parametrize(
-    ("width", "inner"), [(3420, 1280), pytest.param(3456, 1280, marks=large), (100, 96), (72, 56), (7, 8)]
+    ("width", "inner", "rows", "biased", "limit"),
+    [
+        *((3420, 1280, rows, True, None) for rows in (1, 130, None)),
+        pytest.param(3456, 1280, None, True, None, marks=large),
+        *((width, inner, rows, True, None) for width, inner in ((72, 56), (7, 8)) for rows in (1, None)),
+        *((100, 96, 130, biased, limit) for biased in (True, False) for limit in (None, 0.5)),
+    ],
 )
-def test_linear_swiglu(target: Target, width: int, inner: int, rows: int | None) -> None:
-    check_linear_swiglu(target, width, inner, rows)
-
-
-@where
-@pytest.mark.parametrize(("biased", "limit"), [(False, None), (True, 0.5), (False, 0.5)])
-def test_linear_swiglu_without_biases_or_with_a_limit(target: Target, biased: bool, limit: float | None) -> None:
-    check_linear_swiglu(target, 100, 96, 130, biased=biased, limit=limit)
-
-
-def check_linear_swiglu(
-    target: Target, width: int, inner: int, rows: int | None, *, biased: bool = True, limit: float | None = None
+def test_linear_swiglu(
+    target: Target, width: int, inner: int, rows: int | None, biased: bool, limit: float | None
 ) -> None:
     if target["device"] == "cpu":
         rows = rows or target["rows"]
@@ -201,11 +196,8 @@ def check_linear_swiglu(
     assert torch.equal(linear_swiglu(x, off, up.t().contiguous().t(), *biases, down, limit=limit)[0], actual)
 
 
-SWIGLUS = pytest.mark.parametrize(("width", "inner"), [(3420, 1280), (3424, 1280), (212, 160), (7, 9)])
-
-
 @where
-@SWIGLUS
+@pytest.mark.parametrize(("width", "inner"), [(3420, 1280), (3424, 1280), (212, 160), (7, 9)])
 def test_pad_swiglu(target: Target, width: int, inner: int) -> None:
     outer = inner
     if target["device"] == "cpu":  # some programs
