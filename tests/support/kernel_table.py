@@ -13,39 +13,28 @@ from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 from hf_vit_accel import ops
-from hf_vit_accel.ops import (
-    activation,
-    add_norm,
-    decode_attention,
-    embedding,
-    heads,
-    mlp,
-    place_heads,
-    token_products,
-    window_attention,
-)
-from hf_vit_accel.ops.fp8 import quantize
+from hf_vit_accel.ops import activation, add_norm, embedding, heads, mlp, window_attention
 from hf_vit_accel.ops.training import column_sum, norm_backward
 from hf_vit_accel.ops.training import mlp as trained_mlp
-from hf_vit_accel.options import checksum
+
+_SEPARATE = "fp8", "decode_attention", "place_heads", "token_products"
+"""Modules with kernels outside of `ops.TABLE`, which `references` leaves alone.
+
+`test_kernels.py` compares those of FP8 with their references, `test_decode_attention.py` that of a decode
+step, `test_text_kernels.py` the others of text models.
+"""
 
 
 def operation_modules() -> list[ModuleType]:
-    """Return every module of `hf_vit_accel.ops` that belongs to `ops.TABLE`: all but those of FP8."""
-    modules = []
-    for module in pkgutil.walk_packages(ops.__path__, f"{ops.__name__}."):
-        if not module.ispkg and ".fp8." not in module.name:
-            modules.append(importlib.import_module(module.name))
-    return modules
+    """Return every module of `hf_vit_accel.ops` that belongs to `ops.TABLE`."""
+    names = [module.name for module in pkgutil.walk_packages(ops.__path__, f"{ops.__name__}.")]
+    return [importlib.import_module(name) for name in names if name.split(".")[2] not in _SEPARATE]
 
 
 DEFINED: dict[str, ModuleType] = {
-    name: module
-    for module in (*operation_modules(), quantize, checksum)
-    for name in vars(module)
-    if name.endswith("_kernel")
+    name: module for module in operation_modules() for name in vars(module) if name.endswith("_kernel")
 }
-"""The modules of all kernels of the package's operations, of FP8 and of the checksums, by the kernels' names."""
+"""The modules of these kernels, by the kernels' names."""
 
 
 @dataclass(frozen=True)
@@ -117,33 +106,3 @@ KERNELS: dict[str, Kernel] = {
     "column_sum": _row(column_sum.column_sum, column_sum.column_sum_reference, "_column_sum_kernel", "_add_up_kernel"),
 }
 """The functions that launch kernels of `ops.TABLE`, by the name that the fixture `references` reports."""
-
-SEPARATE_KERNELS: dict[str, Kernel] = {
-    "quantize": _row(
-        quantize.quantize,
-        quantize.quantize_reference,
-        "_sample_kernel",
-        "_quantize_kernel",
-    ),
-    "dequantize": _row(quantize.dequantize, quantize.dequantize_reference, "_dequantize_kernel"),
-    "attend_in_chunks": _row(
-        decode_attention.attend_in_chunks,
-        decode_attention.attend_reference,
-        "_attend_to_chunk_kernel",
-        "_add_chunks_kernel",
-    ),
-    "place_heads": _row(place_heads.place_heads, place_heads.place_heads_reference, "_place_heads_kernel"),
-    "token_products": _row(
-        token_products.token_products,
-        token_products.token_products_reference,
-        "_token_products_kernel",
-    ),
-    "token_swiglu": _row(token_products.token_swiglu, token_products.token_swiglu_reference, "_token_swiglu_kernel"),
-    "sum_images": _row(checksum.sum_images, checksum.sum_images_reference, "_images_kernel"),
-    "sum_weights": _row(checksum.sum_weights, checksum.sum_weights_reference, "_weights_kernel"),
-}
-"""Functions outside `ops.TABLE`, which `references` leaves alone.
-
-`test_fp8.py` compares those of FP8 with their references, `test_reuse.py` those of the checksums,
-`test_decode_attention.py` that of a decode step, `test_text_kernels.py` the others of text models.
-"""
