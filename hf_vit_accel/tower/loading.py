@@ -8,7 +8,6 @@ each model of a composite learns its attention: a known tower is patched, a text
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from functools import partial, wraps
@@ -84,13 +83,21 @@ def _wrap_routing(follow: Follow, original: Callable[..., Any]) -> Callable[...,
             _patch_tower(self, family, requested_attention)
         elif _is_of_tower(self.config):
             _patch_wrapper(self, requested_attention, args, kwargs)
-        elif id(self.config) in _TEXT_CONFIGS:
+        elif any(map(_is_of_tower, _sub_configs(self.config))):
+            require(NAMES[requested_attention])
+            _release_text_configs(self.config)
+            follow(self, True)
+        elif type(self.config) in _TEXT_CONFIGS:
             name = self.config._attn_implementation  # a model without a tower keeps its own attention
             return original(self, None if is_ours(name) else name, *args, **kwargs)
         else:
-            _check_composite(self.config, requested_attention)
-            _release_text_configs(self.config)
-            follow(self, True)
+            supported = ", ".join(family.name for family in FAMILIES)
+            raise ValueError(
+                f"attn_implementation={requested_attention!r} accelerates the vision towers of {supported}; "
+                f"{type(self.config).__name__} has none. Use another attn_implementation for this model. If remote "
+                "code ships a copy of such a tower, load it with another name, and call "
+                "hf_vit_accel.patch(model, like=...)."
+            )
         return requested_attention
 
     return get_correct_attn_implementation
@@ -142,27 +149,18 @@ def _wrapped(model: Model) -> list[Tower]:
     return [tower for tower in towers if tower is not model and tower.config is model.config]
 
 
-_TEXT_CONFIGS: weakref.WeakValueDictionary[int, Config] = weakref.WeakValueDictionary()
-"""Sub-configs without a tower, of composites that were given one of our names: they keep attentions of their own."""
+_TEXT_CONFIGS: set[type] = set()
+"""Classes of sub-configs without a tower, of composites that were given one of our names.
 
-
-def _check_composite(config: Config, name: str) -> None:
-    """Check a model that is given one of our names."""
-    if not any(_is_of_tower(sub_config) for sub_config in _sub_configs(config)):
-        supported = ", ".join(family.name for family in FAMILIES)
-        raise ValueError(
-            f"attn_implementation={name!r} accelerates the vision towers of {supported}; "
-            f"{type(config).__name__} has none. Use another attn_implementation for this model. If remote code ships a "
-            "copy of such a tower, load it with another name, and call hf_vit_accel.patch(model, like=...)."
-        )
-    require(NAMES[name])
+They keep attentions of their own, in copies of a model, too: a copy is given a name without its composite.
+"""
 
 
 def _release_text_configs(config: Config) -> None:
     """Give sub-models without a tower the attention back that transformers gives them."""
     for sub_config in _sub_configs(config):
         if not any(_is_of_tower(part) for part in (sub_config, *_sub_configs(sub_config))):
-            _TEXT_CONFIGS[id(sub_config)] = sub_config
+            _TEXT_CONFIGS.add(type(sub_config))
             if is_ours(sub_config._attn_implementation):
                 sub_config._attn_implementation_internal = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 
@@ -80,6 +81,7 @@ def test_set_attn_implementation_there_and_back(saved: Saved) -> None:
         assert state_of(tower).fast_calls == calls + 1
         model.set_attn_implementation(ours)
         assert state_of(tower).fast_calls == calls + 1, "the same name again keeps the state"
+        copy.deepcopy(model).set_attn_implementation(ours)
         model.set_attn_implementation(former)
         assert state_of(tower) is None and "forward" not in vars(tower)
         assert AUTO not in names(model).values()
