@@ -225,12 +225,12 @@ def test_other_files_are_refused(fp8_on_cpu: None, bad: str, tmp_path: Path) -> 
 
 def test_maxima_of_another_model_are_refused(fp8_on_cpu: None, tmp_path: Path) -> None:
     model = TINY["qwen3_vl"].build()
-    path = Amax(amax_L3H=torch.ones(1, 3, 1), margin=1.0).save(tmp_path / "other.json")
-    with pytest.raises(ValueError, match=r"4 layers of 2 heads .* got 1 of 1"):
-        hf_vit_accel.patch(model, fp8=Fp8Config(amax_file=path))
-    path = Amax(amax_L3H=torch.ones(4, 3, 2), margin=1.0, model="qwen2_5_vl").save(tmp_path / "other.json")
-    with pytest.raises(ValueError, match=r"amax of qwen3_vl.*got those of 'qwen2_5_vl'"):
-        hf_vit_accel.patch(model, fp8=Fp8Config(amax_file=path))
+    for amax, match in (
+        (Amax(amax_L3H=torch.ones(1, 3, 1), margin=1.0), r"4 layers of 2 heads .* got 1 of 1"),
+        (Amax(amax_L3H=torch.ones(4, 3, 2), margin=1.0, model="qwen2_5_vl"), r"qwen3_vl.*got those of 'qwen2_5_vl'"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            hf_vit_accel.patch(model, fp8=Fp8Config(amax_file=amax.save(tmp_path / "other.json")))
     with pytest.raises(FileNotFoundError, match=r"nowhere\.json.*hf_vit_accel\.calibrate"):
         hf_vit_accel.patch(model, fp8=Fp8Config(amax_file=tmp_path / "nowhere.json"))
     assert state_of(tower_of(model)) is None

@@ -184,12 +184,12 @@ DIFFERENT = "in torch.bfloat16, the others are in torch.float32"
 
 
 @pytest.mark.parametrize(
-    ("of_layers", "of_tower", "of_model", "dtype", "reason"),
+    ("of_layers", "of_tower", "of_model", "reason"),
     [
-        (MIXED, None, MIXED, torch.bfloat16, None),
-        (None, MIXED, None, torch.bfloat16, None),
-        (MIXED, MixedPrecisionPolicy(), None, None, DIFFERENT),
-        (MIXED, None, None, None, DIFFERENT),
+        (MIXED, None, MIXED, None),
+        (None, MIXED, None, None),
+        (MIXED, MixedPrecisionPolicy(), None, DIFFERENT),
+        (MIXED, None, None, DIFFERENT),
     ],
     ids=["layers and model", "tower", "policies differ", "layers"],
 )
@@ -199,7 +199,6 @@ def test_status_between_calls_reports_what_calls_will_do(
     of_layers: MixedPrecisionPolicy | None,
     of_tower: MixedPrecisionPolicy | None,
     of_model: MixedPrecisionPolicy | None,
-    dtype: torch.dtype | None,
     reason: str | None,
 ) -> None:
     """Between calls, weights are shards of another class and dtype than in a call. Patching reads them there too."""
@@ -210,10 +209,8 @@ def test_status_between_calls_reports_what_calls_will_do(
             fully_shard(module, mesh=mesh, mp_policy=policy)
     for called in (False, True):
         [status] = hf_vit_accel.status(model).towers
-        specs = state_of(tower).snapshot(tower).specs.values()
         if reason is None:
             assert status.against_fast == () and "norms" in status.fused, str(status)
-            assert {spec.request.dtype for spec in specs} == {dtype}
             hf_vit_accel.patch(model, strict=True)
         else:
             assert len(status.against_fast) == 1 and reason in status.against_fast[0], str(status)
