@@ -178,10 +178,7 @@ class ShapeHeads(torch.autograd.Function):
     def forward(
         ctx: FunctionContext, qkv_TF: Tensor, heads: int, key_heads: int, eps: float, *weights_D: Tensor
     ) -> Tensor:
-        if weights_D and any(ctx.needs_input_grad):
-            ctx.save_for_backward(qkv_TF, *weights_D)
-        else:
-            ctx.save_for_backward(None)
+        ctx.save_for_backward(qkv_TF if weights_D else None, *weights_D)
         ctx.settings = heads, key_heads, eps, qkv_TF.shape[1] // (heads + 2 * key_heads)
         return _launch(qkv_TF, heads, key_heads, weights_D, eps, in_place=False)
 
