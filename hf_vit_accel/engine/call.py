@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -36,7 +37,9 @@ class WeightMemory:
         pointers: The addresses of all parameters; None if a tensor class has none.
         dtype: Of the first parameter.
         dtypes: Of all parameters that our operations read.
-        contiguous: Whether each parameter is contiguous. A square one that is transposed keeps its address and shape.
+        is_square: Which parameters have two equal sizes: transposed in place, these keep their address and shape.
+        contiguous: Whether each of these is contiguous.
+        all_contiguous: Whether all parameters are.
         key: Their part of the key of a spec: all dtypes, and which modules are called.
         mixed: Why kernels cannot read them without autocast, which casts them to one dtype; None for one dtype.
     """
@@ -52,7 +55,9 @@ class WeightMemory:
             self.pointers = None
         self.dtype = parameters[0].dtype if parameters else torch.float32
         self.dtypes = frozenset(parameter.dtype for parameter in own)
-        self.contiguous = list(map(Tensor.is_contiguous, parameters))
+        self.is_square = [len(set(parameter.shape)) < parameter.dim() for parameter in parameters]
+        self.contiguous = self.contiguous_of(parameters)
+        self.all_contiguous = all(map(Tensor.is_contiguous, parameters))
         self.nbytes = sum(parameter.nbytes for parameter in parameters)
         dtypes = enumerate(parameter.dtype for parameter in parameters)
         self.key = frozenset([*dtypes, ("own", len(own)), ("called", called)])  # a frozenset computes its hash once
@@ -70,12 +75,16 @@ class WeightMemory:
         if offloaded and len({parameter.device for parameter in parameters}) > 1:
             self.reasons.append("parameters on several devices")
 
+    def contiguous_of(self, parameters: Sequence[nn.Parameter]) -> list[bool]:
+        """Return whether each square one of these parameters is contiguous."""
+        return list(map(Tensor.is_contiguous, compress(parameters, self.is_square)))
+
     def __eq__(self, other: object) -> bool:
         return self is other or (
             isinstance(other, WeightMemory)
             and self.pointers is not None
-            and (self.pointers, self.dtype, self.contiguous, self.nbytes, self.key)
-            == (other.pointers, other.dtype, other.contiguous, other.nbytes, other.key)
+            and (self.pointers, self.dtype, self.contiguous, self.all_contiguous, self.nbytes, self.key)
+            == (other.pointers, other.dtype, other.contiguous, other.all_contiguous, other.nbytes, other.key)
         )
 
     __hash__ = None  # type: ignore[assignment]

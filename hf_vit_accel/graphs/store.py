@@ -167,7 +167,7 @@ class GraphStore(ABC, Generic[G]):
         plan = batch.plan
         if plan.spec.against_graphs is not None:
             return plan.spec.against_graphs
-        if not all(plan.weights.contiguous):  # `data_ptr` stays: a change of strides would go unseen
+        if not plan.weights.all_contiguous:  # `data_ptr` stays: a change of strides would go unseen
             return "a parameter is not contiguous"
         if any(plan.checkpoints):
             return "gradient checkpointing runs layers again"

@@ -335,7 +335,7 @@ class Snapshot:
             except (RuntimeError, TypeError):  # a tensor class without memory
                 is_same = False
             is_same = is_same and (not parameters or parameters[0].dtype == weights.dtype)
-            if is_same and list(map(Tensor.is_contiguous, parameters)) == weights.contiguous:
+            if is_same and weights.contiguous_of(parameters) == weights.contiguous:
                 return parameters, weights
         called_ids = self._called_ids
         self._read_parameters()  # a weight that was replaced may be of another class
