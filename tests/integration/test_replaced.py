@@ -38,9 +38,6 @@ def check_reason(tower: nn.Module, reason: str) -> None:
     assert all(reason in fallback for fallback in status.fallbacks), str(status)
 
 
-# --- code that the fast path replaces --------------------------------------------------------------------------
-
-
 # --- gradients of other tensors than the parameters -------------------------------------------------------------------
 
 

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 
+from support.copies import LengthRotary, turn
+
 
 def flash_attn_varlen_func(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, _: Tensor, *lengths: int, causal: bool = False
@@ -61,17 +63,6 @@ class RMSNorm(nn.Module):
         return (wide * wide.square().mean(-1, keepdim=True).add(self.eps).rsqrt()).type_as(x) * self.weight
 
 
-class Frequencies(nn.Module):
-    """The angles of that many positions."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.register_buffer("inv_freq", 1e4 ** (-torch.arange(0, width, 2).float() / width), persistent=False)
-
-    def forward(self, seqlen: int) -> Tensor:
-        return torch.outer(torch.arange(seqlen).to(self.inv_freq), self.inv_freq)
-
-
 class PatchEmbed(nn.Module):
     """Embeds the first frame of patches, and normalises."""
 
@@ -97,13 +88,6 @@ class Preprocessor(nn.Module):
         return self.patchifier(x)
 
 
-def rotate(x_THD: Tensor, angles: Tensor) -> Tensor:
-    """Rotate halves of heads, in fp32."""
-    cos, sin = (function(angles).repeat(1, 2)[:, None].float() for function in (torch.cos, torch.sin))
-    first, second = x_THD.float().chunk(2, -1)
-    return (x_THD.float() * cos + torch.cat((-second, first), -1) * sin).type_as(x_THD)
-
-
 class Attention(nn.Module):
     """Attends within frames, by a mask or by FlashAttention."""
 
@@ -116,8 +100,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cu_seqlens: Tensor, rotary_pos_emb: Tensor) -> Tensor:
         q, k, v = self.qkv(x).view(len(x), 3, self.num_heads, -1).unbind(1)
-        q = rotate(q, rotary_pos_emb)
-        k = rotate(k, rotary_pos_emb)
+        tables = rotary_pos_emb.cos().repeat(1, 2), rotary_pos_emb.sin().repeat(1, 2)
+        q = turn(q, *tables)
+        k = turn(k, *tables)
         if self.config.attention == "flash_attention_2":
             longest = int(cu_seqlens.diff().max())
             causal = self.config.is_causal
@@ -183,7 +168,7 @@ class DotsVisionTransformer(PreTrainedModel):
         super().__init__(config)
         self.spatial_merge_size = config.spatial_merge_size
         self.patch_embed = Preprocessor(config)
-        self.rotary_pos_emb = Frequencies(config.embed_dim // config.num_attention_heads // 2)
+        self.rotary_pos_emb = LengthRotary(config.embed_dim // config.num_attention_heads)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
         if config.post_norm:
             self.post_trunk_norm = RMSNorm(config.embed_dim)

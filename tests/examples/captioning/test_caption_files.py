@@ -9,21 +9,8 @@ from pathlib import Path
 
 import pytest
 from captioner.checkpoints import checksums_of
-from captioner.files import lock, replace_file
+from captioner.files import lock
 from programs import EXAMPLES
-
-
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "file"
-    replace_file(path, b"old")
-
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Path, "replace", stop)
-    with pytest.raises(KeyboardInterrupt):
-        replace_file(path, b"new")
-    assert path.read_text() == "old"
 
 
 def test_locks_are_shared_within_a_run(tmp_path: Path) -> None:

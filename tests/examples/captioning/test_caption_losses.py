@@ -183,16 +183,6 @@ def test_empty_captions_do_not_count_and_become_no_text_files(photos: Path, outp
     assert done.exit_code == 1 and f"nothing was written to {photos}: no record has" in words(done)
 
 
-def test_missing_records_are_reported_after_other_inputs(photos: Path, output: Path, tmp_path: Path) -> None:
-    caption(photos, output)
-    put(tmp_path / "more", "d.png", "e.png")
-    caption(tmp_path / "more", output)
-    shard = Journal(output).shards()[-1]
-    shard.write_text("".join(line + "\n" for line in shard.read_text().splitlines()[:-1]))
-    done = call("merge", output, tmp_path / "out.jsonl")
-    assert done.exit_code == 1 and "1 records are missing" in words(done)
-
-
 # --- one picture, however the input is spelt ----------------------------------------------------------------------
 
 

@@ -101,30 +101,6 @@ def test_shards_of_earlier_versions_come_first(tmp_path: Path) -> None:
     assert (record.key, record.caption, record.asked) == ("a.png", "c", None), "they lack newer fields"
 
 
-def test_selected_records_are_of_one_run(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    journal.append(0, [record_of("b", run="new"), record_of("a", run="old"), record_of("a", "q", run="new")])
-    journal.append(5, [record_of("a", run="new"), record_of("c", run="old")])
-    for run in ("old", "new"):
-        journal.note({"run": run, "prompts": ["p", "q"]})
-
-    def selected(run: str | None = None, prompts: list[str] | None = None) -> list[tuple[str, str]]:
-        return [(record.key, record.prompt) for record in journal.select(run, prompts).records]
-
-    assert selected() == selected("new") == [("a", "p"), ("a", "q"), ("b", "p")]
-    assert selected("old") == [("a", "p"), ("c", "p")] and selected(prompts=["q"]) == [("a", "q")]
-    assert journal.select().others == {("old", "p"): 1}
-    journal.note({"run": "new", "prompts": ["q", "p"], "records_by_prompt": {"q": 1, "p": 4}})
-    assert selected() == [("a", "q"), ("a", "p"), ("b", "p")] and journal.select().missing == 2
-    journal.note({"run": "new", "prompts": ["q"], "records_by_prompt": {"q": 1}})
-    selection = journal.select()
-    assert selected() == [("a", "q")] and selection.missing == 0
-    assert selection.others == {("old", "p"): 1, ("new", "p"): 1}
-    assert journal.newest("old") == {"run": "old", "prompts": ["p", "q"]}
-    with pytest.raises(ValueError, match="run new has no records of the prompt nope, but of"):
-        journal.select(prompts=["p", "nope"])
-
-
 def test_merged_records_become_a_table(tmp_path: Path) -> None:
     """As docs/captioning.md says."""
     read_json = pytest.importorskip("pyarrow.json").read_json
