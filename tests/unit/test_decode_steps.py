@@ -14,6 +14,7 @@ import tiny
 import torch
 import transformers
 from packaging.version import Version
+from support import quantised
 from support.composites import COMPOSITES, left_padded
 from support.decoding import both, counts_of
 from support.recorded_ops import OperationRecorder
@@ -259,22 +260,18 @@ def test_memory_that_runs_out_in_a_long_text_lets_stock_go_on(
     assert counts_of(model).reasons == {"memory ran out": 1} and recorder.replays > replays
 
 
-class Quantised(nn.Module):
+class Quantised(quantised.Int8Linear):
     """A linear of 8 bits, as libraries for quantisation put them in the place of `nn.Linear`."""
 
     def __init__(self, linear: nn.Linear, waits: bool = False) -> None:
-        super().__init__()
+        super().__init__(linear)
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
-        self.register_buffer("weight_int8", (linear.weight.detach() / scale).round().to(torch.int8))
-        self.register_buffer("scale", scale)
-        self.bias = linear.bias
         self.waits = waits
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.waits and x.abs().max().item() > 1e9:
             return x
-        return nn.functional.linear(x, self.weight_int8.to(x.dtype) * self.scale, self.bias)
+        return super().forward(x)
 
 
 def quantise(model: Any, **options: bool) -> None:
@@ -288,7 +285,7 @@ def test_quantised_linears_are_called(model: Any, recorder: Recorder) -> None:
     quantise(model)
     both(model, TEXT, max_new_tokens=9)
     assert counts_of(model).static_calls == 1 and recorder.captures == 1
-    model.model.language_model.layers[0].self_attn.q_proj.weight_int8.neg_()
+    model.model.language_model.layers[0].self_attn.q_proj.weight.data.neg_()
     both(model, TEXT, max_new_tokens=9)
     assert counts_of(model).static_calls == 2 and recorder.captures == 1
 
