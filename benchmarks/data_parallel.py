@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hf_vit_accel
+from hf_vit_accel.families.base import named_tensors
 from hf_vit_accel.options.split import Assignment, cost, split
 from hf_vit_accel.tools.bench import timing
 from hf_vit_accel.tools.bench.measure import draw_pixels
@@ -45,7 +46,7 @@ Groups = Mapping[int, dist.ProcessGroup]
 
 def outputs_of(tower: nn.Module, pixels: torch.Tensor, grid: Grid) -> list[torch.Tensor]:
     """Call a tower; return every output."""
-    return family_of_tower(tower).tensors_of(tower(pixels, grid_thw=torch.tensor(grid)))
+    return list(named_tensors(tower(pixels, grid_thw=torch.tensor(grid))).values())
 
 
 def difference(outputs: list[torch.Tensor], expected: list[torch.Tensor]) -> float:

@@ -20,6 +20,7 @@ from measuring import DEVICE, Row, largest_error, measure_models, time_set_ups
 from torch import nn
 
 import hf_vit_accel
+from hf_vit_accel.families.base import named_tensors
 from hf_vit_accel.options.passes import AUTO_ROWS, cut
 from hf_vit_accel.tools.bench.measure import draw_pixels
 from hf_vit_accel.tools.bench.towers import build_tower, family_of_tower
@@ -48,7 +49,7 @@ def draw_video(tower: nn.Module, frames: int) -> torch.Tensor:
 
 def outputs_of(tower: nn.Module, output: object) -> list[torch.Tensor]:
     """Return every tensor of an output."""
-    return list(family_of_tower(tower).tensors_of(output))
+    return list(named_tensors(output).values())
 
 
 def gigabytes(tower: nn.Module, pixels: torch.Tensor, grid: torch.Tensor) -> tuple[float | None, list[torch.Tensor]]:

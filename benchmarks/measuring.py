@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 from hf_vit_accel import machine
+from hf_vit_accel.families.base import named_tensors
 from hf_vit_accel.layout import rows_of
 from hf_vit_accel.tools.bench.timing import Step, milliseconds, nothing, time_in_turns
-from hf_vit_accel.tools.bench.towers import family_of_tower, weight_of
+from hf_vit_accel.tools.bench.towers import weight_of
 
 Row = dict[str, Any]
 """A row of a JSON file."""
@@ -156,7 +157,6 @@ class Steps:
     ) -> None:
         self.device = device
         self.autocast = autocast
-        self.tensors_of = family_of_tower(tower).tensors_of
         self.grid = torch.tensor(grid, device=device)
         self.pixels_TP = torch.randn(rows_of(grid), weight_of(tower)[0].numel(), device=device).to(dtype)
         self.incoming: list[torch.Tensor] = []
@@ -168,7 +168,8 @@ class Steps:
     def step(self, forward: Forward, *, exact: bool = False) -> list[torch.Tensor]:
         """Run forward and backward, with `exact` in fp32 without autocast; return the outputs."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast and not exact):
-            outputs = self.tensors_of(forward(self.pixels_TP.float() if exact else self.pixels_TP))
+            output = forward(self.pixels_TP.float() if exact else self.pixels_TP)
+            outputs = list(named_tensors(output).values())
         if not self.incoming:
             self.incoming = [torch.randn_like(output) for output in outputs]
         gradients = [gradient.to(output.dtype) for gradient, output in zip(self.incoming, outputs, strict=True)]

@@ -30,6 +30,7 @@ from measuring import (
 from torch import nn
 
 from hf_vit_accel import patch, status
+from hf_vit_accel.families.base import named_tensors
 from hf_vit_accel.layout import rows_of
 from hf_vit_accel.tools.bench.towers import SIZES, build_tower
 
@@ -103,7 +104,7 @@ def compared(
             return results_of_step(steps, contender, exact=exact)
         with torch.no_grad():
             pixels_TP = steps.pixels_TP.float() if exact else steps.pixels_TP
-            return [output.cpu() for output in steps.tensors_of(contender.forward(pixels_TP))]
+            return [output.cpu() for output in named_tensors(contender.forward(pixels_TP)).values()]
 
     expected = results(plain(steps, exact_copy(tower)), exact=True)
     stock = results(ways["stock"])

@@ -21,7 +21,7 @@ from hf_vit_accel.families.base import Block, Part
 from hf_vit_accel.ops.base import Apply, Context, FunctionContext, Gradients
 from hf_vit_accel.ops.lora import Adapter, JoinedLinears, Lora, LoraInputs, cat, lora_of, scaled
 from hf_vit_accel.ops.training.column_sum import MANY_ROWS, column_sum
-from hf_vit_accel.ops.training.nodes import OpWithBackward
+from hf_vit_accel.ops.training.nodes import OpWithBackward, ProductThen
 from hf_vit_accel.ops.training.norm_backward import NormRecipe
 
 
@@ -277,7 +277,11 @@ def build_qkv(block: Block, context: Context, shape: Apply | None) -> Apply:
         project = _called([build_linear(module, context) for module in block.qkv], context)
     else:
         project = product(loras, context)
-    return project if shape is None else lambda x_TE: shape(project(x_TE))
+    if shape is None:
+        return project
+    if isinstance(project, OpWithBackward):
+        return ProductThen(product=project, then=shape)
+    return lambda x_TE: shape(project(x_TE))
 
 
 def _called(projections: Sequence[Apply], context: Context) -> Apply:

@@ -11,9 +11,10 @@ from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel import GraphConfig, backends
-from hf_vit_accel.backends import BACKENDS, Backend, Plan
+from hf_vit_accel.backends import BACKENDS, Plan, Request
 from hf_vit_accel.backends.sdpa import Sdpa
 from hf_vit_accel.graphs import called, recorder, store
+from hf_vit_accel.layout import Segments
 from hf_vit_accel.options import passes as one_pass_module
 from support.recorded_ops import OperationRecorder
 
@@ -25,7 +26,15 @@ class Masked(Sdpa):
     """Attend by the offsets on the device at the time of the run, like the kernels of the real backends."""
 
     replays_other_layouts = True
-    plan = Backend.plan
+
+    def plan(self, segments: Segments, request: Request) -> Plan:
+        """Keep the offsets as an array for the device, and the longest segment for the host."""
+        return Plan(
+            backend=self,
+            request=request,
+            host={"max_seqlen": segments.max_seqlen},
+            arrays={"cu_seqlens_S1": segments.cu_seqlens_S1},
+        )
 
     def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: Plan) -> torch.Tensor:
         """Attend with one mask over all rows: a row sees the rows of its segment."""

@@ -74,6 +74,17 @@ class NormWithBackward(OpWithBackward):
         return sum_TE, normed_TE, NormRecipe(sum_TE, *weights, *self.settings)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ProductThen:
+    """A trained product of normed rows, and a function of its result that is a node of its own."""
+
+    product: OpWithBackward
+    then: Apply
+
+    def __call__(self, x_TE: Rows, recipe: NormRecipe | None = None) -> Rows:
+        return self.then(self.product(x_TE, recipe=recipe))
+
+
 def normed(norm: AddThen, product: Apply, width: int | None = None) -> AddThen:
     """Build (x, delta) to x + delta and the product of its norm; a trained product receives the norm's recipe.
 
@@ -93,7 +104,7 @@ def normed(norm: AddThen, product: Apply, width: int | None = None) -> AddThen:
         sum_TE, normed_TE = norm(x_TE, delta_TE)
         return sum_TE, product(to_rows(normed_TE))
 
-    is_trained = isinstance(norm_node, NormWithBackward) and isinstance(product_node, OpWithBackward)
+    is_trained = isinstance(norm_node, NormWithBackward) and isinstance(product_node, OpWithBackward | ProductThen)
     return run_trained if is_trained else run
 
 
