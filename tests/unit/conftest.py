@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.backends import hide_gpu
 from support.ranks import OnRanks, runner
 
 from hf_vit_accel.tower import proof
@@ -20,6 +21,12 @@ def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
 def nothing_proven(nothing_said: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget all proofs, too."""
     monkeypatch.setattr(proof, "_PROOFS", {})
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide this machine's CUDA device, if it has one."""
+    hide_gpu(monkeypatch)
 
 
 @pytest.fixture

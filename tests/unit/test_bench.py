@@ -12,7 +12,7 @@ import tiny
 import torch
 import transformers
 from click.testing import Result
-from support.backends import Spoil, add_spoiled, hide_gpu
+from support.backends import Spoil, add_spoiled
 from typer.testing import CliRunner
 
 from hf_vit_accel import machine
@@ -26,10 +26,7 @@ SIZE = "1x4x6+3x8x4"
 DEPTH = 2
 
 
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide this machine's CUDA device, if it has one."""
-    hide_gpu(monkeypatch)
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import Result
-from support.backends import Spoil, add_spoiled, hide_gpu
+from support.backends import Spoil, add_spoiled
 from typer.testing import CliRunner
 
 import hf_vit_accel
@@ -39,12 +39,6 @@ def read(result: Result) -> Report:
 def by_name(report: Report) -> dict[str, Report]:
     """Return the verdicts on backends by name."""
     return {entry["name"]: entry for entry in report["backends"]}
-
-
-@pytest.fixture
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide this machine's CUDA device, if it has one."""
-    hide_gpu(monkeypatch)
 
 
 @pytest.fixture

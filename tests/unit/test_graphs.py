@@ -16,7 +16,7 @@ import pytest
 import torch
 from support.cpu_graphs import SMALL, Recorder, status_of
 from support.graphs import Grid, draw_grid, patch
-from tiny import GRIDS, TINY, assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
+from tiny import GRIDS, TINY, all_equal, assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
 from torch import nn
 
 import hf_vit_accel
@@ -193,12 +193,6 @@ def poison(graphs: runner.Runner) -> None:
             output.fill_(float("nan"))
 
 
-def assert_equal(outputs: Tensors, expected: Tensors) -> None:
-    """Check that outputs are equal bit for bit."""
-    for output, expected_output in zip(outputs, expected, strict=True):
-        assert torch.equal(output, expected_output)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", CAPTURABLE)
 def test_gpu_a_stream_of_layouts(model: nn.Module, attention: str) -> None:
@@ -219,7 +213,7 @@ def test_gpu_a_stream_of_layouts(model: nn.Module, attention: str) -> None:
             replayed.append(run_tower(tower, grid, seed))
         for seed, (outputs, expected) in enumerate(zip(replayed, eager, strict=True)):
             if exact_after:
-                assert_equal(outputs, expected)
+                assert all_equal(outputs, expected)
                 continue
             pixels = pixels_for(tower, grids[seed], seed, device="cuda", dtype=torch.bfloat16).float()
             with torch.no_grad():

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.backends import hide_gpu
 from support.exactness import check_error_bound
 from support.towers import ONE_TOWER, alike
 from tiny import (
@@ -282,8 +281,7 @@ def test_odd_input_that_stock_takes_is_taken(shared: PreTrainedModel, case: str,
 # --- status -----------------------------------------------------------------------------------------------------------
 
 
-def test_status_on_a_cpu_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    hide_gpu(monkeypatch)
+def test_status_on_a_cpu_is_short(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     model = hf_vit_accel.patch(TINY["qwen2_5_vl"].build())
     [tower] = hf_vit_accel.status(model).towers

@@ -18,7 +18,7 @@ from support.cpu_graphs import Recorder
 from support.graphs import Grid, patch_training
 from support.recorded_ops import OperationRecorder
 from support.towers import SHALLOW, TOWERS
-from tiny import TINY, outputs_of, pixels_for, relative_error, tower_of
+from tiny import TINY, all_equal, outputs_of, pixels_for, relative_error, tower_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -123,12 +123,6 @@ def compare(pair: Pair, run: Callable[[nn.Module], Gradients | None]) -> None:
     assert_same(gradients, expected)
 
 
-def assert_equal(tensors: Tensors, expected: Tensors) -> None:
-    """Check that tensors are equal bit for bit."""
-    for tensor, other in zip(tensors, expected, strict=True):
-        assert torch.equal(tensor, other)
-
-
 # --- steps as programs make them --------------------------------------------------------------------------------------
 
 
@@ -195,7 +189,7 @@ def test_gradients_are_added_up_and_never_overwritten(one_pair: Pair) -> None:
     take_gradients(tower)
     train(tower, SMALL, 8)
     assert_same(gradients, expected)
-    assert_equal(outputs, copies)
+    assert all_equal(outputs, copies)
     for gradient, stock_gradient in zip(kept[1], kept[0], strict=True):  # nothing but the caller holds these
         assert relative_error(gradient, stock_gradient) < 1e-4
 
