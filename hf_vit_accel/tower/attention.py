@@ -83,11 +83,11 @@ def vision_attention(
             raise FallbackError(f"the score_mod cannot be applied to this call: {reasons[0]}")
         return _attend_as_stock(module, (query, key, value), cu_seq_lens_q, dropout, scaling), None
     plans = plans or _read_plans(settings, cu_seq_lens_q, query.shape[2])
-    return _attend_packed((query, key, value), scaling, plans), None
+    return attend_packed((query, key, value), scaling, plans), None
 
 
-def _attend_packed(qkv: tuple[Tensor, Tensor, Tensor], scaling: float | None, plans: SegmentPlans) -> Tensor:
-    """Attend queries, keys and values (1, H, T, D) within segments; return (1, T, H, D)."""
+def attend_packed(qkv: tuple[Tensor, Tensor, Tensor], scaling: float | None, plans: SegmentPlans) -> Tensor:
+    """Attend queries, keys and values (1, H, T, D) within segments; return (1, T, H, D). No compiler may trace it."""
     q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in qkv)
     dtype = q_THD.dtype
     # With `device_map`, this layer may be on another GPU than the one that the tower's forward made current.

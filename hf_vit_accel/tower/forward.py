@@ -30,7 +30,7 @@ from hf_vit_accel.families import Family, Tower
 from hf_vit_accel.families.copies import CopyFamily
 from hf_vit_accel.graphs import memory
 from hf_vit_accel.machine import KERNELS, Fault, autocast_dtype, raise_if_any, reasons_fake, reasons_untraceable
-from hf_vit_accel.tower import fsdp, proof, stock_way
+from hf_vit_accel.tower import attention, fsdp, proof, stock_way
 from hf_vit_accel.tower.attention import reasons_custom_attention
 from hf_vit_accel.tower.code import name_of
 from hf_vit_accel.tower.differences import CallDtypes
@@ -143,10 +143,15 @@ class AcceleratedForward:
 
 @lru_cache(maxsize=1)
 def _exclude_from_compile() -> None:
-    """Exclude `AcceleratedForward` from `torch.compile`, once: a decorator would import `torch._dynamo` in a second."""
+    """Exclude our forward and attention from `torch.compile`, once: a decorator would import `torch._dynamo`.
+
+    Stock's forward may call compiled blocks (`compile_regions` of accelerate), which call our attention.
+    """
     reason = "the layout is decided on the host, and the layers are fused already"
     call = torch.compiler.disable(AcceleratedForward.__call__, reason=reason)
     AcceleratedForward.__call__ = call  # type: ignore[method-assign]
+    reason = "backends call their packages, and flex compiles itself"
+    attention.attend_packed = torch.compiler.disable(attention.attend_packed, reason=reason)
 
 
 def redirect_shallow_copies(module: nn.Module, args: Arguments, kwargs: Options) -> tuple[Arguments, Options] | None:

@@ -266,6 +266,23 @@ def test_a_score_mod_is_never_left_out(model: nn.Module) -> None:
     hook.remove()
 
 
+def test_compiled_blocks_of_a_call_by_the_stock_forward(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate's `compile_regions` compiles blocks. Their compiler may trace nothing that prepares flex."""
+    monkeypatch.setattr(flex_backend, "compiles", lambda device: True)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    tower = tower_of(model)
+    expected = stock_with_score_mod(model, lambda: run_tower(tower, GRID))
+    hf_vit_accel.patch(model, attention=STEEP)
+    for block in tower.blocks:
+        block.compile(backend="eager")
+    handle = tower.rotary_pos_emb.register_forward_hook(lambda *_: None)
+    assert_close(run_tower(tower, GRID), expected)
+    assert hf_vit_accel.status(model).towers[0].stock_calls == 1
+    handle.remove()
+    flex_backend.compiled.cache_clear()
+    torch.compiler.reset()
+
+
 # --- on a GPU -------------------------------------------------------------------------------------------------------
 
 MANY = [*LAYOUTS.values(), [128, 128], [256], [384], [400, 300], [64] * 9, [1000], [1, 2], [300] * 3]
