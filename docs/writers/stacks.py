@@ -31,14 +31,15 @@ EMBEDDING = "  # to embed: patch(model, text=True)"
 AFTER = "hf_vit_accel.patch(trainer.model)  # after making the trainer"
 ROLLOUTS = "model.generate = functools.partial(model.generate, custom_generate=hf_vit_accel.graphed_decoding)"
 PLUGIN = "--external_plugins fast_vision.py --callbacks patch_tower"
+VERL = "+actor_rollout_ref.model.override_config.vision_config._attn_implementation=flash_vit_auto"
 STACKS = (
     Stack("Trainer, PEFT", "trainer", "transformers", ("trainer", "callback", "peft"), PATCH),
-    Stack("TRL: SFT, DPO", "trl", "trl", ("trl",), AFTER),
-    Stack("TRL: GRPO by `generate`", "trl", "trl", ("grpo",), ROLLOUTS),
+    Stack("TRL: SFT, DPO, GRPO", "trl", "trl", ("trl",), AFTER),
+    Stack("also, rollouts by `generate`", "trl", "trl", ("grpo",), ROLLOUTS),
     Stack("TRL with QLoRA", "qlora", "trl", ("qlora", "qlora_plain_tower"), BEFORE),
     Stack("LLaMA-Factory", "llama-factory", "llamafactory", ("llamafactory",), "run_exp(callbacks=[PatchTower()])"),
     Stack("ms-swift", "ms-swift", "swift", ("swift",), PLUGIN),
-    Stack("verl", "verl", "verl", ("verl",), "actor_rollout_ref.model.external_lib=hf_vit_accel"),
+    Stack("verl", "verl", "verl", ("verl",), VERL),
     Stack("colpali", "colpali", "colpali_engine", ("colpali",), f"{PATCH}{EMBEDDING}"),
     Stack(
         "sentence-transformers",

@@ -182,7 +182,7 @@ def beside_the_headline() -> str:
     pictures = round(sides[0]["ours"]["pictures/s"] * sides[0]["ours"]["ms"] / 1e3)
     job = f"captions a second, {pictures} JPEG files, {CAPTION_TOKENS} tokens, one run"
     label = f"{job}: {_name_of_vllm(captions)} → this library"
-    rows = [[label, "`patch`, `graphed_decoding`", *cells, str(commit_of(captions, VLLM))]]
+    rows = [[label, "[the captioner](docs/captioning.md)", *cells, str(commit_of(captions, VLLM))]]
     embedding = load("embedding.json")
     cells = [_embedded(by_contender) for (_, size), by_contender in times(embedding).items() if size == BATCH]
     label = f"embedding, {PICTURES[BATCH]}"
