@@ -240,13 +240,14 @@ def _flash_attention_3(
     return out_THD.unsqueeze(0), None
 
 
-# An operator, which torch.compile can trace: a peer must not lose to a graph break.
-torch.library.define(
-    "benchmarks::flash_attention_3",
-    "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, int max_seqlen, float scale) -> Tensor",
-)
-torch.library.impl("benchmarks::flash_attention_3", "cuda", varlen_attention)
-torch.library.register_fake("benchmarks::flash_attention_3", lambda q_THD, *_: q_THD.new_empty(q_THD.shape))
+# An operator, which torch.compile can trace: a peer must not lose to a graph break. This file may be imported twice.
+if not hasattr(torch.ops.benchmarks, "flash_attention_3"):
+    torch.library.define(
+        "benchmarks::flash_attention_3",
+        "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, int max_seqlen, float scale) -> Tensor",
+    )
+    torch.library.impl("benchmarks::flash_attention_3", "cuda", varlen_attention)
+    torch.library.register_fake("benchmarks::flash_attention_3", lambda q_THD, *_: q_THD.new_empty(q_THD.shape))
 
 
 def _metadata(tower: Tower, grid: Grid) -> dict[str, Tensor | int]:

@@ -1,6 +1,6 @@
 """Loops that queue a step before they know whether the last one was the end: a GPU computes it meanwhile.
 
-transformers' loop has a check for that from 5.17 on, for "mps" alone. It takes one step more than it returns.
+Newer loops of transformers have a check for that, for "mps" alone. It takes one step more than it returns.
 """
 
 from __future__ import annotations

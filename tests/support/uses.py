@@ -132,6 +132,7 @@ def run_of_accelerate(model: nn.Module) -> list[torch.Tensor]:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
+    AcceleratorState._reset_state(True)  # an earlier test may have left its state
     accelerator = Accelerator(mixed_precision="bf16", cpu=True)
     parameters = trained_parameters(model)
     losses = []

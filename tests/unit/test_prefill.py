@@ -8,6 +8,7 @@ import itertools
 import random
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,6 +32,9 @@ GRIDS = [(1, 4, 4), (1, 4, 8), (1, 8, 8), (1, 4, 12), (2, 4, 4)]
 """Pictures, and a video."""
 SIMILAR = [pytest.param("qwen2_vl", marks=pytest.mark.matrix)]
 """Its text model is that of Qwen2.5-VL."""
+_QWEN3 = TINY["qwen3_vl"]
+MODELS = TINY | {"qwen3_vl": replace(_QWEN3, text=_QWEN3.text | {"num_hidden_layers": 3})}
+"""Qwen3-VL with a layer that takes no features of pictures: there, all tokens but the last are dropped."""
 Inputs = dict[str, Any]
 
 
@@ -117,7 +121,7 @@ def draw_options(rng: random.Random) -> Inputs:
 @pytest.mark.parametrize("calls", [5, pytest.param(170, marks=pytest.mark.matrix)])
 def test_random_batches_give_stocks_tokens_whatever_the_groups(family: str, calls: int) -> None:
     """Rows that end early, no, one and several pictures and videos, padding on both sides, sampling, and LoRA."""
-    model = TINY[family].build()
+    model = MODELS[family].build()
     add_adapters(model)
     patch(model)
     rng = random.Random(calls)
@@ -146,7 +150,7 @@ def test_text_without_pictures_is_divided(kind: str) -> None:
 
 
 def test_a_group_for_which_memory_runs_out_is_halved(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = TINY["qwen2_5_vl"].build()
+    model = MODELS["qwen2_5_vl"].build()
     sizes = []
     inputs_of = prefill.GroupedPrompt.inputs_of
 
@@ -166,7 +170,7 @@ def test_a_group_for_which_memory_runs_out_is_halved(monkeypatch: pytest.MonkeyP
 @pytest.mark.usefixtures("way")
 def test_a_shorter_batch_takes_the_step_of_a_longer_one() -> None:
     """Batches of a folder become shorter and shorter, and a capture for each would take longer than its steps."""
-    model = TINY["qwen2_5_vl"].build()
+    model = MODELS["qwen2_5_vl"].build()
     texts = [torch.randint(3, 50, (2, length)) for length in (250, 150, 40)]  # of 384, 256 and 128 slots
     for ids_BT in texts:
         compare(model, dict(input_ids=ids_BT, attention_mask=torch.ones_like(ids_BT)), max_new_tokens=9)
@@ -183,7 +187,7 @@ def test_prompts_run_without_their_padding(family: str, monkeypatch: pytest.Monk
     for is_wrong in (False, True):
         if is_wrong:
             monkeypatch.setattr(layers, "scaled_dot_product_attention", attend_to_all)
-        model = TINY[family].build()
+        model = MODELS[family].build()
         compare(model, batch(model, random.Random(3), 9), max_new_tokens=9)
         reasons = list(steps_of(model).padded_reasons.values())
         assert [bool(reason) for reason in reasons] == [is_wrong], str(reasons)
@@ -212,7 +216,7 @@ class HookAt(transformers.LogitsProcessor):
 @pytest.mark.parametrize("family", alike("qwen2_5_vl", "qwen3_vl"))
 def test_rows_of_different_lengths_share_an_axis(family: str) -> None:
     """One long row does not make all others long. The next batch divides the axis of the step in another way."""
-    model = TINY[family].build()
+    model = MODELS[family].build()
     for lengths in ((300, 60, 70, 65, 80, 62, 75), (33, 21, 280, 90, 24, 28, 31), (50, 60, 299, 40, 30, 20, 10)):
         compare(model, ragged(model, *lengths), max_new_tokens=9)
         [kept] = steps_of(model).kept.values()
@@ -227,7 +231,7 @@ def test_rows_of_different_lengths_share_an_axis(family: str) -> None:
 @pytest.mark.parametrize("lengths", [(300, 20, 30, 25, 40, 22, 35), (5, 5)], ids=["an axis is shared", "even rows"])
 @pytest.mark.parametrize("family", alike("qwen3_vl", "qwen2_5_vl"))
 def test_a_hook_that_a_processor_adds_acts_from_the_next_token_on(family: str, lengths: tuple[int, ...]) -> None:
-    model = TINY[family].build()
+    model = MODELS[family].build()
     inputs = ragged(model, *lengths)
     outputs = []
     for custom_generate in (None, graphed_decoding):
@@ -243,7 +247,7 @@ def test_a_hook_that_a_processor_adds_acts_from_the_next_token_on(family: str, l
 @pytest.mark.usefixtures("way")
 def test_the_room_of_a_call_goes_with_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may take half of a GPU's memory, which Python's collector does not know."""
-    model = TINY["qwen3_vl"].build()
+    model = MODELS["qwen3_vl"].build()
     rooms = []
     make = room.Room.__init__
     monkeypatch.setattr(room.Room, "__init__", lambda new, *args: rooms.append(weakref.ref(new)) or make(new, *args))
@@ -268,7 +272,7 @@ def test_stock_goes_on_after_groups_where_a_step_is_refused(error: Exception, mo
         self(args[0])  # its keys are written
         raise error
 
-    model = TINY["qwen3_vl"].build()
+    model = MODELS["qwen3_vl"].build()
     monkeypatch.setattr(step.DecodeStep, "prove", prove)
     compare(model, batch(model, random.Random(9), 9), max_new_tokens=9)
     assert steps_of(model).groups > 1 and counts_of(model).static_calls == 0
@@ -278,7 +282,7 @@ def test_stock_goes_on_after_groups_where_a_step_is_refused(error: Exception, mo
 @pytest.mark.parametrize(("family", "most"), alike(("qwen3_vl", 1), ("qwen2_5_vl", 3), ("qwen2_vl", 2)))
 def test_a_call_whose_cache_does_not_fit_is_halved(family: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows end at different lengths, so one half may be shorter. Each has its own pictures."""
-    model = TINY[family].build()
+    model = MODELS[family].build()
     sizes = []
 
     def make_layers(layers: Sequence[Any], rows: int, slots: int) -> list[Any]:
@@ -316,7 +320,7 @@ def test_calls_whose_rows_depend_on_each_other_are_not_halved(options: Inputs, m
     def make_layers(*_: Any) -> list[Any]:
         raise torch.OutOfMemoryError
 
-    model = TINY["qwen3_vl"].build()
+    model = MODELS["qwen3_vl"].build()
     monkeypatch.setattr(room, "make_layers", make_layers)
     with pytest.raises(torch.OutOfMemoryError):
         both(model, batch(model, random.Random(0), 9), max_new_tokens=9, **options)
@@ -343,14 +347,14 @@ def wrap_tower(model: Any) -> None:
 @pytest.mark.parametrize("change", [add_hook, wrap_tower])
 def test_code_that_sees_calls_of_the_tower_sees_stocks(change: Callable[[Any], None]) -> None:
     """transformers' output capturing, and interpretability libraries, count and record the calls of modules."""
-    model = TINY["qwen3_vl"].build()
+    model = MODELS["qwen3_vl"].build()
     change(model)
     compare(model, batch(model, random.Random(3), 6), max_new_tokens=9)
     assert steps_of(model).groups == 0
 
 
 def test_a_cache_that_the_call_returns_is_stocks() -> None:
-    model = TINY["qwen3_vl"].build()
+    model = MODELS["qwen3_vl"].build()
     both(model, batch(model, random.Random(4), 6), max_new_tokens=9, return_dict_in_generate=True, output_logits=True)
     assert steps_of(model).groups == 0 and counts_of(model).static_calls == 1
 
@@ -369,6 +373,6 @@ def test_short_and_even_prompts_are_one_forward(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.undo()
     assert plan_groups([500] * 32, 16384) == [list(range(32))]
     assert plan_groups([500, 400, 450, 480], 16384) == [[1, 2, 3, 0]]
-    model = TINY["qwen3_vl"].build()
+    model = MODELS["qwen3_vl"].build()
     compare(model, batch(model, random.Random(5), 4), max_new_tokens=9)
     assert steps_of(model).groups == 0
