@@ -5,6 +5,7 @@ Stand-ins of the same shape run everywhere, bitsandbytes, torchao and quanto whe
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -121,7 +122,7 @@ def test_a_step_of_qlora(model: nn.Module, way: str, checkpointed: bool | None, 
     assert len(expected) > 1 and all(float(gradient.norm()) > 0 for gradient in expected)
     for result, value in zip(step(), expected, strict=True):
         assert result.dtype == value.dtype
-        assert relative_error(result, value) < 0.1  # single gradients in bf16 are as far from fp32, in stock, too
+        assert relative_error(result, value) < 0.05  # of single gradients in bf16
     status = hf_vit_accel.status(model).towers[0]
     assert status.calls and not status.stock_calls, str(status)
 
@@ -135,6 +136,23 @@ def test_gradients_through_called_modules_are_those_of_stock(model: nn.Module, w
     hf_vit_accel.patch(model)
     assert_close(training_step(tower, grid), expected, 1e-4)
     check_calls(model, 1, 0)
+
+
+def test_a_weight_that_is_quantised_after_patching_is_used(model: nn.Module) -> None:
+    """`quantize_(model)` of torchao changes weights, and no module."""
+    tower = tower_of(model)
+    grid = GRIDS["images"]
+    plain = copy.deepcopy(model)
+    hf_vit_accel.patch(model)
+    assert_close(run(tower, grid), run(tower_of(plain), grid))
+    for quantised_model in (model, plain):
+        for block in tower_of(quantised_model).blocks[1:3]:
+            weight = quantised.Int8Weight(block.attn.qkv.weight.detach() * 1.5)
+            block.attn.qkv.weight = nn.Parameter(weight, requires_grad=False)
+    expected = run(tower_of(plain), grid)
+    assert_close(run(tower, grid), expected)
+    check_calls(model, 2, 0)
+    check_stock(model, grid, expected)
 
 
 def test_a_module_may_keep_its_output(model: nn.Module) -> None:
