@@ -125,11 +125,11 @@ def random_batch(config: Model, name: str, seed: int, kinds_of_pictures: Sequenc
     }
 
 
-@pytest.mark.parametrize("seeds", alike(range(6), range(6, 40)), ids=str)
+@pytest.mark.parametrize("seeds", alike(range(10), range(10, 40)), ids=str)
 @pytest.mark.parametrize("kinds", [(1, 2), (1,)], ids=["images and videos", "images"])
 @in_models
 def test_positions_of_random_batches(name: str, kinds: Sequence[int], seeds: range, on_device: type[OnDevice]) -> None:
-    """Images alone are numbered at once: not all of those batches need stock's loop over samples."""
+    """Images alone are numbered at once: fewer than half of those batches need stock's loop over samples."""
     model = holder_of(hf_vit_accel.patch(build(name)))
     code = inspect.unwrap(type(model).get_rope_index).__code__
     loops = []
@@ -147,7 +147,7 @@ def test_positions_of_random_batches(name: str, kinds: Sequence[int], seeds: ran
         for actual, stock in zip(ours, expected, strict=True):
             assert actual.dtype == stock.dtype and torch.equal(actual, stock), seed
     assert (status_of(model).calls, status_of(model).stock_calls) == (len(seeds), 0)
-    assert 2 in kinds or len(loops) < len(seeds)
+    assert 2 in kinds or len(loops) < len(seeds) / 2
 
 
 def text_inputs(model: Model, inputs: Inputs) -> Inputs:
