@@ -1,4 +1,4 @@
-"""Write SUPPORT.md, and blocks of docs/, from declarations in the source and the matrix of ways to wrap a model.
+"""Write the blocks of SUPPORT.md and docs/ from declarations in the source and the matrix of ways to wrap a model.
 
 python tests/support_table.py
 """
@@ -24,158 +24,123 @@ from hf_vit_accel import backends, families  # noqa: E402
 from hf_vit_accel.decoding.text_models import TEXT_MODELS  # noqa: E402
 from hf_vit_accel.ops import PARTS, rows  # noqa: E402
 
-PAGE = ROOT / "SUPPORT.md"
-NAMES = ("transformers", "torch")
 BLOCK = re.compile(r"(<!-- rows: (?P<form>\w+) -->\n).*?(<!-- end of rows -->)", re.DOTALL)
-"""Where a page of docs/ shows the modules that treat each row by itself, or the arguments of `generate`."""
-GENERATE_PAGE = ROOT / "docs" / "generate-arguments.md"
-PAGES_WITH_BLOCKS = [ROOT / "docs" / "max-rows.md"]
-
-
-def page() -> str:
-    """The whole page."""
-    versions = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hf-vit-accel"]
-    fast = [family for family in families.FAMILIES if not family.attention_only]
-    oldest = versions["tested"]["towers"][0]
-    attention_only = [family for family in families.FAMILIES if family.attention_only]
-    parts = [
-        "# What is supported",
-        "",
-        "Written by `make support` from the declarations in the source; a test fails where it is stale.",
-        "",
-        "## Models",
-        "",
-        *_table(("family", "tower classes in transformers", "layers attend"), map(_family, fast)),
-        "",
-        "Whatever holds such a tower can be patched: the full model, the tower alone, a retrieval model built on one",
-        "(`tests/integration/test_retrieval.py`). All of these load by name, too",
-        "(`tests/integration/test_composites.py`).",
-        "",
-        "Attention only: the tower's own forward runs, on our attention, and is told its segments. Nothing else of it",
-        "is fused, replayed from CUDA graphs or in FP8; `status` says so.",
-        "",
-        *_table(("family", "tower classes in transformers"), (_family(family)[:2] for family in attention_only)),
-        "",
-        'MiniMax-M3 loads by `{"vision_config": ...}` only: transformers puts a kernel of its own in the place of any',
-        'plain name that contains "flash". Before transformers 5.23 it does not load by name at all, and stays stock',
-        "when patched, as `status` says: its layers know no segments, so all pictures of a call attend to each other.",
-        "In Muse a host sync a layer stays: its layers ask for the longest segment.",
-        "",
-        "transformers 5.24 has no tower class for Ling-3.0-Flash, OpenCUA and InternS1-Pro, so these were not tested.",
-        "Towers from remote code need `like=`.",
-        "",
-        "Towers of remote code that copy a tower of the first table are served by `patch(model, like=...)`. One family",
-        'is for such code alone: dots.ocr and dots.mocr, by `like={"DotsVisionTransformer": "dots_ocr"}`. It was',
-        "tested with a tiny tower in the manner of their code (`tests/integration/test_dots_ocr.py`).",
-        "",
-        "## Versions",
-        "",
-        *_table(("package", "all tests pass with"), ((name, ", ".join(versions["tested"][name])) for name in NAMES)),
-        "",
-        "On an H200 and an H100 (torch 2.11) ran: all tests with transformers 5.17. On an H100 also whole towers of",
-        "Qwen2-VL, Qwen2.5-VL and Qwen3-VL with 4.57.6 and 5.24, verified by `hf-vit-accel bench`; with 5.24 also",
-        "towers whose attention alone is ours.",
-        "torch 2.10 passed the core of the tests on the CPU, and never ran on a GPU.",
-        f"transformers from {oldest} on is supported. Others up to 5.24 are expected to work. With a newer one,",
-        "`status` and `hf-vit-accel doctor` say that it is untested. Towers that are built otherwise stay stock, with",
-        "one warning that says what changed.",
-        "",
-        "All tests that the version's classes allow passed on the CPU with transformers 4.57.6, 5.0.0, 5.9.0, 5.15.1",
-        "and 5.24.0. `tests/support/lacking.py` lists the others with reasons: before 5.3 models know no",
-        "types of tokens, so `every_rank` and positions on the host are untested; before 5.4 stock decodes, and",
-        "examples/ does not run.",
-        "",
-        f"With transformers {', '.join(versions['tested']['towers'])}, tiny towers of every class ran on the CPU in",
-        "these uses, compared with stock (`nox -s versions`, which writes the table). *fast*: all calls were. *stock*:",
-        "the original forward ran, for that reason. No cell differs from stock. A version that is missing lacks the",
-        "class; before 5.9, PaddleOCR-VL takes other arguments, and stays stock. From 4.57.6 to 5.8 the stock forward",
-        "computes its own metadata, and in 4.57 its own attention, too, unless the fast path serves the call.",
-        "",
-        *_table(("family", "tower class", "transformers", *record.USES), record.table()),
-        "",
-        "## Frameworks",
-        "",
-        "Each framework ran its own trainer or encoder on a tiny model on the CPU, stock and by the recipe of",
-        "docs/migrate.md (`nox -s stacks`, which writes the table). `status` counted fast calls alone. Losses,",
-        "gradients, embeddings or tokens were compared with stock: the table has the largest relative difference.",
-        "",
-        *_table(
-            ("framework", "transformers / torch", "job", "recipe", "calls", "results of stock", "date"), stacks.table()
-        ),
-        "",
-        "## Attention backends",
-        "",
-        *_table(
-            (
-                *("backend", "runs on", "packages", "dtypes", "head dim", "gradients"),
-                "score_mod",
-                "one CUDA graph serves many layouts",
-            ),
-            map(_backend, (*backends.BACKENDS, backends.FP8)),
-        ),
-        "",
-        f"`{backends.FP8.name}` is what `patch(fp8=True)` adds, and is not exact; it cannot be named.",
-        "Orders were chosen from times that were measured by hand at earlier commits, without CUDA graphs unless they",
-        "say so.",
-        *(
-            f"`auto` prefers, in {rule.kind} layers{' with gradients' if rule.grad else ''}"
-            f"{f' from {rule.longest_from} rows a segment on' if rule.longest_from else ''}"
-            f"{f' and {rule.rows_from} rows in all' if rule.rows_from else ''}"
-            f"{', where a CUDA graph of its own layout may replay the call' if rule.in_exact_graph else ''}: "
-            f"{', '.join(rule.order)} ({rule.measured})."
-            for rule in backends.AUTO
-        ),
-        "",
-        "## Fused parts",
-        "",
-        *_table(("part", "what it is"), ((f"`{part}`", what) for part, what in PARTS.items())),
-        "",
-        "## Ways to wrap a model",
-        "",
-        "Each is tested in every family: patched before and after, used, compared with stock, unpatched. Fast: every",
-        "call takes the fast path. Stock: the original forward runs, with metadata and attention supplied if it takes",
-        "them, and `status` says why. Not patched: what comes out is a stock model.",
-        "",
-        *_table(("way", "outcome", "reason in `status`"), _ways()),
-        "",
-        "Tested on their own:",
-        "",
-        *_table(("way", "outcome"), ((name, outcome) for name, (outcome, _) in ELSEWHERE.items())),
-        "",
-        f"{sum(len(row.orders) for row in ROWS) * len(FAMILIES)} cells: {len(ROWS)} rows, orders and families.",
-        "",
-    ]
-    return "\n".join(parts)
+"""Where a page shows what is declared: a table, or sentences."""
+PAGES_WITH_BLOCKS = [ROOT / name for name in ("SUPPORT.md", "docs/max-rows.md", "docs/generate-arguments.md")]
 
 
 def with_blocks(text: str) -> str:
-    """Return a page of docs/ with its blocks written anew."""
-    forms = {"table": rows_table, "arguments": arguments_table, "decoded": decoded_table}
-    return BLOCK.sub(lambda block: f"{block[1]}\n{forms[block['form']]()}\n{block[3]}", text)
+    """Return a page with its blocks written anew."""
+    return BLOCK.sub(lambda block: "\n".join((block[1], *FORMS[block["form"]](), "", block[3])), text)
 
 
-def rows_table() -> str:
+def models_table() -> list[str]:
+    """Return the families whose towers run on our operations."""
+    fast = [family for family in families.FAMILIES if not family.attention_only]
+    return _table(("family", "tower classes in transformers", "layers attend"), map(_family, fast))
+
+
+def attention_only_table() -> list[str]:
+    """Return the families of which the attention alone is ours."""
+    attention_only = [family for family in families.FAMILIES if family.attention_only]
+    return _table(("family", "tower classes in transformers"), (_family(family)[:2] for family in attention_only))
+
+
+def versions_table() -> list[str]:
+    """Return the versions with which the tests ran."""
+    tested = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hf-vit-accel"]["tested"]
+    names = {"transformers": ("transformers", "all"), "torch": ("torch", "all")}
+    names["towers"] = ("transformers", "uses of towers, below")
+    return _table(("package", "tests", "pass with"), ((*name, ", ".join(tested[key])) for key, name in names.items()))
+
+
+def uses_table() -> list[str]:
+    """Return what became of every tower in every use, by versions of transformers."""
+    return _table(("family", "tower class", "transformers", *record.USES), record.table())
+
+
+def frameworks_table() -> list[str]:
+    """Return what the frameworks' own programs computed."""
+    return _table(
+        ("framework", "transformers / torch", "job", "recipe", "calls", "results of stock", "date"), stacks.table()
+    )
+
+
+def backends_table() -> list[str]:
+    """Return what each backend needs."""
+    head = ("backend", "runs on", "packages", "dtypes", "head dim", "gradients")
+    head += ("score_mod", "one CUDA graph serves many layouts")
+    return _table(head, map(_backend, (*backends.BACKENDS, backends.FP8)))
+
+
+def rules_of_auto() -> list[str]:
+    """Return a sentence for each rule of `auto`."""
+    return [
+        f"`auto` prefers, in {rule.kind} layers{' with gradients' if rule.grad else ''}"
+        f"{f' from {rule.longest_from} rows a segment on' if rule.longest_from else ''}"
+        f"{f' and {rule.rows_from} rows in all' if rule.rows_from else ''}"
+        f"{', where a CUDA graph of its own layout may replay the call' if rule.in_exact_graph else ''}: "
+        f"{', '.join(rule.order)} ({rule.measured})."
+        for rule in backends.AUTO
+    ]
+
+
+def parts_table() -> list[str]:
+    """Return the parts of a tower that are fused."""
+    return _table(("part", "what it is"), ((f"`{part}`", what) for part, what in PARTS.items()))
+
+
+def ways_table() -> list[str]:
+    """Return the ways to wrap a model, and how many tests they make."""
+    cells = sum(len(row.orders) for row in ROWS) * len(FAMILIES)
+    ways = _table(("way", "outcome", "reason in `status`"), _ways())
+    return [*ways, "", f"{cells} cells: {len(ROWS)} rows, orders and families."]
+
+
+def elsewhere_table() -> list[str]:
+    """Return the ways that have tests of their own."""
+    return _table(("way", "outcome"), ((name, outcome) for name, (outcome, _) in ELSEWHERE.items()))
+
+
+def rows_table() -> list[str]:
     """Return the modules that treat each row by itself, with their conditions."""
-    lines = _table(("module", "if"), ((entry.summary, entry.condition) for entry in rows.TABLE))
-    return "\n".join((*lines, ""))
+    return _table(("module", "if"), ((entry.summary, entry.condition) for entry in rows.TABLE))
 
 
-def arguments_table() -> str:
+def arguments_table() -> list[str]:
     """Return every argument of `generate`, and what becomes of it in `graphed_decoding`."""
     words = {"none": "-", "raises": "raises in `generate`", "dropped": "dropped by `generate`"}
     cells = [
         (", ".join(f"`{name}`" for name in argument.names), words.get(argument.outcome, argument.outcome), argument.why)
         for argument in ARGUMENTS
     ]
-    return "\n".join((*_table(("argument", "outcome", "why, or how"), cells), ""))
+    return _table(("argument", "outcome", "why, or how"), cells)
 
 
-def decoded_table() -> str:
+def decoded_table() -> list[str]:
     """Return the models that `graphed_decoding` serves, by their text models."""
     cells = [
         (f"`{text.name}`", ", ".join(f"`{name.split('.')[1]}`" for name in text.models.split())) for text in TEXT_MODELS
     ]
-    return "\n".join((*_table(("text model", "models that are served"), cells), ""))
+    return _table(("text model", "models that are served"), cells)
+
+
+FORMS = {
+    "models": models_table,
+    "attention_only": attention_only_table,
+    "versions": versions_table,
+    "uses": uses_table,
+    "frameworks": frameworks_table,
+    "backends": backends_table,
+    "auto": rules_of_auto,
+    "parts": parts_table,
+    "ways": ways_table,
+    "elsewhere": elsewhere_table,
+    "table": rows_table,
+    "arguments": arguments_table,
+    "decoded": decoded_table,
+}
+"""What writes the block of a name."""
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -223,6 +188,5 @@ def _outcome(row: Row) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
-    for path in (*PAGES_WITH_BLOCKS, GENERATE_PAGE):
+    for path in PAGES_WITH_BLOCKS:
         path.write_text(with_blocks(path.read_text()))

@@ -330,14 +330,16 @@ def test_training_interpreted(family: str, monkeypatch: pytest.MonkeyPatch) -> N
     again = together(tower)
     assert largest_error(again, actual) < 1e-3
     tower.eval()
-    for index, parameter in enumerate(tower.parameters()):  # of the weights themselves, too
-        parameter.requires_grad_(index % 3 == 1)
-    frozen = {name: gradient.float() for name, gradient in gradients_of(tower).items()}
-    hf_vit_accel.unpatch(model)
-    expected = gradients_of(tower.float())
-    assert frozen.keys() == expected.keys() == {name for name, p in tower.named_parameters() if p.requires_grad}
-    joined = (torch.cat([values[name].flatten() for name in expected]) for values in (frozen, expected))
-    assert relative_error(*joined) < 1e-2
+    stock = hf_vit_accel.unpatch(copy.deepcopy(tower)).float()
+    for remainder in (1, 2):
+        for either in (tower, stock):  # of the weights themselves, too
+            for index, parameter in enumerate(either.parameters()):
+                parameter.requires_grad_(index % 3 == remainder)
+        frozen = gradients_of(tower)
+        expected = gradients_of(stock)
+        assert frozen.keys() == expected.keys() == {name for name, p in tower.named_parameters() if p.requires_grad}
+        joined = (torch.cat([values[name].float().flatten() for name in expected]) for values in (frozen, expected))
+        assert relative_error(*joined) < 1e-2
 
 
 def gradients_of(tower: Any) -> dict[str, torch.Tensor]:
