@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -10,23 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import transformers
 from support.backends import add_spoiled, hide_gpu
-from support.ranks import run_on_ranks, share_small_calls
 from tiny import TINY, tower_of
 from torch import nn
 
-import hf_vit_accel
 from hf_vit_accel.families import FAMILIES
-from hf_vit_accel.options import passes as tower_module
 from hf_vit_accel.tools.bench import towers
 from hf_vit_accel.tools.bench import ways as bench_ways
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS)]
 
-import long_video  # noqa: E402
 import measuring  # noqa: E402
 import shapes  # noqa: E402
 import training  # noqa: E402
@@ -40,7 +33,7 @@ GRID = ((1, 4, 4), (1, 2, 4))
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide this machine's CUDA device, if it has one."""
     hide_gpu(monkeypatch)
-    for benchmark in (measuring, training, ways, long_video):
+    for benchmark in (measuring, training, ways):
         monkeypatch.setattr(benchmark, "DEVICE", CPU)
 
 
@@ -134,68 +127,3 @@ def test_every_way_to_train_is_fast_and_has_stocks_gradients(tmp_path: Path, mon
         )
         assert ours["slower"] == pytest.approx(100 * (ours["ms"] / stock["ms"] - 1))
         assert ours["total_gb"] == {"without graphs": None, "default": None}, "a CPU does not report its memory"
-
-
-# --- long videos, and calls over several GPUs -------------------------------------------------------------------------
-
-
-def _run_benchmark(rank: int, path: str) -> None:
-    spec: Any = importlib.util.spec_from_file_location("shared", BENCHMARKS / "data_parallel.py")
-    benchmark: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(benchmark)
-    benchmark.DEVICE = CPU
-    benchmark.build_tower = lambda *_: tower_of(TINY["qwen2_5_vl"].build()).requires_grad_(False)
-    benchmark.SIZES = {"16 x 512²": [(1, 4, 4)] * 16, "32 pages": [(1, 8, 6)] * 7}
-    dist.init_process_group = lambda *_, **__: None  # this rank has a group
-    dist.destroy_process_group = lambda: None
-    sizes = "--sizes=" + ",".join(benchmark.SIZES)
-    sys.argv = ["data_parallel.py", "--models=tiny", sizes, "--rounds=1", "--json", path]
-    benchmark.main()
-
-
-def test_every_number_of_ranks_is_timed_in_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    share_small_calls(monkeypatch)
-    hf_vit_accel.patch(TINY["qwen2_5_vl"].build())  # forked ranks inherit the proof
-    path = tmp_path / "results.json"
-    run_on_ranks(_run_benchmark, 4, tmp_path, str(path))
-    runs = json.loads(path.read_text())["runs"]
-    assert [run["ranks"] for run in runs] == [2, 4]
-    for run in runs:
-        count = run["ranks"]
-        assert [row["balance"] for row in run["towers"]] == pytest.approx([1.0, -(-7 // count) / (7 / count)])
-        for row in run["towers"]:
-            assert row["difference"] < 1e-5 and row["status"] == f"rank 0 of {count}, 2 calls shared"
-            assert row["shared_by_alone"] == row["shared_ms"] / row["alone_ms"] and row["balance_measured"] >= 1.0
-
-
-@pytest.fixture
-def model() -> transformers.PreTrainedModel:
-    return TINY["qwen3_vl"].build()
-
-
-def test_half_as_many_frames_are_tried_until_all_fits(
-    model: transformers.PreTrainedModel,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
-    encode = tower_module.encode
-
-    def encode_at_most_300_rows(route: object, pixels_TP: torch.Tensor, *others: object, **options: object) -> object:
-        if len(pixels_TP) > 300:
-            raise torch.OutOfMemoryError("Tried to allocate 20 GiB")
-        return encode(route, pixels_TP, *others, **options)
-
-    monkeypatch.setattr(tower_module, "encode", encode_at_most_300_rows)
-    monkeypatch.setattr(long_video, "build", lambda *_, **__: model)
-    options = {"random": "qwen3-vl-8b", "seconds": 6, "height": 32, "width": 32, "tokens": 3}
-    options["json"] = tmp_path / "rows.json"
-    monkeypatch.setattr(sys, "argv", ["x", *(f"--{name}={value}" for name, value in options.items())])
-    long_video.main()
-    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert json.loads((tmp_path / "rows.json").read_text())["rows"] == printed
-    assert [(row["way"], row["fps"], row["patches"], "text" in row) for row in printed] == [
-        ("stock", 2.0, 384, True),
-        ("patched", 2.0, 384, False),
-        ("patched", 1.0, 192, True),
-    ]

@@ -230,7 +230,7 @@ class VideoProcessor:
         self.tokenizer = load_processor(str(CAPTIONERS / family)).tokenizer
         *_, batch = held_out(family, 6, size=1)  # the sixth one is a video
         self.caption = batch["captions"][0]
-        self.inputs = encode(batch, family, self.tokenizer, torch.device("cpu"), answer=False)
+        self.inputs = encode(batch, family, self.tokenizer, torch.device("cpu"))
         self.rates: list[float] = []
 
     def apply_chat_template(self, chat: list[dict[str, Any]], **options: Any) -> BatchFeature:

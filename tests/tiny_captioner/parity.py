@@ -30,13 +30,12 @@ from hf_vit_accel import Fp8Config, GraphConfig, Status
 from hf_vit_accel.backends import BACKENDS, FP8
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import train
-from scene_batches import Inputs, encode, shuffle
+from scene_batches import PATCH, Inputs, encode, shuffle
 from scene_batches import held_out as held_out_scenes
-from tiny_models import FAMILIES
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 HERE = Path(__file__).resolve().parent
+FAMILIES = list(PATCH)
 POINTS = 0.5
 """The largest difference from stock's accuracy, in points."""
 FP8_POINTS = 1.0
@@ -63,33 +62,19 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """The result of one way to patch.
-
-    Args:
-        family: a name of `tiny_models.FAMILIES`
-        dtype: the dtype of the model
-        way: the name of the way
-        scenes: the number of captions
-        right: the number of right captions
-        stock_right: the number of right captions of the stock model
-        changed: the number of captions that differ from stock's
-        calls: the tower's calls on the fast path
-        replays: the tower's replays of CUDA graphs
-        points: the largest allowed difference of accuracy, in points
-        problems: the reasons why the row proves nothing
-    """
+    """The result of one way to patch."""
 
     family: str
     dtype: str
     way: str
     scenes: int
-    right: int
-    stock_right: int
-    changed: int = 0
-    calls: int = 0
+    right: int  # captions
+    stock_right: int  # captions of the stock model
+    changed: int = 0  # captions that differ from stock's
+    calls: int = 0  # of the tower, fast
     replays: int = 0
-    points: float = POINTS
-    problems: tuple[str, ...] = ()
+    points: float = POINTS  # the largest allowed difference of accuracy
+    problems: tuple[str, ...] = ()  # why the row proves nothing
 
     @property
     def difference(self) -> float:
@@ -128,31 +113,34 @@ def load(family: str, dtype: torch.dtype, device: torch.device | str = "cpu") ->
 def held_out(
     family: str, count: int, *, size: int = 100, shuffled: bool = False, device: torch.device | str = "cpu"
 ) -> list[Batch]:
-    """Encode the scenes that `train.accuracy` evaluates with.
-
-    Args:
-        family: a name of `tiny_models.FAMILIES`
-        count: the number of scenes
-        size: the scenes of a batch
-        shuffled: show the model the picture of another scene
-        device: the device of the inputs
-    """
+    """Encode scenes that the models were never trained on; if `shuffled`, each with the picture of another scene."""
     batches = []
     for batch in held_out_scenes(family, count, size):
         shown = shuffle(batch) if shuffled else batch
-        inputs = encode(shown, family, load_tokenizer(family), torch.device(device), answer=False)
+        inputs = encode(shown, family, load_tokenizer(family), torch.device(device))
         batches.append(Batch(inputs, batch["captions"]))
     return batches
 
 
+@torch.no_grad()
+def greedy(model: PreTrainedModel, inputs: Inputs) -> torch.Tensor:
+    """Return the greedy tokens (rows, at most 24) after the prompts."""
+    tokens: torch.Tensor = model.generate(**inputs, max_new_tokens=24, do_sample=False)
+    return tokens[:, inputs["input_ids"].shape[1] :]
+
+
 def captions(model: PreTrainedModel, family: str, batches: Sequence[Batch]) -> list[str]:
     """Return the greedy captions of all scenes."""
-    return [words for batch in batches for words in train.caption(model, load_tokenizer(family), batch.inputs)]
+    found: list[str] = []
+    for batch in batches:
+        found += load_tokenizer(family).batch_decode(greedy(model, batch.inputs), skip_special_tokens=True)
+    return found
 
 
 def score(captions: list[str], batches: Sequence[Batch]) -> int:
     """Count the captions that are exactly right."""
-    return train.exact(captions, [words for batch in batches for words in batch.expected])
+    expected = [words for batch in batches for words in batch.expected]
+    return sum(caption.split() == other.split() for caption, other in zip(captions, expected, strict=True))
 
 
 def ways(device: torch.device | str, dtype: torch.dtype) -> dict[str, Options]:
@@ -175,15 +163,7 @@ def ways(device: torch.device | str, dtype: torch.dtype) -> dict[str, Options]:
 def compare(
     family: str, dtype: torch.dtype, device: torch.device | str, batches: Sequence[Batch], only: str = ""
 ) -> Iterator[Row]:
-    """Yield a row for the stock model, then one for every way to patch it.
-
-    Args:
-        family: a name of `tiny_models.FAMILIES`
-        dtype: the dtype of the model
-        device: the device of the model
-        batches: the scenes
-        only: the beginning of the ways' names
-    """
+    """Yield a row for the stock model, then one for every way to patch it whose name begins with `only`."""
     model = load(family, dtype, device)
     stock = captions(model, family, batches)
     stock_right = score(stock, batches)
@@ -213,13 +193,7 @@ def compare(
 
 
 def unproven(status: Status, options: Mapping[str, Any], calls: int) -> list[str]:
-    """Return the reasons to doubt that a model ran as its options say.
-
-    Args:
-        status: the status of the model
-        options: the arguments of `patch`
-        calls: the expected number of fast calls
-    """
+    """Return the reasons to doubt that a model ran as the options of `patch` say, in this number of fast calls."""
     (tower,) = status.towers
     problems = [f"{count} x {why}" for why, count in tower.fallbacks.items()]
     if tower.calls < calls or tower.stock_calls:

@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from scenes import draw, scene
-from tiny_models import FAMILIES, MEAN, STD
 
+PATCH = {"qwen2_vl": 14, "qwen2_5_vl": 14, "qwen3_vl": 16}
+"""Families, and the side of a patch in pixels."""
 HELD_OUT = 1 << 40
-"""Seeds from here on are never trained on."""
+"""Seeds from here on were never trained on."""
 Batch = dict[str, Any]
 """Drawn scenes: `pixels` (scenes, frames, height, width, 3), `captions`, and whether they are videos (`video`)."""
 Inputs = dict[str, torch.Tensor]
@@ -26,16 +26,11 @@ Inputs = dict[str, torch.Tensor]
 
 
 def patchify(pixels_BTHWC: torch.Tensor, patch: int) -> tuple[torch.Tensor, tuple[int, int, int]]:
-    """Cut pictures or clips of one size into patches, in the order of Qwen's processors.
+    """Cut uint8 pictures or clips of one size into patches, in the order of Qwen's processors.
 
-    Args:
-        pixels_BTHWC: uint8 pixels by scene and frame
-        patch: the side of a patch
-
-    Returns:
-        The flattened patches of all scenes, and the grid of one scene.
+    Returns the flattened patches of all scenes, and the grid of one scene.
     """
-    pixels = (pixels_BTHWC.permute(0, 1, 4, 2, 3).float() / 255 - MEAN) / STD
+    pixels = (pixels_BTHWC.permute(0, 1, 4, 2, 3).float() / 255 - 0.5) / 0.5
     if pixels.shape[1] % 2:
         pixels = torch.cat([pixels, pixels[:, -1:]], dim=1)
     batch, frames, channels, height, width = pixels.shape
@@ -46,31 +41,6 @@ def patchify(pixels_BTHWC: torch.Tensor, patch: int) -> tuple[torch.Tensor, tupl
     return cut.permute(0, 1, 4, 7, 5, 8, 3, 2, 6, 9).reshape(batch * t * h * w, -1), (t, h, w)
 
 
-class Batches(IterableDataset[Batch]):
-    """Draw endless batches of scenes of one size and kind; seed, rank and worker decide the scenes.
-
-    Args:
-        unit: the pixels along a side of a merged token
-        batch: the scenes of a batch of pictures; a batch of videos has half as many
-        seed: the seed of the training
-        rank: the rank of this process
-    """
-
-    def __init__(self, unit: int, batch: int, seed: int, rank: int) -> None:
-        self.unit = unit
-        self.batch = batch
-        self.seed = seed
-        self.rank = rank
-
-    def __iter__(self) -> Iterator[Batch]:
-        worker = get_worker_info()
-        chance = random.Random(f"{self.seed} {self.rank} {worker.id if worker else 0}")
-        while True:
-            video = chance.random() < 1 / 6
-            seeds = [chance.randrange(HELD_OUT) for _ in range(self.batch // (2 if video else 1))]
-            yield draw_batch(seeds, self.unit, chance, video=video)
-
-
 def draw_batch(seeds: list[int], unit: int, chance: random.Random, *, video: bool) -> Batch:
     """Draw the scenes of these seeds in one random size."""
     width, height = (unit * chance.randint(4, 7) for _ in range(2))
@@ -79,44 +49,21 @@ def draw_batch(seeds: list[int], unit: int, chance: random.Random, *, video: boo
     return {"pixels": torch.from_numpy(pixels), "captions": [s.caption for s in scenes], "video": video}
 
 
-def encode(
-    batch: Batch, family: str, tokenizer: PreTrainedTokenizerFast, device: torch.device, *, answer: bool
-) -> Inputs:
-    """Make the model's inputs from a batch.
-
-    Args:
-        batch: the drawn scenes
-        family: a name of FAMILIES
-        tokenizer: the tokenizer of the model
-        device: the device of the inputs
-        answer: add the captions and their labels; otherwise the inputs end where the answer begins
-    """
-    patch = FAMILIES[family][1]["patch_size"]
-    pixels, grid = patchify(batch["pixels"].to(device, non_blocking=True), patch)
+def encode(batch: Batch, family: str, tokenizer: PreTrainedTokenizerFast, device: torch.device) -> Inputs:
+    """Make the model's inputs from a batch. They end where the answer begins."""
+    pixels, grid = patchify(batch["pixels"].to(device), PATCH[family])
     count = len(batch["captions"])
     video = batch["video"]
     kind = "video" if video else "image"
-    prompt = prompt_ids(family, tokenizer, grid, video=video)
-    answers = [_ids(tokenizer, f"{caption} <|im_end|>") if answer else [] for caption in batch["captions"]]
-    longest = max(len(ids_of_answer) for ids_of_answer in answers)
-    ids = torch.full((count, len(prompt) + longest), tokenizer.pad_token_id)
-    labels = torch.full_like(ids, -100)
-    mask = torch.zeros_like(ids)
-    for row, ids_of_answer in enumerate(answers):
-        end = len(prompt) + len(ids_of_answer)
-        ids[row, :end] = torch.tensor(prompt + ids_of_answer)
-        labels[row, len(prompt) : end] = torch.tensor(ids_of_answer)
-        mask[row, :end] = 1
+    ids = torch.tensor([prompt_ids(family, tokenizer, grid, video=video)] * count)
     pad = tokenizer.convert_tokens_to_ids(f"<|{kind}_pad|>")
     inputs = {
         "input_ids": ids,
-        "attention_mask": mask,
+        "attention_mask": torch.ones_like(ids),
         "mm_token_type_ids": (ids == pad).long() * (2 if video else 1),
         f"{kind}_grid_thw": torch.tensor([grid] * count),
     }
-    if answer:
-        inputs["labels"] = labels
-    inputs = {name: value.to(device, non_blocking=True) for name, value in inputs.items()}
+    inputs = {name: value.to(device) for name, value in inputs.items()}
     if video and family == "qwen2_5_vl":
         inputs["second_per_grid_ts"] = torch.ones(count)
     inputs["pixel_values_videos" if video else "pixel_values"] = pixels
@@ -148,31 +95,16 @@ def prompt_ids(
     ]
 
 
-def position_ids(model: PreTrainedModel, inputs: Inputs) -> torch.Tensor:
-    """Return the M-RoPE positions (3, rows, tokens). The first row gives them all, since all rows have one layout."""
-    names = ("input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw", "second_per_grid_ts")
-    first_row = {name: inputs[name][:1].cpu() for name in names if name in inputs}
-    positions_31L, _ = model.model.get_rope_index(**first_row)
-    positions_3BL: torch.Tensor = positions_31L.expand(-1, len(inputs["input_ids"]), -1).to(inputs["input_ids"].device)
-    return positions_3BL
-
-
 def _ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False).input_ids
 
 
 def held_out(family: str, count: int, size: int = 100) -> Iterator[Batch]:
-    """Draw batches of scenes that are never trained on, always the same; every sixth batch holds videos.
-
-    Args:
-        family: a name of FAMILIES
-        count: the number of scenes
-        size: the scenes of a batch
-    """
+    """Draw batches of scenes that were never trained on, always the same; every sixth batch holds videos."""
     chance = random.Random(1)
     for index, first in enumerate(range(HELD_OUT, HELD_OUT + count, size)):
         seeds = list(range(first, min(first + size, HELD_OUT + count)))
-        yield draw_batch(seeds, 2 * FAMILIES[family][1]["patch_size"], chance, video=index % 6 == 5)
+        yield draw_batch(seeds, 2 * PATCH[family], chance, video=index % 6 == 5)
 
 
 def shuffle(batch: Batch) -> Batch:

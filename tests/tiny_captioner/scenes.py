@@ -40,20 +40,12 @@ FRAMES = 4
 
 @dataclass(frozen=True)
 class Thing:
-    """A shape at a place.
-
-    Args:
-        size: a name of SIZES
-        colour: a name of COLOURS
-        shape: a name of SHAPES
-        x: the centre, as a share of the picture's width
-        y: the centre, as a share of the picture's height
-    """
+    """A shape at a place."""
 
     size: str
     colour: str
     shape: str
-    x: float
+    x: float  # of the centre, as a share of the picture's width
     y: float
 
     @property
@@ -64,23 +56,14 @@ class Thing:
 
 @dataclass(frozen=True)
 class Scene:
-    """The content of a picture or a video.
-
-    Args:
-        things: one or two things
-        background: a name of BACKGROUNDS
-        caption: the exact caption
-        seed: the seed that decided the scene
-        motion: the direction of the first thing in a video; None for a picture
-        text: characters in the picture's lower part
-    """
+    """The content of a picture or a video."""
 
     things: tuple[Thing, ...]
     background: str
     caption: str
     seed: int
-    motion: tuple[int, int] | None = None
-    text: str = ""
+    motion: tuple[int, int] | None = None  # of the first thing in a video
+    text: str = ""  # in the picture's lower part
 
     @property
     def frames(self) -> int:
@@ -88,24 +71,17 @@ class Scene:
         return 1 if self.motion is None else FRAMES
 
 
-def scene(seed: int, *, video: bool | None = None) -> Scene:
-    """Decide a scene.
-
-    Args:
-        seed: decides the scene
-        video: True for a video, False for a picture; by default one scene in six is a video
-    """
+def scene(seed: int, *, video: bool) -> Scene:
+    """Decide a scene."""
     chance = random.Random(seed)
-    is_video = chance.random() < 1 / 6  # drawn in every case, so that `video` changes nothing else
-    if video is not None:
-        is_video = video
+    chance.random()  # decided in the training whether it is a video
     background = chance.choice(list(BACKGROUNDS))
 
     def thing(x: float, y: float) -> Thing:
         colours = list(COLOURS)
         return Thing(chance.choice(list(SIZES)), chance.choice(colours), chance.choice(SHAPES), x, y)
 
-    if is_video:
+    if video:
         name, (dx, dy) = chance.choice(list(MOTIONS.items()))
         start = thing(0.5 - 0.25 * dx + chance.uniform(-0.05, 0.05), 0.5 - 0.25 * dy + chance.uniform(-0.05, 0.05))
         return Scene((start,), background, f"{start.words} moves {name}", seed, motion=(dx, dy))
