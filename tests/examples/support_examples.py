@@ -27,7 +27,7 @@ from programs import CAPTIONERS, EXAMPLES, ROOT, draw, encode, launched
 
 GOOD = 30
 """The number of good files: two of every kind."""
-BAD = 20
+BAD = 12
 ALL = GOOD + BAD
 ENVIRONMENT = os.environ | {
     "ACCELERATE_USE_CPU": "true",
@@ -83,45 +83,33 @@ def bad_files() -> dict[str, tuple[bytes, str]]:
     """Return the content of every bad file, and a pattern of its error, by name."""
     image = draw(0)[0]
     files = {}
-    for kind in ("png", "jpg", "webp", "bmp", "gif"):
+    for kind in ("png", "jpg", "gif"):
         data = KINDS[kind](image)
         files[f"bad/truncated.{kind}"] = (data[: len(data) // 2], "truncated|broken|decode|decoding|not an image")
     return files | {
         "bad/bomb.png": (BOMB, "limit"),
         "bad/empty.jpg": (b"", "the file is empty"),
-        "bad/empty.webp": (b"", "the file is empty"),
         "bad/float.tiff": (encode(Image.fromarray(np.ones((64, 64), np.float32)), "TIFF"), "floating-point"),
         "bad/html.gif": (b"<html>404 not found</html>", "not an image"),
         "bad/large.png": (encode(Image.new("1", (10_000, 10_000))), "10000 x 10000 pixels, the limit is 89478485"),
-        "bad/noise.jpg": (random.Random(0).randbytes(2000), "not an image"),
         "bad/photo.heic": (b"\0\0\0\x18ftypheic" + bytes(100), "not an image"),
         "bad/script.jpg": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n", "not an image"),
         "bad/strip.png": (encode(Image.new("RGB", (3000, 4))), "aspect ratio"),
-        "bad/text.jpg": ("Kein Bild.\n".encode("utf-16"), "not an image"),
-        "bad/tower.png": (encode(Image.new("RGB", (2, 2000))), "aspect ratio"),
         "bad/video.mp4": (random.Random(1).randbytes(2000), "pip install|Invalid data"),
-        "bad/zeros.bmp": (bytes(3000), "not an image"),
-        "bad/header.jpg": (KINDS["jpg"](image)[:20], "not an image|truncated"),
     }
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a run: a folder, a shard and a table.
+    """The inputs of a run: a folder, a shard and a table."""
 
-    Args:
-        arguments: the inputs as the command line takes them
-        captions: the right caption of every good file, by key
-        errors: a pattern of the error of every bad file, by key
-    """
-
-    arguments: list[str]
-    captions: dict[str, str]
-    errors: dict[str, str]
+    arguments: list[str]  # of the command line
+    captions: dict[str, str]  # of every good file, by key
+    errors: dict[str, str]  # a pattern for every bad file, by key
 
 
 def write_inputs(top: Path) -> Inputs:
-    """Write 30 scenes of all kinds and 20 bad files into folders, a tar shard and a parquet file."""
+    """Write 30 scenes of all kinds and the bad files into folders, a tar shard and a parquet file."""
     captions: dict[str, str] = {}
     errors: dict[str, str] = {}
     rows: list[dict[str, bytes | None]] = []
@@ -187,11 +175,7 @@ def command(inputs: Inputs, output: Path, processes: int) -> list[str]:
 class BackgroundRun:
     """A captioning run in the background that can be killed at any moment.
 
-    Args:
-        inputs: the files to caption
-        output: the folder of the records
-        processes: the number of processes
-        way: "forked" for two forked processes of which one hangs; otherwise the run starts as a user starts it
+    It is two forked processes of which one hangs, or starts as a user starts it.
     """
 
     def __init__(self, inputs: Inputs, output: Path, processes: int, way: str) -> None:
@@ -250,4 +234,4 @@ def _run_two_of_which_one_hangs(arguments: list[str], folder: Path) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
 
     Journal.append = append_and_stop
-    launched("forked", EXAMPLES / "captioner" / "main.py", batch_caption.app, arguments, folder)
+    launched(batch_caption.app, arguments, folder)

@@ -1,6 +1,6 @@
 """The trained captioners decode by `graphed_decoding` as they do by stock in bf16.
 
-`test_caption_model.py` compares their tokens in fp32.
+`test_caption_model.py` compares their captions in fp32.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ import pytest
 from captioner import main as batch_caption
 from captioner.files import lock
 from captioner.journal import Journal
-from programs import EXAMPLES, RUNNER, WAYS, draw, launched
+from programs import RUNNER, draw, launched
+from support.towers import alike
 from support_examples import ALL, BAD, GOOD, KINDS, BackgroundRun, Inputs, options_of, write_inputs
 
 MergedRecords = list[dict[str, Any]]
@@ -82,9 +83,8 @@ def test_a_process_without_a_share_ends_well(tmp_path: Path) -> None:
     """One picture for two processes: the other one ends before there is a record."""
     draw(0)[0].save(tmp_path / "0.png")
     inputs = Inputs([str(tmp_path / "0.png")], {}, {})
-    script = EXAMPLES / "captioner" / "main.py"
     for count in (1, 0):
-        printed = launched("forked", script, batch_caption.app, options_of(inputs, tmp_path / "captions"), tmp_path)
+        printed = launched(batch_caption.app, options_of(inputs, tmp_path / "captions"), tmp_path)
         assert f"1 items, {count} of them to caption" in printed and "1 of 1 records have captions" in printed
 
 
@@ -98,7 +98,7 @@ def runs() -> Iterator[list[BackgroundRun]]:
             run.kill()
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", alike("forked", "accelerate launch"))
 def test_runs_that_hang_and_are_killed_give_the_same_records(
     inputs: Inputs, uninterrupted: MergedRecords, tmp_path: Path, runs: list[BackgroundRun], way: str
 ) -> None:
@@ -125,8 +125,7 @@ def test_runs_that_hang_and_are_killed_give_the_same_records(
             shard.write(b'{"key": "torn \xc3')
         (output / f".manifest.json.{processes}").write_text('{"runs": [{"run"')
     written = {(record.key, record.prompt) for record in Journal(output).records()}
-    script = EXAMPLES / "captioner" / "main.py"
-    stdout = launched("forked", script, batch_caption.app, options_of(inputs, output), tmp_path)
+    stdout = launched(batch_caption.app, options_of(inputs, output), tmp_path)
     assert f"{ALL} items, {ALL - len(written)} of them to caption" in stdout
     assert stdout.count("of them to caption") == 1 and f"{GOOD} of {ALL} records have captions" in stdout
     assert "process 0:" in stdout and "process 1:" in stdout

@@ -24,10 +24,9 @@ from safetensors.torch import load_file
 from scene_batches import encode, held_out
 from support.ranks import run_on_ranks, share_small_calls
 from support.towers import alike
-from tiny import IMAGE, TINY, chat_inputs, randomise, relative_error
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tiny import TINY, chat_inputs, randomise, relative_error
 from torch.distributed.tensor import DTensor
-from transformers import BatchFeature, PreTrainedTokenizerFast
+from transformers import BatchFeature
 
 import hf_vit_accel
 from hf_vit_accel.options import passes as tower_module
@@ -105,29 +104,17 @@ def test_answers_are_streamed_and_continue_the_chat(tmp_path: Path, capsys: pyte
     assert "2 calls on a static cache" in answers[2]
 
 
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
-
-
 @pytest.fixture
 def retriever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Save a random checkpoint of transformers' own retriever, with its processor."""
-    folder = tmp_path / "colqwen2"
-    config = TINY["qwen2_vl"].build().config
-    colqwen2_config = transformers.ColQwen2Config(vlm_config=config.to_dict(), embedding_dim=16)
-    randomise(transformers.ColQwen2ForRetrieval._from_config(colqwen2_config).eval()).save_pretrained(folder)
-    names = [*SPECIAL, *(f"word{index}" for index in range(IMAGE - len(SPECIAL))), "<|image_pad|>", "[UNK]"]
-    words = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="[UNK]"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    special = [*SPECIAL[1:], "<|image_pad|>"]
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token=SPECIAL[0], unk_token="[UNK]", additional_special_tokens=special
-    )
-    kind = getattr(transformers, "Qwen2VLImageProcessorPil", transformers.Qwen2VLImageProcessor)
-    images = kind(patch_size=4, merge_size=2, size={"shortest_edge": 64, "longest_edge": 16384})
-    processor = transformers.ColQwen2Processor(images, tokenizer)
-    processor.save_pretrained(folder)
+    """Save a random checkpoint of transformers' own retriever, with the processor of a captioner."""
+    config = transformers.AutoConfig.from_pretrained(CAPTIONERS / "qwen2_vl").to_dict()
+    colqwen2_config = transformers.ColQwen2Config(vlm_config=config, embedding_dim=16)
+    model = randomise(transformers.ColQwen2ForRetrieval._from_config(colqwen2_config).eval())
+    model.save_pretrained(tmp_path / "colqwen2")
+    parts = load_processor(str(CAPTIONERS / "qwen2_vl"))
+    processor = transformers.ColQwen2Processor(parts.image_processor, parts.tokenizer)
     monkeypatch.setattr(transformers.AutoProcessor, "from_pretrained", lambda _: processor)
-    return folder
+    return tmp_path / "colqwen2"
 
 
 def test_pages_are_embedded_once_and_found(retriever: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,10 +135,10 @@ def test_pages_are_embedded_once_and_found(retriever: Path, tmp_path: Path, caps
     (index / "000001.safetensors").unlink()  # as if the run had been killed before
     embed.main([str(tmp_path / "pages"), *model])
     assert "4 pages, 1 of them to embed" in capsys.readouterr().out
-    embed.main([*model, "--query=word1 word7", "--top=3"])
+    embed.main([*model, "--query=a red star", "--top=3"])
     lines = capsys.readouterr().out.split("\n")[:3]
     with torch.no_grad():
-        query = stock(**processor.process_queries(["word1 word7"])).embeddings[0]
+        query = stock(**processor.process_queries(["a red star"])).embeddings[0]
     scores = {name: float((query @ page.t()).amax(1).sum()) for name, page in pages.items()}
     assert [line.split()[1] for line in lines] == sorted(scores, key=lambda name: -scores[name])[:3]
 

@@ -59,13 +59,7 @@ def rows_of_readme(table: str = "headline") -> list[list[str]]:
 
 
 def expected_cells(case: str, way: str, model: str) -> list[str]:
-    """Compute a comparison, and the speed-up over FlashAttention-3, from the rows of the JSON file.
-
-    Args:
-        case: what is timed, as README says it
-        way: the key of our time
-        model: the model's name, as README spells it
-    """
+    """Compute a comparison, and the speed-up over FlashAttention-3, from the rows of the JSON file."""
     for row in read("whole_call.json")["rows"]:
         names = {0: "vision tower", 1: "first token"}
         timed = names.get(row["tokens"], f"answer of {row['tokens']} tokens")

@@ -1,14 +1,11 @@
-"""Whole files, locks, fingerprints and checksums of checkpoints."""
+"""Locks of output folders, and the size of the captioner."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
 from pathlib import Path
 
 import pytest
-from captioner.checkpoints import checksums_of
 from captioner.files import lock
 from programs import EXAMPLES
 
@@ -33,23 +30,6 @@ def test_file_systems_without_locks_are_written_to(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(fcntl, "flock", refuse)
     with lock(tmp_path, alone=True) as share:
         share()
-
-
-def test_a_checkpoint_is_identified_by_its_content(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    checksums = [checksums_of(model)]
-    for name in ("model.safetensors", "config.json", "preprocessor_config.json", "chat_template.jinja", "merges.txt"):
-        (model / name).write_text("{}")
-        checksums.append(checksums_of(model))
-    (model / "config.json").write_text("[]")  # the same length as before
-    checksums.append(checksums_of(model))
-    assert len({json.dumps(by_name) for by_name in checksums}) == 7
-    (model / "notes.md").touch()
-    (model / "trainer_state.json").touch()
-    os.utime(model / "config.json", (0, 0))
-    model.rename(tmp_path / "moved")
-    assert checksums_of(tmp_path / "moved") == checksums[-1]
 
 
 def test_the_captioner_is_short_and_uses_public_names() -> None:

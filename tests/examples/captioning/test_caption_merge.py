@@ -1,14 +1,16 @@
-"""A merge never replaces a complete file by few lines: it asks for the name of a run or of a prompt."""
+"""Merges never replace a complete file by few lines: they ask for the name of a run or of a prompt. Their formats."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from captioner.journal import Journal
-from programs import words
-from support_captioning import PROMPT, call, caption, lines
+from captioner.exports import Export
+from captioner.journal import Journal, Record
+from programs import draw, encode, words
+from support_captioning import PROMPT, call, caption, lines, put
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -93,3 +95,51 @@ def test_a_prompt_of_another_run_is_merged_with_its_run(photos: Path, output: Pa
     for run, count in ((first, 3), (second, 1)):
         assert call("merge", output, result, f"--prompt={PROMPT}", f"--run={run}").exit_code == 0
         assert len(lines(result)) == count
+
+
+# --- formats, read back as the programs that load them do -------------------------------------------------------------
+
+
+def test_metadata_for_imagefolder(output: Path, tmp_path: Path) -> None:
+    photos = tmp_path / "photos"
+    put(photos, "a.png", "sub/b.c.png")
+    (photos / "bad.png").write_bytes(b"no picture")
+    caption(photos, output, "--prompt=describe this video .")
+    done = call("merge", output, photos / "metadata.jsonl")
+    assert done.exit_code == 0 and "wrote lines for 2 pictures of run" in words(done)
+    rows = lines(photos / "metadata.jsonl")
+    assert [line["file_name"] for line in rows] == ["a.png", "sub/b.c.png"]
+    assert all(line.keys() == {"file_name", "text", "text_2"} for line in rows)
+    assert all((photos / line["file_name"]).is_file() and line["text"] for line in rows)
+    done = call("merge", output, tmp_path / "else" / "metadata.jsonl")
+    assert done.exit_code == 1 and not (tmp_path / "else").exists() and "2 pictures are not in" in words(done)
+
+
+def test_records_name_the_rows_of_a_table(output: Path, tmp_path: Path) -> None:
+    """So they can be joined."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    pyarrow = pytest.importorskip("pyarrow")
+    put(tmp_path / "data", "x.png")
+    (tmp_path / "data" / "part").mkdir()
+    table = pyarrow.table({"image": [encode(draw(seed)[0]) for seed in range(3)]})
+    parquet.write_table(table, tmp_path / "data" / "part" / "t.parquet")
+    caption([tmp_path / "data", tmp_path / "data" / "part" / "t.parquet"], output)
+    assert call("merge", output, tmp_path / "out.jsonl").exit_code == 0
+    rows = lines(tmp_path / "out.jsonl")
+    assert [(row["source"], row["row"]) for row in rows] == [*(("part/t.parquet", n) for n in range(3)), (None, None)]
+    assert {row["asked"] for row in rows} == {"describe this picture ."}
+
+
+def test_texts_of_videos_and_several_lines(tmp_path: Path) -> None:
+    """Captions keep their line ends. Files are valid UTF-8, whatever names they hold."""
+    name = b"n\xff.png".decode(errors="surrogateescape")
+    (tmp_path / "p").mkdir()
+    (tmp_path / "p" / name).touch()
+    record = Record(key=name, prompt="p", status="ok", caption="two\nlines é \udcff", bytes=0)
+    done = Export(tmp_path, {"root": str(tmp_path / "p"), "prompts": ["p"]})
+    done([record], tmp_path / "p")
+    (written,) = (tmp_path / "p").glob("*.txt")
+    assert written.read_bytes() == "two\nlines é \\udcff\n".encode() and done.written == 1
+    done([record], tmp_path / "p" / "metadata.jsonl")
+    with open(tmp_path / "p" / "metadata.jsonl", encoding="utf-8") as file:
+        assert json.loads(file.read())["file_name"] == name
