@@ -342,7 +342,7 @@ class Snapshot:
         if self._called_ids != called_ids:
             self._find_unpredictable()
             return self.weights()
-        self._weights = WeightMemory(parameters[:count], parameters[count:], self._called_ids, self.offloaded)
+        weights = WeightMemory(parameters[:count], parameters[count:], self._called_ids, self.offloaded)
         modules = [*self.attributes_inside, vars(self._tower())]
         self._buffers = [attributes["_buffers"] for attributes in modules if attributes["_buffers"]]
         self._has_plain_tensors: bool | None = None
@@ -354,7 +354,8 @@ class Snapshot:
             names=self._arguments,
             dims=self._pixel_dims,
         )
-        return parameters, self._weights
+        self._weights = weights  # last, since a first call of another thread reads the rest as soon as this is there
+        return parameters, weights
 
     def is_trained(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Return whether any of the given parameters, or of a sharded layer's, requires a gradient."""
