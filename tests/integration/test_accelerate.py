@@ -12,7 +12,7 @@ from accelerate.hooks import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
-from support.patching import check_calls, check_stock, patch_by, run, status_of
+from support.patching import check_calls, check_stock, run, status_of
 from tiny import GRIDS, assert_close, relative_error, tower_of
 from torch import nn
 
@@ -39,25 +39,20 @@ class Recorder(ModelHook):
 
 
 @pytest.mark.parametrize(
-    ("when", "undo", "way"),
-    [
-        ("hooked before", "hook first", "patch"),
-        ("hooked before", "patch first", "name"),
-        ("hooked after", "hook first", "name"),
-        ("hooked after", "patch first", "patch"),
-    ],
+    ("when", "undo"),
+    [("hooked before", "patch first"), ("hooked after", "hook first"), ("hooked after", "patch first")],
 )
-def test_accelerate_hooks_on_the_tower_keep_the_fast_path(model: nn.Module, when: str, undo: str, way: str) -> None:
+def test_accelerate_hooks_on_the_tower_keep_the_fast_path(model: nn.Module, when: str, undo: str) -> None:
     tower = tower_of(model)
     grid = GRIDS["images"]
     recorder = Recorder()
     expected = run(tower, grid)
     class_forward = type(tower).forward
     if when == "hooked after":
-        patch_by(way, model)
+        hf_vit_accel.patch(model)
     add_hook_to_module(tower, AlignDevicesHook(execution_device="cpu", io_same_device=True))
     if when == "hooked before":
-        patch_by(way, model)
+        hf_vit_accel.patch(model)
     add_hook_to_module(tower, recorder, append=True)  # takes the first hook off and both on again
     assert_close(run(tower, grid), expected)
     check_calls(model, 1, 0)
@@ -79,25 +74,6 @@ def test_accelerate_hooks_on_the_tower_keep_the_fast_path(model: nn.Module, when
     hf_vit_accel.patch(model, strict=True)
     assert_close(run(tower, grid), expected)
     check_calls(model, 1, 0)
-
-
-@pytest.mark.parametrize("name", ["blocks.1", "blocks.2.attn", "blocks.0.attn.qkv", "merger"])
-def test_accelerate_hooks_inside_run_as_in_stock(model: nn.Module, name: str) -> None:
-    tower = tower_of(model)
-    grid = GRIDS["images"]
-    recorder = Recorder()
-    expected = run(tower, grid)
-    hf_vit_accel.patch(model)
-    add_hook_to_module(tower.get_submodule(name), recorder)
-    assert_close(run(tower, grid), expected)
-    assert recorder.before == recorder.after == 1
-    reasons = [f"accelerate hooks on {name}"]
-    if name in ("blocks.1", "blocks.2.attn"):
-        reasons.append("has a forward of its own")
-    check_calls(model, 0, 1, *reasons)
-    assert f"accelerate hooks on {name}" in status_of(model).against_fast
-    check_stock(model, grid, expected)
-    assert recorder.before == 2
 
 
 def align(tower: nn.Module, places: dict[str, Place]) -> None:

@@ -17,7 +17,6 @@ import tables  # noqa: E402
 from documents import Document  # noqa: E402
 
 README = ROOT / "README.md"
-WAYS = {"`patch`": "patched", "`patch`, `graphed_decoding`": "decoding"}
 
 
 def name(path: Path) -> str:
@@ -26,11 +25,6 @@ def name(path: Path) -> str:
 
 def read(file: str) -> Document:
     return dict(json.loads((ROOT / "benchmarks" / file).read_text()))
-
-
-def four_digits(number: float) -> str:
-    """Write a number as README's table does, by another way."""
-    return f"{number:.0f}" if number >= 999.95 else f"{number:.1f}" if number >= 99.995 else f"{number:.2f}"
 
 
 @pytest.mark.parametrize("path", tables.PAGES, ids=name)
@@ -56,37 +50,6 @@ def rows_of_readme(table: str = "headline") -> list[list[str]]:
     place = next(place for place in tables.PLACE.finditer(README.read_text()) if place["name"] == table)
     lines = [line for line in place[0].splitlines() if line.startswith("| ") and "---" not in line]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-
-
-def expected_cells(case: str, way: str, model: str) -> list[str]:
-    """Compute a comparison, and the speed-up over FlashAttention-3, from the rows of the JSON file."""
-    for row in read("whole_call.json")["rows"]:
-        names = {0: "vision tower", 1: "first token"}
-        timed = names.get(row["tokens"], f"answer of {row['tokens']} tokens")
-        sizes = {
-            "one 1024²": "one picture (~950x950)",
-            "32 x 34x46": "32 pictures (~500x700)",
-        }
-        if row["model"].lower() == model.lower() and case == f"{timed}, {sizes[row['size']]}":
-            stock = row["stock"]
-            ours = row[way]
-            comparison = f"{four_digits(stock)} → {four_digits(ours)} ms ({stock / ours:.1f}x)"
-            flash = row["flash_attention_3"]
-            mark = "\\*" if round(flash / ours, 1) > round(stock / ours, 1) else ""
-            return [comparison, f"{flash / ours:.1f}x{mark}"]
-    raise AssertionError(f"no row for {case} of {model}")
-
-
-def test_readme_s_table_is_computed_from_the_file_to_a_digit() -> None:
-    head, *rows = rows_of_readme()
-    models = head[2::2]
-    assert len(models) == 2 and head[3::2] == ["gain over FlashAttention-3"] * 2 and 1 <= len(rows) <= 5
-    for case, way, *cells in rows:
-        first, second = (expected_cells(case, WAYS[way], model) for model in models)
-        assert cells == [*first, *second]
-    assert "not timed" not in README.read_text()
-    is_marked = any(cell.endswith("x\\*") for row in rows for cell in row)
-    assert ("\n\\* Here FlashAttention-3 is slower than sdpa." in README.read_text()) == is_marked
 
 
 def test_readme_s_promise_is_what_its_tables_show() -> None:

@@ -9,14 +9,13 @@ import copy
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
 from support.changes import through_pickle
-from support.faults import GRID, Launches, StockModels, faults_of, raises
+from support.faults import GRID, StockModels, faults_of, raises
 from support.flashinfer import PREFILL, Flashinfer
 from support.fp8 import run_fp8_on_cpu
 from support.patching import status_of
@@ -30,7 +29,6 @@ from hf_vit_accel.backends import flash_attention_3 as fa3_backend
 from hf_vit_accel.backends import flashinfer_cudnn as cudnn_backend
 from hf_vit_accel.backends import flex as flex_backend
 from hf_vit_accel.backends.base import Needs
-from hf_vit_accel.ops.fp8 import quantize as quantize_module
 from hf_vit_accel.tower.state import state_of
 
 pytestmark = pytest.mark.usefixtures("afresh")
@@ -57,18 +55,6 @@ def _frontend(module: nn.Module) -> Arrange:
     return lambda fake, monkeypatch: monkeypatch.setitem(sys.modules, "cudnn", module)
 
 
-def _without(*names: str) -> Arrange:
-    """Remove pieces of FlashInfer."""
-
-    def arrange(fake: Flashinfer, monkeypatch: pytest.MonkeyPatch) -> None:
-        module = ModuleType(PREFILL)
-        pieces = {name for name in dir(type(fake)) if not name.startswith("__")}
-        vars(module).update({name: getattr(fake, name) for name in pieces.difference(names)})
-        monkeypatch.setitem(sys.modules, PREFILL, module)
-
-    return arrange
-
-
 def _with(**pieces: Any) -> Arrange:
     """Replace pieces of FlashInfer."""
 
@@ -85,7 +71,6 @@ FAULTS = {
         f"ModuleNotFoundError: import of {PREFILL} halted",
         is_early=True,
     ),
-    "the cudnn frontend does not import": Fault(_frontend(None), "ModuleNotFoundError", is_early=True),
     "cudnn is too old": Fault(
         _frontend(SimpleNamespace(backend_version=lambda: 91800)), "cuDNN 91800 is older than 91900", is_early=True
     ),
@@ -94,11 +79,6 @@ FAULTS = {
             SimpleNamespace(backend_version=lambda: 92000, pygraph=SimpleNamespace(execute=lambda tensors: None))
         ),
         "the cuDNN frontend is older than 1.31 (pip install",
-        is_early=True,
-    ),
-    "an untested version prepares no plans": Fault(
-        _without("prepare_cudnn_batch_prefill", "UIDs"),
-        "ImportError: cannot import name 'UIDs' from 'flashinfer.cudnn.prefill'",
         is_early=True,
     ),
     "no plan can be built": Fault(
@@ -193,20 +173,10 @@ BreakBackend = Callable[[pytest.MonkeyPatch, Exception], None]
 # --- any backend ------------------------------------------------------------------------------------------------------
 
 
-def _run_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(backend_named("torch_varlen")), "needs", Needs(cuda=False, differentiable=True))
-
-
 def _break_fa3(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     monkeypatch.setattr(fa3_backend.FlashAttention3, "needs", Needs(cuda=False))
     monkeypatch.setattr(fa3_backend.FlashAttention3, "probe", lambda self: [])
     monkeypatch.setattr(fa3_backend.FlashAttention3, "attend", raises(error))
-
-
-def _break_varlen(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    varlen = pytest.importorskip("torch.nn.attention.varlen")
-    _run_anywhere(monkeypatch)
-    monkeypatch.setattr(varlen, "varlen_attn", raises(error))
 
 
 def _break_flex(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
@@ -217,19 +187,6 @@ def _break_flex(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
 def _break_fp8(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     run_fp8_on_cpu(monkeypatch)
     monkeypatch.setattr(cudnn_fp8, "cudnn_plan_for", lambda *args: SimpleNamespace(run=raises(error)))
-
-
-def _break_fp8_kernel(name: str) -> BreakBackend:
-    """Let one kernel fail at its launch; the others do nothing."""
-    launcher = "dequantize" if name == "_dequantize_kernel" else "quantize"
-
-    def break_(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-        run_fp8_on_cpu(monkeypatch)
-        for kernel in ("_sample_kernel", "_quantize_kernel", "_dequantize_kernel"):
-            monkeypatch.setattr(quantize_module, kernel, Launches(error) if kernel == name else MagicMock())
-        monkeypatch.setattr(cudnn_fp8, launcher, getattr(quantize_module, launcher))
-
-    return break_
 
 
 @dataclass(frozen=True)
@@ -259,17 +216,12 @@ class Broken:
         return self.backend != FP8.name and backend_named(self.backend).needs.differentiable
 
 
-NO_COMPILER = RuntimeError("Failed to find C compiler")
 BROKEN: dict[str, Broken] = {
     "flash_attention_3": Broken(
         "flash_attention_3", _break_fa3, ImportError("undefined symbol: _ZN2at4_ops5zeros4callE")
     ),
     "flex": Broken("flex", _break_flex, NotImplementedError("no lowering for this graph")),
-    "varlen's attend": Broken(
-        "torch_varlen", _break_varlen, TypeError("varlen_attn() got an unexpected argument 'scale'")
-    ),
     "FP8's attention": Broken(FP8.name, _break_fp8, RuntimeError("EXECUTION_FAILED"), ("fast",)),
-    "FP8's quantizing kernel": Broken(FP8.name, _break_fp8_kernel("_quantize_kernel"), NO_COMPILER, ("fast",)),
 }
 """By the part that is broken."""
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import pytest
@@ -27,29 +25,11 @@ from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel import FallbackError, machine
-from hf_vit_accel.ops import add_norm, mlp
+from hf_vit_accel.ops import add_norm
 
 pytestmark = pytest.mark.usefixtures("afresh")
 
 BreakKernel = Callable[[str, BaseException], Launches]
-
-
-@dataclass(frozen=True)
-class KernelCall:
-    """One way in which a tower launches kernels.
-
-    Args:
-        family: The tower's family.
-        trains: Whether with gradients.
-        activates: Whether the kernel of a product applies the activation, too.
-    """
-
-    family: str
-    trains: bool
-    activates: bool
-
-
-CallsByKernel = dict[str, list[KernelCall]]
 
 
 def run(model: nn.Module, *, trains: bool) -> list[torch.Tensor]:
@@ -58,68 +38,51 @@ def run(model: nn.Module, *, trains: bool) -> list[torch.Tensor]:
         return [output.detach() for output in outputs_of(tower(pixels_for(tower, GRID), torch.tensor(GRID)))]
 
 
-@pytest.fixture(scope="module")
-def cache_of_calls() -> CallsByKernel:
-    return {}
-
-
-@pytest.fixture
-def calls_by_kernel(cache_of_calls: CallsByKernel, references: list[str], stock_models: StockModels) -> CallsByKernel:
-    """List the calls that launch each kernel: run every family with gradients and without, once a file."""
-    if cache_of_calls:
-        return cache_of_calls
-    for family, trains, activates in product(stock_models, (True, False), (True, False)):
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            if not activates:
-                monkeypatch.setattr(mlp, "why_not_descriptors", lambda device: "not this GPU")
-            model, _ = stock_models[family]
-            hf_vit_accel.patch(model)
-            references.clear()
-            run(model, trains=trains)
-            for name in sorted(set(references)):
-                cache_of_calls.setdefault(name, []).append(KernelCall(family, trains, activates))
-    return cache_of_calls
-
-
-TRIED = {"add_norm_", "shape_heads", "linear_swiglu", "window_attention", "mlp"}
-"""Kernels of every room, in calls with gradients and without; the matrix has the others."""
+LAUNCHED: dict[str, tuple[str, bool]] = {
+    "add_norm_": ("qwen2_vl", False),
+    "mlp": ("qwen2_vl", True),
+    "window_attention": ("qwen2_5_vl", False),
+    "linear_swiglu": ("qwen2_5_vl", False),
+    "quick_gelu_": ("qwen2_vl", False),
+    "pad_swiglu": ("qwen2_5_vl", False),
+    "swiglu": ("qwen2_5_vl", False),
+    "add_norm": ("qwen2_vl", True),
+    "rope_": ("qwen2_vl", False),
+    "add_positions_": ("qwen3_vl", False),
+    "add_positions": ("qwen3_vl", True),
+}
+"""Kernels with a family that launches them, with gradients or without."""
+TRIED = ("add_norm_", "mlp", "window_attention", "linear_swiglu")
+"""Kernels of every room; the matrix has the others."""
 
 
 @pytest.mark.parametrize(
     ("name", "error"),
     [
-        *(pytest.param(x, "no C compiler", marks=[pytest.mark.matrix] * (x not in TRIED)) for x in KERNELS),
+        *(pytest.param(x, "no C compiler", marks=[pytest.mark.matrix] * (x not in TRIED)) for x in LAUNCHED),
         ("add_norm_", "the kernel does not compile"),
-        *(pytest.param("add_norm_", error, marks=pytest.mark.matrix) for error in LAUNCH_ERRORS),
     ],
 )
 def test_a_kernel_that_cannot_be_launched(
-    calls_by_kernel: CallsByKernel,
-    break_kernel: BreakKernel,
-    stock_models: StockModels,
-    name: str,
-    error: str,
+    break_kernel: BreakKernel, stock_models: StockModels, name: str, error: str
 ) -> None:
-    """With gradients and without: in the first family that launches it then."""
-    tested: set[bool] = set()
-    for call in calls_by_kernel.get(name, []):
-        if call.trains in tested or call.activates != name.startswith("linear"):
-            continue
-        model, expected = stock_models[call.family]
-        launches = break_kernel(name, LAUNCH_ERRORS[error])
-        hf_vit_accel.patch(model)
-        assert "norms" in status_of(model).fused
-        for _ in range(2):
-            assert_close(run(model, trains=call.trains), expected)
-        if not launches.tried:
-            assert not faults_of(model)
-            continue
-        tested.add(call.trains)
-        assert launches.tried == 1, "it is not tried again"
-        check_report(model, LAUNCH_ERRORS[error])
-        check_copies_and_strict(model, call, LAUNCH_ERRORS[error])
-    if not tested:
-        pytest.skip("it runs in the backward pass only")
+    family, trains = LAUNCHED[name]
+    model, expected = stock_models[family]
+    launches = break_kernel(name, LAUNCH_ERRORS[error])
+    hf_vit_accel.patch(model)
+    assert "norms" in status_of(model).fused
+    for _ in range(2):
+        assert_close(run(model, trains=trains), expected)
+    assert launches.tried == 1, "it is not tried again"
+    check_report(model, LAUNCH_ERRORS[error])
+    assert not faults_of(copy.deepcopy(model)) and not faults_of(through_pickle(model)), "a copy tries for itself"
+    hf_vit_accel.patch(model, strict=True)
+    for _ in range(2):
+        with pytest.raises(FallbackError, match=r"strict=True .*: kernels failed when it ran") as strict:
+            run(model, trains=trains)
+        assert strict.value.__context__.__cause__ is LAUNCH_ERRORS[error]
+    hf_vit_accel.patch(model, fuse=False, strict=True)
+    run_tower(tower_of(model), GRID)
 
 
 def check_report(model: nn.Module, error: BaseException) -> None:
@@ -130,21 +93,6 @@ def check_report(model: nn.Module, error: BaseException) -> None:
     assert (status.calls, status.stock_calls) == (2, 0)
     assert status.fused == ("patch_embed",) and status.unfused["norms"] == status.unfused["rope"] == reason
     assert status.fallbacks == {f"no fused kernel can serve the call: one {reason}": 2} and message in str(status)
-
-
-def check_copies_and_strict(model: nn.Module, call: KernelCall, error: BaseException) -> None:
-    """Check that copies try the kernel themselves, and that it fails anew under `strict`, which raises."""
-    hf_vit_accel.patch(model)
-    run(model, trains=call.trains)
-    assert status_of(copy.deepcopy(model)).fused != status_of(model).fused
-    assert not faults_of(through_pickle(model))
-    hf_vit_accel.patch(model, strict=True)
-    for _ in range(2):
-        with pytest.raises(FallbackError, match=r"strict=True .*: kernels failed when it ran") as strict:
-            run(model, trains=call.trains)
-        assert strict.value.__context__.__cause__ is error
-    hf_vit_accel.patch(model, fuse=False, strict=True)
-    run_tower(tower_of(model), GRID)
 
 
 @pytest.mark.parametrize("family", ONE_TOWER)

@@ -8,15 +8,15 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.bad_inputs import Inputs, outcome
 from support.towers import ONE_TOWER
-from tiny import GRIDS, TINY, assert_close, run_tower, tower_of
+from tiny import GRIDS, TINY, assert_close, outputs_of, run_tower, tower_of
 from torch import nn
 
 import hf_vit_accel
@@ -31,14 +31,37 @@ def stock(request: pytest.FixtureRequest) -> nn.Module:
     return tower_of(TINY[request.param].build())
 
 
-def twin_of(tower: nn.Module, **options: object) -> nn.Module:
-    """Build a patched tower that shares the parameters of a stock one."""
-    twin = type(tower)(type(tower.config)(**tower.config.to_dict())).eval()
-    twin.load_state_dict(tower.state_dict(), assign=True)
-    return hf_vit_accel.patch(twin, **options)
+@pytest.fixture(scope="module")
+def patched(stock: nn.Module) -> nn.Module:
+    """Build a patched tower that shares the parameters of the stock one."""
+    twin = type(stock)(type(stock.config)(**stock.config.to_dict())).eval()
+    twin.load_state_dict(stock.state_dict(), assign=True)
+    return hf_vit_accel.patch(twin)
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
+
+
+class Inputs(NamedTuple):
+    """Pixels and grid of a call, of any type. Test reports show their shapes and types, without numbers."""
+
+    pixels: object
+    grid: object
+
+    def __repr__(self) -> str:
+        kinds = (type(self.pixels).__name__, getattr(self.pixels, "dtype", ""), getattr(self.pixels, "layout", ""))
+        shape = tuple(getattr(self.pixels, "shape", ()))
+        return f"pixels {shape} {kinds}, grid {self.grid!r} {getattr(self.grid, 'dtype', '')}"
+
+
+def outcome(tower: nn.Module, inputs: Inputs) -> list[torch.Tensor] | Exception:
+    """Call a tower; return its outputs, or the error that it raises."""
+    try:
+        with torch.no_grad():
+            return outputs_of(tower(inputs.pixels, grid_thw=inputs.grid))
+    except Exception as error:
+        return error
+
 
 INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -153,11 +176,6 @@ def check(stock: nn.Module, patched: nn.Module, tried: Inputs) -> str:
     assert not isinstance(expected, Exception), (tried, expected)
     assert_close(result, expected, 1e-5)
     return "served"
-
-
-@pytest.fixture(scope="module")
-def patched(stock: nn.Module) -> nn.Module:
-    return twin_of(stock)
 
 
 def test_any_input_is_served_or_refused(stock: nn.Module, patched: nn.Module) -> None:

@@ -24,23 +24,6 @@ GRID = [(1, 4, 4)] * 3
 OPTIONS = ({"max_rows": 40}, {"reuse": True})
 
 
-def mean_activation(rows: torch.Tensor) -> torch.Tensor:
-    return nn.functional.silu(rows) * (1 + rows.mean())
-
-
-def exchange_by_function(tower: Any) -> None:
-    for block in tower.blocks:
-        del block.mlp.act_fn
-        block.mlp.act_fn = mean_activation
-
-
-def count_rows_in_gradients(tower: Any) -> None:
-    tower.pos_embed.scale_grad_by_freq = True
-
-
-CHANGES = exchange_by_function, count_rows_in_gradients
-
-
 def results(model: nn.Module) -> list[torch.Tensor]:
     tower = tower_of(model)
     pixels = pixels_for(tower, GRID)
@@ -52,11 +35,77 @@ def results(model: nn.Module) -> list[torch.Tensor]:
     return [*(output.detach() for output in outputs), *gradients]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=["max_rows", "reuse"])
-@pytest.mark.parametrize("change", CHANGES)
-def test_what_is_put_into_a_tower(change: Callable[[Any], None], options: dict[str, Any]) -> None:
-    model = TINY["qwen3_vl" if change is count_rows_in_gradients else "qwen2_5_vl"].build()
-    change(tower_of(model))
+def mean_activation(rows: torch.Tensor, share: float = 1.0) -> torch.Tensor:
+    return nn.functional.silu(rows) * (1 + share * rows.mean())
+
+
+class Holder:
+    def mix(self, rows: torch.Tensor) -> torch.Tensor:
+        return mean_activation(rows)
+
+
+class OfOneScale(nn.Linear):
+    """Scale all rows of a call by the largest value, and round: float8 and 8-bit linears do the like."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        scale = rows.detach().abs().amax() / 127
+        return super().forward(rows + (rows / scale).detach().round() * scale - rows.detach())
+
+
+class OfOutliers(nn.Linear):
+    """Round all columns but those in which any row has an outlier, as `LLM.int8()` does."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        scale = rows.detach().abs().amax(-1, keepdim=True) / 127
+        rounded = (rows / scale).detach().round() * scale
+        is_kept = rows.detach().abs().amax(0) > 6
+        return super().forward(rows + torch.where(is_kept, rows, rounded).detach() - rows.detach())
+
+
+class GradientOfAll(nn.Linear):
+    """Give all rows the mean gradient."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        mean = rows.mean(0, keepdim=True)
+        return super().forward(rows.detach() + mean - mean.detach())
+
+
+def exchange_activations(activation: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], None]:
+    """Return a change as users exchange an activation for a fused one: `mlp.act_fn = functools.partial(...)`."""
+
+    def exchange(tower: Any) -> None:
+        for block in tower.blocks:
+            del block.mlp.act_fn
+            block.mlp.act_fn = activation
+
+    return exchange
+
+
+def exchange_linears(kind: type[nn.Linear]) -> Callable[[Any], None]:
+    def exchange(tower: Any) -> None:
+        for block in tower.blocks:
+            block.attn.proj.__class__ = kind
+
+    return exchange
+
+
+def count_rows_in_gradients(tower: Any) -> None:
+    tower.pos_embed.scale_grad_by_freq = True
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "a function": exchange_activations(mean_activation),
+    "a partial": exchange_activations(functools.partial(mean_activation, share=0.5)),
+    "a method": exchange_activations(Holder().mix),
+    "gradients by frequency": count_rows_in_gradients,
+    "linears of one scale": exchange_linears(OfOneScale),
+    "linears of outliers": exchange_linears(OfOutliers),
+    "linears of one gradient": exchange_linears(GradientOfAll),
+}
+
+
+def check_all_rows(model: nn.Module, options: dict[str, Any]) -> None:
+    """Compare a model with stock, and check that its calls were not divided."""
     stock = copy.deepcopy(model)
     hf_vit_accel.patch(model, **options)
     assert_close(results(model), results(stock))
@@ -64,17 +113,21 @@ def test_what_is_put_into_a_tower(change: Callable[[Any], None], options: dict[s
 
 
 @pytest.mark.parametrize("options", alike(*OPTIONS), ids=["max_rows", "reuse"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_put_into_a_tower_gets_all_rows(name: str, options: dict[str, Any]) -> None:
+    model = TINY["qwen3_vl" if name == "gradients by frequency" else "qwen2_5_vl"].build()
+    CHANGES[name](tower_of(model))
+    check_all_rows(model, options)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["max_rows", "reuse"])
 def test_an_activation_that_is_registered_with_transformers(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tiny tower of a proof has it, too, but that proves nothing about rows."""
     monkeypatch.setitem(ACT2FN, "rows", substitutes.RowsActivation)
     tiny = TINY["qwen2_5_vl"]
-    model = replace(tiny, vision=tiny.vision | {"hidden_act": "rows"}).build()
-    stock = copy.deepcopy(model)
-    hf_vit_accel.patch(model, **options)
-    assert_close(results(model), results(stock))
-    assert any("may mix rows" in reason for reason in hf_vit_accel.status(model).towers[0].fallbacks)
+    check_all_rows(replace(tiny, vision=tiny.vision | {"hidden_act": "rows"}).build(), options)
 
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -111,44 +164,6 @@ def test_adapters_that_treat_each_row_by_itself_run_in_passes(method: str) -> No
     hf_vit_accel.patch(model, max_rows=40)
     assert_close(results(model.base_model.model), results(stock.base_model.model))
     assert hf_vit_accel.status(model).towers[0].passes is not None
-
-
-class OfOneScale(nn.Linear):
-    """Scale all rows of a call by the largest value, and round: float8 and 8-bit linears do the like."""
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        scale = rows.detach().abs().amax() / 127
-        return super().forward(rows + (rows / scale).detach().round() * scale - rows.detach())
-
-
-class OfOutliers(nn.Linear):
-    """Round all columns but those in which any row has an outlier, as `LLM.int8()` does."""
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        scale = rows.detach().abs().amax(-1, keepdim=True) / 127
-        rounded = (rows / scale).detach().round() * scale
-        is_kept = rows.detach().abs().amax(0) > 6
-        return super().forward(rows + torch.where(is_kept, rows, rounded).detach() - rows.detach())
-
-
-class GradientOfAll(nn.Linear):
-    """Give all rows the mean gradient."""
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        mean = rows.mean(0, keepdim=True)
-        return super().forward(rows.detach() + mean - mean.detach())
-
-
-@pytest.mark.parametrize("kind", [OfOneScale, OfOutliers, GradientOfAll])
-@pytest.mark.parametrize("options", alike(*OPTIONS), ids=["max_rows", "reuse"])
-def test_linears_that_mix_rows(kind: type[nn.Linear], options: dict[str, Any]) -> None:
-    model = TINY["qwen2_5_vl"].build()
-    for block in tower_of(model).blocks:
-        block.attn.proj.__class__ = kind
-    stock = copy.deepcopy(model)
-    hf_vit_accel.patch(model, **options)
-    assert_close(results(model), results(stock))
-    assert any("may mix rows" in reason for reason in hf_vit_accel.status(model).towers[0].fallbacks)
 
 
 @pytest.mark.parametrize("threshold", [None, 0.0, 6.0], ids=["4 bit", "8 bit", "8 bit with outliers"])
@@ -200,28 +215,3 @@ def test_dynamic_quantisation_mixes_rows() -> None:
     with torch.no_grad():
         tower(pixels_for(tower, GRID), grid_thw=torch.tensor(GRID))
     assert hf_vit_accel.status(model).towers[0].passes is None
-
-
-def _mix(x: torch.Tensor, share: float) -> torch.Tensor:
-    return torch.nn.functional.gelu(x) + share * x.mean(0, keepdim=True)
-
-
-class _Holder:
-    def mix(self, x: torch.Tensor) -> torch.Tensor:
-        return _mix(x, 0.5)
-
-
-@pytest.mark.parametrize("activation", [functools.partial(_mix, share=0.5), _Holder().mix, lambda x: _mix(x, 0.5)])
-def test_an_activation_that_is_a_partial_or_a_method_gets_all_rows(activation: Any) -> None:
-    """As users exchange an activation for a fused one: `mlp.act_fn = functools.partial(...)`."""
-    tower = tower_of(TINY["qwen3_vl"].build()).eval().requires_grad_(False)
-    mlp = tower.blocks[0].mlp
-    del mlp.act_fn
-    mlp.act_fn = activation
-    weight = next(value for name, value in tower.named_parameters() if "patch_embed" in name)
-    grid = torch.tensor([[1, 8, 8], [1, 8, 8], [1, 4, 8]])
-    pixels = torch.randn(160, weight[0].numel())
-    expected = tower(pixels, grid).pooler_output
-    hf_vit_accel.patch(tower, max_rows=64)
-    torch.testing.assert_close(tower(pixels, grid).pooler_output, expected, atol=1e-4, rtol=1e-4)
-    assert any("may mix rows" in reason for reason in hf_vit_accel.status(tower).towers[0].fallbacks)

@@ -11,14 +11,12 @@ import pytest
 import torch
 from tiny import (
     GRIDS,
-    TINY,
     assert_close,
     merged_of,
     outputs_of,
     pixels_for,
     relative_error,
     run_tower,
-    tower_of,
 )
 from torch import nn
 from transformers import modeling_utils
@@ -145,21 +143,6 @@ def test_a_forward_of_your_own_keeps_its_arguments(tower: nn.Module, how: str, w
     assert_close(outputs, run())
 
 
-def test_a_forward_without_a_readable_signature(tower: nn.Module) -> None:
-    tower.forward = type  # written in C, like the forwards of compiled modules
-    with pytest.raises(ValueError, match="signature"):
-        inspect.signature(tower.forward)
-    assert "grid_thw" in inspect.signature(hf_vit_accel.patch(tower).forward).parameters
-    assert hf_vit_accel.unpatch(tower).forward is type
-
-
-def test_nothing_is_captured_for_a_tower_that_stays_stock(tower: nn.Module) -> None:
-    tower.patch_embed = nn.Sequential(tower.patch_embed)
-    hf_vit_accel.patch(tower, cuda_graphs=True)
-    [status] = hf_vit_accel.warmup(tower, progress=False).towers
-    assert "the tower is not built as" in status.against_fast[0]
-
-
 def test_a_missing_argument_raises_the_error_of_stock(tower: nn.Module) -> None:
     hf_vit_accel.patch(tower)
     assert list(inspect.signature(tower.forward).parameters) == ["hidden_states", "grid_thw", "kwargs"]
@@ -184,24 +167,6 @@ def test_jit_trace_goes_the_stock_way(tower: nn.Module) -> None:
         traced = torch.jit.trace(Features().eval(), (one, torch.tensor(GRID)), check_trace=False)
         assert_close([traced(other, torch.tensor(GRID))], [expected])
     assert dict(state_of(tower).fallbacks) == {"torch.jit.trace is at work": 1}
-
-
-@pytest.mark.parametrize("how", ["forward", "positions"])
-def test_status_and_strict_report_obstacles_before_a_call(how: str) -> None:
-    """A wrapped forward, and another interpolation of positions."""
-    tower = tower_of(TINY["qwen3_vl"].build())
-    if how == "forward":
-        tower.forward = lambda *args, **kwargs: type(tower).forward(tower, *args, **kwargs)
-    else:
-        tower.interpolation_mode = "bicubic"
-    with pytest.raises(hf_vit_accel.FallbackError, match="cannot be served"):
-        hf_vit_accel.patch(tower, strict=True)
-    assert state_of(tower) is None
-    [status] = hf_vit_accel.status(hf_vit_accel.patch(tower)).towers
-    run_tower(tower, GRID)
-    [after] = hf_vit_accel.status(tower).towers
-    assert status.against_fast == after.against_fast == tuple(after.fallbacks) != ()
-    assert not status.fused and after.stock_calls == 1
 
 
 def half(

@@ -1,4 +1,7 @@
-"""Models built on the families' towers: page retrievers, embedding models, other composites."""
+"""Models built on the families' towers: page retrievers, embedding models, other composites.
+
+`tests/stacks` runs the models of colpali-engine and sentence-transformers.
+"""
 
 from __future__ import annotations
 
@@ -27,35 +30,12 @@ def col_qwen2(family: str, **kwargs: object) -> Any:
     return randomise(transformers.ColQwen2ForRetrieval._from_config(config, **kwargs).eval())
 
 
-def colpali(family: str, **kwargs: object) -> Any:
-    """Build a class as colpali-engine writes them: a subclass of the model, with a projection and padded pixels."""
-    config = config_of(family)
-    base: Any = type(AutoModel.from_config(config))
-
-    class ColQwen(base):
-        def __init__(self, config: Any) -> None:
-            super().__init__(config=config)
-            self.custom_text_proj = nn.Linear(config.get_text_config().hidden_size, 16)
-            self.post_init()
-
-        def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
-            pixels = kwargs.pop("pixel_values")
-            grid = kwargs["image_grid_thw"]
-            rows = [page[:count] for page, count in zip(pixels, grid.prod(1).tolist(), strict=True)]
-            output = super().forward(*args, **kwargs, pixel_values=torch.cat(rows), use_cache=False, return_dict=True)
-            projected = self.custom_text_proj(output.last_hidden_state)
-            normed = projected / projected.norm(dim=-1, keepdim=True)
-            return normed * kwargs["attention_mask"].unsqueeze(-1)
-
-    return randomise(ColQwen._from_config(config, **kwargs).eval())
-
-
 def embedder(family: str, **kwargs: object) -> Any:
     """Build the plain model, whose last state is the embedding: Qwen3-VL-Embedding and -Reranker, GME, DSE."""
     return randomise(AutoModel.from_config(config_of(family), **kwargs).eval())
 
 
-def pages(model: nn.Module, family: str, *, padded: bool) -> dict[str, torch.Tensor]:
+def pages(family: str, *, padded: bool) -> dict[str, torch.Tensor]:
     """Make a batch of three pages of different sizes: prompts padded on the left, pixels padded per page or packed."""
     prompts = [chat_inputs(TINY[family].build(), grid, seed) for seed, grid in enumerate(PAGES)]
     longest = max(prompt["input_ids"].shape[1] for prompt in prompts)
@@ -70,23 +50,20 @@ def pages(model: nn.Module, family: str, *, padded: bool) -> dict[str, torch.Ten
     pixels = [prompt["pixel_values"] for prompt in prompts]
     batch["image_grid_thw"] = torch.cat([prompt["image_grid_thw"] for prompt in prompts])
     batch["pixel_values"] = nn.utils.rnn.pad_sequence(pixels, batch_first=True) if padded else torch.cat(pixels)
-    assert int((batch["input_ids"] == IMAGE).sum()) == int(batch["image_grid_thw"].prod(1).sum()) // 4
     return batch
 
 
-def embed(model: nn.Module, family: str, *, padded: bool) -> torch.Tensor:
-    inputs = pages(model, family, padded=padded)
-    if type(model).__name__ == "ColQwen2ForRetrieval":
+def embed(model: nn.Module, family: str) -> torch.Tensor:
+    is_col_qwen = type(model).__name__ == "ColQwen2ForRetrieval"
+    inputs = pages(family, padded=is_col_qwen)
+    if is_col_qwen:
         inputs.pop("mm_token_type_ids", None)
     with torch.no_grad():
         output = model(**inputs)
-    if isinstance(output, torch.Tensor):
-        return output
-    embeddings = output.get("embeddings")
-    return output.last_hidden_state[:, -1] if embeddings is None else embeddings
+    return output.embeddings if is_col_qwen else output.last_hidden_state[:, -1]
 
 
-MAKERS = {"ColQwen2ForRetrieval": col_qwen2, "as colpali-engine's": colpali, "AutoModel": embedder}
+MAKERS = {"ColQwen2ForRetrieval": col_qwen2, "AutoModel": embedder}
 
 
 @pytest.mark.parametrize(
@@ -99,17 +76,16 @@ MAKERS = {"ColQwen2ForRetrieval": col_qwen2, "as colpali-engine's": colpali, "Au
 )
 def test_embeddings_of_pages_equal_stock(kind: str, family: str) -> None:
     make = MAKERS[kind]
-    padded = kind != "AutoModel"
     model = make(family)
-    expected = embed(model, family, padded=padded)
+    expected = embed(model, family)
     hf_vit_accel.patch(model, strict=True)
-    assert_close([embed(model, family, padded=padded)], [expected])
+    assert_close([embed(model, family)], [expected])
     [status] = hf_vit_accel.status(model).towers
     assert (status.calls, status.stock_calls, status.family) == (1, 0, family)
     hf_vit_accel.unpatch(model)
-    assert_close([embed(model, family, padded=padded)], [expected], 0.0)
+    assert_close([embed(model, family)], [expected], 0.0)
     by_name = make(family, attn_implementation=AUTO)
-    assert_close([embed(by_name, family, padded=padded)], [expected])
+    assert_close([embed(by_name, family)], [expected])
     assert hf_vit_accel.status(by_name).towers[0].calls == 1
     assert by_name.config.get_text_config()._attn_implementation == "sdpa"
 

@@ -197,3 +197,12 @@ def test_a_wrapper_without_the_forward_of_the_class_stays(model: nn.Module, when
     hf_vit_accel.unpatch(model)
     if when == "before":
         assert traces_of(tower) == before
+
+
+def test_a_method_that_ms_swift_gives_the_tower_keeps_it_fast(model: nn.Module) -> None:
+    tower = tower_of(model)
+    expected = run(tower, GRID)
+    tower.get_input_embeddings = lambda: tower.patch_embed
+    hf_vit_accel.patch(model)
+    assert_close(run(tower, GRID), expected)
+    check_calls(model, 1, 0)

@@ -113,7 +113,6 @@ LACKS = (
         (
             "test_python_of_the_docs_runs",
             "test_examples_in_docstrings_run",
-            "integration/test_docs_migrate.py",
             "hooked]",
             "test_a_backend_that_fails_in_a_capture_or_later",
             "test_a_checkpointed_head_on_a_frozen_tower_is_trained",
