@@ -13,6 +13,7 @@ import torch
 import transformers
 from support import attention_only, versions
 from support.attention_only import CLASSES as ATTENTION_ONLY
+from support.families import CLASSES, tiny_tower
 from tiny import assert_close, randomise
 
 import hf_vit_accel
@@ -20,17 +21,13 @@ from hf_vit_accel.families import Family
 from hf_vit_accel.tower.code import names_of_forwards
 from hf_vit_accel.versions import popped_by
 
-every_tower = pytest.mark.parametrize(
-    ("family", "module", "name"), versions.TOWERS, ids=[name for _, _, name in versions.TOWERS]
-)
-
 
 @pytest.mark.matrix
-@every_tower
+@pytest.mark.parametrize(("family", "module", "name"), CLASSES, ids=[name for _, _, name in CLASSES])
 def test_a_tower_in_every_use(family: Family, module: str, name: str, references: list[str]) -> None:
     cells = {}
     for use, measure in versions.USES.items():
-        cells[use] = measure(versions.build(family, module, name))
+        cells[use] = measure(tiny_tower(family, module, name))
     if os.environ.get("RECORD_VERSIONS"):
         versions.write(name, cells)
         return

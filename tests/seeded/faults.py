@@ -40,7 +40,7 @@ PASSES = "tests/unit/test_passes.py"
 REUSE = "tests/unit/test_reuse.py"
 RANKS = "tests/unit/test_data_parallel.py tests/unit/test_ranks.py tests/unit/test_split.py"
 CHANGES = (
-    "tests/integration/test_changes.py tests/unit/test_snapshot.py tests/integration/test_replaced.py "
+    "tests/integration/test_changes.py tests/unit/test_checks.py tests/integration/test_replaced.py "
     "tests/integration/test_structures.py"
 )
 PROOF = "tests/unit/test_proof.py tests/unit/test_newer_transformers.py"
@@ -136,7 +136,7 @@ FAULTS = (
         "engine/inputs.py",
         "if rows != pixels.shape[0]:",
         "if rows < 0:",
-        TOWER,
+        "tests/integration/test_fuzz.py",
     ),
     Fault(
         "frames that pad a batch count as images",

@@ -36,10 +36,17 @@ def add_adapters(model: Any) -> None:
     model.eval()
 
 
-def switch_adapters(model: Any, rng: random.Random) -> None:
-    """Choose one of the adapters, or none."""
+def change_model(model: Any, rng: random.Random) -> None:
+    """Choose one of the adapters, or none. Sometimes change a weight, in place or for another tensor."""
     model.set_adapter(rng.choice(["one", "two"]))
     (model.disable_adapters if rng.random() < 0.5 else model.enable_adapters)()
+    weight = rng.choice([module.weight for module in model.modules() if isinstance(module, torch.nn.Linear)])
+    changed = weight.detach() * rng.uniform(0.9, 1.1)
+    kind = rng.randrange(6)
+    if kind == 0:
+        weight.data = changed
+    elif kind == 1:
+        weight.data.copy_(changed)
 
 
 def counts_of(model: Any) -> Counts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -30,11 +31,11 @@ DIFFERENT = "Qwen2_5_Vision", "Qwen3VLVision", "Glm5Next", "PaddleOCR", "Dots3"
 """
 
 
-def classes_like(*names: str) -> list[Any]:
-    """Return `CLASSES` as parameters: those whose class begins with a name run always, the others in the matrix."""
+def classes_like(*names: str, classes: Sequence[tuple[Family, str, str]] = CLASSES) -> list[Any]:
+    """Return classes as parameters: those whose name begins with a given one run always, the others in the matrix."""
     return [
         pytest.param(entry, id=entry[2], marks=[pytest.mark.matrix] * (not entry[2].startswith(names)))
-        for entry in CLASSES
+        for entry in classes
     ]
 
 

@@ -12,7 +12,6 @@ from transformers import (
     GenerationConfig,
     LogitsProcessorList,
     MaxTimeCriteria,
-    StaticCache,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
     WatermarkingConfig,
@@ -169,8 +168,3 @@ ARGUMENTS = (
     Argument(("transformers_version",), "none", "no effect"),
 )
 """Every argument of `generate`."""
-
-
-def make_static_cache(model: Any) -> StaticCache:
-    """Return a static cache of the user's for a model."""
-    return StaticCache(config=model.config, max_cache_len=128)

@@ -33,6 +33,13 @@ def status_of(model: nn.Module) -> TowerStatus:
     return status
 
 
+def assert_fast(model: nn.Module, calls: int | None = None) -> None:
+    """Check that all calls of a model's only tower were fast, and how many there were."""
+    status = status_of(model)
+    assert (status.stock_calls, status.against_fast, status.fallbacks) == (0, (), {}), str(status)
+    assert status.calls == calls if calls is not None else status.calls, str(status)
+
+
 def check_calls(model: nn.Module, fast: int, stock: int, *reasons: str) -> None:
     """Check the number of fast calls and of stock calls, which went that way for these reasons and no others."""
     state = state_of(tower_of(model))

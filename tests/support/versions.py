@@ -19,9 +19,9 @@ from tiny import checkpoint_layers, relative_error
 from torch import nn
 
 import hf_vit_accel
-from hf_vit_accel.families import FAMILIES, Family, Tower
+from hf_vit_accel.families import Tower
 from hf_vit_accel.families.base import named_tensors
-from support.families import GRIDS, inputs, run, tiny_tower, trained
+from support.families import CLASSES, GRIDS, inputs, run, trained
 
 RECORD = Path(__file__).parents[1] / "versions.json"
 """Class of a tower -> version of transformers -> use -> "fast", or why it is stock."""
@@ -29,11 +29,6 @@ NAME = "flash_vit_auto"
 Tensors = Iterable[torch.Tensor | None]
 Cells = dict[str, str]
 Record = dict[str, dict[str, Cells]]
-
-
-def build(family: Family, module: str, name: str) -> Tower:
-    """Build a tiny tower; skip the test where transformers lacks its class, or has it with other arguments."""
-    return tiny_tower(family, module, name)
 
 
 def vision_function(name: str) -> Callable[..., torch.Tensor]:
@@ -165,8 +160,6 @@ USES: Mapping[str, Callable[[Tower], str]] = {
 }
 """Uses of a tower. Each compares with stock, and returns its cell."""
 
-TOWERS = [(family, *tower) for family in FAMILIES if not family.attention_only for tower in family.towers]
-
 
 def read() -> Record:
     """Return the committed record."""
@@ -190,7 +183,7 @@ def table() -> list[tuple[str, ...]]:
     """Return the rows of the table of versions: a tower, versions with equal cells, and the cells."""
     rows: list[tuple[str, ...]] = []
     record = read()
-    for family, _, name in TOWERS:
+    for family, _, name in CLASSES:
         groups: list[tuple[list[str], Cells]] = []
         for version, cells in record.get(name, {}).items():
             if groups and groups[-1][1] == cells:

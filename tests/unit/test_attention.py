@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.saved import Saved, save
-from support.towers import alike
+from support.saved import Saved
 from tiny import GRIDS, TINY, assert_close, left_padded, merged_of, outputs_of, pixels_for, run_tower, tower_of
 
 import hf_vit_accel
 from hf_vit_accel.tower.state import state_of
 
 AUTO = "flash_vit_auto"
-
-
-@pytest.fixture(scope="module", params=alike("qwen2_5_vl", "qwen3_vl_moe", "qwen2_vl", "qwen3_vl"))
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    return save(TINY[request.param].build(), tmp_path_factory.mktemp(request.param))
 
 
 WAYS = ["string", "dict", "set", "patch"]

@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 from support.attention_only import CLASSES, TINY, build, grid_name, inputs, takes_segments
+from support.families import classes_like
 from tiny import assert_close, largest_error
 from torch import nn
 
@@ -27,19 +28,9 @@ def tower(request: pytest.FixtureRequest) -> nn.Module:
     return build(module, name)
 
 
-def towers_of(*names: str) -> pytest.MarkDecorator:
-    """Run a test with towers whose class begins with one of the names; in the matrix with all."""
-    towers = []
-    for entry in CLASSES:
-        is_left_out = not entry[2].startswith(names)
-        towers.append(pytest.param(entry, id=entry[2], marks=[pytest.mark.matrix] * is_left_out))
-    return pytest.mark.parametrize("tower", towers, indirect=True)
-
-
-typical_towers = towers_of("Lfm3Vl")
-"""For what the library stores and reports, whatever the tower: this one has fewer key heads."""
-different_towers = towers_of("VideoLlama3", "MuseGlimmer", "MiniCPMV4_6", "Inkling2")
+DIFFERENT = "VideoLlama3", "MuseGlimmer", "MiniCPMV4_6", "Inkling2"
 """Segments alone, windows, a merger inside, and a class token in each frame."""
+different_towers = pytest.mark.parametrize("tower", classes_like(*DIFFERENT, classes=CLASSES), indirect=True)
 
 
 def geometry_of(tower: nn.Module) -> Geometry:
@@ -168,8 +159,8 @@ def test_layers_that_take_no_segments_count_as_stock(
     assert (status.calls, status.stock_calls, status.backends, count) == (0, 1, {}, 1) and why in str(status)
 
 
-@typical_towers
-def test_options_beyond_attention_are_reported(tower: nn.Module) -> None:
+def test_options_beyond_attention_are_reported() -> None:
+    tower = build("transformers.models.lfm3_vl.modeling_lfm3_vl", "Lfm3VlVisionModel")
     hf_vit_accel.patch(tower, cuda_graphs=True)
     run(tower)
     [status] = hf_vit_accel.status(tower).towers

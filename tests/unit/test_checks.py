@@ -1,4 +1,4 @@
-"""Test the checks of a call: hooks of other programs, and the form of outputs that the config says."""
+"""Test which hooks and changes of other programs a call notices, and the form of outputs that the config says."""
 
 from __future__ import annotations
 
@@ -8,18 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import (
-    GRIDS,
-    assert_close,
-    merged_of,
-    pixels_for,
-    run_tower,
-)
+from tiny import GRIDS, TINY, assert_close, merged_of, pixels_for, run_tower, tower_of
 from torch import nn
 from transformers.utils import ModelOutput
 
 import hf_vit_accel
-from hf_vit_accel.tower.state import state_of
+from hf_vit_accel import ReuseConfig
 
 GRID = GRIDS["mixed"]
 
@@ -91,8 +85,66 @@ def test_outputs_are_returned_as_the_config_says(tower: nn.Module, options: dict
         assert_close(flattened(output), flattened(expected))
 
 
-def test_strict_is_true_or_false(tower: nn.Module) -> None:
-    for strict in ("no", 1, None):
-        with pytest.raises(ValueError, match="expected strict to be True or False"):
-            hf_vit_accel.patch(tower, strict=strict)
-    assert state_of(tower) is None
+# --- attention functions --------------------------------------------------------------------------------------------
+
+
+def test_an_attention_that_the_user_sets_is_not_taken_back(tower: nn.Module) -> None:
+    """Another reading of the tower changes no name."""
+    hf_vit_accel.patch(tower)
+    run_tower(tower, GRID)
+    tower.config._attn_implementation = "sdpa"
+    tower.blocks[0].mlp = copy.deepcopy(tower.blocks[0].mlp)
+    run_tower(tower, GRID)
+    assert tower.config._attn_implementation == "sdpa"
+
+
+# --- changes that do not --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_counter_on_the_tower_empties_no_cache(tower: nn.Module, when: str) -> None:
+    if when == "before":
+        tower.n_calls = 0
+    hf_vit_accel.patch(tower, reuse=ReuseConfig(across_calls=True))
+    if when == "after":
+        tower.n_calls = 0
+
+    def count(module: nn.Module, args: object, output: object) -> None:
+        module.n_calls += 1
+
+    tower.register_forward_hook(count)
+    for _ in range(5):
+        run_tower(tower, GRID)
+    status = hf_vit_accel.status(tower).towers[0]
+    assert tower.n_calls == 5
+    assert status.layouts[2] == 1 and status.rebuilds == 0
+    assert status.reuse is not None and status.reuse.encoded == len(GRID)
+    assert "rebuilt" not in str(status)
+
+
+def test_status_names_the_attribute_that_changed() -> None:
+    tower = tower_of(TINY["qwen2_5_vl"].build())
+    hf_vit_accel.patch(tower)
+    run_tower(tower, GRID)
+    tower.window_size = 16
+    run_tower(tower, GRID)
+    status = hf_vit_accel.status(tower).towers[0]
+    assert (status.rebuilds, status.rebuild_reason) == (1, "the tower's attribute 'window_size' changed")
+    assert "rebuilt    1 x, last because the tower's attribute 'window_size' changed" in str(status)
+
+
+# --- towers that stay stock -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("nothing_said")
+def test_a_forward_of_a_layer_is_said_once(tower: Any) -> None:
+    """A user who steers a layer, or skips it, sees why his tower is not fast without asking `status`."""
+    block = tower.blocks[0]
+    forward = block.forward
+    block.forward = lambda hidden, *args, **kwargs: 2 * forward(hidden, *args, **kwargs)
+    expected = run_tower(tower, GRID)
+    with pytest.warns(UserWarning, match=r"stays stock: layer 0: .*forward of its own") as caught:
+        hf_vit_accel.patch(tower)
+        assert_close(run_tower(tower, GRID), expected)
+        hf_vit_accel.patch(tower)
+    assert len([warning for warning in caught if "stays stock" in str(warning.message)]) == 1

@@ -18,15 +18,14 @@ import tiny
 import torch
 from support.composites import COMPOSITES, left_padded
 from support.decoding import both, counts_of
-from support.generate_arguments import make_static_cache
 from support.recorded_ops import OperationRecorder
 from support.towers import alike
 from tiny import TINY
 from transformers import (
-    DynamicCache,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
+    StaticCache,
     StoppingCriteriaList,
 )
 from transformers.generation import utils as generation_utils
@@ -97,39 +96,6 @@ def test_a_text_longer_than_its_cache_goes_on_in_a_larger_one(model: Any, monkey
     assert len(steps_of(model).kept) == 2
 
 
-def test_stock_decodes_a_conversation_in_a_cache_that_is_passed(model: Any) -> None:
-    """The user may read that cache at any time, as a criterion does that bounds its length."""
-    inputs = tiny.chat_inputs(model, [(1, 4, 6)])
-    caches = {way: DynamicCache(config=model.config.get_text_config()) for way in ("stock", "ours")}
-    sequences = {}
-    for way, cache in caches.items():
-        custom_generate = graphed_decoding if way == "ours" else None
-        turn = model.generate(
-            **inputs, **{CACHE: cache}, max_new_tokens=9, custom_generate=custom_generate, **NO_PICTURES
-        )
-        for words in ([[7, 8, 9]], [[11]]):
-            ids = torch.cat([turn, torch.tensor(words)], 1)
-            types = torch.nn.functional.pad(
-                inputs["mm_token_type_ids"], (0, ids.shape[1] - inputs["input_ids"].shape[1])
-            )
-            turn = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                mm_token_type_ids=types,
-                **{CACHE: cache},
-                max_new_tokens=12,
-                custom_generate=custom_generate,
-                **NO_PICTURES,
-            )
-        sequences[way] = turn
-    assert torch.equal(sequences["ours"], sequences["stock"])
-    assert caches["ours"].get_seq_length() == caches["stock"].get_seq_length()
-    for ours, stock in zip(caches["ours"].layers, caches["stock"].layers, strict=True):
-        torch.testing.assert_close(ours.keys, stock.keys, atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(ours.values, stock.values, atol=1e-5, rtol=1e-4)
-    assert counts_of(model).reasons == {"a cache that was passed": 3}
-
-
 @both_ways
 def test_prompts_of_embeddings(model: Any) -> None:
     ids = torch.tensor([[5, 6, 7, 8]])
@@ -137,17 +103,6 @@ def test_prompts_of_embeddings(model: Any) -> None:
     both(model, {"inputs_embeds": embeddings}, max_new_tokens=12, min_new_tokens=12)
     both(model, {"inputs_embeds": embeddings, "input_ids": ids}, max_new_tokens=9, **ALL_OUTPUTS)
     assert counts_of(model).static_calls == 2
-
-
-@both_ways
-def test_rows_end_by_themselves(model: Any) -> None:
-    """Every row ends at another token, and is padded from there on."""
-    inputs = text([5, 6, 7, 8], [9, 4, 3, 3], [11, 12, 13, 14])
-    free = both(model, inputs, max_new_tokens=24, min_new_tokens=24)
-    ends = [int(free[row, 4 + 5 * row + 3]) for row in range(3)]
-    ours = both(model, inputs, max_new_tokens=24, eos_token_id=ends, **ALL_OUTPUTS)
-    lengths = [int((row != 2).sum()) for row in ours.sequences]
-    assert len(set(lengths)) > 1
 
 
 @pytest.fixture
@@ -233,22 +188,6 @@ def test_forwards_of_stock_are_as_many_as_without_running_ahead(model: Any) -> N
     assert len(calls) == 2 * (ours.shape[1] - 4) and counts_of(model).static_calls == 1
 
 
-@both_ways
-@pytest.mark.usefixtures("runs_ahead")
-def test_a_text_that_ends_where_its_cache_is_full_takes_no_larger_one(model: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(decoding, "_RESERVE", 8)
-    inputs = text([5] * 120)
-    free = both(model, inputs, max_new_tokens=30, min_new_tokens=30)
-    for new_tokens in range(5, 12):
-        end = int(free[0, 120 + new_tokens - 1])
-        if end in free[0, 120 : 120 + new_tokens - 1]:
-            continue
-        captures = steps_of(model).captures.total()
-        ours = both(model, inputs, max_new_tokens=300, eos_token_id=end)
-        assert ours.shape[1] == 120 + new_tokens
-        assert steps_of(model).captures.total() - captures <= (120 + new_tokens > 128)
-
-
 class Streamer(BaseStreamer):
     """Collect the calls of a streamer."""
 
@@ -330,7 +269,12 @@ def test_ranks_in_step_decode_by_stock(model: Any) -> None:
 def test_stock_decodes_a_call_without_a_static_step(model: Any) -> None:
     inputs = text([5, 6, 7])
     both(model, inputs, max_new_tokens=5)
-    both(model, inputs, max_new_tokens=12, **{f"make_{CACHE}": lambda: make_static_cache(model)})
+    both(
+        model,
+        inputs,
+        max_new_tokens=12,
+        **{f"make_{CACHE}": lambda: StaticCache(config=model.config, max_cache_len=128)},
+    )
     for attention in (layer.self_attn for layer in model.model.language_model.layers):
         attention.attention_dropout = 0.1
     both(model.train(), inputs, max_new_tokens=9)
@@ -452,6 +396,20 @@ def test_copies_begin_without_steps_and_files_know_nothing(model: Any, tmp_path:
 
 
 @both_ways
+def test_an_error_of_the_user_leaves_later_calls_right(model: Any) -> None:
+    class Fail(LogitsProcessor):
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            return scores if input_ids.shape[1] < 12 else 1 / 0
+
+    options = dict(max_new_tokens=20, min_new_tokens=20)
+    with pytest.raises(ZeroDivisionError):
+        processors = LogitsProcessorList([Fail()])
+        model.generate(**text([5, 6, 7]), **options, logits_processor=processors, custom_generate=graphed_decoding)
+    both(model, text([5, 6, 7]), **options)
+    assert not counts_of(model).reasons
+
+
+@both_ways
 def test_threads_decode_at_once(model: Any) -> None:
     inputs = [text([5, 6, 7 + index]) for index in range(4)]
     expected = [model.generate(**prompt, max_new_tokens=9) for prompt in inputs]
@@ -474,30 +432,6 @@ def test_threads_decode_at_once(model: Any) -> None:
     assert not errors
     counts = counts_of(model)
     assert counts.static_calls + counts.reasons.get("another call decodes", 0) == 8
-
-
-@both_ways
-def test_an_error_of_the_user_leaves_the_cache_and_later_calls_right(model: Any) -> None:
-    class Fail(LogitsProcessor):
-        def __call__(self, input_ids: Any, scores: Any) -> Any:
-            if input_ids.shape[1] == 12:
-                raise KeyError("the user's")
-            return scores
-
-    caches = [DynamicCache(), DynamicCache()]
-    for cache, custom_generate in zip(caches, (None, graphed_decoding), strict=True):
-        with pytest.raises(KeyError, match="the user's"):
-            model.generate(
-                **text([5, 6, 7]),
-                **{CACHE: cache},
-                logits_processor=LogitsProcessorList([Fail()]),
-                custom_generate=custom_generate,
-                max_new_tokens=20,
-                min_new_tokens=20,
-            )
-    assert caches[0].get_seq_length() == caches[1].get_seq_length() == 12
-    assert model.config.get_text_config()._attn_implementation == "sdpa"
-    both(model, text([5, 6, 7]), max_new_tokens=20)
 
 
 def test_status_reports_the_calls(model: Any, recorder: type[OperationRecorder]) -> None:

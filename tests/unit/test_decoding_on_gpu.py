@@ -128,19 +128,6 @@ def test_linears_of_bitsandbytes(bits: int) -> None:
     assert counts.static_calls == 2 or all("capturing" in reason for reason in counts.reasons)
 
 
-def test_a_model_in_autocast_by_accelerate() -> None:
-    accelerate = pytest.importorskip("accelerate")
-    model = TINY["qwen3_vl"].build().cuda().train()
-    model = accelerate.Accelerator(mixed_precision="bf16").prepare(model)
-    outputs = dict(return_dict_in_generate=True, output_logits=True, max_new_tokens=12, min_new_tokens=12)
-    inputs = on_gpu({"input_ids": torch.tensor([[5, 6, 7]])})
-    for _ in range(2):
-        stock = model.generate(**inputs, **outputs)
-        ours = model.generate(**inputs, **outputs, custom_generate=graphed_decoding)
-        torch.testing.assert_close(ours.logits[1], stock.logits[1], atol=0.05, rtol=0.05)
-    assert counts_of(model).static_calls == 2
-
-
 def test_keys_of_a_large_batch_are_in_memory_once() -> None:
     """Groups of the prompt write into the step's cache, and stock proves a new step with eight rows."""
     sizes = dict(num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=8, head_dim=128, hidden_size=256)

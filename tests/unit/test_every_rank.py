@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -64,19 +64,16 @@ def test_sharded_models_are_evaluated(tmp_path: Path) -> None:
     run_on_ranks(check_evaluation, 2, tmp_path, 2, "qwen3_vl")
 
 
-@pytest.mark.parametrize("every_rank", [False, True])
-def test_ddp_needs_a_gradient_of_every_parameter(every_rank: bool) -> None:
-    """DDP refuses the second step after a batch of text, unless the dummy gives the tower gradients."""
+def test_ddp_gets_a_gradient_of_every_parameter() -> None:
+    """DDP would refuse the second step after a batch of text, if the dummy gave the tower no gradients."""
     with ExitStack() as stack:
         start_process_group(stack)
-        model = hf_vit_accel.patch(TINY["qwen3_vl"].build().train(), every_rank=every_rank)
+        model = hf_vit_accel.patch(TINY["qwen3_vl"].build().train(), every_rank=True)
         parallel = nn.parallel.DistributedDataParallel(model)
-        parallel(**batch_of(model, "none", 0)).loss.backward()
-        gradients = [parameter.grad for parameter in tower_of(model).parameters()]
-        if every_rank:
-            assert all(gradient is not None and not gradient.any() for gradient in gradients)
-        with nullcontext() if every_rank else pytest.raises(RuntimeError, match="finished reduction"):
+        for _ in range(2):
             parallel(**batch_of(model, "none", 0)).loss.backward()
+        gradients = [parameter.grad for parameter in tower_of(model).parameters()]
+        assert all(gradient is not None and not gradient.any() for gradient in gradients)
 
 
 def calls_of(model: nn.Module, inputs: dict[str, Any]) -> list[list[list[int]]]:
@@ -108,21 +105,17 @@ def test_a_stock_tower_is_called_once_too() -> None:
     assert [len(calls_of(model, batch_of(model, kind, 0))) for kind in GRIDS] == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("is_given", [False, True])
-def test_features_that_the_caller_has_encoded(is_given: bool) -> None:
+def test_features_that_the_caller_has_encoded() -> None:
     """The tower is trained by its dummy where the caller gives features."""
     model = hf_vit_accel.patch(TINY["qwen3_vl"].build().train(), every_rank=True)
+    if "mm_encoder_outputs" not in inspect.signature(type(model.model).forward).parameters:
+        pytest.skip("this transformers takes no features")
     inputs = batch_of(model, "images", 0)
-    if is_given:
-        if "mm_encoder_outputs" not in inspect.signature(type(model.model).forward).parameters:
-            pytest.skip("this transformers takes no features")
-        pixels = inputs.pop("pixel_values")
-        with torch.no_grad():
-            features = model.model.get_image_features(pixels, inputs["image_grid_thw"], return_dict=True)
-        inputs["mm_encoder_outputs"] = {"image": features}
-    model(**inputs).loss.backward()
-    gradients = [parameter.grad for parameter in tower_of(model).parameters()]
-    assert all(gradient is not None and bool(gradient.any()) != is_given for gradient in gradients[-2:])
+    pixels = inputs.pop("pixel_values")
+    with torch.no_grad():
+        features = model.model.get_image_features(pixels, inputs["image_grid_thw"], return_dict=True)
+    model(**inputs, mm_encoder_outputs={"image": features}).loss.backward()
+    assert all(weight.grad is not None and not weight.grad.any() for weight in tower_of(model).parameters())
 
 
 @pytest.mark.parametrize("order", ["before patching", "after patching"])
@@ -213,18 +206,3 @@ def test_what_cannot_be_one_call_is_refused() -> None:
     model.model.get_image_features = lambda *args, **kwargs: None
     with pytest.raises(ValueError, match="methods of its own"):
         model(**batch_of(model, "images", 0))
-
-
-@pytest.mark.parametrize("every_rank", [False, True])
-@pytest.mark.parametrize("name", ["model", "model.language_model"])
-def test_hooks_that_were_there_before_patch_can_be_removed(name: str, every_rank: bool) -> None:
-    """A probe (`register_forward_hook`, patch, train, `handle.remove()`) acts no more once it is removed."""
-    model = TINY["qwen2_5_vl"].build().train()
-    calls: list[int] = []
-    handle = model.get_submodule(name).register_forward_hook(lambda *_: calls.append(1))
-    hf_vit_accel.patch(model, every_rank=every_rank)
-    model(input_ids=torch.tensor([[5, 6, 7, 8]]))
-    assert len(calls) == 1
-    handle.remove()
-    model(input_ids=torch.tensor([[5, 6, 7, 8]]))
-    assert len(calls) == 1

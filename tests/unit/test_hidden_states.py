@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.cpu_graphs import Recorder, status_of
 from support.graphs import patch
+from support.patching import assert_fast
 from support.tensors import flat
 from support.towers import TOWERS
 from tiny import GRIDS, TINY, assert_close, checkpoint_layers, pixels_for, run_tower, tower_of
@@ -38,11 +39,6 @@ def call(tower: nn.Module, grid: Any = GRID, *, pixels: Tensor | None = None, **
     options = {"output_hidden_states": True} | options
     with torch.no_grad():
         return tower(pixels, grid_thw=torch.tensor(grid, device=pixels.device), **options)
-
-
-def assert_fast(tower: nn.Module) -> None:
-    [status] = hf_vit_accel.status(tower).towers
-    assert (status.stock_calls, status.fallbacks) == (0, {}) and status.calls
 
 
 @every_tower

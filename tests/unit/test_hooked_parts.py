@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.patching import assert_fast
 from support.towers import alike
 from tiny import GRIDS, TINY, assert_close, checkpoint_layers, outputs_of, pixels_for, run_tower, tower_of
 from torch import Tensor, nn
@@ -35,8 +36,8 @@ def tensors_in(values: Any) -> list[Tensor]:
     return [item.detach().clone() for item in flat if isinstance(item, Tensor)]
 
 
-def hook(tower: Any, *, doubles: bool, names: list[Any] | None = None) -> tuple[list[Tensor], list[Any]]:
-    """Hook the forward, before and after; return what hooks see, and their handles."""
+def hook(tower: Any, names: list[Any] | None = None) -> tuple[list[Tensor], list[Any]]:
+    """Hook the forward, before and after, doubling outputs; return what hooks see, and their handles."""
     seen: list[Tensor] = []
     handles = []
     names = [] if names is None else names
@@ -47,22 +48,20 @@ def hook(tower: Any, *, doubles: bool, names: list[Any] | None = None) -> tuple[
 
     def after(_: nn.Module, __: Any, output: Any) -> Any:
         seen.extend(tensors_in([output]))
-        return output * 2 if doubles and isinstance(output, Tensor) else None
+        return output * 2 if isinstance(output, Tensor) else None
 
     for part in parts_of(tower):
         handles += [part.register_forward_pre_hook(before, with_kwargs=True), part.register_forward_hook(after)]
     return seen, handles
 
 
-@pytest.mark.parametrize("doubles", [False, True])
-def test_hooks_see_and_change_what_stocks_do(tower: Any, doubles: bool) -> None:
-    stock = copy.deepcopy(tower)
-    hf_vit_accel.patch(tower, strict=True)
+def test_hooks_see_and_change_what_stocks_do(tower: Any) -> None:
+    stock, tower = both_of(tower)
     unhooked = run_tower(tower, GRID)
     expected_names: list[Any] = []
     names: list[Any] = []
-    expected_seen, _ = hook(stock, doubles=doubles, names=expected_names)
-    seen, handles = hook(tower, doubles=doubles, names=names)
+    expected_seen, _ = hook(stock, expected_names)
+    seen, handles = hook(tower, names)
     expected = run_tower(stock, GRID)
     assert_close(run_tower(tower, GRID), expected)
     assert_close(seen, expected_seen)
@@ -72,17 +71,15 @@ def test_hooks_see_and_change_what_stocks_do(tower: Any, doubles: bool) -> None:
     count = len(seen)
     assert_close(run_tower(tower, GRID), unhooked)
     assert len(seen) == count
-    [status] = hf_vit_accel.status(tower).towers
-    assert (status.calls, status.stock_calls) == (3, 0)
+    assert_fast(tower, 3)
 
 
 def test_gradients_through_hooks_are_stocks(tower: Any) -> None:
-    stock = copy.deepcopy(tower)
-    hf_vit_accel.patch(tower, strict=True)
+    stock, tower = both_of(tower)
     results = []
     for each in (stock, tower):
         seen: list[Tensor] = []
-        hook(each, doubles=True)
+        hook(each)
         for part in parts_of(each):
             part.register_full_backward_hook(lambda _, __, dout, seen=seen: seen.extend(tensors_in(dout)))
             part.register_full_backward_pre_hook(lambda _, dout, seen=seen: seen.extend(tensors_in(dout)))
@@ -91,7 +88,7 @@ def test_gradients_through_hooks_are_stocks(tower: Any) -> None:
         sum(output.square().mean() for output in outputs).backward()
         results.append([*seen, pixels.grad, *(parameter.grad for parameter in each.parameters())])
     assert_close(results[1], results[0])
-    assert hf_vit_accel.status(tower).towers[0].stock_calls == 0
+    assert_fast(tower, 1)
 
 
 def test_hooked_calls_are_neither_cut_nor_reused(tower: Any) -> None:
@@ -112,11 +109,6 @@ def both_of(tower: Any) -> tuple[Any, Any]:
     """Return the stock tower and the patched one."""
     stock = copy.deepcopy(tower)
     return stock, hf_vit_accel.patch(tower) and tower
-
-
-def assert_fast(tower: Any, calls: int = 1) -> None:
-    [status] = hf_vit_accel.status(tower).towers
-    assert (status.calls, status.stock_calls) == (calls, 0), str(status)
 
 
 def gradients_of(tower: Any, grid: Any = GRID, *, of_pixels: bool = True, **options: Any) -> list[Any]:
@@ -175,7 +167,7 @@ def test_a_steering_vector_learns_on_a_frozen_tower(tower: Any) -> None:
         results.append([*gradients_of(each, of_pixels=False), vector.grad])
     assert results[1][-1] is not None
     assert_close(results[1], results[0])
-    assert_fast(tower)
+    assert_fast(tower, 1)
 
 
 def test_fewer_rows_are_refused(tower: Any) -> None:
@@ -186,9 +178,11 @@ def test_fewer_rows_are_refused(tower: Any) -> None:
         run_tower(tower, GRID)
 
 
-def check_kept_rows(tower: Any) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_kept_rows_stay(tower: Any, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep inputs and outputs without a copy, and return an input: later layers do not write to them."""
-    stock, tower = both_of(tower)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # stock's convolution would use it
+    stock, tower = both_of(tower.to(device))
     results = []
     for each in (stock, tower):
         kept: list[Tensor] = []
@@ -196,14 +190,4 @@ def check_kept_rows(tower: Any) -> None:
         each.blocks[2].register_forward_hook(lambda _, args, output, kept=kept: kept.append(args[0]) or args[0])
         results.append([*run_tower(each, GRID), *kept])
     assert_close(results[1], results[0])
-    assert_fast(tower)
-
-
-def test_kept_rows_stay(tower: Any) -> None:
-    check_kept_rows(tower)
-
-
-@pytest.mark.gpu
-def test_kept_rows_stay_on_a_gpu(tower: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # stock's convolution would use it
-    check_kept_rows(tower.cuda())
+    assert_fast(tower, 1)

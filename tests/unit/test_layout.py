@@ -68,26 +68,16 @@ def test_windows(grid, window_size, patch) -> None:
 
 @examples
 @given(grid=GRIDS)
-@pytest.mark.parametrize("side", [48, 6, 1])
-def test_interpolation(grid, side) -> None:
-    metadata = build(tuple(grid), Geometry(merge=MERGE, table=side))
-    indices, weights = vision_function("get_vision_interpolation_indices_and_weights")(
-        torch.tensor(grid), side, align_corners=True, spatial_merge_size=MERGE
-    )
-    assert torch.equal(torch.from_numpy(metadata.interp_indices_TK).long(), indices)
-    assert torch.equal(torch.from_numpy(metadata.interp_weights_TK), weights), "bit for bit"
-
-
-@examples
-@given(grid=GRIDS)
-@pytest.mark.parametrize("taps", [2, 4])
-@pytest.mark.parametrize("align_corners", [True, False])
-def test_other_interpolations(grid, align_corners, taps) -> None:
-    geometry = Geometry(merge=1, table=7, taps=taps, align_corners=align_corners, clips=True)
+@pytest.mark.parametrize(
+    ("merge", "side", "taps", "align_corners"),
+    [(MERGE, 48, 2, True), (MERGE, 1, 2, True), (1, 7, 2, False), (1, 7, 4, True), (1, 7, 4, False)],
+)
+def test_interpolation(grid, merge, side, taps, align_corners) -> None:
+    geometry = Geometry(merge=merge, table=side, taps=taps, align_corners=align_corners, clips=True)
     metadata = build(tuple(grid), geometry)
     mode = "bilinear" if taps == 2 else "bicubic"
     indices, weights = vision_function("get_vision_interpolation_indices_and_weights")(
-        torch.tensor(grid), 7, mode=mode, align_corners=align_corners, spatial_merge_size=1
+        torch.tensor(grid), side, mode=mode, align_corners=align_corners, spatial_merge_size=merge
     )
     assert torch.equal(torch.from_numpy(metadata.interp_indices_TK).long(), indices)
     assert torch.equal(torch.from_numpy(metadata.interp_weights_TK), weights), "bit for bit"

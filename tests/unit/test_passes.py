@@ -26,7 +26,6 @@ from tiny import (
     outputs_of,
     pixels_for,
     relative_error,
-    run_tower,
     tower_of,
 )
 from torch.distributed.device_mesh import init_device_mesh
@@ -37,8 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hf_vit_accel
 from hf_vit_accel.layout import rows_of
 from hf_vit_accel.options import passes
-from hf_vit_accel.options.passes import AUTO_ROWS, cut
-from hf_vit_accel.tower.state import state_of
+from hf_vit_accel.options.passes import cut
 
 Grid = list[tuple[int, int, int]]
 VIDEO: Grid = [(1, 4, 6), (7, 4, 4), (1, 2, 18)]
@@ -89,14 +87,6 @@ def test_which_calls_are_cut(
     assert status_of(tower).passes == cut_in
 
 
-@pytest.mark.parametrize("max_rows", [0, -1, 1.5, True, "all"])
-def test_what_is_no_number_of_rows(max_rows: Any) -> None:
-    model = TINY["qwen2_vl"].build()
-    with pytest.raises(ValueError, match="expected max_rows, unless 'auto' or None, to be an integer of at least 1"):
-        hf_vit_accel.patch(model, max_rows=max_rows)
-    assert state_of(tower_of(model)) is None
-
-
 # --- what is cut equals what is not -----------------------------------------------------------------------------------
 
 
@@ -115,39 +105,6 @@ def test_every_tower_in_passes_equals_one_pass_with_its_gradients(entry: Any) ->
     summary = f"2 calls in {2 * len(cut(tuple(grid), 50, clips=False))} passes"
     assert status_of(tower).passes == summary and status_of(tower).calls == 2
     assert f"  passes     {summary}" in str(hf_vit_accel.status(tower))
-
-
-def shortened(depth: int, indexes: list[int]) -> Callable[[torch.nn.Module], None]:
-    """Return a function that gives a Qwen3-VL tower another depth and other deepstack layers."""
-
-    def shorten(tower: torch.nn.Module) -> None:
-        tower.blocks = tower.blocks[:depth]
-        tower.deepstack_visual_indexes = indexes
-
-    return shorten
-
-
-STRUCTURES = {
-    "early exit before the last deepstack layer": shortened(2, [0, 2]),
-    "deepstack layers out of order": shortened(4, [2, 0]),
-    "one deepstack layer listed twice": shortened(4, [1, 1]),
-    "no deepstack layers": shortened(4, []),
-}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_gpu_deepstack_features_follow_the_blocks_at_default_settings(
-    structure: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # stock's convolution would use it
-    grid = [(40, 32, 32)]
-    assert rows_of(grid) > AUTO_ROWS
-    stock = tower_of(TINY["qwen3_vl"].build()).cuda()
-    STRUCTURES[structure](stock)
-    tower = hf_vit_accel.patch(copy.deepcopy(stock))
-    assert_close(run_tower(tower, grid), run_tower(stock, grid))
-    assert status_of(tower).passes == "1 calls in 2 passes" and not status_of(tower).fallbacks
 
 
 def test_passes_over_checkpointed_layers() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from multiprocessing.queues import Queue
 
 import pytest
@@ -42,71 +42,49 @@ def prove(tower: nn.Module) -> proofs.Proof:
 # --- bad moments ----------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def empty_weights() -> Iterator[None]:
+def empty_weights(stack: ExitStack) -> None:
     """Put the parameters of all modules on the meta device, by accelerate's function."""
-    init_empty_weights = pytest.importorskip("accelerate").init_empty_weights
-    with init_empty_weights():
-        yield
+    stack.enter_context(pytest.importorskip("accelerate").init_empty_weights())
 
 
-@contextmanager
-def global_hooks() -> Iterator[None]:
+def global_hooks(stack: ExitStack) -> None:
     """Register global hooks of all kinds, which raise an error."""
-    with ExitStack() as stack:
-        for name in ("forward_pre", "forward", "full_backward_pre", "full_backward"):
-            register = getattr(torch_module, f"register_module_{name}_hook")
-            stack.callback(register(lambda *_: 1 / 0).remove)
-        yield
+    for name in ("forward_pre", "forward", "full_backward_pre", "full_backward"):
+        register = getattr(torch_module, f"register_module_{name}_hook")
+        stack.callback(register(lambda *_: 1 / 0).remove)
 
 
-@contextmanager
-def setting(read: Callable[[], object], write: Callable[[object], None], value: object) -> Iterator[None]:
-    before = read()
-    write(value)
-    try:
-        yield
-    finally:
-        write(before)
-
-
-@contextmanager
-def default_device() -> Iterator[None]:
+def default_device(stack: ExitStack) -> None:
     torch.set_default_device("meta")
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)  # any device, the CPU too, would leave a mode behind
+    stack.callback(torch.set_default_device, None)  # any device, the CPU too, would leave a mode behind
 
 
-@contextmanager
-def all_of(*contexts: AbstractContextManager[object]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
-
-
-MOMENTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
-    "init_empty_weights": empty_weights,
-    "SDP kernel": lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
-    "global hooks": global_hooks,
-    "default device": default_device,
-    "device context": lambda: torch.device("meta"),
-    "fake tensors": FakeTensorMode,
-    "settings": lambda: all_of(
-        setting(torch.get_default_dtype, torch.set_default_dtype, torch.float16),
-        setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"),
-        setting(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True),
+def settings_and_modes(stack: ExitStack) -> None:
+    stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+    torch.set_default_dtype(torch.float16)
+    stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+    torch.set_float32_matmul_precision("medium")
+    stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+    torch.use_deterministic_algorithms(True)
+    for context in (
         torch.autograd.set_detect_anomaly(True),
-    ),
-    "modes": lambda: all_of(
         FlopCounterMode(display=False),
         torch.inference_mode(),
         torch.no_grad(),
         torch.autocast("cpu", dtype=torch.bfloat16),
         torch.autograd.graph.saved_tensors_hooks(lambda x: 1 / 0, lambda x: x),
-    ),
+    ):
+        stack.enter_context(context)
+
+
+MOMENTS: dict[str, Callable[[ExitStack], object]] = {
+    "init_empty_weights": empty_weights,
+    "SDP kernel": lambda stack: stack.enter_context(sdpa_kernel(SDPBackend.CUDNN_ATTENTION)),
+    "global hooks": global_hooks,
+    "default device": default_device,
+    "device context": lambda stack: stack.enter_context(torch.device("meta")),
+    "fake tensors": lambda stack: stack.enter_context(FakeTensorMode()),
+    "settings and modes": settings_and_modes,
 }
 """Settings and contexts that users have around `patch`, most of them for the complete process."""
 
@@ -115,7 +93,8 @@ MOMENTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 def test_a_proof_does_not_depend_on_its_moment(tower: nn.Module, moment: str) -> None:
     expected = run_tower(tower, GRID)
-    with MOMENTS[moment](), warnings.catch_warnings():
+    with ExitStack() as stack, warnings.catch_warnings():
+        MOMENTS[moment](stack)
         warnings.filterwarnings("error", ".*stays stock")
         hf_vit_accel.patch(tower)
     assert prove(tower).why_not_fast is None

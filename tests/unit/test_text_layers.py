@@ -14,7 +14,7 @@ import pytest
 import tiny
 import torch
 from support.composites import COMPOSITES, left_padded
-from support.decoding import Counts, add_adapters, both, counts_of, switch_adapters
+from support.decoding import Counts, add_adapters, both, change_model, counts_of
 from support.towers import alike
 from test_decode_steps import DIFFERENT
 from test_prefill import batch
@@ -93,7 +93,7 @@ def test_random_batches_give_stocks_hidden_states(family: str, calls: int) -> No
     patch(model, text=True)
     rng = random.Random(calls)
     for seed in range(calls):
-        switch_adapters(model, rng)
+        change_model(model, rng)
         inputs = batch(model, rng, rng.randint(1, 6), right=seed % 2 == 1)
         with torch.inference_mode(rng.random() < 0.3):
             compare(model, inputs, output_hidden_states=seed % 3 == 0)
@@ -154,18 +154,6 @@ def test_a_model_without_a_head_and_a_retrieval_model_on_it(family: str) -> None
         patch(kind, text=True)
         compare(kind, inputs)
         assert counts(kind) == (1, {})
-
-
-def test_a_model_in_a_wrapper_of_peft(model: Any) -> None:
-    peft = pytest.importorskip("peft")
-    inputs = batch(model, random.Random(1), 3)
-    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    wrapped = peft.get_peft_model(model, config).eval()
-    patch(wrapped, text=True)
-    ours = run(wrapped, inputs).logits
-    unpatch(wrapped)
-    mask = inputs["attention_mask"] != 0
-    torch.testing.assert_close(ours[mask], run(wrapped, inputs).logits[mask], atol=1e-4, rtol=1e-4)
 
 
 def test_padding_is_left_as_zeros(model: Any) -> None:
@@ -379,14 +367,6 @@ def test_a_shallow_copy_runs_its_own_modules(model: Any) -> None:
     del clone
     assert text._forward_pre_hooks == text._forward_pre_hooks_with_kwargs == hooks
     assert not other.model.language_model._forward_pre_hooks
-
-
-def test_a_hook_on_the_embedding_sees_each_call_once(model: Any) -> None:
-    patch(model, text=True)
-    seen: list[int] = []
-    model.model.language_model.embed_tokens.register_forward_hook(lambda *_: seen.append(0))
-    run(model.model.language_model, joined_text((9, 5)))
-    assert len(seen) == 1
 
 
 def test_models_that_text_cannot_serve_are_refused(model: Any) -> None:

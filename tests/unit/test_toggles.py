@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.cpu_graphs import SMALL, Recorder, status_of
 from support.graphs import Grid, patch
+from support.patching import assert_fast
 from support.towers import NARROW, ONE_TOWER
 from tiny import TINY, assert_close, checkpoint_layers, merged_of, pixels_for, run_tower, tower_of
 
@@ -57,11 +58,6 @@ def rebuilds(model: Any) -> int:
 def layouts_decided(model: Any) -> int:
     """Return how many layouts were decided, not found."""
     return hf_vit_accel.status(model).towers[0].layouts[2]
-
-
-def assert_fast(model: Any) -> None:
-    status = hf_vit_accel.status(model).towers[0]
-    assert status.stock_calls == 0 and status.calls > 0, str(status)
 
 
 def test_checkpointing_that_is_switched_at_every_step(on_cpu: type[Recorder], model: Any) -> None:

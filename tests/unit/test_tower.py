@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -27,7 +26,6 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 import hf_vit_accel
-from hf_vit_accel import FallbackError
 from hf_vit_accel.tower.state import state_of
 
 
@@ -131,10 +129,6 @@ def test_patched_restores_the_former_settings(model: PreTrainedModel) -> None:
 # --- gradients and reasons for stock ---------------------------------------------------------------------------------
 
 
-def fallbacks(model: PreTrainedModel) -> str:
-    return " | ".join(state_of(tower_of(model)).fallbacks)
-
-
 def test_hidden_states_of_the_language_model_leave_the_tower_fast(model: PreTrainedModel) -> None:
     """By the config of the text, and by the argument, which newer transformers hand to the tower, too (colpali)."""
     inputs = chat_inputs(model, [(1, 8, 12), (1, 4, 4)])
@@ -152,34 +146,6 @@ def test_hidden_states_of_the_language_model_leave_the_tower_fast(model: PreTrai
         model.config.get_text_config().output_hidden_states = False
         assert_close(list(model(**inputs, output_hidden_states=True).hidden_states), list(expected))
         assert state_of(tower_of(model)).fast_calls == 3
-
-
-def test_upcast_queries_are_attended_in_the_dtype_of_the_weights(model: PreTrainedModel) -> None:
-    """PEFT and quantisation leave some layers in fp32 beside bf16 weights: fp32 q, k, v come back as fp32."""
-    tower = tower_of(model).bfloat16()
-    for block in tower.blocks:
-        inner = block.attn.qkv.float()
-        block.attn.qkv = nn.Sequential(Cast(torch.float32), inner)
-        block.attn.proj = nn.Sequential(Cast(torch.bfloat16), block.attn.proj)
-    expected = run_tower(tower, GRIDS["image"])
-    hf_vit_accel.patch(model)
-    assert_close(run_tower(tower, GRIDS["image"]), expected, 3e-2)
-    assert "several dtypes" in fallbacks(model)
-
-
-class Cast(nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.dtype = dtype
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.to(self.dtype)
-
-
-def test_strict_refuses_to_patch_a_tower_that_would_fall_back(model: PreTrainedModel) -> None:
-    tower_of(model).rotary_pos_emb.register_forward_hook(lambda *_: None)
-    with pytest.raises(FallbackError, match="hooks on rotary_pos_emb"):
-        hf_vit_accel.patch(model, strict=True)
 
 
 @pytest.mark.parametrize("shared", ONE_TOWER, indirect=True)
@@ -217,41 +183,7 @@ def test_under_another_default_device(shared: PreTrainedModel) -> None:
         assert_close(outputs_of(tower(pixels, grid_thw=grid)), expected)
 
 
-# --- bad input ------------------------------------------------------------------------------------------------------
-
-Spoil = Callable[[torch.Tensor, torch.Tensor], tuple[object, object]]
-BAD: dict[str, tuple[Spoil, str]] = {
-    "images": (lambda pixels, grid: (torch.zeros(2, 3, 28, 28), grid), r"got images of shape \(2, 3, 28, 28\); pass"),
-    "rows disagree": (lambda pixels, grid: (pixels[:-4], grid), "expected 96 rows of pixel values"),
-    "no frames": (lambda pixels, grid: (pixels, torch.tensor([[0, 12, 8]])), "at least one image"),
-    "no rows": (lambda pixels, grid: (pixels, torch.tensor([[1, 0, 8]])), "positive sizes"),
-    "merge does not divide": (
-        lambda pixels, grid: (pixels, torch.tensor([[1, 32, 3]])),
-        "multiples of the merge size 2",
-    ),
-    "empty batch": (lambda pixels, grid: (pixels[:0], grid[:0]), "at least one image"),
-    "grid rank": (lambda pixels, grid: (pixels, grid[0]), r"shape \(images and videos, 3\)"),
-    "grid dtype": (lambda pixels, grid: (pixels, grid.float()), "integer grid_thw"),
-    "grid is a list": (lambda pixels, grid: (pixels, grid.tolist()), r"got list"),
-    "pixel dtype": (lambda pixels, grid: (pixels.to(torch.complex64), grid), "tensor of real numbers of shape"),
-    "pixel width": (lambda pixels, grid: (pixels[:, :-1], grid), "values per patch"),
-    "devices": (lambda pixels, grid: (pixels.to("meta"), grid), "on the tower's device cpu"),
-    "grid device": (lambda pixels, grid: (pixels, grid.to("meta")), "grid_thw on the CPU or with the pixel values"),
-}
-"""Changes of pixels and grid that make them wrong, and a part of the error."""
-
-
-@pytest.mark.parametrize("shared", ONE_TOWER, indirect=True)
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_a_value_error_and_the_next_call_is_right(shared: PreTrainedModel, case: str) -> None:
-    tower = tower_of(shared)
-    expected = run_tower(tower, GRIDS["image"])
-    spoil, message = BAD[case]
-    arguments = spoil(pixels_for(tower, GRIDS["image"]), torch.tensor(GRIDS["image"]))
-    with hf_vit_accel.patched(shared):
-        with pytest.raises(ValueError, match=message), torch.no_grad():
-            tower(*arguments)
-        assert_close(run_tower(tower, GRIDS["image"]), expected)
+# --- inputs and options -----------------------------------------------------------------------------------------------
 
 
 @both_fusions
@@ -296,20 +228,27 @@ def test_status_on_a_cpu_is_short(no_gpu: None, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("typo", "meant"),
+    ("options", "message"),
     [
-        *[("flash_attn_3", "flash_attention_3"), ("varlen", "torch_varlen"), ("SDPA", "sdpa"), ("Auto", "auto")],
-        *[("nonsense", None), (3, None), ("fa3", "flash_attention_3"), ("flex_attention", "flex")],
+        (
+            {"attention": "varlen"},
+            r"to be one of 'auto', .*'sdpa', got 'varlen'; did you mean 'torch_varlen'\?$",
+        ),
+        ({"attention": "SDPA"}, r"did you mean 'sdpa'\?$"),
+        ({"attention": "fa3"}, r"did you mean 'flash_attention_3'\?$"),
+        ({"attention": "nonsense"}, "got 'nonsense'$"),
+        ({"attention": 3}, "got 3$"),
+        ({"attention": "eager"}, r"is transformers' own name: attention='auto' takes(?!.*did you mean)"),
+        ({"attention": "paged|sdpa"}, "is transformers' own name"),
+        ({"attention": "kernels-community/flash-attn3"}, "is transformers' own name"),
+        ({"strict": "no"}, "expected strict to be True or False"),
+        ({"reuse": 1}, "expected reuse to be True, False or a ReuseConfig"),
+        *(({"max_rows": value}, "max_rows, unless 'auto' or None, to be an integer of at") for value in (0, 1.5, True)),
     ],
+    ids=str,
 )
-def test_a_typo_of_a_backend_is_met_with_a_suggestion(typo: str, meant: str | None) -> None:
-    with pytest.raises(ValueError, match=r"expected attention to be one of 'auto', .*'sdpa', got") as error:
-        hf_vit_accel.patch(TINY["qwen3_vl"].build(), attention=typo)
-    assert str(error.value).endswith(f"; did you mean '{meant}'?" if meant else f"got {typo!r}")
-
-
-@pytest.mark.parametrize("name", ["eager", "flash_attention_2", "fa2", "paged|sdpa", "kernels-community/flash-attn3"])
-def test_a_name_of_transformers_is_explained(name: str) -> None:
-    with pytest.raises(ValueError, match="is transformers' own name: attention='auto' takes") as error:
-        hf_vit_accel.patch(TINY["qwen3_vl"].build(), attention=name)
-    assert "did you mean" not in str(error.value)
+def test_senseless_options_are_refused(options: dict[str, object], message: str) -> None:
+    model = TINY["qwen3_vl"].build()
+    with pytest.raises(ValueError, match=message):
+        hf_vit_accel.patch(model, **options)
+    assert state_of(tower_of(model)) is None
