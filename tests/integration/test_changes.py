@@ -36,25 +36,15 @@ ROUNDS = 2
 
 @dataclass(frozen=True)
 class Part:
-    """The layers of a tower or of a text model, under one set of names.
-
-    Attributes:
-        root: The tower, or the whole model.
-        layers: Its layers.
-        attention: The attention of the last layer.
-        linear: The last linear of that attention, under this name; it is square.
-        norm: The first norm of the last layer.
-        rotary: The module of rotations.
-        rotate: The name of the function in the file of the attention that rotates.
-    """
+    """The layers of a tower or of a text model, under one set of names."""
 
     root: Any
     layers: nn.ModuleList
-    attention: Any
-    linear: str
-    norm: Any
+    attention: Any  # of the last layer
+    linear: str  # the name of the last linear of that attention, which is square
+    norm: Any  # the first one of the last layer
     rotary: Any
-    rotate: str
+    rotate: str  # the name of the function in the file of the attention that rotates
 
     @property
     def weight(self) -> nn.Parameter:

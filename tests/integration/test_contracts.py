@@ -85,25 +85,15 @@ def run_attention_only(tower: nn.Module) -> list[torch.Tensor]:
 
 @dataclass(frozen=True)
 class Way:
-    """One way of patching.
-
-    Args:
-        options: Arguments of `patch`.
-        shown: What `status` says of a tower that is patched so, after one call.
-        exact: Whether outputs equal stock's.
-        fixtures: Names of fixtures that let the way run on a CPU.
-        build: Builds a stock tower.
-        run: Calls a tower without gradients; returns its outputs.
-        only_attention: Whether the tower's own forward runs, on our attention.
-    """
+    """One way of patching."""
 
     options: dict[str, Any]
-    shown: str
-    exact: bool = True
-    fixtures: tuple[str, ...] = ()
+    shown: str  # what `status` says of a tower that is patched so, after one call
+    exact: bool = True  # whether outputs equal stock's
+    fixtures: tuple[str, ...] = ()  # those that let the way run on a CPU
     build: Callable[[], nn.Module] = qwen3_tower
     run: Callable[[nn.Module], list[torch.Tensor]] = run_fast_tower
-    only_attention: bool = False
+    only_attention: bool = False  # the tower's own forward runs, on our attention
 
 
 def lower_far_scores(

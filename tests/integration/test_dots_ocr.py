@@ -40,10 +40,7 @@ def status_of(tower: nn.Module) -> TowerStatus:
 
 @pytest.mark.parametrize(
     ("attention", "post_norm"),
-    [
-        *alike(("sdpa", True), ("sdpa", False)),
-        *alike(("flash_attention_2", False), ("flash_attention_2", True)),
-    ],
+    alike(("flash_attention_2", True), ("flash_attention_2", False), ("sdpa", True), ("sdpa", False)),
 )
 def test_bf16_is_as_exact_as_the_remote_code(attention: str, post_norm: bool) -> None:
     """The proof in fp32 runs beside FlashAttention, too, which takes no fp32."""
@@ -88,18 +85,9 @@ def test_every_part_is_fused_and_an_explicit_argument_reaches_the_remote_code(re
     assert status_of(tower).fallbacks == {"the argument bf16 is given, which the proof of a copy does not cover": 1}
 
 
-@pytest.mark.usefixtures("quick_proof")
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"temporal_patch_size": 2}, "a patch has 2 frames, where 1 is known"),
-        ({"bend": 0.01}, r"relative error \d\.\de-\d\d"),
-        ({"attention": "flash_attention_2", "is_causal": True}, r"relative error \d\.\de-\d\d"),
-    ],
-)
-def test_another_computation_is_refused(fields: dict[str, object], reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        hf_vit_accel.patch(build(**fields), like=LIKE)
+def test_patches_of_two_frames_are_refused() -> None:
+    with pytest.raises(ValueError, match="a patch has 2 frames, where 1 is known"):
+        hf_vit_accel.patch(build(temporal_patch_size=2), like=LIKE)
 
 
 @pytest.mark.usefixtures("quick_proof")

@@ -38,17 +38,11 @@ Arrange = Callable[[Flashinfer, pytest.MonkeyPatch], None]
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault of FlashInfer or cuDNN.
-
-    Args:
-        arrange: Puts the fault in.
-        reason: The part of it that `status` reports.
-        is_early: Whether it shows before a call, so that naming the backend raises at once.
-    """
+    """One fault of FlashInfer or cuDNN."""
 
     arrange: Arrange
-    reason: str = ""
-    is_early: bool = False
+    reason: str = ""  # the part of it that `status` reports
+    is_early: bool = False  # it shows before a call, so that naming the backend raises at once
 
 
 def _frontend(module: nn.Module) -> Arrange:
@@ -167,9 +161,6 @@ def test_a_call_that_is_too_long_for_a_backend_goes_to_the_next(
     assert_close(outputs, run_tower(tower, large, cu_seqlens=offsets))
 
 
-BreakBackend = Callable[[pytest.MonkeyPatch, Exception], None]
-
-
 # --- any backend ------------------------------------------------------------------------------------------------------
 
 
@@ -191,19 +182,12 @@ def _break_fp8(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
 
 @dataclass(frozen=True)
 class Broken:
-    """A backend that fails when it runs.
-
-    Args:
-        backend: Its name.
-        break_backend: Breaks it.
-        error: What it raises.
-        ways: The ways of calling that use the broken part.
-    """
+    """A backend that fails when it runs."""
 
     backend: str
-    break_backend: BreakBackend
+    break_backend: Callable[[pytest.MonkeyPatch, Exception], None]
     error: Exception
-    ways: tuple[str, ...] = ("fast", "hooked", "gradients")
+    ways: tuple[str, ...] = ("fast", "hooked", "gradients")  # the ways of calling that use the broken part
 
     @property
     def options(self) -> dict[str, Any]:

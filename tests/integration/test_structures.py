@@ -29,27 +29,16 @@ SEEDS = [pytest.param(seed, marks=[pytest.mark.matrix] * (seed not in DRAWN)) fo
 
 @dataclass(frozen=True)
 class Structure:
-    """One random tower, its call and its settings.
-
-    Attributes:
-        family: the family in `TINY`.
-        vision: fields of the vision config that differ from the tiny ones.
-        kept_blocks: how many blocks stay, from the first on.
-        grid: images and videos of the call.
-        copied: entries that hold the same pixels as an earlier entry of their size.
-        settings: what `patch` gets.
-        trains_pixels: whether pixels require a gradient.
-        frozen: names of parts that are frozen.
-    """
+    """One random tower, its call and its settings."""
 
     family: str
-    vision: dict[str, Any]
-    kept_blocks: int
+    vision: dict[str, Any]  # fields of the vision config that differ from the tiny ones
+    kept_blocks: int  # from the first on
     grid: list[tuple[int, int, int]]
-    copied: frozenset[int]
+    copied: frozenset[int]  # entries that hold the same pixels as an earlier entry of their size
     settings: dict[str, Any]
     trains_pixels: bool
-    frozen: tuple[str, ...]
+    frozen: tuple[str, ...]  # names of parts
 
     @property
     def deepstack(self) -> list[int]:
@@ -130,12 +119,7 @@ def draw(seed: int) -> Structure:
 
 @dataclass(frozen=True)
 class Step:
-    """Outputs and gradients of one training step.
-
-    Attributes:
-        outputs: every output, in order.
-        gradients: by name, of the pixels and of all weights; None where there is none.
-    """
+    """Outputs and gradients of one training step: of the pixels and of all weights by name."""
 
     outputs: list[torch.Tensor]
     gradients: dict[str, torch.Tensor | None]

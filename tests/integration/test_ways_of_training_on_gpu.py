@@ -39,19 +39,12 @@ LARGER = replace(
 
 @dataclass
 class Training:
-    """One model that is trained.
-
-    Attributes:
-        model: The model in its wrappers.
-        context: Returns the context of a forward.
-        accumulated: Backward passes to a step of the optimizer.
-        gradients: By step, the gradients of the tower.
-    """
+    """One model that is trained."""
 
     model: nn.Module
-    context: Callable[[], Any] = nullcontext
-    accumulated: int = 1
-    gradients: list[list[torch.Tensor]] = field(default_factory=list)
+    context: Callable[[], Any] = nullcontext  # of a forward
+    accumulated: int = 1  # backward passes to a step of the optimizer
+    gradients: list[list[torch.Tensor]] = field(default_factory=list)  # of the tower, by step
 
     def run(self) -> int:
         """Train for all steps; return the largest memory of the last ones."""

@@ -53,17 +53,11 @@ class CopiedConfig(PretrainedConfig):
 
 @dataclass(frozen=True)
 class Manner:
-    """The manner of a version of transformers.
-
-    Attributes:
-        version: The version.
-        rotary: "length" for a table of angles, "positions" for angles, "tables" for cosines and sines.
-        returns_output: Whether a forward returns an output object; else a tensor, or a tuple with deepstack features.
-    """
+    """The manner of a version of transformers."""
 
     version: str
-    rotary: str
-    returns_output: bool
+    rotary: str  # "length" for a table of angles, "positions" for angles, "tables" for cosines and sines
+    returns_output: bool  # an output object; else a tensor, or a tuple with deepstack features
 
 
 MANNERS = (
@@ -615,17 +609,6 @@ class ActsByOptions(CopyOfQwen2):
 
 
 # --- other copies -----------------------------------------------------------------------------------------------------
-
-
-class RowsAlone(CopyOfQwen2):
-    """Returns the rows of the last layer, without merging them."""
-
-    def forward(self, hidden_states: Tensor, grid_thw: Tensor, **kwargs: object) -> Tensor:
-        rows: list[Tensor] = []
-        hook = self.merger.register_forward_pre_hook(lambda _, arguments: rows.extend(arguments))
-        super().forward(hidden_states, grid_thw)
-        hook.remove()
-        return rows[0]
 
 
 class WithoutMerger(CopiedTower):

@@ -14,16 +14,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 from support.copies import LengthRotary, turn
 
 
-def flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, _: Tensor, *lengths: int, causal: bool = False
-) -> Tensor:
+def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, _: Tensor, *lengths: int) -> Tensor:
     """Attend within segments as the package flash_attn does: in half precision alone."""
     if q.dtype not in (torch.bfloat16, torch.float16):
         raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
     rows = offsets.diff().tolist()
     outs = []
     for parts in zip(q.split(rows), k.split(rows), v.split(rows), strict=True):
-        out = functional.scaled_dot_product_attention(*(x.transpose(0, 1) for x in parts), is_causal=causal)
+        out = functional.scaled_dot_product_attention(*(x.transpose(0, 1) for x in parts))
         outs.append(out.transpose(0, 1))
     return torch.cat(outs)
 
@@ -45,8 +43,6 @@ class DotsVisionConfig(PretrainedConfig):
         self.temporal_patch_size = kwargs.pop("temporal_patch_size", 1)
         self.post_norm = kwargs.pop("post_norm", True)
         self.attention = kwargs.pop("attention", "sdpa")
-        self.is_causal = kwargs.pop("is_causal", False)
-        self.bend = kwargs.pop("bend", 0.0)
         super().__init__(**kwargs)
 
 
@@ -105,8 +101,7 @@ class Attention(nn.Module):
         k = turn(k, *tables)
         if self.config.attention == "flash_attention_2":
             longest = int(cu_seqlens.diff().max())
-            causal = self.config.is_causal
-            out = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, longest, longest, causal=causal)
+            out = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, longest, longest)
         else:
             frames = torch.repeat_interleave(torch.arange(len(cu_seqlens) - 1).to(cu_seqlens), cu_seqlens.diff())
             mask = frames[:, None] == frames
@@ -123,11 +118,9 @@ class SwiGLU(nn.Module):
         self.fc1 = nn.Linear(config.embed_dim, config.intermediate_size, bias=False)
         self.fc2 = nn.Linear(config.intermediate_size, config.embed_dim, bias=False)
         self.fc3 = nn.Linear(config.embed_dim, config.intermediate_size, bias=False)
-        self.bend = config.bend
 
     def forward(self, x: Tensor) -> Tensor:
-        gate = self.fc1(x)
-        return self.fc2((functional.silu(gate) + self.bend * gate) * self.fc3(x))
+        return self.fc2(functional.silu(self.fc1(x)) * self.fc3(x))
 
 
 class Block(nn.Module):

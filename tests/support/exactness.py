@@ -40,12 +40,7 @@ def check_error_bound(
 ) -> None:
     """Assert errors of at most max(1.1 x stock's, one unit in the last place), against stock in fp32, over five seeds.
 
-    Args:
-        model: A model in fp32; it stays as it is.
-        dtype: The dtype of the patched and the stock tower.
-        device: Where they run.
-        attentions: Backends by name, each of which is checked.
-        grids: Layouts of the calls.
+    The model in fp32 stays as it is. Each backend in `attentions` is checked with each of the grids.
     """
     tower = tower_of(copy.deepcopy(model)).to(device)
     reference = copy.deepcopy(tower)

@@ -19,17 +19,11 @@ from transformers.models.qwen2_vl import modeling_qwen2_vl
 
 @dataclass(frozen=True)
 class Lack:
-    """Tests that need something of transformers.
-
-    Args:
-        reason: What this transformers lacks.
-        is_lacking: Whether it does.
-        tests: Parts of the names of tests, with their files.
-    """
+    """Tests that need something of transformers."""
 
     reason: str
     is_lacking: bool
-    tests: tuple[str, ...]
+    tests: tuple[str, ...]  # parts of their names, with their files
 
 
 def _asks_for_another_peft() -> bool:

@@ -27,35 +27,20 @@ ORDERS = (BEFORE, AFTER)
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One way to wrap a model.
+    """One way to wrap a model."""
 
-    Args:
-        name: What SUPPORT.md calls it.
-        outcome: "fast" or "stock" for every call of the tower, or "unpatched" if the result is a stock model again.
-        wrap: The change.
-        use: What is compared with stock.
-        reasons: Parts of what `status` says of stock calls: each must appear, and no other reason.
-        unfused: Part of what `status` says of a patch embedding that stays its module.
-        orders: Whether the model is wrapped before or after patching.
-        needs: Packages beside the package's own dependencies.
-        obstacle: Returns why this machine cannot run the row, or None.
-        bound: The largest relative error against stock.
-        exact: Whether `unpatch` brings the same bits back. (A run of training does not repeat them.)
-        slow: Whether only `make matrix` runs it.
-    """
-
-    name: str
-    outcome: str
+    name: str  # what SUPPORT.md calls it
+    outcome: str  # "fast" or "stock" for every call of the tower, or "unpatched" if the result is a stock model again
     wrap: Change = changes.unchanged
-    use: Use = uses.answers_and_features
-    reasons: tuple[str, ...] = ()
-    unfused: str | None = None
+    use: Use = uses.answers_and_features  # what is compared with stock
+    reasons: tuple[str, ...] = ()  # parts of what `status` says of stock calls: each must appear, and no other reason
+    unfused: str | None = None  # part of what `status` says of a patch embedding that stays its module
     orders: tuple[str, ...] = ORDERS
-    needs: tuple[str, ...] = ()
-    obstacle: Callable[[], str | None] = lambda: None
+    needs: tuple[str, ...] = ()  # packages beside the package's own dependencies
+    obstacle: Callable[[], str | None] = lambda: None  # returns why this machine cannot run the row
     bound: float = 1e-5
-    exact: bool = True
-    slow: bool = False
+    exact: bool = True  # `unpatch` brings the same bits back (a run of training does not repeat them)
+    slow: bool = False  # only `make matrix` runs it
 
 
 def fast(name: str, wrap: Change = changes.unchanged, **options: object) -> Row:

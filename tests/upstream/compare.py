@@ -56,11 +56,7 @@ def environment(source: Path) -> dict[str, str]:
 
 
 def version(source: Path) -> str:
-    """Return the version and the file of the tested transformers.
-
-    Raises:
-        SystemExit: if the file is not in the tree
-    """
+    """Return the version and the file of the tested transformers; leave if the file is not in the tree."""
     code = "import transformers; print(transformers.__version__, transformers.__file__)"
     command = [sys.executable, "-c", code]
     process = subprocess.run(command, env=environment(source), check=True, capture_output=True, text=True)
@@ -71,17 +67,7 @@ def version(source: Path) -> str:
 
 
 def start(source: Path, tests: list[str], *, patched: bool, arguments: list[str]) -> subprocess.Popen[bytes]:
-    """Start the tests in the background.
-
-    Args:
-        source: the root of the source tree
-        tests: the files of the tests
-        patched: whether towers are patched
-        arguments: further arguments of pytest
-
-    Returns:
-        The process; its output goes to a file beside the report.
-    """
+    """Start the tests in the background. The output of the process goes to a file beside the report."""
     report = source / f"report-{'patched' if patched else 'stock'}.xml"
     report.unlink(missing_ok=True)
     plugin = ["-p", "patched"] if patched else []
@@ -93,15 +79,10 @@ def start(source: Path, tests: list[str], *, patched: bool, arguments: list[str]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one test.
+    """The outcome of one test."""
 
-    Args:
-        kind: "passed", or the name of the element in the report
-        message: the message of a failure or an error, which begins with the class of the error
-    """
-
-    kind: str
-    message: str = ""
+    kind: str  # "passed", or the name of the element in the report
+    message: str = ""  # of a failure or an error; it begins with the class of the error
 
     def __str__(self) -> str:
         return f"{self.kind} {self.error}".strip()
