@@ -70,8 +70,6 @@ def lock(folder: Path, *, alone: bool) -> Iterator[Callable[[], None]]:
     except OSError as error:
         raise ValueError(f"cannot write to {folder}: {error.strerror}") from None
     with file:
-        # Without this, loaders of data would keep the lock of a killed process until they notice its end.
-        os.register_at_fork(after_in_child=file.close)
         try:
             fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except BlockingIOError:

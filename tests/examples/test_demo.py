@@ -9,16 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import demo
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from programs import CAPTIONERS, EXAMPLES, ROOT
-
-sys.path[:0] = [str(ROOT / "benchmarks")]
-
-import demo  # noqa: E402
-from tiny_captioner.scenes import draw, scene  # noqa: E402
+from scenes import draw, scene
 
 
 def run(*command: str | Path, cwd: Path) -> str:

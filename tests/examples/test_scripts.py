@@ -163,7 +163,7 @@ def finetune(data: Path, output: Path, *flags: str, family: str = "qwen2_5_vl") 
     every_step = module.TrainingArguments
     module.TrainingArguments = lambda **options: every_step(**options | {"logging_steps": 1, "use_cpu": True})
     model = f"--model={CAPTIONERS / family}"
-    steps = ["--max-steps=4", "--save-steps=2", "--learning-rate=1e-3"]
+    steps = ["--max-steps=4", "--save-steps=2", "--learning-rate=1e-3", "--batch-size=2"]
     module.main([str(data), model, f"--output={output}", PROMPT, *steps, *flags])
     (state,) = output.glob("checkpoint-4/trainer_state.json")
     return [entry["loss"] for entry in json.loads(state.read_text())["log_history"] if "loss" in entry]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 from support.stacks import expect_same_and_fast
-from tiny import FAMILIES, TINY, chat_inputs, checkpoint_layers, tower_of
+from support.towers import TOWERS
+from tiny import TINY, chat_inputs, checkpoint_layers, tower_of
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 import hf_vit_accel
 
@@ -49,6 +52,13 @@ def wrap_at_load(model: Model) -> Tensor:
     tower.forward = lambda *args, **kwargs: inner(
         *args, **{name: value for name, value in kwargs.items() if not name.startswith(("cu_seq_lens", "max_length"))}
     )
+    return train(model)
+
+
+def give_the_tower_a_method(model: Model) -> Tensor:
+    """ms-swift: a tower gets a `get_input_embeddings` of its own."""
+    tower = tower_of(model)
+    tower.get_input_embeddings = lambda: tower.patch_embed
     return train(model)
 
 
@@ -93,10 +103,17 @@ def toggle_checkpointing(model: Model) -> Tensor:
     return torch.cat(results)
 
 
-HABITS = (wrap_for_training, wrap_at_load, ask_for_hidden_states, ask_for_the_module, toggle_checkpointing)
+HABITS = (
+    wrap_for_training,
+    wrap_at_load,
+    give_the_tower_a_method,
+    ask_for_hidden_states,
+    ask_for_the_module,
+    toggle_checkpointing,
+)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TOWERS)
 @pytest.mark.parametrize("habit", HABITS, ids=lambda habit: habit.__name__)
 def test_a_habit_of_frameworks(family: str, habit: Callable[[Model], Tensor]) -> None:
     stock = habit(TINY[family].build())
@@ -110,3 +127,14 @@ def test_patched_after_the_wrap(wrap: Callable[[Model], Tensor]) -> None:
     stock = wrap(model)
     hf_vit_accel.patch(model)
     expect_same_and_fast(stock, train(model), model)
+
+
+def test_a_config_that_names_the_attention(tmp_path: Path) -> None:
+    """verl, `override_config`: it sets attributes of a config that has another attention, and loads with it."""
+    stock = TINY["qwen2_5_vl"].build()
+    stock.save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path, attn_implementation="sdpa")
+    config.vision_config._attn_implementation = "flash_vit_auto"
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path, config=config)
+    expect_same_and_fast(train(stock), train(model), model)
+    assert model.model.language_model.config._attn_implementation == "sdpa"

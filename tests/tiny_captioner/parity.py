@@ -12,7 +12,6 @@ captions. The script also exits with 1 if a patched model did not run as its row
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,15 +23,13 @@ from typing import Annotated, Any
 import torch
 import transformers
 import typer
+from scene_batches import PATCH, Inputs, encode
+from scene_batches import held_out as held_out_scenes
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import hf_vit_accel
 from hf_vit_accel import Fp8Config, GraphConfig, Status
 from hf_vit_accel.backends import BACKENDS, FP8
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from scene_batches import PATCH, Inputs, encode, shuffle
-from scene_batches import held_out as held_out_scenes
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 HERE = Path(__file__).resolve().parent
 FAMILIES = list(PATCH)
@@ -110,14 +107,11 @@ def load(family: str, dtype: torch.dtype, device: torch.device | str = "cpu") ->
     return model.to(device).eval()
 
 
-def held_out(
-    family: str, count: int, *, size: int = 100, shuffled: bool = False, device: torch.device | str = "cpu"
-) -> list[Batch]:
-    """Encode scenes that the models were never trained on; if `shuffled`, each with the picture of another scene."""
+def held_out(family: str, count: int, *, size: int = 100, device: torch.device | str = "cpu") -> list[Batch]:
+    """Encode scenes that the models were never trained on."""
     batches = []
     for batch in held_out_scenes(family, count, size):
-        shown = shuffle(batch) if shuffled else batch
-        inputs = encode(shown, family, load_tokenizer(family), torch.device(device))
+        inputs = encode(batch, family, load_tokenizer(family), torch.device(device))
         batches.append(Batch(inputs, batch["captions"]))
     return batches
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerFast
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from scenes import draw, scene
+from transformers import PreTrainedTokenizerFast
 
 PATCH = {"qwen2_vl": 14, "qwen2_5_vl": 14, "qwen3_vl": 16}
 """Families, and the side of a patch in pixels."""
@@ -105,8 +101,3 @@ def held_out(family: str, count: int, size: int = 100) -> Iterator[Batch]:
     for index, first in enumerate(range(HELD_OUT, HELD_OUT + count, size)):
         seeds = list(range(first, min(first + size, HELD_OUT + count)))
         yield draw_batch(seeds, 2 * PATCH[family], chance, video=index % 6 == 5)
-
-
-def shuffle(batch: Batch) -> Batch:
-    """Return the batch with the pictures moved on by one scene."""
-    return batch | {"pixels": batch["pixels"].roll(1, 0)}

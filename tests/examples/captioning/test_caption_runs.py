@@ -1,7 +1,8 @@
-"""Runs on the command line: resumed, with other settings, limits and prompts; refusals and exit codes."""
+"""Runs on the command line: resumed, with other settings, limits and prompts; refusals, exit codes and locks."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import re
 import runpy
@@ -139,6 +140,8 @@ def test_merge_refuses_unknown_runs_and_targets(photos: Path, output: Path, tmp_
         (["{photos}/../empty"], "no images or videos in"),
         (["{photos}/*.webp"], "no file"),
         (["{photos}/0.json"], "no picture or video by its name, nor a .txt list"),
+        (["{photos}/../empty.txt"], "no images or videos in"),
+        (["{photos}/../link.jpg"], "which is not there"),
         ([""], "an input is empty"),
         (["--min-pixels=5000", "--max-pixels=4000"], "is above --max-pixels"),
         (["--revision=v2"], "--revision is for models on the Hub, and .* is a folder"),
@@ -150,6 +153,8 @@ def test_merge_refuses_unknown_runs_and_targets(photos: Path, output: Path, tmp_
 )
 def test_mistakes_are_refused(photos: Path, output: Path, options: list[str], message: str) -> None:
     (photos.parent / "empty").mkdir()
+    (photos.parent / "empty.txt").touch()
+    (photos.parent / "link.jpg").symlink_to(photos / "gone.jpg")
     done = caption(photos, output, *(option.replace("{photos}", str(photos)) for option in options))
     assert done.exit_code == 2 and re.search(message, words(done)), done.output
     assert not list(output.glob("captions-*"))
@@ -161,3 +166,31 @@ def test_a_missing_accelerate_is_one_clear_line(monkeypatch: pytest.MonkeyPatch)
         runpy.run_path(str(EXAMPLES / "captioner" / "main.py"), run_name="program")
     message = str(ended.value)
     assert "\n" not in message and message.startswith("This program needs accelerate: pip install")
+
+
+def test_locks_are_shared_within_a_run(tmp_path: Path) -> None:
+    with lock(tmp_path / "new", alone=True) as share:
+        with pytest.raises(ValueError, match="another run"), lock(tmp_path / "new", alone=False):
+            pass
+        share()
+        with lock(tmp_path / "new", alone=False):
+            pass
+        with pytest.raises(ValueError, match="another run"), lock(tmp_path / "new", alone=True):
+            pass
+
+
+def test_file_systems_without_locks_are_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with lock(tmp_path, alone=True) as share:
+        share()
+
+
+def test_the_captioner_is_short_and_uses_public_names() -> None:
+    files = list((EXAMPLES / "captioner").iterdir())
+    lines = {path.name: len(path.read_text().splitlines()) for path in files if path.is_file()}
+    assert max(lines.values()) <= 300 and sum(lines.values()) <= 2500, lines
+    for path in (EXAMPLES / "captioner").glob("*.py"):
+        assert not re.search(r"(from|import) hf_vit_accel\.", path.read_text()), path.name

@@ -70,17 +70,6 @@ def test_lists_of_paths(tree: Path) -> None:
     assert keys(tree / "twice.txt") == ["a.jpg"]
 
 
-def test_inputs_that_hold_nothing(tree: Path, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty.txt").touch()
-    (tmp_path / "t.tar.gz").touch()
-    (tmp_path / "link.jpg").symlink_to(tmp_path / "gone.jpg")
-    messages = r"no images or videos in|there is no file|an uncompressed .tar|which is not there"
-    for name in ("empty", "empty.txt", "tree/notes.md", "nothing/*.jpg", "tree/sub/e.csv", "t.tar.gz", "link.jpg"):
-        with pytest.raises(ValueError, match=messages):
-            find_items([str(tree), str(tmp_path / name)])
-
-
 MEMBERS = {
     "0001.jpg": b"first",
     "0001.json": b'{"title": "One", "n": 1}',
