@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from hf_vit_accel.backends.sdpa import Sdpa
 from hf_vit_accel.graphs import called, recorder, store
 from hf_vit_accel.layout import Segments
 from hf_vit_accel.options import passes as one_pass_module
-from support.recorded_ops import OperationRecorder
+from support.recorded_ops import OperationRecorder, Recorder
 
 SMALL = GraphConfig(max_tokens=128, exact_after=0)
 """Graphs of few tokens, captured at the first call."""
@@ -49,64 +48,6 @@ class Masked(Sdpa):
             q_1HTD, k_1HTD, v_1HTD, attn_mask=mask_TT, scale=plan.request.scale
         )
         return out_1HTD[0].transpose(0, 1)
-
-
-class Recorder:
-    """Stand in for `CudaRecorder`: replay a graph by running the function again.
-
-    As on a GPU, a replay writes to the memory of tensors that were borrowed from an earlier run.
-    """
-
-    fail: Exception | None = None
-    """Raised in place of a capture."""
-    nbytes = 1000
-    """The memory of every capture."""
-    free_bytes = 64 << 30
-    """The free memory of the device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.waiting = False
-        self._borrowed: list[torch.Tensor] = []
-
-    def record(
-        self, *runs: Callable[[], None], after_each: Callable[[], None] = lambda: None
-    ) -> tuple[list[Callable[[], None]], int]:
-        """Run the functions once; return a replay of each and the memory that they took."""
-        for run in runs:
-            run()
-            after_each()
-        if self.fail is not None:
-            raise self.fail
-        return [self._replay_of(run, after_each) for run in runs], self.nbytes
-
-    def _replay_of(self, run: Callable[[], None], after_each: Callable[[], None]) -> Callable[[], None]:
-        def replay() -> None:
-            assert self.waiting, "replayed without waiting for the last replay"
-            for tensor in self._borrowed:
-                tensor.fill_(float("nan"))
-            self._borrowed.clear()
-            run()
-            after_each()
-
-        return replay
-
-    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor, whose memory the next replay of any graph may use."""
-        self._borrowed.append(tensor)
-        return tensor
-
-    def wait(self) -> None:
-        """Begin a use, which must follow the end of the last use."""
-        assert not self.waiting, "the last use never said that it was done"
-        self.waiting = True
-
-    def done(self) -> None:
-        """End a use."""
-        assert self.waiting
-        self.waiting = False
-
-    def settle(self) -> None:
-        """Do nothing: a CPU runs nothing in the background."""
 
 
 @pytest.fixture

@@ -129,11 +129,6 @@ LACKS = (
         _asks_for_another_peft(),
         ("test_random_batches_give_stocks",),
     ),
-    Lack(
-        "Qwen3-VL before transformers 5.9 fails on images without rows, and reads unset memory by other merge sizes",
-        _vision_utils() is None,
-        ("test_any_attribute_may_change[qwen3_vl-True]",),
-    ),
 )
 """Every group."""
 

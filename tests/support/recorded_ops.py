@@ -1,4 +1,4 @@
-"""Capture CUDA graphs on a CPU, truly: record every operation on its tensors, and replay those, without any Python."""
+"""Stand in for CUDA graphs on a CPU: a replay runs a function again, or the operations that were recorded."""
 
 from __future__ import annotations
 
@@ -59,36 +59,79 @@ class _Capture(TorchDispatchMode):
         return result
 
 
-class OperationRecorder:
-    """Stand in for `CudaRecorder`: a replay runs the recorded operations on the same tensors.
+class Recorder:
+    """Stand in for `CudaRecorder`: replay a graph by running the function again.
+
+    As on a GPU, a replay writes to the memory of tensors that were borrowed from an earlier run.
+    """
+
+    fail: Exception | None = None
+    """Raised in place of a capture."""
+    nbytes = 1000
+    """The memory of every capture."""
+    free_bytes = 64 << 30
+    """The free memory of the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.waiting = False
+        self._borrowed: list[torch.Tensor] = []
+
+    def record(
+        self, *runs: Callable[[], None], after_each: Callable[[], None] = lambda: None
+    ) -> tuple[list[Callable[[], None]], int]:
+        """Run the functions once; return a replay of each and the memory that they took."""
+        for run in runs:
+            run()
+            after_each()
+        if self.fail is not None:
+            raise self.fail
+        return [self._replay_of(run, after_each) for run in runs], self.nbytes
+
+    def _replay_of(self, run: Callable[[], None], after_each: Callable[[], None]) -> Callable[[], None]:
+        def replay() -> None:
+            assert self.waiting, "replayed without waiting for the last replay"
+            for tensor in self._borrowed:
+                tensor.fill_(float("nan"))
+            self._borrowed.clear()
+            run()
+            after_each()
+
+        return replay
+
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor, whose memory the next replay of any graph may use."""
+        self._borrowed.append(tensor)
+        return tensor
+
+    def wait(self) -> None:
+        """Begin a use, which must follow the end of the last use."""
+        assert not self.waiting, "the last use never said that it was done"
+        self.waiting = True
+
+    def done(self) -> None:
+        """End a use."""
+        assert self.waiting
+        self.waiting = False
+
+    def settle(self) -> None:
+        """Do nothing: a CPU runs nothing in the background."""
+
+
+class OperationRecorder(Recorder):
+    """Replay the recorded operations on the same tensors, without any Python.
 
     Before each replay all its intermediate tensors are spoilt, as if other graphs of the pool had run.
     """
 
     captures = 0
     replays = 0
-    fail: Exception | None = None
 
-    def __init__(self, device: torch.device) -> None:
-        self.is_used = False
-
-    def record(
-        self, *runs: Callable[[], None], after_each: Callable[[], None] = lambda: None
-    ) -> tuple[list[Callable[[], None]], int]:
-        """Run the functions to warm up, then record each; return a replay of each and the memory that they took."""
-        for run in runs:
-            run()
-            after_each()
-        if self.fail is not None:
-            raise self.fail
-        return [self._record(run, after_each) for run in runs], 1000
-
-    def _record(self, run: Callable[[], None], after_each: Callable[[], None]) -> Callable[[], None]:
+    def _replay_of(self, run: Callable[[], None], after_each: Callable[[], None]) -> Callable[[], None]:
         with _Capture() as capture:
             run()
         after_each()
-        type(self).captures += 1
         kind = type(self)
+        kind.captures += 1
 
         def replay() -> None:
             kind.replays += 1
@@ -101,16 +144,8 @@ class OperationRecorder:
 
         return replay
 
-    @staticmethod
-    def borrow(tensor: Tensor) -> Tensor:
-        """Return the tensor: replays write to it."""
-        return tensor
-
     def wait(self) -> None:
         """Do nothing: a CPU has one stream."""
 
     def done(self) -> None:
-        """Do nothing: a CPU runs nothing in the background."""
-
-    def settle(self) -> None:
-        """Do nothing: a CPU runs nothing in the background."""
+        """Do nothing: decoding ends a use that had no replay, too."""

@@ -18,7 +18,6 @@ from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel import ReuseConfig
-from hf_vit_accel.backends.flash_attention_3 import FlashAttention3
 from hf_vit_accel.graphs import memory
 from hf_vit_accel.tools.bench.towers import build_tower
 from hf_vit_accel.tower.state import state_of
@@ -53,14 +52,6 @@ def replay_once(tower: nn.Module) -> list[torch.Tensor]:
         outputs = run_tower(tower, IMAGE)
     assert status_line(tower).startswith("replayed")
     return outputs
-
-
-def test_a_picture_that_comes_again_is_replayed_with_the_backend_that_is_fastest_there(tower: nn.Module) -> None:
-    eager = hf_vit_accel.patch(copy.deepcopy(tower), cuda_graphs=False)
-    assert is_close(replay_once(tower), run_tower(eager, IMAGE))
-    assert hf_vit_accel.status(tower).towers[0].backends == {"full": "torch_cudnn"}
-    if FlashAttention3().reasons_against_machine() == []:
-        assert hf_vit_accel.status(eager).towers[0].backends == {"full": "flash_attention_3"}, "the host's time counts"
 
 
 @pytest.mark.usefixtures("kept_recorder")

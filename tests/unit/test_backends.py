@@ -228,22 +228,6 @@ def test_a_named_backend_comes_first_and_its_rejection_is_reported(monkeypatch: 
     assert choice.backend.name == "sdpa" and "float32" in choice.rejected["flashinfer_cudnn"][0]
 
 
-def test_nothing_heavy_is_imported_for_a_request_that_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Importing FlashInfer takes seconds."""
-    fake_machine(monkeypatch)
-    probed = []
-
-    def probe(self: Backend) -> list[str]:
-        probed.append("cuDNN")
-        return []
-
-    monkeypatch.setattr(FlashinferCudnn, "probe", probe)
-    for device, changes in (("cpu", {}), ("cuda", dict(dtype=torch.float32)), ("cuda", dict(grad=True))):
-        call = request(device, **{"dtype": torch.bfloat16} | changes)
-        assert FlashinferCudnn().reasons_against(call) and FP8.reasons_against(call) and not probed
-    assert not FlashinferCudnn().reasons_against(request("cuda", torch.bfloat16)) and probed
-
-
 def test_rules_of_auto_name_backends_and_cite_a_measurement() -> None:
     for rule in backends.AUTO:
         assert set(rule.order) <= {backend.name for backend in BACKENDS} - {"flex"}, "flex runs by name only"

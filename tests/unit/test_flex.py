@@ -73,12 +73,6 @@ def check_block_mask(lengths: list[int], longest: int | None = None) -> dict[str
     return arrays
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_block_masks_of_layouts(layout: str) -> None:
-    arrays = check_block_mask(LAYOUTS[layout])
-    assert len(arrays["segment_T"]) == max(sum(LAYOUTS[layout]), 256)
-
-
 lists = st.lists(st.integers(1, 40), min_size=1, max_size=25)
 
 
@@ -115,7 +109,7 @@ def dense(qkv: list[Tensor], lengths: list[int], scale: float, change: Callable[
     return torch.cat(outs)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", alike("ragged", *(name for name in LAYOUTS if name != "ragged")))
 def test_score_mod_equals_a_dense_reference(layout: str) -> None:
     lengths = LAYOUTS[layout]
     table_H = torch.linspace(0.1, 0.4, HEADS)
@@ -271,6 +265,7 @@ def test_compiled_blocks_of_a_call_by_the_stock_forward(model: nn.Module, monkey
     monkeypatch.setattr(flex_backend, "compiles", lambda device: True)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     tower = tower_of(model)
+    del tower.blocks[2:]  # compiling takes long
     expected = stock_with_score_mod(model, lambda: run_tower(tower, GRID))
     hf_vit_accel.patch(model, attention=STEEP)
     for block in tower.blocks:

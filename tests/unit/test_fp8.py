@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 from support.attention import HEADS, LAYOUTS, draw, exact, request, segments_of
-from support.cpu_graphs import Recorder, status_of
-from support.fp8 import quantize_on_cpu, run_fp8_on_cpu
-from support.graphs import patch
+from support.cpu_graphs import status_of
+from support.fp8 import run_fp8_on_cpu
 from support.towers import both_towers
 from tiny import TINY, all_equal, largest_error, outputs_of, pixels_for, relative_error, run_tower, tower_of
 
@@ -80,35 +79,6 @@ def test_a_result_does_not_depend_on_earlier_calls(fp8_on_cpu: None, model: Any)
         with torch.no_grad():
             tower(pixels, grid_thw=torch.tensor(GRID))
         assert all_equal(run_tower(tower, GRID), first), spoil
-
-
-def test_padding_never_reaches_a_scale(
-    fp8_on_cpu: None, on_cpu: type[Recorder], model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Replay padded graphs with poisoned spare rows: amax equals that of an eager call."""
-
-    def poisoned(
-        qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, used_1: torch.Tensor, *others: Any, **kw: Any
-    ) -> Any:
-        qkv = qkv.clone()
-        qkv[int(used_1) :] *= 1e4
-        return quantize_on_cpu(qkv, cos, sin, used_1, *others, **kw)
-
-    monkeypatch.setattr(cudnn_fp8, "quantize", poisoned)
-    grids = [[(1, 6, 10)], [(1, 4, 6), (2, 4, 4)], [(1, 10, 10)]]
-    hf_vit_accel.patch(model, fp8=ALWAYS)
-    scales_of(model).record_amax()
-    eager = []
-    for grid in grids:
-        outputs = run_tower(tower_of(model), grid)
-        eager.append((outputs, scales_of(model).recorded_amax()))
-    patch(model, fp8=ALWAYS)
-    scales_of(model).record_amax()
-    for grid, (outputs, amax_L3H) in zip(grids, eager, strict=True):
-        actual = run_tower(tower_of(model), grid)
-        assert torch.allclose(scales_of(model).recorded_amax(), amax_L3H, rtol=0.01), grid
-        assert largest_error(actual, outputs) < 0.01
-    assert status_of(model).replays == 3 and status_of(model).padding > 1
 
 
 def test_short_segments_stay_in_the_dtype(fp8_on_cpu: None, model: Any) -> None:
@@ -277,11 +247,6 @@ def test_it_is_refused_with_reasons_where_it_cannot_run() -> None:
         hf_vit_accel.calibrate(model, [], "never.json")
     assert "fp8=False" not in str(error.value)
     assert state_of(tower_of(model)) is None
-
-
-def test_it_is_never_used_unasked(fp8_on_cpu: None) -> None:
-    choice = resolve("auto", request("cpu", torch.float32, 80, packed=True), segments_of([20_000]))
-    assert choice.backend is not FP8 and not choice.rejected.get(FP8.name)
 
 
 def hopper_request(min_seqlen: int | None = None, **changes: Any) -> Request:
