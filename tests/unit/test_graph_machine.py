@@ -69,6 +69,7 @@ class GraphMachine(RuleBasedStateMachine):
         self.calls = 0
         self.seed = 0
         self.warmed_up = 0
+        self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @initialize()
     def build(self) -> None:
@@ -101,6 +102,7 @@ class GraphMachine(RuleBasedStateMachine):
             results.append(([output.detach() for output in outputs], gradients))
         (expected, expected_gradients), (ours, our_gradients) = results
         assert_close(ours, expected)
+        self.kept = [*self.kept[-8:], *((output, output.clone()) for output in ours)]
         assert len(our_gradients) == len(expected_gradients)
         if expected_gradients:
             assert_close(our_gradients, expected_gradients, 1e-4)
@@ -268,6 +270,10 @@ class GraphMachine(RuleBasedStateMachine):
     @rule()
     def patch_again(self) -> None:
         self.patch()
+
+    @invariant()
+    def outputs_of_earlier_calls_stay(self) -> None:
+        assert all(torch.equal(output, copy_of_output) for output, copy_of_output in self.kept)
 
     @invariant()
     def captures_are_paid_for(self) -> None:
