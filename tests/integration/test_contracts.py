@@ -25,6 +25,7 @@ import torch
 from support import attention_only, copies
 from support.changes import through_pickle, through_torch_save
 from support.fp8 import run_fp8_on_cpu
+from support.libraries import Handler
 from support.ranks import run_on_ranks, share_small_calls
 from support.tensors import flat
 from support.towers import alike
@@ -48,16 +49,6 @@ def qwen3_tower() -> nn.Module:
 
 def tower_with_windows() -> nn.Module:
     return tower_of(TINY["qwen2_5_vl"].build())
-
-
-class Handler:
-    """An object that keeps the forward, as accelerate's `ConvertOutputsToFp32` does."""
-
-    def __init__(self, inner: Callable[..., Any]) -> None:
-        self.inner = inner
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner(*args, **kwargs)
 
 
 def wrapped_tower() -> nn.Module:

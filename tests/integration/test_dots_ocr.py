@@ -7,12 +7,12 @@ import copy
 import pytest
 import torch
 from support import dots_ocr
+from support.patching import status_of
 from support.towers import alike
 from tiny import relative_error
 from torch import Tensor, nn
 
 import hf_vit_accel
-from hf_vit_accel.status import TowerStatus
 
 LIKE = {"DotsVisionTransformer": "dots_ocr"}
 GRID = [(1, 4, 6), (1, 8, 10), (2, 2, 18)]
@@ -31,11 +31,6 @@ def run(tower: nn.Module, **options: object) -> Tensor:
     pixels = torch.randn(rows, weight[0].numel(), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         return tower(pixels.to(weight), torch.tensor(GRID), **options)
-
-
-def status_of(tower: nn.Module) -> TowerStatus:
-    [status] = hf_vit_accel.status(tower).towers
-    return status
 
 
 @pytest.mark.parametrize(

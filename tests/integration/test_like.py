@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 from support import copies
-from support.copies import COPIES, Composite, CopiedTower, tensors_of
+from support.copies import COPIES, Composite, CopiedTower
 from support.patching import status_of
+from support.tensors import flat
 from support.towers import alike
 from tiny import assert_close, pixels_for
 from torch import Tensor, nn
@@ -40,12 +41,12 @@ def run(tower: nn.Module, grid: list[tuple[int, int, int]] = GRID, **options: ob
     weight = tower.patch_embed.proj.weight
     pixels = pixels_for(tower, grid, dtype=weight.dtype, device=weight.device)
     with torch.no_grad():
-        return tensors_of(tower(pixels, torch.tensor(grid), **options))
+        return flat(tower(pixels, torch.tensor(grid), **options))
 
 
 def gradients(tower: nn.Module) -> list[Tensor]:
     """Return the gradients of all parameters for a random weighting of the outputs."""
-    outputs = tensors_of(tower(pixels_for(tower, GRID), grid_thw=torch.tensor(GRID)))
+    outputs = flat(tower(pixels_for(tower, GRID), grid_thw=torch.tensor(GRID)))
     generator = torch.Generator().manual_seed(1)
     weights = [torch.randn(output.shape, generator=generator) for output in outputs]
     return list(torch.autograd.grad(outputs, list(tower.parameters()), weights))

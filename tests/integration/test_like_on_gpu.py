@@ -7,7 +7,8 @@ import copy
 import pytest
 import torch
 from support import dots_ocr
-from support.copies import COPIES, build, tensors_of
+from support.copies import COPIES, build
+from support.tensors import flat
 from torch import Tensor, nn
 
 import hf_vit_accel
@@ -33,7 +34,7 @@ def run(tower: nn.Module, grid: list[tuple[int, int, int]], seed: int, **options
     pixels = torch.randn(rows, weight[0].numel(), generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
         output = tower(pixels.bfloat16().to(weight), torch.tensor(grid, device="cuda"), **options)
-    return tensors_of(output)
+    return flat(output)
 
 
 def distance(outputs: list[Tensor], exact: list[Tensor]) -> float:
@@ -74,7 +75,7 @@ def test_gradients_of_a_copy_in_bf16_are_as_exact(family: str, version: str) -> 
         pixels = torch.randn(24, weight[0].numel(), generator=torch.Generator().manual_seed(9)).bfloat16()
         options = {"bf16": False} if family == "dots_ocr" and dtype == torch.float32 else {}
         output = tower(pixels.to(weight), torch.tensor([(1, 4, 6)], device="cuda"), **options)
-        sum(tensor.float().square().sum() for tensor in tensors_of(output)).backward()
+        sum(tensor.float().square().sum() for tensor in flat(output)).backward()
         results.append(torch.cat([parameter.grad.flatten().float() for parameter in tower.parameters()]))
     exact, stock, ours = results
     assert (ours - exact).norm() <= 1.3 * (stock - exact).norm(), "one seed: the mean is 1.1 at most"

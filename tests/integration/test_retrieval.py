@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny import FAMILIES, IMAGE, TINY, assert_close, chat_inputs, randomise
+from tiny import FAMILIES, IMAGE, TINY, assert_close, chat_inputs, left_padded, randomise
 from torch import nn
 from transformers import AutoModel
 
 import hf_vit_accel
 
 AUTO = "flash_vit_auto"
-PAGES = [[(1, 4, 6)], [(1, 12, 8)], [(1, 8, 8)]]
 
 
 def config_of(family: str) -> Any:
@@ -35,29 +34,14 @@ def embedder(family: str, **kwargs: object) -> Any:
     return randomise(AutoModel.from_config(config_of(family), **kwargs).eval())
 
 
-def pages(family: str, *, padded: bool) -> dict[str, torch.Tensor]:
-    """Make a batch of three pages of different sizes: prompts padded on the left, pixels padded per page or packed."""
-    prompts = [chat_inputs(TINY[family].build(), grid, seed) for seed, grid in enumerate(PAGES)]
-    longest = max(prompt["input_ids"].shape[1] for prompt in prompts)
-    batch = {}
-    for name, value in {"input_ids": 2, "attention_mask": 0, "mm_token_type_ids": 0}.items():
-        if name not in prompts[0]:  # transformers before 5.3 takes no types of tokens
-            continue
-        rows = [
-            nn.functional.pad(prompt[name], (longest - prompt[name].shape[1], 0), value=value) for prompt in prompts
-        ]
-        batch[name] = torch.cat(rows)
-    pixels = [prompt["pixel_values"] for prompt in prompts]
-    batch["image_grid_thw"] = torch.cat([prompt["image_grid_thw"] for prompt in prompts])
-    batch["pixel_values"] = nn.utils.rnn.pad_sequence(pixels, batch_first=True) if padded else torch.cat(pixels)
-    return batch
-
-
 def embed(model: nn.Module, family: str) -> torch.Tensor:
+    """Embed two pages of different sizes. Prompts are padded; pixels are padded per page, or packed."""
+    inputs = left_padded(TINY[family].build())
     is_col_qwen = type(model).__name__ == "ColQwen2ForRetrieval"
-    inputs = pages(family, padded=is_col_qwen)
     if is_col_qwen:
         inputs.pop("mm_token_type_ids", None)
+        pages = inputs["pixel_values"].split(inputs["image_grid_thw"].prod(1).tolist())
+        inputs["pixel_values"] = nn.utils.rnn.pad_sequence(pages, batch_first=True)
     with torch.no_grad():
         output = model(**inputs)
     return output.embeddings if is_col_qwen else output.last_hidden_state[:, -1]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
+from support.libraries import Handler
 from support.patching import check_calls, gradients, run, status_of
 from tiny import GRIDS, TINY, assert_close, doubled, tower_of
 from torch import nn
@@ -54,16 +55,6 @@ def bind_function_of_class(tower: Any) -> None:
         return inner(self, *args, **kwargs)
 
     tower.forward = MethodType(forward, tower)
-
-
-class Handler:
-    """An object that keeps the forward, as accelerate's `ConvertOutputsToFp32` does."""
-
-    def __init__(self, inner: Callable[..., Any]) -> None:
-        self.inner = inner
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner(*args, **kwargs)
 
 
 def set_forward(make: Callable[[Any], Any]) -> Callable[[Any], None]:

@@ -22,6 +22,7 @@ from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPo
 from transformers.utils import ModelOutput
 
 from hf_vit_accel.tower import trials
+from support.tensors import flat
 
 Sizes = list[tuple[int, int, int]]
 Output = Tensor | tuple[Tensor, list[Tensor]] | ModelOutput
@@ -638,7 +639,7 @@ class Composite(nn.Module):
         self.head = nn.Linear(24, 8)
 
     def forward(self, pixels: Tensor, grid_thw: Tensor) -> Tensor:
-        return self.head(tensors_of(self.visual(pixels, grid_thw))[-1])
+        return self.head(flat(self.visual(pixels, grid_thw))[-1])
 
 
 def build(kind: type[CopiedTower], **sizes: int) -> CopiedTower:
@@ -652,11 +653,3 @@ def quick_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("small images", "one image", "two images")
     few = {name: trials.CONDITIONS[name] for name in names}
     monkeypatch.setattr(trials, "CONDITIONS", few | {"large images": few["small images"]})
-
-
-def tensors_of(output: Output) -> list[Tensor]:
-    """Return all tensors of an output, whatever holds them."""
-    if isinstance(output, Tensor):
-        return [output]
-    values = output.values() if isinstance(output, dict) else output
-    return [tensor for value in values for tensor in tensors_of(value)]

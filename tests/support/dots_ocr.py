@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 
-from support.copies import LengthRotary, turn
+from support.copies import CopiedConfig, LengthRotary, SequentialMerger, layer_norm, turn
 
 
 def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, _: Tensor, *lengths: int) -> Tensor:
@@ -138,20 +138,6 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-class PatchMerger(nn.Module):
-    """Makes one feature of every merge block."""
-
-    def __init__(self, config: DotsVisionConfig) -> None:
-        super().__init__()
-        self.hidden_size = config.embed_dim * config.spatial_merge_size**2
-        self.ln_q = nn.LayerNorm(config.embed_dim, eps=1e-6)
-        first = nn.Linear(self.hidden_size, self.hidden_size)
-        self.mlp = nn.Sequential(first, nn.GELU(), nn.Linear(self.hidden_size, config.hidden_size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mlp(self.ln_q(x).view(-1, self.hidden_size))
-
-
 class DotsVisionTransformer(PreTrainedModel):
     """The tower, whose class has the name of the remote one."""
 
@@ -165,7 +151,8 @@ class DotsVisionTransformer(PreTrainedModel):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
         if config.post_norm:
             self.post_trunk_norm = RMSNorm(config.embed_dim)
-        self.merger = PatchMerger(config)
+        sizes = dict(hidden_size=config.embed_dim, out_hidden_size=config.hidden_size)
+        self.merger = SequentialMerger(CopiedConfig(**sizes), layer_norm)
 
     def angles(self, grid_thw: Tensor) -> Tensor:
         """Return the angles of all rows, merge block by merge block."""

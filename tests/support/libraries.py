@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import MethodType
+from typing import Any
 
 import torch
 from tiny import tower_of
@@ -62,6 +64,16 @@ def offloaded(model: nn.Module, _: ExitStack) -> nn.Module:
 
     cpu_offload(model, execution_device="cpu")
     return model
+
+
+class Handler:
+    """An object that keeps the forward, as accelerate's `ConvertOutputsToFp32` does."""
+
+    def __init__(self, inner: Callable[..., Any]) -> None:
+        self.inner = inner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
 
 
 def start_process_group(stack: ExitStack) -> None:
