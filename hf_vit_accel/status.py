@@ -47,6 +47,7 @@ class TowerStatus:
         unfused: The parts that do not run fused, with the reason.
         calls: Forwards on the fast path.
         stock_calls: Forwards on the stock path.
+        metadata_calls: Those of them that got our metadata and attention. The others computed their own.
         fallbacks: The calls that did not get a requested option, counted by reason. A call may have several reasons.
         against_fast: The reasons that currently keep every call off the fast path.
         layouts: (cached, hits, misses) of the cache of layouts.
@@ -73,6 +74,7 @@ class TowerStatus:
     unfused: Mapping[str, str] = field(default_factory=dict)
     calls: int = 0
     stock_calls: int = 0
+    metadata_calls: int = 0
     fallbacks: Mapping[str, int] = field(default_factory=dict)
     against_fast: tuple[str, ...] = ()
     layouts: tuple[int, int, int] = (0, 0, 0)
@@ -96,11 +98,14 @@ class TowerStatus:
         backends = ", ".join(f"{name} ({kind} layers)" for kind, name in self.backends.items())
         fused = "attention only: the tower's own forward runs" if self.attention_only else ", ".join(self.fused)
         family = self.family if self.like is None else f"{self.family} (like: {self.like})"
+        stock = f"{self.stock_calls} stock"
+        if self.stock_calls and not self.attention_only:
+            stock += f" ({self.metadata_calls} with our metadata)"
         lines = [
             f"{path}: {family}, patched",
             f"  attention  {self.attention} -> {backends or 'chosen at the first call'}",
             f"  fused      {fused or 'nothing'}",
-            f"  calls      {self.calls} fast, {self.stock_calls} stock",
+            f"  calls      {self.calls} fast, {stock}",
             "  layouts    {} held, {} hits, {} misses".format(*self.layouts),
         ]
         if self.proven is not None:
@@ -254,6 +259,7 @@ def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
         attention=state.settings.attention + (" with a score_mod" if state.settings.score_mod else ""),
         calls=state.fast_calls,
         stock_calls=state.stock_calls,
+        metadata_calls=state.metadata_calls,
         fallbacks=dict(state.fallbacks),
         layouts=(len(state.routes.cache), state.routes.cache.hits, state.routes.cache.misses),
     )

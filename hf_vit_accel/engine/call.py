@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -110,19 +110,13 @@ class Reading(Protocol):
     def holds_plain_tensors(self) -> bool: ...
 
 
-class PassDone(NamedTuple):
-    """A pass that was replayed or encoded, by which route, and how `status` reports it."""
-
-    route: Route
-    way: str
-
-
 @dataclass(kw_only=True)
 class Attempt:
     """One attempt to serve a call, with what it did so far.
 
     Attributes:
         disable: Disables the backend or kernel that failed, or raises what the caller gets.
+        passes: By which route each pass was replayed or encoded, and how `status` reports it.
         has_new_room: Returns whether memory was given back since the attempt began.
         exchanged: What other ranks heard of this call. They are through with it, and would not answer another attempt.
         is_prepared: Whether the cause of an error was disabled, so that another attempt follows.
@@ -131,7 +125,7 @@ class Attempt:
     disable: Callable[[Fault], None]
     has_new_room: Callable[[], bool]
     reasons: list[str] = field(default_factory=list)
-    passes: list[PassDone] = field(default_factory=list)
+    passes: list[tuple[Route, str]] = field(default_factory=list)
     exchanged: str | None = None
     is_prepared: bool = False
 

@@ -94,12 +94,8 @@ def encode(
     The layers only compute: the route holds all decisions, also whether gradients flow. Without gradients, tensors
     are freed as early as possible, since they limit the rows that fit. The returned tensors belong to the caller.
 
-    Args:
-        checkpoints: By layer, None for a layer that keeps what its gradient needs.
-        blocks_to_call: By layer, the block whose call must surround the layer, since hooks on it gather the weights, or
-            that runs in place of the layer.
-        output_slices: The slices of the call's outputs for this pass. Deepstack features and hidden states are written
-            there at once.
+    A block to call surrounds its layer, since hooks on it gather the weights; a `CalledBlock` runs in its place.
+    Deepstack features and hidden states are written at once to `output_slices`, those of a call's outputs for a pass.
 
     Shapes:
         rows: (T, E), or as they are downsampled.
@@ -189,11 +185,9 @@ def _layer(
     x_TE: Tensor,
     handed_over: list[Tensor | None],
 ) -> Residual:
-    """Run one layer, operation by operation.
+    """Run one layer, operation by operation. Delta is popped from a list, so that no caller holds it.
 
-    Args:
-        handed_over: A list of one element, delta, which is popped here. So no caller holds delta, and its memory is
-            freed: after torch.compile, the frames of callers keep arguments alive.
+    Its memory is freed then: after torch.compile, the frames of callers keep arguments alive.
     """
     x_TE, normed_TE = layer.norm1(x_TE, handed_over.pop())
     delta_TE = layer.proj(attend(layer.qkv(normed_TE).view(-1, *qkv_shape), cos_TD, sin_TD).flatten(1))

@@ -33,19 +33,8 @@ class Expected:
     dims: int = 2
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostGrid:
-    """The grid of a call on the host. An option may read more in the same sync, and return a class of its own.
-
-    Attributes:
-        sizes: Frames, height and width by row, as they were given, unchecked.
-    """
-
-    sizes: list[list[int]]
-
-
-ReadGrid = Callable[[Tensor, Tensor], HostGrid]
-"""Reads the grid (N, 3) of pixels (T, P), in the one sync of a call."""
+ReadGrid = Callable[[Tensor, Tensor], tuple[list[list[int]], object]]
+"""Reads the grid (N, 3) of pixels (T, P), unchecked, and what an option needs beside it: in the one sync of a call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,25 +43,19 @@ class Inputs:
 
     Attributes:
         pixels: (T, P), a view of the caller's tensor.
-        host_grid: What an option read with the grid; None without one.
+        beside_grid: What an option read in the sync of the grid; None without one.
     """
 
     pixels: Tensor
     grid: Grid
     options: Mapping[str, object]
-    host_grid: HostGrid | None = None
+    beside_grid: object = None
 
 
 def read(expected: Expected, read_grid: ReadGrid | None, /, *args: object, **options: object) -> Inputs | None:
     """Return the inputs of a tower's forward, with the grid on the host: the one sync of a call.
 
-    Returns:
-        None for a call that the stock forward must take as it is: arguments are missing, too many or given twice, or
-        pixels have dimensions or a class of their own.
-
-    Raises:
-        ValueError: A dtype, layout or device is wrong, or the batch is empty. Sizes are not positive, or no multiple of
-            the merge size. Pixels do not fit the grid or the tower.
+    None for a call that the stock forward must take as it is. ValueError for inputs that fit no tower, or not this one.
     """
     names = expected.names
     positional = dict(zip(names, args))  # noqa: B905
@@ -111,8 +94,7 @@ def read(expected: Expected, read_grid: ReadGrid | None, /, *args: object, **opt
             f"expected grid_thw on the CPU or with the pixel values on {pixels.device}, got it on {grid_thw.device}; "
             "move both to the model's device"
         )
-    host_grid = None if read_grid is None else read_grid(pixels, grid_thw)
-    sizes = grid_thw.tolist() if host_grid is None else host_grid.sizes
+    sizes, beside_grid = (grid_thw.tolist(), None) if read_grid is None else read_grid(pixels, grid_thw)
     grid: Grid = tuple([(t, h, w) for t, h, w in sizes if t or h < 0 or w < 0])  # rows of no frames pad a batch
     for t, h, w in grid:
         if t < 1 or h < 1 or w < 1:
@@ -143,7 +125,7 @@ def read(expected: Expected, read_grid: ReadGrid | None, /, *args: object, **opt
             f"expected the pixel values on the tower's device {expected.device}, got them on {pixels.device}; "
             f"move them with .to({str(expected.device)!r})"
         )
-    return Inputs(pixels=pixels, grid=grid, options=options, host_grid=host_grid)
+    return Inputs(pixels=pixels, grid=grid, options=options, beside_grid=beside_grid)
 
 
 def _check_no_images(pixels: Tensor, grid_thw: object, expected: Expected) -> None:

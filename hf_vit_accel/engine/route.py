@@ -48,8 +48,8 @@ class Spec:
     geometry: Geometry
     request: Request
     ops: Ops | None
-    full_layers: tuple[bool, ...]
-    faults: tuple[tuple[str, str], ...] = ()
+    full_layers: tuple[bool, ...] = ()
+    faults: Mapping[str, str] = field(default_factory=dict)
     settings: Settings
     hidden_states: bool = False
     against_graphs: str | None = None
@@ -66,7 +66,6 @@ class Route:
     """The decisions about one layout.
 
     Attributes:
-        replay: How a CUDA graph may replay the route, which decides its backends.
         choices: The choice of that backend, with the reasons against others.
         unmet: Requested features that the route cannot use, with reasons.
         trained: Every layer with gradients; None where no gradient flows. Empty before `bind`.
@@ -74,7 +73,6 @@ class Route:
     """
 
     spec: Spec
-    replay: Replay
     metadata: VisionMetadata
     arrays: Mapping[str, Array]
     plans: Mapping[LayerKind, Plan]
@@ -170,7 +168,7 @@ class Route:
                 kind=kind,
                 segments=self.metadata.segments()[kind],
                 settings=self.spec.settings,
-                faults=dict(self.spec.faults),
+                faults=self.spec.faults,
                 own=self.plans.get(kind),
             )
         return self._segment_plans[kind]
@@ -190,11 +188,7 @@ class Route:
         return {plans.kind: plan.backend.name for plans in known for plan in plans.plans.values()}
 
     def injected(self, taken: frozenset[str]) -> dict[str, Any]:
-        """Return the keyword arguments that a stock tower takes: the metadata that it pops, and the route itself.
-
-        Args:
-            taken: The names of those that this tower takes, `ROUTE` among them where it passes that on to its layers.
-        """
+        """Return the keyword arguments of these names: metadata that a tower pops, and the route for its layers."""
         metadata: dict[str, Any] = {name: self.tensors[name] for name in METADATA if name in self.tensors}
         metadata["max_seqlen"] = self.metadata.full.max_seqlen
         if self.metadata.window is not None:
@@ -217,7 +211,7 @@ def make_route(layout: Grid | VisionMetadata, spec: Spec, replay: Replay = "neve
     arrays = metadata.arrays()
     if not spec.full_layers:
         arrays = {name: array for name, array in arrays.items() if name in _SEGMENTS}
-        return Route(spec=spec, replay=replay, metadata=metadata, arrays=arrays, plans={}, choices={}, unmet=[])
+        return Route(spec=spec, metadata=metadata, arrays=arrays, plans={}, choices={}, unmet=[])
     choices: dict[LayerKind, Choice] = {}
     plans: dict[LayerKind, Plan] = {}
     for kind, segments in metadata.segments().items():
@@ -231,18 +225,18 @@ def make_route(layout: Grid | VisionMetadata, spec: Spec, replay: Replay = "neve
         for name, array in plan.arrays.items():
             arrays[f"{kind}/{name}"] = array
     unmet = [reason for choice in choices.values() for reason in choice.unmet]
-    why_no_kernels = dict(spec.faults).get(KERNELS)
+    why_no_kernels = spec.faults.get(KERNELS)
     if spec.ops is not None and why_no_kernels in spec.ops.unfused.values():
         unmet.append(f"no fused kernel can serve the call: one {why_no_kernels}")
     unmet = list(dict.fromkeys(unmet))
-    return Route(spec=spec, replay=replay, metadata=metadata, arrays=arrays, plans=plans, choices=choices, unmet=unmet)
+    return Route(spec=spec, metadata=metadata, arrays=arrays, plans=plans, choices=choices, unmet=unmet)
 
 
 def choose(spec: Spec, request: Request, segments: Segments | None = None) -> Choice | None:
     """Choose the backend for a request, whose layout may be unknown; None for windows that our kernel attends."""
     if request.kind == "window" and spec.ops is not None and spec.ops.attend_window is not None:
         return None
-    return resolve(spec.settings.attention, request, segments, dict(spec.faults))
+    return resolve(spec.settings.attention, request, segments, spec.faults)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -127,7 +127,7 @@ class Runner(GraphStore[_Graph]):
             return bins
         named = spec.settings.attention
         serves_one_layout = named != "auto" and not backend_named(named).replays_other_layouts
-        if serves_one_layout and named not in dict(spec.faults):
+        if serves_one_layout and named not in spec.faults:
             return _EXACT_ONLY if self.policy.thresholds.exact_calls < NEVER else _NEVER_EXACT
         routes = []
         for bin_ in bins:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_vit_accel import machine
 from hf_vit_accel.backends import Replay
-from hf_vit_accel.engine.call import Batch, PassDone
+from hf_vit_accel.engine.call import Batch
 from hf_vit_accel.engine.route import Route, Routes, Spec
 from hf_vit_accel.graphs.budgets import Bin
 from hf_vit_accel.graphs.called import reason_against_capture
@@ -264,7 +264,7 @@ class GraphStore(ABC, Generic[G]):
             self.replays += len(graphs)
             policy.credit += CREDIT_OF_REPLAY * len(graphs)
             outputs = self._replay(decision, graphs, batch)
-            batch.attempt.passes.append(PassDone(decision.routes[0], graphs[0].way))
+            batch.attempt.passes.append((decision.routes[0], graphs[0].way))
             return outputs
 
     def _decide_and_capture(self, batch: Batch, identity: Identity, stream: int) -> tuple[Decision, list[G]]:

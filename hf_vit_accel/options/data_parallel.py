@@ -151,13 +151,7 @@ class Sharing:
         return outputs
 
     def _encode_share(self, batch: Batch) -> list[Tensor]:
-        """Encode this rank's share, and exchange outputs. The other ranks hear of an error that ends the call.
-
-        Raises:
-            _NotSharedError: A rank encodes alone, or ranks hold different pixels or weights.
-            RankError: A rank failed or made another call. The same on all ranks that are done.
-            OutOfMemoryError: Every failed rank ran out of memory.
-        """
+        """Encode this rank's share, and exchange outputs. The other ranks hear of an error that ends the call."""
         plan = batch.plan
         attempt = batch.attempt
         try:
@@ -245,10 +239,7 @@ def _check_same(values: Sequence[object], what: str) -> None:
 def rows_checksum(rows_TP: Tensor) -> Tensor:
     """Return an int64 checksum of the bits of rows and of their order, shape (1,), without a host sync.
 
-    It detects mistakes: another image, channels in another order. It is not a cryptographic hash.
-
-    `options/checksum.py` has a stronger one, which mixes every word. It finds candidates for reuse, by a kernel. This
-    one compares the inputs of ranks, by a few operations of torch.
+    It detects mistakes of ranks: another image, channels in another order. `options/checksum.py` has a stronger one.
     """
     words_TW = words_of(rows_TP)
     total = torch.zeros((), dtype=torch.int64, device=words_TW.device)
@@ -292,11 +283,7 @@ class Share:
         self.batch = replace(batch, plan=plan, grid=assignment.grid_of(ranks.rank), pixels_TP=share_TP)
 
     def buffers(self, shapes: Sequence[OutputShape], shapes_of: int) -> list[list[Tensor]]:
-        """Return empty outputs for every rank, none for this one, then for the whole call.
-
-        Args:
-            shapes_of: The rank whose outputs have these shapes.
-        """
+        """Return empty outputs for every rank, none for this one, then for the whole call: `shapes` are one rank's."""
         rows_by_rank = self._assignment.rows
         counts = [0 if rank == self._ranks.rank else rows for rank, rows in enumerate(rows_by_rank)]
         return [

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from hf_vit_accel.engine.call import HIDDEN_STATES_OF_STEP, Batch, Encode, FastPlan, PassDone
+from hf_vit_accel.engine.call import HIDDEN_STATES_OF_STEP, Batch, Encode, FastPlan
 from hf_vit_accel.engine.encoder import encode
 from hf_vit_accel.engine.recorded import RecordedModules
 from hf_vit_accel.engine.route import RouteKey, Routes
@@ -88,7 +88,7 @@ class OnePass:
             plan.called or plan.reading.sharded_layers,
             output_slices=batch.output_slices,
         )
-        batch.attempt.passes.append(PassDone(route, f"eager: {why_eager}"))
+        batch.attempt.passes.append((route, f"eager: {why_eager}"))
         return outputs
 
     def drop_graphs(self) -> None:
@@ -102,10 +102,7 @@ class OnePass:
 def cut(grid: Grid, max_rows: int, *, clips: bool) -> tuple[Grid, ...]:
     """Cut a call into as few passes as possible, in order. The longest is as short as it can be.
 
-    All passes of one long video but the last are equal, so that they share routes.
-
-    Args:
-        max_rows: rows of a pass; only a frame that has more is a longer pass.
+    All passes of one long video but the last are equal, so that they share routes. Only a frame of more rows is longer.
     """
     units = units_of(grid, clips=clips)
     most = min(max_rows, rows_of(grid))
@@ -213,11 +210,7 @@ class InPasses:
         return complete
 
     def _halve(self, batch: Batch, most_rows: int) -> bool:
-        """Halve the rows of a pass once, after its memory ran out; later calls keep to that.
-
-        Returns:
-            False if passes were halved before, may not be cut, or cannot be cut further.
-        """
+        """Halve the rows of a pass once, after its memory ran out; later calls keep to that. False if it cannot be."""
         plan = batch.plan
         grad = plan.spec.request.grad
         if grad in self.rows_after_oom or reasons_not_cut(plan):

@@ -45,12 +45,9 @@ def gather(ranks: Ranks, mine: V) -> list[V]:
 
 
 def to_all(ranks: Ranks, mine: Sequence[Tensor], received: Sequence[Sequence[Tensor]]) -> None:
-    """Send contiguous tensors to all other ranks and receive theirs, in the order of the current stream.
+    """Send contiguous tensors to all other ranks and receive theirs, of any sizes, in the order of the current stream.
 
     NCCL runs one group of sends and receipts as one kernel, so nothing is padded to the largest size.
-
-    Args:
-        received: By rank, empty tensors for theirs, of any sizes; this rank's are ignored.
     """
     operations = []
     for rank, tensors in enumerate(received):

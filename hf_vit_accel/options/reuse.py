@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from hf_vit_accel import machine
 from hf_vit_accel.config import ReuseConfig
 from hf_vit_accel.engine.call import Batch, Encode, Reading, WeightMemory
-from hf_vit_accel.engine.inputs import HostGrid
 from hf_vit_accel.layout import Grid, settle, to_device
 from hf_vit_accel.machine import KERNELS, LRU, autocast_dtype, guarded, reasons_untraceable
 from hf_vit_accel.ops import why_not_triton
@@ -79,7 +78,7 @@ class Kept:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Repeats(HostGrid):
+class Repeats:
     """The repeated images of a call: where the features of every image come from.
 
     Attributes:
@@ -118,7 +117,7 @@ class Reuse:
 
     def __call__(self, batch: Batch) -> list[Tensor]:
         """Return the outputs of a batch, of which equal images, and those that are known, are encoded once."""
-        repeats = batch.plan.inputs.host_grid
+        repeats = batch.plan.inputs.beside_grid
         if not isinstance(repeats, Repeats):
             outputs = self._encode(batch)
             if batch.plan.why_whole is not None:
@@ -154,30 +153,23 @@ class Reuse:
         no_kernels: str | None,
         pixels_TP: Tensor,
         grid_N3: Tensor,
-    ) -> Repeats:
-        """Read the grid in one host sync, and find equal images. With candidates, their comparison is a second sync.
-
-        Args:
-            no_kernels: Why Triton kernels are not tried; None if they are.
-        """
+    ) -> tuple[list[list[int]], Repeats]:
+        """Read the grid in one host sync, and find equal images. With candidates, their comparison is a second sync."""
         sizes = grid_N3.tolist() if grid_N3.device.type == "cpu" else None
         # Equal pixels that require gradients have gradients of their own.
         if (torch.is_grad_enabled() and pixels_TP.requires_grad) or reasons_untraceable():
-            return Repeats(sizes=sizes or grid_N3.tolist())
+            return sizes or grid_N3.tolist(), Repeats()
         reasons = list(reading.mixing)
         if reading.unpredictable and reading.in_training_mode() and not reasons:
             reasons.append(f"{reading.unpredictable}, and may be random in training")
         if reasons or pixels_TP.is_meta:
-            return Repeats(sizes=sizes or grid_N3.tolist(), unmet=reasons)
+            return sizes or grid_N3.tolist(), Repeats(unmet=reasons)
         device = pixels_TP.device
         images = len(grid_N3)
-        tensors, unmet = self._weights_to_sum(reading, parameters, weights)
-        table = None
-        if tensors:
-            table, unmet = self._weight_table(tensors, device)
+        tensors, table, unmet = self._table_of_weights(reading, parameters, weights, device)
         has_no_repeats = images < 2 or (sizes is not None and len(set(map(tuple, sizes))) == images)
         if not pixels_TP.numel() or not images or (has_no_repeats and table is None):
-            return Repeats(sizes=sizes or grid_N3.tolist(), unmet=unmet)
+            return sizes or grid_N3.tolist(), Repeats(unmet=unmet)
 
         runs_kernels = no_kernels is None and why_not_triton(device, torch.float16) is None  # pixels of any dtype
         sum_images, sum_weights = _BY_KERNELS if runs_kernels else _IN_TORCH
@@ -193,7 +185,7 @@ class Reuse:
         present = [fingerprint for fingerprint in fingerprints if fingerprint[0]]  # images without frames pad a batch
         counts = [frames * height * width for frames, height, width, _ in present]
         if min(counts, default=0) < 1 or sum(counts) != len(words_TW):
-            return Repeats(sizes=sizes, unmet=unmet)  # the caller refuses this grid
+            return sizes, Repeats(unmet=unmet)  # the caller refuses this grid
         bits = words_TW.split(counts)
         keys: list[Hashable] = []
         if table is not None:
@@ -203,15 +195,15 @@ class Reuse:
             identity = weights_sum, table.form, pixels_TP.dtype, device, stream, autocast, *machine.numerics()
             keys = [(identity, fingerprint) for fingerprint in present]
         sources = self._find_sources(present, keys, bits)
-        return Repeats(sizes=sizes, unmet=unmet, sources=sources, bits=bits, keys=keys)
+        return sizes, Repeats(unmet=unmet, sources=sources, bits=bits, keys=keys)
 
-    def _weights_to_sum(
-        self, reading: Reading, parameters: list[nn.Parameter], weights: WeightMemory
-    ) -> tuple[list[Tensor], list[str]]:
-        """Return all parameters and buffers, whose checksum keys kept features; or none, and why none are kept."""
+    def _table_of_weights(
+        self, reading: Reading, parameters: list[nn.Parameter], weights: WeightMemory, device: torch.device
+    ) -> tuple[list[Tensor], WeightTable | None, list[str]]:
+        """Return all parameters and buffers, whose checksum keys features, and their table; or why none are kept."""
         is_trained = reading.unpredictable is not None or reading.is_trained(parameters)
         if not self._config.across_calls or (torch.is_grad_enabled() and is_trained):
-            return [], []  # where gradients may flow, features are never kept: no reason is reported
+            return [], None, []  # where gradients may flow, features are never kept: no reason is reported
         reasons: list[str] = []
         if reading.unpredictable:
             reasons.append(f"{reading.unpredictable}, and might act otherwise at a later call")
@@ -221,19 +213,18 @@ class Reuse:
             reasons.append("weights are sharded, offloaded or of a class of their own: changes go unseen")
         if not reasons and reading.holds_plain_tensors():
             reasons.append("a module holds a tensor that is neither parameter nor buffer")
-        return ([], reasons) if reasons else ([*parameters, *reading.buffers()], [])
-
-    def _weight_table(self, tensors: list[Tensor], device: torch.device) -> tuple[WeightTable | None, list[str]]:
-        """Return the table of the weights; or None, and the reasons why no features are kept."""
+        if reasons:
+            return [], None, reasons
+        tensors = [*parameters, *reading.buffers()]
         layout = _layout_of(tensors)
         table = self._table
         if table is None or table.layout != layout:
             self._table = table = WeightTable(tensors, layout)
         if table.reasons or tensors[0].device != device:
-            return None, table.reasons
+            return [], None, table.reasons
         if device.type == "cuda":
             table.chunks_2C.record_stream(torch.cuda.current_stream(device))
-        return table, []
+        return tensors, table, []
 
     def _find_sources(
         self, fingerprints: list[Fingerprint], keys: list[Hashable], bits: tuple[Tensor, ...]

@@ -76,10 +76,7 @@ def split(grid: Grid, ranks: int, *, clips: bool, full: float) -> Split:
     """Assign frames to ranks, the costliest first, each to the rank with the least load (LPT, Graham 1969).
 
     Frames of equal cost are interchangeable, so each rank gets consecutive ones: few pieces, which share a layout.
-
-    Args:
-        clips: Whether all frames of a video attend to each other, and stay together.
-        full: The part of layers that attend within whole frames.
+    `full` is the part of layers that attend within whole frames.
     """
     units: dict[float, list[Piece]] = {}
     for unit in units_of(grid, clips=clips):

@@ -43,11 +43,7 @@ def vision_attention(
     one of our names gets its own here, at the price of a host sync. Any other attention (of a text decoder that was
     loaded with one of our names) goes to transformers' own sdpa function, with its mask.
 
-    Returns:
-        The outputs (1, T, H, D), and None for the weights of attention.
-
-    Raises:
-        FallbackError: A score_mod cannot be applied to this call.
+    Returns the outputs (1, T, H, D), and None for the weights of attention.
     """
     if cu_seq_lens_q is None or kwargs.get("is_causal", getattr(module, "is_causal", True)):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward  # slow; models have imported it

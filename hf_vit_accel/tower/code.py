@@ -151,11 +151,7 @@ _KNOWN_PACKAGES = {"torch", "transformers", "logging", "functools", "typing", AD
 def watch_state(watch: Watch, tower: nn.Module) -> None:
     """Watch the buffers of a copy, its tensors that are plain attributes, and the values that its code reads.
 
-    A write through `tensor.data` goes unseen, as it does for autograd.
-
-    Raises:
-        ValueError: A tensor was made in inference mode, where torch counts no versions. Or the code reads an object
-            whose changes cannot be seen.
+    ValueError if changes of one cannot be seen. A write through `tensor.data` goes unseen, as it does for autograd.
     """
     dictionaries = [module._buffers for module in tower.modules()]
     for module in tower.modules():

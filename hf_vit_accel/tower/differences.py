@@ -101,11 +101,7 @@ class Results:
 def outputs_differ(
     ours: Results, theirs: Results, condition: str, dtypes: CallDtypes, report: Report, truth: Results | None
 ) -> str | None:
-    """Say how the outputs of a condition differ by more than rounding; None if they do not.
-
-    Args:
-        truth: The results of the tower in fp32, where `dtypes` are of a lower precision.
-    """
+    """Say how outputs differ by more than rounding; None if they do not. `truth`: fp32, for lower precisions."""
     our_outputs = ours.outputs[condition]
     their_outputs = theirs.outputs[condition]
     forms = []

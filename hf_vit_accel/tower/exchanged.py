@@ -74,8 +74,7 @@ def form_of(module: nn.Module) -> Hashable:
 def exchange(module: nn.Module, like: nn.Module) -> None:
     """Give a twin's module the class and the forward of another, and the attributes that it lacks.
 
-    Raises:
-        ValueError: They are built otherwise, or an attribute holds an object, which may change unseen.
+    ValueError if they are built otherwise, or if an attribute holds an object, which may change unseen.
     """
     names = vars(like).keys() - _OF_ANY_MODULE - vars(module).keys()
     is_alike = (module._modules.keys(), module._parameters.keys()) == (like._modules.keys(), like._parameters.keys())
@@ -97,7 +96,10 @@ def row_wise_modules(modules: Sequence[nn.Module], parts: Parts) -> set[int]:
     widths = {module: module.in_features for module in modules if _is_linear(module)}
     unknown = {id(module) for module in modules if not lora.is_plain(module)}
     others = dict.fromkeys(parts.mergers(), len(weight)) | {parts.patch_embed: parts.projection.weight[0].numel()}
-    widths |= {module: width for module, width in others.items() if _may_be_tried(module, unknown)}
+    for module, width in others.items():
+        is_wrapper_of_peft = not {"base_layer", "original_module"}.isdisjoint(module._modules)
+        if id(module) not in unknown or is_wrapper_of_peft:  # a module of the user's would see the trial
+            widths[module] = width
     row_wise: set[int] = set()
     verdicts: dict[object, bool] = {}
     for module, width in widths.items():
@@ -114,11 +116,6 @@ def row_wise_modules(modules: Sequence[nn.Module], parts: Parts) -> set[int]:
             row_wise.update(map(id, inside))
             unknown.difference_update(row_wise)
     return row_wise
-
-
-def _may_be_tried(module: nn.Module, unknown: set[int]) -> bool:
-    """Return whether a module is transformers' own, or a wrapper of PEFT's around it: a user's would see the trial."""
-    return id(module) not in unknown or not {"base_layer", "original_module"}.isdisjoint(module._modules)
 
 
 def _treats_rows_alone(module: nn.Module, width: int, weight: Tensor) -> bool:

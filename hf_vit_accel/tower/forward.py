@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import lru_cache, partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ from hf_vit_accel.tower.code import name_of
 from hf_vit_accel.tower.differences import CallDtypes
 from hf_vit_accel.tower.snapshot import HOOKS, Snapshot, is_inert
 from hf_vit_accel.tower.state import STATE, SpecKey, TowerState, state_of
-from hf_vit_accel.tower.stock_way import StockPlan, Way
+from hf_vit_accel.tower.stock_way import StockPlan
 from hf_vit_accel.versions import POPPED
 
 Original = Callable[..., object]
@@ -52,10 +53,6 @@ _OUTER_GRAPH = (
 )
 CALLED_ON = "_hf_vit_accel_called_on"
 """Keyword argument that names the instance of a call, where it is not the forward's own (a shallow copy)."""
-
-
-HooksOf = Callable[[dict[str, Any]], Mapping[int, Callable[..., object]]]
-"""Reads the hooks of one kind from the dictionary of a module."""
 
 _GLOBAL_HOOKS = tuple(
     hooks for name, hooks in vars(torch_module).items() if name.startswith("_global_") and isinstance(hooks, dict)
@@ -337,7 +334,7 @@ def _reasons_of_copy(
     return reasons
 
 
-def _reasons_hooked(snapshot: Snapshot, hooks_of: HooksOf, hooked_parts: set[int]) -> list[str]:
+def _reasons_hooked(snapshot: Snapshot, hooks_of: itemgetter[str], hooked_parts: set[int]) -> list[str]:
     """Return a sentence about the first module inside with a hook that the fast path would skip; empty for none.
 
     Hooks inside a part that can run as a module add it to `hooked_parts` instead.
@@ -361,7 +358,7 @@ def decide(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) ->
     Operations that it needs are built, and kept.
     """
     if is_in_torch_dispatch_mode() and (why_fake := reasons_fake()):
-        return _decide_stock(state, why_fake)
+        return stock_way.decide_stock(state, why_fake)
     if state.family.attention_only:
         return stock_way.decide_attention(tower, state, args, kwargs)
     snapshot = state.last_snapshot
@@ -371,7 +368,7 @@ def decide(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) ->
     name = tower.config._attn_implementation
     reasons = reasons_of(tower, state.family, snapshot, state.former_forward, name, kwargs, grad=grad_mode)
     if reasons.weights is None:
-        return _decide_stock(state, reasons.stock)
+        return stock_way.decide_stock(state, reasons.stock)
     parameters, weights = reasons.parameters, reasons.weights
     read_grid = None
     is_warming = state.warming == threading.get_ident()
@@ -380,7 +377,7 @@ def decide(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) ->
     call = inputs.read(snapshot.expected, read_grid, *args, **kwargs)
     if call is None:
         why_not_read = "arguments are missing, or pixel values are in a shape or of a class of their own"
-        return _decide_stock(state, [why_not_read])
+        return stock_way.decide_stock(state, [why_not_read])
     device = call.pixels.device
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(_OUTER_GRAPH)
@@ -414,7 +411,7 @@ def decide(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) ->
         reasons_slow.append("hooks inside blocks, which may attend without the score_mod")
         key = key._replace(fast=False)
     spec = snapshot.specs.get(key) or state.spec(snapshot, weights, key)
-    has_class = not snapshot.is_copy and snapshot.output_class is not None
+    has_class = not snapshot.is_copy and snapshot.proof.form is not None
     plan = FastPlan(
         reasons=tuple(unmet),
         inputs=call,
@@ -426,7 +423,7 @@ def decide(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) ->
         called=called,
         is_hooked=bool(reasons.hooked_parts),
         outputs_require_grad=grad_mode and not grad and snapshot.outputs_require_grad(),
-        output_class=snapshot.output_class,
+        output_class=snapshot.proof.form,
         as_tuple=has_class and call.options.get("return_dict", tower.config.return_dict) is False,
     )
     if reasons_slow:
@@ -434,11 +431,6 @@ def decide(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) ->
     if unmet and state.settings.strict:
         raise_if_any(unmet)
     return plan
-
-
-def _decide_stock(state: TowerState, reasons: Sequence[str]) -> StockPlan:
-    state.raise_if_strict(list(reasons))
-    return StockPlan(way=Way.STOCK, reasons=tuple(reasons))
 
 
 def run(state: TowerState, plan: FastPlan, attempt: Attempt) -> object:

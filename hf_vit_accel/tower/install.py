@@ -28,11 +28,7 @@ Forward = Callable[..., object]
 
 
 def towers_in(model: nn.Module, like: Mapping[str, str]) -> list[tuple[str, Tower, Family]]:
-    """Return (path, tower, family) of every tower in a model: of known classes, of patched copies and of new ones.
-
-    Args:
-        like: The family of every class that is a copy, by name. A copy that is patched needs no entry.
-    """
+    """Return (path, tower, family) of every tower in a model: of known classes, of patched copies and of new ones."""
     towers: list[tuple[str, Tower, Family]] = []
     unseen = set(like)
     for path, module in model.named_modules():
@@ -125,17 +121,6 @@ class Slot(NamedTuple):
     put: Callable[[Any], None]
 
 
-def _slots_of(tower: nn.Module, is_leaf: Callable[[object], bool]) -> Iterator[Slot]:
-    """Yield the slots that calls of a tower may reach, its own `forward` first; in leaves there is nothing to find."""
-    pending = [Slot(vars(tower).get("forward"), partial(vars(tower).__setitem__, "forward"))]
-    followed: set[int] = set()
-    for slot in pending:  # which grows
-        yield slot
-        if id(slot.value) not in followed and not is_leaf(slot.value):
-            followed.add(id(slot.value))
-            pending += [inner for inner in _slots_in(slot.value, tower) if callable(inner.value)]
-
-
 def _slots_in(value: Any, tower: nn.Module) -> Iterator[Slot]:
     """Yield the slots in a callable: of closures, and of the attributes that its code names."""
     if isinstance(value, partial):  # around accelerate's function, which names an attribute of the tower
@@ -156,10 +141,14 @@ def _slots_in(value: Any, tower: nn.Module) -> Iterator[Slot]:
 
 def _slots_for_ours(tower: nn.Module) -> list[Slot]:
     """Return the slots that hold the class's forward, or ours; the tower's own `forward` if its calls reach none."""
-    class_forward = type(tower).forward
-    slots = list(
-        _slots_of(tower, lambda value: is_our_forward(value) or getattr(value, "__func__", value) is class_forward)
-    )
+    slots = [Slot(vars(tower).get("forward"), partial(vars(tower).__setitem__, "forward"))]
+    followed: set[int] = set()
+    for slot in slots:  # which grows
+        value = slot.value
+        is_end = is_our_forward(value) or getattr(value, "__func__", value) is type(tower).forward
+        if not is_end and id(value) not in followed:
+            followed.add(id(value))
+            slots += [inner for inner in _slots_in(value, tower) if callable(inner.value)]
     return [slot for slot in slots if _holds_forward(slot.value, tower)] or slots[:1]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import transformers
 from torch import nn
 
-from hf_vit_accel.backends import BACKENDS, require
+from hf_vit_accel.backends import require
 from hf_vit_accel.config import Settings
 from hf_vit_accel.families import FAMILIES, Config, Family, Model, Tower, family_of, find_towers
 from hf_vit_accel.tower.attention import note_unknown, vision_attention
@@ -190,6 +190,3 @@ def restore_name(model: nn.Module, former_name: str | None) -> None:
             text = config.get_text_config()._attn_implementation
             former_name = model.get_correct_attn_implementation(None if is_ours(text) else text)
         config._attn_implementation_internal = former_name
-
-
-assert set(NAMES.values()) - {"auto"} <= {backend.name for backend in BACKENDS}

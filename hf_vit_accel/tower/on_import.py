@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -23,7 +22,7 @@ def after_import(name: str, act: Callable[[], None]) -> None:
 
 
 class _Finder:
-    """Finds one module by the finders of others, and replaces its loader by one that calls `act`."""
+    """Finds one module by the finders of others, and lets its loader call `act` once the module has run."""
 
     def __init__(self, name: str, act: Callable[[], None]) -> None:
         self.name = name
@@ -42,26 +41,13 @@ class _Finder:
         finally:
             self.is_searching = False
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(self, spec.loader)
+            run_module = spec.loader.exec_module
+
+            def run_and_act(module: ModuleType) -> None:
+                run_module(module)  # after an error it may be imported again, so the finder stays
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                self.act()
+
+            spec.loader.exec_module = run_and_act  # type: ignore[method-assign]
         return spec
-
-
-class _Loader(Loader):
-    """Loads the module by its own loader, then calls `act`."""
-
-    def __init__(self, finder: _Finder, loader: Loader) -> None:
-        self.finder = finder
-        self.loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Create the module as its own loader does."""
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Run the module. After an error it may be imported again, so the finder stays."""
-        assert module.__spec__ is not None
-        module.__spec__.loader = module.__loader__ = self.loader
-        self.loader.exec_module(module)
-        if self.finder in sys.meta_path:
-            sys.meta_path.remove(self.finder)
-        self.finder.act()

@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 import time
 import warnings
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -104,7 +104,6 @@ class Proof:
     key: Key
     why_not_fast: str | None
     why_not_metadata: str | None
-    classes: frozenset[type]
     code: Code
     why_not_autocast: str | None = None
     why_not_gradients: str | None = None
@@ -134,7 +133,8 @@ def prove(tower: nn.Module, family: Family, exchanged: Exchanged | None = None) 
     kind = family.tower_class(tower)
     assert kind is not None, f"`towers` names no class of {type(tower).__name__} that has a forward"
     config: Config = tower.config
-    fields = repr(sorted(_fields(config, family)))
+    unread_fields = _UNREAD_FIELDS | family.tiny.keys()
+    fields = repr(sorted((name, repr(value)) for name, value in config.to_dict().items() if name not in unread_fields))
     device = next((parameter.device for parameter in tower.parameters()), torch.device("meta"))
     devices = [torch.device("cpu")] + ([] if device.type in ("cpu", "meta") else [device])
     forms = frozenset((place, form_of(modules[0])) for place, modules in exchanged.items())
@@ -176,13 +176,7 @@ def warn_once(text: str) -> None:
         warnings.warn(text, stacklevel=3)
 
 
-def _fields(config: Config, family: Family) -> Iterator[tuple[str, str]]:
-    """Yield the fields of a config that reach the twin and may choose between ways to compute."""
-    for name, value in config.to_dict().items():
-        if name not in family.tiny and name not in _UNREAD_FIELDS:
-            yield name, repr(value)
-
-
+# Fields of a config that choose between no ways to compute.
 _UNREAD_FIELDS = {"dtype", "model_type", "transformers_version", "name_or_path", "_name_or_path", "architectures"}
 _UNREAD_FIELDS |= {"initializer_range", "id2label", "label2id", "problem_type"}
 # The twin and every call set or read these themselves.
@@ -207,7 +201,7 @@ def _prove(key: Key, device: torch.device, config: Config, family: Family, excha
             except Exception as error:
                 why = f"{kind.__name__} could not be run beside our operations: {one_line(error)}"
     code = Code(kind, classes)
-    return Proof(key=key, why_not_fast=why, why_not_metadata=why, classes=classes, code=code, is_verdict=False)
+    return Proof(key=key, why_not_fast=why, why_not_metadata=why, code=code, is_verdict=False)
 
 
 def _prove_twin(key: Key, twin: Tower, family: Family, code: Code, exchanged: Exchanged) -> Proof:
@@ -224,7 +218,7 @@ def _prove_twin(key: Key, twin: Tower, family: Family, code: Code, exchanged: Ex
         except (AttributeError, TypeError, ValueError) as error:
             why = f"{type(twin).__name__} is not built as {family.name} is known: {one_line(error)}"
     if why is not None:
-        return Proof(key=key, why_not_fast=why, why_not_metadata=why, classes=code.classes, code=code)
+        return Proof(key=key, why_not_fast=why, why_not_metadata=why, code=code)
     name = type(twin).__name__
     other = f"{name} computes something else than our operations"
     modules = {module: place for path, module in twin.named_modules() if (place := place_of(path)) in exchanged}
@@ -266,7 +260,6 @@ def _prove_twin(key: Key, twin: Tower, family: Family, code: Code, exchanged: Ex
         replaced=_places_replaced(subject, first, modules) if why_not_fast is None else frozenset(),
         taken=taken,
         form=expected.form,
-        classes=code.classes,
         code=code,
         why_not_hidden_states=why_not_states and f"output_hidden_states is requested: {why_not_states}",
         returns_hidden_states=any(name.startswith("hidden_states") for name in _outputs(expected)),
@@ -378,7 +371,6 @@ def prove_copy(tower: Tower, family: CopyFamily) -> Proof:
         key=Key(type(tower), ""),
         why_not_fast=why,
         why_not_metadata=why,
-        classes=code.classes,
         code=code,
         trusted=family.trusted_classes(tower),
         form=form,
@@ -436,15 +428,8 @@ def _run_trials(
     report: Report,
     is_first: bool,
 ) -> tuple[Form | type | None, str | None]:
-    """Compare a copy with our operations, in fp32 and in the dtypes of calls.
-
-    Args:
-        stream: The stream that may still write the weights; None for none.
-
-    Returns:
-        The form of its results; and how far it is off, and where. None if it is not.
-    """
-    with torch.cuda.stream(stream):
+    """Compare a copy with our operations, in fp32 and in the dtypes of calls; return its form, and how it differs."""
+    with torch.cuda.stream(stream):  # which may still write the weights
         exact = Subject(clone_of(tower, torch.float32), family, CallDtypes(torch.float32), report=report)
         own = None if dtypes == exact.dtypes else Subject(clone_of(tower), family, dtypes, report=report)
         grids = grids_of(exact.tower, family)

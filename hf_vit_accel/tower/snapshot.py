@@ -84,7 +84,6 @@ class Snapshot:
         sharded_layers: The blocks whose weights FSDP2 gathers when they are called, by the index of their layer.
         callable_parts: The `id` of a part that can run by its own call, by that of the `vars` of modules inside it.
         callable_blocks: What stock calls for a layer, by its index; none where we cannot call it likewise.
-        output_class: The stock output class; None for a tower that returns bare tensors.
     """
 
     parts: Parts
@@ -102,7 +101,6 @@ class Snapshot:
         self.trusted = self.proof.trusted.union(*(exchanged[place] for place in self.proof.replaced))
         self.watch = Watch(self.proof.code.watch)
         self.specs: dict[Any, Spec] = {}
-        self.output_class = self.proof.form
         self._tower = weakref.ref(tower)
         self._weights: WeightMemory | None = None
         self._arguments = family.arguments
@@ -164,7 +162,7 @@ class Snapshot:
             parameters = module._parameters
             if id(module) in sharded_ids:
                 sharded.append(parameters)
-            elif parameters and (id(module) in adapter_ids or _is_called(module, self.proof.classes)):
+            elif parameters and (id(module) in adapter_ids or _is_called(module, self.proof.code.classes)):
                 others.append(parameters)
             elif parameters:
                 own.append(parameters)
@@ -222,7 +220,8 @@ class Snapshot:
             is_fast = self.proof.why_not_fast is None and bool(others)
             row_wise = row_wise_modules(others, self.parts) if is_fast else set()
             patches = self.parts.projection, self.parts.downsample
-            self.mixing = reasons_mixing(unwrapped, self.proof.classes, patches, fsdp.class_of, self.trusted, row_wise)
+            classes = self.proof.code.classes
+            self.mixing = reasons_mixing(unwrapped, classes, patches, fsdp.class_of, self.trusted, row_wise)
 
     def _find_reasons_slow(self, tower: Tower) -> Iterator[str]:
         """Yield `reasons_slow`: what the fast path would miss, on modules that it never calls."""
@@ -255,7 +254,7 @@ class Snapshot:
         for index, block in enumerate(self.parts.blocks):
             skipped += [(f"layer {index}", block.module), (f"layer {index}", block.attention)]
         for where, module in skipped:
-            if fsdp.class_of(module) not in self.proof.classes:
+            if fsdp.class_of(module) not in self.proof.code.classes:
                 yield f"{where} has a {type(module).__name__}, which this tower's class does not make"
                 return
             reasons = reasons_replaced(module, trusted=self.trusted)
@@ -272,18 +271,14 @@ class Snapshot:
             kind = fsdp.class_of(module)
             if module in self.trusted:
                 self.watch.read_all(module)
-            elif kind in self.proof.classes:
+            elif kind in self.proof.code.classes:
                 attributes = vars(module)
                 for name in (names_of_method(kind, "forward") & attributes.keys()) - _BASE_NAMES:
                     if not isinstance(attributes[name], Tensor):
                         self.watch.read(module, name)
 
     def _watch_modules(self, tower: Tower, *, is_of_device: bool) -> None:
-        """Watch the modules of a tower, its attributes and its config. The tower itself is held weakly.
-
-        Args:
-            is_of_device: Whether modules of others were tried, which may compute otherwise on another device.
-        """
+        """Watch the modules of a tower, its attributes and its config. The tower itself is held weakly."""
         watch = self.watch
         modules = [tower, *self._modules]
         own_forwards = [attributes for attributes in self.attributes_inside if "forward" in attributes]
@@ -302,6 +297,7 @@ class Snapshot:
         for name in ("forward", "_old_forward") if own_forwards else ():
             watch.add("the forward of a module inside", methodcaller("get", name), own_forwards)
         watch_methods(watch, {type(module) for module in modules} - self.proof.code.classes)
+        # Modules of others, which a trial ran, may compute otherwise on another device.
         if is_of_device or self.proof.key.device_type != "cpu" or not self.proof.is_verdict:
             complete = [parameters for parameters in self._own if all(value is not None for value in parameters)]
             watch.add("the device or the dtype", _PLACE, next(iter(complete), ()))

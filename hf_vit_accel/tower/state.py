@@ -14,7 +14,6 @@ from hf_vit_accel.backends import Request, Scales, asked_for
 from hf_vit_accel.backends.sdpa import Sdpa
 from hf_vit_accel.config import GraphConfig, Settings
 from hf_vit_accel.engine.call import HIDDEN_STATES_OF_STEP, Attempt, Encode, FastPlan, WeightMemory
-from hf_vit_accel.engine.inputs import HostGrid
 from hf_vit_accel.engine.route import Route, Routes, Spec
 from hf_vit_accel.families import Family, Tower
 from hf_vit_accel.graphs import recorder
@@ -62,6 +61,7 @@ class TowerState:
         former_forward: The forward of others that the instance had, if it does not call the class's; None otherwise.
         fast_calls: Calls that ran our operations, or attended through our backends alone.
         stock_calls: All others.
+        metadata_calls: Those of them whose stock forward got our metadata.
         warming: The thread that runs `warmup`.
         popped: The metadata that a tower pops whose attention alone is ours; None before its first call.
         faults: Backends and kernels that failed, with the reason. They are unused until `patch` is called again.
@@ -79,6 +79,7 @@ class TowerState:
 
         self.fast_calls = 0
         self.stock_calls = 0
+        self.metadata_calls = 0
         self.fallbacks: Counter[str] = Counter()
         self.last_route: Route | None = None
         self.warming: int | None = None
@@ -95,7 +96,7 @@ class TowerState:
         self.passes: InPasses | None = None
         self.sharing: Sharing | None = None
         self.reuse: Reuse | None = None
-        self.read_grid: Callable[..., HostGrid] | None = None
+        self.read_grid: Callable[..., tuple[list[list[int]], object]] | None = None
         self.on_stock: Callable[[FastPlan, Attempt, Sequence[str]], None] | None = None
         self.encode = self._compose()
 
@@ -211,7 +212,7 @@ class TowerState:
             dtype=request.dtype,
             weights_dtype=next(iter(weights.dtypes - {request.dtype}), request.dtype),
             no_kernels=self.faults.get(KERNELS) or why_not_triton(request.device, request.dtype),
-            classes=snapshot.proof.classes,
+            classes=snapshot.proof.code.classes,
             trusted=snapshot.trusted,
             watch=snapshot.watch,
             grad=request.grad,
@@ -257,7 +258,7 @@ class TowerState:
             request=request,
             ops=self._build(snapshot, weights, request, key.hooked_parts) if key.fast else None,
             full_layers=snapshot.full_layers,
-            faults=tuple(self.faults.items()),
+            faults=self.faults,
             settings=settings,
             hidden_states=key.hidden_states,
             against_graphs=_reason_against_graphs(snapshot, key),
@@ -271,10 +272,7 @@ class TowerState:
         spec = self._attention_spec
         if spec is None or spec.geometry != geometry or spec.request.device != device:
             request = Request(device=device, dtype=torch.float32, heads=0, head_dim=0, scale=0.0)
-            faults = tuple(self.faults.items())
-            spec = Spec(
-                geometry=geometry, request=request, ops=None, full_layers=(), faults=faults, settings=self.settings
-            )
+            spec = Spec(geometry=geometry, request=request, ops=None, faults=self.faults, settings=self.settings)
             self._attention_spec = spec
         return spec
 
@@ -284,11 +282,6 @@ class TowerState:
         if self.settings.score_mod is not None:
             return "a score_mod was given"
         return "strict=True" if self.settings.strict else None
-
-    def raise_if_strict(self, reasons: list[str]) -> None:
-        """Raise FallbackError for a call that would go the stock way, under `strict` or with a score_mod."""
-        if self.why_raised is not None:
-            raise_if_any(reasons, because=self.why_raised)
 
     def disable(self, faults_at_call: dict[str, str], faults: dict[str, str], fault: Fault) -> None:
         """Disable the backend or kernel that failed, so that the next attempt goes without; else raise its error.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -48,7 +48,7 @@ class StockPlan:
 
     Attributes:
         reasons: Why it is not fast, and why it gets less than was requested.
-        raises: Why these reasons are raised instead; None where the call runs.
+        raises: Why reasons are raised; None where they are counted.
         injected: Keyword arguments that the stock forward is given.
         route: Of the layout, on the ways METADATA and ATTENTION.
         instead_of: The plan by which our operations would run the call; None where they cannot be told.
@@ -62,13 +62,18 @@ class StockPlan:
     instead_of: FastPlan | None = None
 
 
+def decide_stock(state: TowerState, reasons: Sequence[str], instead_of: FastPlan | None = None) -> StockPlan:
+    """Return the plan of a call that reaches the stock forward as it is."""
+    return StockPlan(way=Way.STOCK, reasons=tuple(reasons), raises=state.why_raised, instead_of=instead_of)
+
+
 def decide_metadata(
     tower: Tower, state: TowerState, plan: FastPlan, snapshot: Snapshot, reasons_slow: list[str]
 ) -> StockPlan:
     """Return the plan of a call whose blocks are called one by one, on our metadata and attention."""
     settings = state.settings
     if isinstance(state.family, CopyFamily):  # its forward may take no metadata
-        return StockPlan(way=Way.STOCK, reasons=tuple(reasons_slow), raises=state.why_raised, instead_of=plan)
+        return decide_stock(state, reasons_slow, instead_of=plan)
     route = state.routes.get(plan.inputs.grid, plan.spec)
     reasons = [*reasons_slow, *route.unmet]
     raises = "strict=True" if settings.strict else None
@@ -121,12 +126,12 @@ def decide_attention(tower: Tower, state: TowerState, args: tuple[object, ...], 
         elif geometry.quarters and any(h % 2 or w % 2 for _, h, w in grid):
             reasons = [f"{names[1]} has an odd height or width, and a merger takes two by two rows"]
     if reasons:
-        state.raise_if_strict(reasons)
-        return StockPlan(way=Way.STOCK, reasons=tuple(reasons))
+        return decide_stock(state, reasons)
     route = state.routes.get(grid, state.attention_spec(geometry, arguments[names[0]].device)).ready()
     if geometry.quarters:  # the tower would pass our offsets to the layers behind its merger, too
         taken = (taken - {"cu_seqlens"}) | {ROUTE}
-    return StockPlan(way=Way.ATTENTION, reasons=(), injected=route.injected(taken), route=route)
+    injected = route.injected(taken)
+    return StockPlan(way=Way.ATTENTION, reasons=(), raises=state.why_raised, injected=injected, route=route)
 
 
 def _reasons_without_segments(tower: Tower, arguments: Mapping[str, object], names: tuple[str, ...]) -> list[str]:
@@ -164,17 +169,19 @@ def run(state: TowerState, plan: StockPlan, attempt: Attempt, original: Callable
     if state.on_stock is not None and plan.instead_of is not None:
         state.on_stock(plan.instead_of, attempt, plan.reasons)
     if plan.raises is not None:
-        raise_if_any([*plan.reasons, *attempt.reasons], because=plan.raises)
+        raise_if_any([*plan.reasons, *attempt.reasons], because=plan.raises)  # none so far on the way ATTENTION
     output = original(**plan.injected)
     if plan.way is Way.ATTENTION and plan.route is not None and not plan.route.attended:
         # MiniMax-M3 in older versions: its layers know no segments.
         version = transformers.__version__
         attempt.reasons.append(f"no layer attended by segments, through a backend (transformers {version})")
-        state.raise_if_strict(attempt.reasons)
+        if plan.raises is not None:
+            raise_if_any(attempt.reasons, because=plan.raises)
     if plan.way is Way.ATTENTION and not attempt.reasons:
         state.fast_calls += 1
     else:
         state.count_stock_call()
+        state.metadata_calls += plan.way is Way.METADATA
     state.fallbacks.update({*plan.reasons, *attempt.reasons})
     state.last_route = plan.route or state.last_route  # a call that goes STOCK has no route
     return output

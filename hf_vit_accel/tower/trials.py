@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -186,22 +186,11 @@ class Subject:
         with attending_in_fp32(self.tower):
             return self.tower(self.family.pixels(self.tower, pixels_TP), grid_thw=grid_thw, **arguments)
 
-    def autocast(self) -> AbstractContextManager[object]:
-        """Return the context of autocast, if it is on."""
-        dtype = self.dtypes.autocast_dtype
-        if dtype is None:
-            return nullcontext()
-        return torch.autocast(self.parts.projection.weight.device.type, dtype=dtype)
-
 
 def compare(subject: Subject, trial: Trial, truth: Results | None = None) -> tuple[Results, str | None]:
-    """Run a tower and our operations on the same pixels.
+    """Run a tower and our operations on the same pixels; return its results, and how ours differ. `truth` is in fp32.
 
-    Args:
-        truth: The results of the tower in fp32, for dtypes of a lower precision.
-
-    Returns:
-        The results of the tower; and how far they are off, and where. None if they are not.
+    In a lower precision neither is the truth.
     """
     subject.tower.train(trial.training)
     request = {"output_hidden_states": True} if trial.hidden_states else {}
@@ -231,10 +220,12 @@ def _run(subject: Subject, trial: Trial, call: Callable[[Tensor, Grid], object])
     inputs: dict[str, Tensor] = {}
     gradients: dict[str, Tensor | None] = {}
     output: object = None
+    dtype = subject.dtypes.autocast_dtype
+    device = subject.parts.projection.weight.device.type
     with trial.gradient_mode():
         for condition, grid in trial.grids.items():
             pixels_TP = subject.draw_pixels(grid).requires_grad_(trial.grad)
-            with subject.autocast():
+            with torch.autocast(device, dtype=dtype, enabled=dtype is not None):
                 output = call(pixels_TP, grid)
             outputs[condition] = named_tensors(output)
             inputs[f"{PIXELS} of {condition}"] = pixels_TP

@@ -307,6 +307,7 @@ def test_metadata_of_the_caller_goes_the_stock_way(shared: nn.Module, way: str) 
         assert all(torch.equal(torch.as_tensor(kwargs[key]), torch.as_tensor(original[key])) for key in original)
     assert_close(run(tower, grid), before)
     check_calls(shared, 1, len(cases), "the caller supplies sequence metadata")
+    assert f"1 fast, {len(cases)} stock (0 with our metadata)" in str(hf_vit_accel.status(shared))
     check_stock(shared, grid, before)
 
 

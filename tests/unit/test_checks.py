@@ -31,6 +31,7 @@ def test_a_reason_counts_once_a_call(tower: nn.Module) -> None:
     hf_vit_accel.patch(tower)
     run_tower(tower, GRID)
     [status] = hf_vit_accel.status(tower).towers
+    assert "  calls      0 fast, 1 stock (1 with our metadata)" in str(status)
     assert status.stock_calls == 1 and set(status.fallbacks.values()) == {1}
     assert len(set(status.against_fast)) == len(status.against_fast)
     assert any("ZeRO-3" in reason for reason in status.against_fast)
