@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import inspect
 import warnings
 
 import pytest
 import torch
-from support.attention_only import CLASSES, TINY, build, grid_name, inputs, takes_segments
+from support.attention_only import CLASSES, build, grid_name, inputs, takes_segments
 from support.families import classes_like
 from tiny import assert_close, largest_error
 from torch import nn
@@ -168,12 +167,3 @@ def test_options_beyond_attention_are_reported() -> None:
     hf_vit_accel.unpatch(tower)
     with pytest.raises(FallbackError, match="cuda_graphs: this family is served attention only"):
         hf_vit_accel.patch(tower, cuda_graphs=True, strict=True)
-
-
-def test_every_class_is_tested() -> None:
-    assert {name for _, _, name in CLASSES} == TINY.keys()
-    for _, module, name in CLASSES:
-        try:
-            assert hasattr(importlib.import_module(module), name)
-        except ImportError:
-            continue

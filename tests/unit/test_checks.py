@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.tensors import flat
 from tiny import GRIDS, TINY, assert_close, merged_of, pixels_for, run_tower, tower_of
 from torch import nn
 from transformers.utils import ModelOutput
@@ -62,12 +63,6 @@ def test_a_hook_may_keep_features_on_the_tower(
 # --- options --------------------------------------------------------------------------------------------------------
 
 
-def flattened(output: tuple[Any, ...] | ModelOutput) -> list[torch.Tensor]:
-    """Return the tensors of a tower's output, which may be a tuple."""
-    values = output if isinstance(output, tuple) else output.to_tuple()
-    return [*values[:2], *(values[2] if len(values) > 2 else ())]
-
-
 @pytest.mark.parametrize("options", [{}, {"return_dict": True}, {"return_dict": False}], ids=str)
 def test_outputs_are_returned_as_the_config_says(tower: nn.Module, options: dict[str, bool]) -> None:
     tower.config.return_dict = False
@@ -83,7 +78,7 @@ def test_outputs_are_returned_as_the_config_says(tower: nn.Module, options: dict
         assert type(output) is type(expected) and isinstance(output, tuple) == (not options.get("return_dict"))
         fields = [type(value) for value in (output if isinstance(output, tuple) else output.to_tuple())]
         assert fields == [type(value) for value in (expected if isinstance(expected, tuple) else expected.to_tuple())]
-        assert_close(flattened(output), flattened(expected))
+        assert_close(flat(output), flat(expected))
 
 
 # --- attention functions --------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import transformers
 from support.composites import COMPOSITES
 from support.every_rank import GRIDS, VARIANTS, batch_of, check_evaluation, check_training
 from support.libraries import start_process_group
-from support.ranks import run_on_ranks
+from support.ranks import prove_towers, run_on_ranks
 from support.towers import alike
 from tiny import TINY, chat_inputs, randomise, tower_of
 from torch import nn
@@ -27,24 +27,18 @@ import hf_vit_accel
 RANKED = ("qwen2_5_vl", "qwen3_vl")
 
 
-def prove() -> None:
-    """Prove the towers and models once, so that forked processes inherit the proofs."""
-    for family in TINY:
-        hf_vit_accel.patch(TINY[family].build())
-
-
 @pytest.mark.parametrize(
     ("family", "wrapper"),
     [*alike(("qwen3_vl", "fsdp"), ("qwen3_vl", "ddp"), ("qwen2_5_vl", "fsdp")), ("qwen2_5_vl", "ddp")],
 )
 def test_two_ranks_train_as_one_process(family: str, wrapper: str, tmp_path: Path) -> None:
-    prove()
+    prove_towers()
     run_on_ranks(check_training, 2, tmp_path, 2, family, wrapper, "all weights", 5 if wrapper == "fsdp" else 3)
 
 
 def test_adapters_gather_weights_in_one_order(tmp_path: Path) -> None:
     """Ranks with and without pictures would wait for each other, if the dummy joined behind the text model."""
-    prove()
+    prove_towers()
     run_on_ranks(check_training, 2, tmp_path, 2, "qwen3_vl", "fsdp", "lora", 2)
 
 
@@ -55,12 +49,12 @@ def test_adapters_gather_weights_in_one_order(tmp_path: Path) -> None:
 def test_variants_of_training(family: str, variant: str, wrapper: str, tmp_path: Path) -> None:
     if wrapper == "ddp" and variant == "reentrant":
         pytest.skip("DDP does not take reentrant checkpoints")
-    prove()
+    prove_towers()
     run_on_ranks(check_training, 2, tmp_path, 2, family, wrapper, variant, 6)
 
 
 def test_sharded_models_are_evaluated(tmp_path: Path) -> None:
-    prove()
+    prove_towers()
     run_on_ranks(check_evaluation, 2, tmp_path, 2, "qwen3_vl")
 
 
@@ -97,12 +91,6 @@ def test_the_tower_is_called_once() -> None:
         assert [len(calls_of(model, batch_of(model, kind, 0))) for kind in GRIDS] == [1, 1, 2, 0]
     hf_vit_accel.patch(model)
     assert [len(calls_of(model, batch_of(model, kind, 0))) for kind in GRIDS] == [1, 1, 2, 0]
-
-
-def test_a_stock_tower_is_called_once_too() -> None:
-    model = hf_vit_accel.patch(TINY["qwen3_vl"].build().train(), every_rank=True)
-    hf_vit_accel.unpatch(tower_of(model))
-    assert [len(calls_of(model, batch_of(model, kind, 0))) for kind in GRIDS] == [1, 1, 1, 1]
 
 
 def test_features_that_the_caller_has_encoded() -> None:

@@ -23,12 +23,13 @@ from support.graphs import patch
 from support.interpreter import INTERPRETED
 from support.layers import one_node_a_layer
 from support.patching import assert_fast
+from support.towers import alike
 from tiny import assert_close, checkpoint_layers, largest_error, merged_of, randomise, relative_error
 from torch.nn import Module, ModuleList
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_vit_accel
-from hf_vit_accel.families import Block, Parts, family_of
+from hf_vit_accel.families import FAMILIES, Block, Parts, family_of
 from hf_vit_accel.layout import Geometry
 from hf_vit_accel.ops import TABLE, mlp
 from hf_vit_accel.ops.training import mlp as trained_mlp
@@ -60,7 +61,7 @@ def _shapes(*built: Any) -> dict[str, torch.Size]:
     return {name: parameter.shape for name, parameter in shared_tower(*built).named_parameters()}
 
 
-@pytest.mark.parametrize("reentrant", [None, True, pytest.param(False, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("reentrant", alike(None, True, False))  # SUPPORT.md's table has frozen towers with checkpoints
 def test_frozen_layers_cost_no_backward(typical: Any, reentrant: bool | None) -> None:
     """Train the merger alone, as a projector is trained: layers compute no gradient and save nothing."""
     family = family_of(typical)
@@ -373,7 +374,7 @@ def test_an_operation_that_ignores_the_limit_is_caught(monkeypatch: pytest.Monke
 
 
 def test_every_module_of_a_family_is_importable_by_its_name() -> None:
-    for family in {entry[0].name: entry[0] for entry in CLASSES}.values():
+    for family in FAMILIES:
         names: dict[str, list[str]] = {}  # a class may have had another name
         for module, name in family.towers:
             names.setdefault(module, []).append(name)

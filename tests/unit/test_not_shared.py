@@ -69,10 +69,6 @@ def check_other_pixels(rank: int) -> None:
         tower(calls[0], grid_thw=torch.tensor(grid))
 
 
-def test_each_rank_gets_the_features_and_gradients_of_its_own_pixels(on_ranks: OnRanks) -> None:
-    on_ranks(check_other_pixels, 3)
-
-
 def check_stock_on_one_rank(rank: int) -> None:
     model = TINY["qwen2_5_vl"].build()
     tower = tower_of(model)
@@ -99,10 +95,6 @@ def check_stock_on_one_rank(rank: int) -> None:
         run_tower(tower, MIXED)
 
 
-def test_a_rank_that_runs_stock(on_ranks: OnRanks) -> None:
-    on_ranks(check_stock_on_one_rank, 3)
-
-
 def check_hooks_inside(rank: int) -> None:
     model = TINY["qwen3_vl"].build()
     tower = tower_of(model)
@@ -115,10 +107,6 @@ def check_hooks_inside(rank: int) -> None:
         assert_close(run_tower(tower, MIXED), expected)
     assert seen == [rows_of(MIXED)] * (2 * rank), "hooks see each call with all its rows"
     assert sharing_of(model) == f"rank {rank} of 2, 2 calls encoded by each rank alone"
-
-
-def test_hooks_inside_a_block(on_ranks: OnRanks) -> None:
-    on_ranks(check_hooks_inside, 2)
 
 
 # --- calls that are not shared ----------------------------------------------------------------------------------------
@@ -168,10 +156,6 @@ def check_calls_that_are_not_shared(rank: int) -> None:
         assert fallback.startswith(f"not shared by ranks: {reason}")
 
 
-def test_reasons_not_to_share_a_call(on_ranks: OnRanks) -> None:
-    on_ranks(check_calls_that_are_not_shared, 2)
-
-
 def check_checkpointed_call(rank: int) -> None:
     """A rank without a share would keep nothing that makes the checkpoint run it again; others would wait for it."""
     model = patched_model()
@@ -184,10 +168,6 @@ def check_checkpointed_call(rank: int) -> None:
     assert status_of(model).fallbacks == {"not shared by ranks: saved-tensor hooks are active (checkpointing?)": 2}
 
 
-def test_a_tower_inside_a_checkpoint_is_not_shared(on_ranks: OnRanks) -> None:
-    on_ranks(check_checkpointed_call, 2)
-
-
 def check_small_call(rank: int) -> None:
     data_parallel.LEAST = 2048
     model = patched_model()
@@ -195,5 +175,17 @@ def check_small_call(rank: int) -> None:
     assert sharing_of(model) == f"rank {rank} of 2, 1 calls too small to share" and not status_of(model).fallbacks
 
 
-def test_a_small_call_is_not_shared(on_ranks: OnRanks) -> None:
-    on_ranks(check_small_call, 2)
+CHECKS = {
+    check_other_pixels: 3,
+    check_stock_on_one_rank: 3,
+    check_hooks_inside: 2,
+    check_calls_that_are_not_shared: 2,
+    check_checkpointed_call: 2,
+    check_small_call: 2,
+}
+"""What is checked, and on how many ranks."""
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_ranks_that_do_not_share_a_call(on_ranks: OnRanks, check: Callable[[int], None]) -> None:
+    on_ranks(check, CHECKS[check])

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tiny import FAMILIES, TINY, all_equal, assert_close, chat_inputs, outputs_of, tower_of
+from support.towers import alike
+from tiny import TINY, all_equal, assert_close, chat_inputs, outputs_of, tower_of
 
 import hf_vit_accel
 
@@ -43,30 +44,14 @@ def torchvision_processor() -> Any:
     return transformers.Qwen2VLImageProcessor(patch_size=4, min_pixels=16, max_pixels=1 << 16)
 
 
-TYPICAL = ("qwen2_5_vl", "pillow"), ("qwen3_vl", "torchvision")
-PAIRS = [
-    pytest.param(
-        (family, make), id=f"{family}-{backend}", marks=[pytest.mark.matrix] * ((family, backend) not in TYPICAL)
-    )
-    for family in FAMILIES
-    for backend, make in (("pillow", pil_processor), ("torchvision", torchvision_processor))
-]
-"""Models and processors: in every run each processor."""
+@pytest.fixture(params=[pil_processor, torchvision_processor])
+def processor(request: pytest.FixtureRequest) -> Any:
+    return request.param()
 
 
-@pytest.fixture(params=PAIRS)
-def pair(request: pytest.FixtureRequest) -> tuple[str, Any]:
-    return request.param
-
-
-@pytest.fixture
-def processor(pair: tuple[str, Any]) -> Any:
-    return pair[1]()
-
-
-@pytest.fixture
-def model(pair: tuple[str, Any]) -> Any:
-    return TINY[pair[0]].build()
+@pytest.fixture(params=alike("qwen3_vl", "qwen2_5_vl", "qwen2_vl"))
+def model(request: pytest.FixtureRequest) -> Any:
+    return TINY[request.param].build()
 
 
 def pictures(seed: int = 0) -> list[np.ndarray]:

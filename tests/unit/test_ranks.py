@@ -61,10 +61,6 @@ def check_errors(rank: int) -> None:
             assert_close(run_tower(tower, MIXED), expected)
 
 
-def test_an_error_of_one_rank_reaches_all_and_the_next_call_is_right(on_ranks: OnRanks) -> None:
-    on_ranks(check_errors, 3)
-
-
 def check_fault(rank: int) -> None:
     tower = tower_of(TINY["qwen2_vl"].build())
     expected = run_tower(tower, MIXED)
@@ -81,10 +77,6 @@ def check_fault(rank: int) -> None:
     for _ in range(2):
         assert_close(run_tower(tower, MIXED), expected)
         assert state_of(tower).faults.keys() == ({"kernels"} if rank == 1 else set())
-
-
-def test_a_kernel_that_fails_on_one_rank_is_replaced_there_alone(on_ranks: OnRanks) -> None:
-    on_ranks(check_fault, 3)
 
 
 def check_memory_in_backward(rank: int) -> None:
@@ -109,10 +101,6 @@ def check_memory_in_backward(rank: int) -> None:
     assert time.monotonic() - start < 5
     assert rank == 1 or "could not be reached" in str(caught.value)
     dist.destroy_process_group()
-
-
-def test_memory_that_runs_out_in_a_backward_pass_of_one_rank(on_ranks: OnRanks) -> None:
-    on_ranks(check_memory_in_backward, 3)
 
 
 # --- calls that differ ------------------------------------------------------------------------------------------------
@@ -158,18 +146,10 @@ def check_refused_call_on_one_rank(rank: int) -> None:
     assert_close(run_tower(tower, MIXED), expected)
 
 
-def test_a_call_that_one_rank_refuses(on_ranks: OnRanks) -> None:
-    on_ranks(check_refused_call_on_one_rank, 3)
-
-
-def test_calls_that_differ_are_refused_on_all_ranks(on_ranks: OnRanks) -> None:
-    on_ranks(check_calls_that_differ, 3)
-
-
 # --- ranks that do not come -------------------------------------------------------------------------------------------
 
 
-def check_absent_rank(rank: int) -> None:
+def check_dead_rank(rank: int) -> None:
     group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=3))
     tower = tower_of(TINY["qwen2_vl"].build())
     hf_vit_accel.patch(tower, data_parallel=group)
@@ -183,5 +163,16 @@ def check_absent_rank(rank: int) -> None:
     dist.destroy_process_group()
 
 
-def test_a_rank_that_dies(on_ranks: OnRanks) -> None:
-    on_ranks(check_absent_rank, 3)
+@pytest.mark.parametrize(
+    "check",
+    [
+        check_errors,
+        check_fault,
+        check_memory_in_backward,
+        check_calls_that_differ,
+        check_refused_call_on_one_rank,
+        check_dead_rank,
+    ],
+)
+def test_three_ranks(on_ranks: OnRanks, check: Callable[[int], None]) -> None:
+    on_ranks(check, 3)

@@ -114,9 +114,6 @@ def test_grids_that_do_not_fit_write_nothing_else(device: str, grid: list[Entry]
 # --- within a call ----------------------------------------------------------------------------------------------------
 
 
-windows_and_deepstack = pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"], indirect=True)
-
-
 @pytest.fixture(scope="module", params=alike("qwen2_5_vl", "qwen3_vl"))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -193,7 +190,6 @@ def multisets(draw: st.DrawFn) -> list[Choice]:
     return draw(st.lists(st.sampled_from(kinds), min_size=2, max_size=7))  # type: ignore[no-any-return]
 
 
-@windows_and_deepstack
 def test_any_multiset_equals_its_distinct_items_alone(tower: nn.Module) -> None:
     """Cover near-copies, equal pixels under other grids, NaN of other bits and both zeros, in one call and across."""
     within = hf_vit_accel.patch(copy.deepcopy(tower), reuse=True, strict=True)

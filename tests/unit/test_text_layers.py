@@ -14,7 +14,7 @@ import pytest
 import tiny
 import torch
 from support.composites import COMPOSITES, left_padded
-from support.decoding import Counts, add_adapters, both, change_model, counts_of
+from support.decoding import Counts, add_adapters, assert_equal_outputs, both, change_model, counts_of
 from support.towers import alike
 from test_decode_steps import DIFFERENT
 from test_prefill import batch
@@ -54,23 +54,6 @@ def run(model: Any, inputs: Inputs, **options: Any) -> Any:
         return model(**({"use_cache": False} | inputs | options))
 
 
-def assert_equal_outputs(ours: Any, stock: Any, mask: Tensor | None = None) -> None:
-    """Expect outputs of one class and one structure, equal to rounding wherever there are tokens, and finite."""
-    assert type(ours) is type(stock)
-    if isinstance(stock, Tensor):
-        assert ours.shape == stock.shape and ours.dtype == stock.dtype and torch.isfinite(ours).all()
-        if mask is not None and ours.shape[:2] == mask.shape:
-            ours, stock = ours[mask], stock[mask]
-        torch.testing.assert_close(ours, stock, atol=1e-4, rtol=1e-4)
-    elif isinstance(stock, tuple):
-        assert len(ours) == len(stock)
-        for item, expected in zip(ours, stock, strict=True):
-            assert_equal_outputs(item, expected, mask)
-    elif stock is not None:
-        assert list(ours) == list(stock)
-        assert_equal_outputs(ours.to_tuple(), stock.to_tuple(), mask)
-
-
 def compare(model: Any, inputs: Inputs, **options: Any) -> Any:
     """Run a patched model and its stock text model; expect equal outputs, and return ours."""
     mask = inputs.get("attention_mask")
@@ -101,7 +84,7 @@ def test_random_batches_give_stocks_hidden_states(family: str, calls: int) -> No
     assert f"{calls} calls without padding" in str(status(model))
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", alike("qwen2_5_vl", "qwen2_vl"))
 def test_a_rotation_that_nothing_calls(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`apply_liger_kernel_to_qwen2_5_vl` of Liger sets a function for older transformers; newer never call it."""
     model = TINY[family].build()
@@ -154,14 +137,6 @@ def test_a_model_without_a_head_and_a_retrieval_model_on_it(family: str) -> None
         patch(kind, text=True)
         compare(kind, inputs)
         assert counts(kind) == (1, {})
-
-
-def test_padding_is_left_as_zeros(model: Any) -> None:
-    patch(model, text=True)
-    inputs = batch(model, random.Random(2), 4)
-    states = run(model, inputs, output_hidden_states=True).hidden_states
-    for state in states[1:]:
-        assert not state[inputs["attention_mask"] == 0].any()
 
 
 def test_masks_with_holes_and_rows_of_padding(model: Any) -> None:

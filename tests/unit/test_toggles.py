@@ -24,12 +24,6 @@ ROUNDS = 4
 LINEARS = r".*visual.*\.(qkv|proj|fc1|linear_fc1|linear_fc2|up_proj|down_proj)"
 
 
-def pair_of(model: Any) -> tuple[Any, Any]:
-    """Return two equal models; the second is patched."""
-    stock = copy.deepcopy(model)
-    return stock, hf_vit_accel.patch(model)
-
-
 def train(model: Any, seed: int = 0) -> list[torch.Tensor]:
     """Make a step of the tower alone; return the gradients of all parameters that have one."""
     tower = tower_of(model)
@@ -83,7 +77,8 @@ def test_adapters_that_are_switched_at_every_step(family: str) -> None:
     config = peft.LoraConfig(r=4, target_modules=LINEARS, init_lora_weights=False)
     adapted = peft.get_peft_model(TINY[family].build(), config)
     adapted.add_adapter("second", config)
-    stock, model = pair_of(adapted)
+    stock = copy.deepcopy(adapted)
+    model = hf_vit_accel.patch(adapted)
     for seed in range(ROUNDS):
         results = []
         for changed in (model, stock):
