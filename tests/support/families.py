@@ -13,7 +13,7 @@ import torch
 from tiny import randomise
 from torch import nn
 
-from hf_vit_accel.families import FAMILIES, Config, Family, family_of
+from hf_vit_accel.families import FAMILIES, Family, family_of
 from hf_vit_accel.families.base import named_tensors
 
 Grid = list[tuple[int, int, int]]
@@ -39,12 +39,6 @@ def classes_like(*names: str, classes: Sequence[tuple[Family, str, str]] = CLASS
     ]
 
 
-def config_of(kind: type) -> Config:
-    """Return a config of a tower's class, with the defaults of transformers."""
-    config = kind.config_class()
-    return getattr(config, "vision_config", config)
-
-
 def tiny_tower(family: Family, module: str, name: str) -> nn.Module:
     """Build a tower with its real config's switches and tiny sizes; skip the test where transformers lacks it."""
     kind: Any = getattr(pytest.importorskip(module), name, None)
@@ -54,7 +48,8 @@ def tiny_tower(family: Family, module: str, name: str) -> nn.Module:
         pytest.skip(
             f"{name} takes other arguments in this transformers; test_uses_by_version.py shows that it stays stock"
         )
-    config = config_of(kind)
+    config = kind.config_class()
+    config = getattr(config, "vision_config", config)
     for field, value in family.tiny.items():
         setattr(config, field, value)
     config._attn_implementation_internal = "sdpa"

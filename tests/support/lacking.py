@@ -113,7 +113,6 @@ LACKS = (
             "test_layers_behind_frozen_embeddings_are_trained_under_reentrant_checkpoints",
             "test_compiled_towers_are_one_call_for_every_layout",
             "test_a_tower_with_a_score_mod",
-            "test_known_items_are_not_encoded_again",
             "test_the_least_recently_used_go[",
             "test_steps_of_several_layouts",
             "test_the_loss_may_use_other_outputs",

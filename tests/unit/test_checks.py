@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from support.tensors import flat
-from tiny import GRIDS, TINY, assert_close, merged_of, pixels_for, run_tower, tower_of
+from tiny import GRIDS, TINY, assert_close, pixels_for, run_tower, tower_of
 from torch import nn
-from transformers.utils import ModelOutput
 
 import hf_vit_accel
 from hf_vit_accel import ReuseConfig
@@ -36,28 +34,6 @@ def test_a_reason_counts_once_a_call(tower: nn.Module) -> None:
     assert status.stock_calls == 1 and set(status.fallbacks.values()) == {1}
     assert len(set(status.against_fast)) == len(status.against_fast)
     assert any("ZeRO-3" in reason for reason in status.against_fast)
-
-
-@pytest.mark.parametrize("wrap", [lambda features: features, lambda features: [features]], ids=["tensor", "list"])
-def test_a_hook_may_keep_features_on_the_tower(
-    tower: nn.Module, wrap: Callable[[torch.Tensor], torch.Tensor | list[torch.Tensor]]
-) -> None:
-    """Cover features that are there at the patch, that later calls replace, and that another snapshot meets."""
-    expected = run_tower(tower, GRID)
-
-    def keep(module: nn.Module, args: object, output: ModelOutput) -> None:
-        module.features = wrap(merged_of(output).detach())
-
-    tower.register_forward_hook(keep)
-    run_tower(tower, GRID)
-    hf_vit_accel.patch(tower)
-    for _ in range(3):
-        assert_close(run_tower(tower, GRID), expected)
-    tower.blocks[0].mlp = copy.deepcopy(tower.blocks[0].mlp)
-    for _ in range(2):
-        assert_close(run_tower(tower, GRID), expected)
-    [status] = hf_vit_accel.status(tower).towers
-    assert (status.calls, status.stock_calls) == (5, 0)
 
 
 # --- options --------------------------------------------------------------------------------------------------------

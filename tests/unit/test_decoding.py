@@ -55,10 +55,9 @@ def text(*rows: list[int]) -> dict[str, Any]:
 
 
 def prompts(model: Any) -> dict[str, dict[str, Any]]:
-    """Return prompts of every kind: pictures, videos, padding on the left, text, one token."""
+    """Return prompts of every kind: a picture, a video, padding on the left, text, one token."""
     padded = text([2, 2, 7, 8], [9, 4, 3, 3])
     return {
-        "pictures": tiny.chat_inputs(model, [(1, 4, 6), (1, 8, 8)]),
         "picture and video": tiny.chat_inputs(model, [(1, 4, 6), (4, 4, 4)]),
         "left padding": tiny.left_padded(model),
         "text": text([5, 6, 7, 8], [9, 4, 3, 3]),
@@ -75,7 +74,7 @@ def test_every_prompt_gets_the_tokens_logits_and_cache_of_stock(family: str) -> 
         both(model, inputs, max_new_tokens=9, **ALL_OUTPUTS)
         both(model, inputs, max_new_tokens=6, do_sample=True, num_return_sequences=2, temperature=1.5)
         assert not counts_of(model).reasons, name
-    assert counts_of(model).static_calls == 12
+    assert counts_of(model).static_calls == 10
 
 
 def test_a_model_that_was_trained_with_every_rank() -> None:
