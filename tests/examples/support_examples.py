@@ -147,11 +147,9 @@ def options_of(inputs: Inputs, output: Path, **options: object) -> list[str]:
 def command(inputs: Inputs, output: Path, processes: int) -> list[str]:
     """Return the command that captions the inputs in so many processes."""
     script = [str(EXAMPLES / "captioner" / "main.py"), *options_of(inputs, output)]
-    if processes == 1:
-        return [sys.executable, *script]
     # `--cpu` starts one process unless mpirun starts it; `--multi_gpu` starts the number that is given, on CPUs too.
-    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", f"--num_processes={processes}", "--num_machines=1"]
-    return [sys.executable, *launch, "--main_process_port=0", *script]
+    launch = ["--multi_gpu", f"--num_processes={processes}", "--num_machines=1", "--main_process_port=0"]
+    return [sys.executable, "-m", "accelerate.commands.launch", *(launch if processes > 1 else ["--cpu"]), *script]
 
 
 class BackgroundRun:
@@ -163,7 +161,8 @@ class BackgroundRun:
     def __init__(self, inputs: Inputs, output: Path, processes: int, way: str) -> None:
         self.output = output
         self.records_before = self.count()
-        if way == "forked":
+        self.is_forked = way == "forked"
+        if self.is_forked:
             arguments = (options_of(inputs, output), output.parent)
             launcher = get_context("fork").Process(target=_run_two_of_which_one_hangs, args=arguments)
             launcher.start()
@@ -194,11 +193,11 @@ class BackgroundRun:
         return next(process for process in children if process.environ().get("RANK") == str(rank))
 
     def kill(self) -> None:
-        """Kill the launcher and its workers at once; every worker leads its own process group."""
+        """Kill the launcher, with which its workers end. Forked ones, which no launcher started, are killed, too."""
         processes = [self.process, *self.process.children(recursive=True)]
-        for process in processes:
+        for process in processes if self.is_forked else processes[:1]:
             process.send_signal(signal.SIGKILL)
-        psutil.wait_procs(processes, timeout=30)
+        assert not psutil.wait_procs(processes, timeout=30)[1], "workers went on"
 
     def first_process_is_done(self) -> bool:
         """Whether the first process has captioned its share, which is half of the items."""

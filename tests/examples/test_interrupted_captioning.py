@@ -114,7 +114,7 @@ def test_runs_that_hang_and_are_killed_give_the_same_records(
         if processes == 2:
             check_that_the_other_process_goes_on(run, inputs, way)
         else:
-            run.wait_for_records(chance.randint(1, 15))
+            run.wait_for_records(chance.randint(1, 11))
             time.sleep(chance.uniform(0, 0.3))
         run.kill()
         with lock(output, alone=True):  # the lock is free

@@ -53,15 +53,9 @@ class Recipe:
     patched: str
 
     def run(self, *, patched: bool, names: Names, **replaced: str) -> Names:
-        """Run one side of the recipe.
+        """Run the new or the old side of the recipe; return all names, with those that the code defines.
 
-        Args:
-            patched: Whether to run the new side.
-            names: What the recipe assumes, such as the path of a model.
-            replaced: Words of the recipe that are others here, such as the name of a class.
-
-        Returns:
-            All names, with those that the code defines.
+        It gets the names that it assumes, such as the path of a model. Some words of it may be replaced by others.
         """
         code = self.patched if patched else self.stock
         for word, other in replaced.items():
@@ -126,14 +120,7 @@ def calls_of(*models: nn.Module) -> tuple[int, int, list[str]]:
 
 
 def expect_same_and_fast(stock: Tensor, patched: Tensor, *models: nn.Module, bound: float = 1e-4) -> Result:
-    """Expect results of stock and, from `status`, only fast calls.
-
-    Args:
-        stock: The results of stock: losses, embeddings or tokens.
-        patched: The same of the patched model.
-        models: The patched models.
-        bound: The largest relative difference.
-    """
+    """Expect results of stock, up to a relative difference, and from the patched models' `status` only fast calls."""
     assert stock.numel() > 0 and stock.any()
     difference = relative_error(patched, stock)
     assert difference <= bound, f"{difference:.1e} from stock\n{patched}\n{stock}"
@@ -144,17 +131,11 @@ def expect_same_and_fast(stock: Tensor, patched: Tensor, *models: nn.Module, bou
 
 @dataclass(frozen=True)
 class Job:
-    """A job of a framework.
+    """A job of a framework."""
 
-    Args:
-        framework: A name of `REQUIREMENTS`.
-        name: What it does.
-        recipe: The recipe that it follows, without the ending of its file.
-    """
-
-    framework: str
+    framework: str  # a name of `REQUIREMENTS`
     name: str
-    recipe: str
+    recipe: str  # that it follows, without the ending of its file
 
     def expect(self, family: str, stock: Tensor, patched: Tensor, *models: nn.Module, bound: float = 1e-4) -> None:
         """Expect results of stock and only fast calls, as `expect_same_and_fast`, and record them for a family."""

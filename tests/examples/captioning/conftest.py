@@ -9,15 +9,17 @@ from pathlib import Path
 
 import pytest
 import scenes
+from captioner import checkpoints
 from captioner.model import Caption, Captioner, Inputs
-from read_once import read_once
-from support_captioning import WORDS, put
+from support_captioning import WORDS, batch_caption, config_once, load_once, load_processor_once, put
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read every checkpoint once, and draw short captions from pixels and prompt: these tests are about files."""
-    read_once(monkeypatch)
+    monkeypatch.setattr(batch_caption, "load_model", load_once)
+    monkeypatch.setattr(batch_caption, "load_processor", load_processor_once)
+    monkeypatch.setattr(checkpoints, "config_of", config_once)
     generate = Captioner.generate
 
     def draw_captions(captioner: Captioner, inputs: Inputs, seeds: Sequence[int]) -> list[Caption]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import tarfile
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,15 @@ import pytest
 from captioner import items
 from captioner import main as batch_caption
 from captioner.batches import Task
+from captioner.checkpoints import config_of
 from captioner.exports import Export
 from captioner.items import Item
 from captioner.journal import Journal, Record
+from captioner.processors import load_processor
 from click.testing import Result
 from PIL import Image
 from programs import CAPTIONERS, RUNNER, draw, encode
+from transformers import PreTrainedModel
 
 MODEL = CAPTIONERS / "qwen3_vl"
 PROMPT = "describe this {kind} ."
@@ -29,6 +34,36 @@ FAMILIES = {"qwen2_vl": 28, "qwen2_5_vl": 28, "qwen3_vl": 32}  # the side of a m
 WORDS = 4
 """Tokens of a short caption such as "a large red star". WHOLE allows complete captions."""
 WHOLE = "--max-new-tokens=24"
+
+
+# --- checkpoints that are read once -----------------------------------------------------------------------------------
+
+
+_read_model = lru_cache(maxsize=4)(batch_caption.load_model)
+
+
+def load_once(*arguments: object) -> PreTrainedModel:
+    """Read a model once, as `load_model` does, and return copies that share its weights."""
+    model = _read_model(*arguments)
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+
+
+def once(read: Callable[[str, str | None], Any]) -> Callable[..., Any]:
+    """Return a function that reads a part of a trained captioner, which no test changes, once, and returns copies."""
+    cached = lru_cache(read)
+
+    def read_once(model: str, revision: str | None = None) -> Any:
+        is_captioner = Path(model).parent == CAPTIONERS
+        return copy.deepcopy(cached(model, revision)) if is_captioner else read(model, revision)
+
+    return read_once
+
+
+load_processor_once = once(load_processor)
+config_once = once(config_of)
+
+
+# --- files, commands and records --------------------------------------------------------------------------------------
 
 
 def seed_of(name: str) -> int:

@@ -26,9 +26,8 @@ from captioner.processors import limit_pixels, load_processor, reduced
 from captioner.worker import prepared_ahead
 from PIL import Image
 from programs import CAPTIONERS, draw, encode
-from read_once import load_once
 from support.towers import alike
-from support_captioning import FAMILIES, MODEL, caption
+from support_captioning import FAMILIES, MODEL, caption, load_once
 from torch.multiprocessing import start_processes
 from transformers import ProcessorMixin
 

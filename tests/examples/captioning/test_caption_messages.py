@@ -12,12 +12,12 @@ from unittest.mock import Mock
 
 import pytest
 from programs import CAPTIONERS, words
-from read_once import load_once
 from support_captioning import (
     MODEL,
     batch_caption,
     caption,
     captions_in,
+    load_once,
     merged,
     put,
 )

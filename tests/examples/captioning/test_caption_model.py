@@ -19,10 +19,9 @@ from captioner.progress import Progress
 from captioner.worker import Worker
 from PIL import Image
 from programs import CAPTIONERS, draw
-from read_once import load_once, load_processor_once
 from support.recorded_ops import OperationRecorder
 from support.towers import alike
-from support_captioning import FAMILIES, PICTURE_PROMPT, WHOLE, caption, counted, put
+from support_captioning import FAMILIES, PICTURE_PROMPT, WHOLE, caption, counted, load_once, load_processor_once, put
 
 import hf_vit_accel
 

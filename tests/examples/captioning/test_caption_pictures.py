@@ -22,6 +22,7 @@ from captioner.worker import Row, decode
 from PIL import Image, ImageFile, PngImagePlugin
 from programs import encode
 from support_captioning import PICTURE_PROMPT
+from transformers import video_utils
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning:PIL")  # warns of damaged metadata, and of bombs
 
@@ -263,21 +264,15 @@ def test_bombs_are_refused_by_their_header(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_videos_need_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (
-        "the torchvision that belongs to your torch"
-        in decoded(tmp_path, b"clip", "clip.mp4", processor=SimpleNamespace()).errors[0]
-    )
-    from transformers import video_utils
-
-    for name in ("torchcodec", "av", "cv2"):
-        monkeypatch.setattr(video_utils, f"is_{name}_available", lambda: False)
-    processor = SimpleNamespace(video_processor=SimpleNamespace())
-    assert "pip install av" in decoded(tmp_path, b"clip", "clip.mp4", processor=processor).errors[0]
+    with_videos = SimpleNamespace(video_processor=SimpleNamespace())
+    for has_decoder, processor in ((True, SimpleNamespace()), (False, with_videos)):
+        for name in ("torchcodec", "av"):
+            monkeypatch.setattr(video_utils, f"is_{name}_available", lambda answer=has_decoder: answer)
+        (error,) = decoded(tmp_path, b"clip", "clip.mp4", processor=processor).errors
+        assert "pip install av" in error and "the torchvision that belongs to your torch" in error
 
 
 def test_videos_are_read_as_the_processor_samples_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import video_utils
-
     metadata = video_utils.VideoMetadata(total_num_frames=100, fps=25.0, width=6, height=4)
     lost = 0
 
