@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from captioner import main as batch_caption
 from captioner.files import lock
 from captioner.journal import Journal
-from programs import RUNNER, draw, launched
+from programs import EXAMPLES, RUNNER, draw, launched
 from support.towers import alike
 from support_examples import ALL, BAD, GOOD, KINDS, BackgroundRun, Inputs, options_of, write_inputs
 
@@ -148,3 +153,46 @@ def check_that_the_other_process_goes_on(run: BackgroundRun, inputs: Inputs, way
     assert refused.exit_code == 2 and "another run is writing to" in refused.output
     missing = RUNNER.invoke(batch_caption.app, ["merge", str(output), str(output.parent / "part.jsonl")])
     assert missing.exit_code == 1 and "records are missing" in missing.output
+
+
+PARENT = """
+import subprocess, sys
+worker = subprocess.Popen([sys.executable, *sys.argv[1:]])
+print(worker.pid, flush=True)
+worker.wait()
+"""
+WORKER = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from captioner.files import end_with_launcher, lock
+end_with_launcher()
+with lock(Path(sys.argv[2]), alone=True):
+    print("locked", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("parent", ["launcher", "shell"])
+def test_a_process_ends_with_its_launcher_and_outlives_its_shell(tmp_path: Path, parent: str) -> None:
+    command = [sys.executable, "-c", PARENT, "-c", WORKER, str(EXAMPLES), str(tmp_path)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "LOCAL_"))}
+    environment |= {"LOCAL_RANK": "0"} if parent == "launcher" else {}
+    started = psutil.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    worker = psutil.Process(int(started.stdout.readline()))
+    try:
+        assert started.stdout.readline() == "locked\n"
+        started.kill()
+        started.wait()
+        if parent == "launcher":
+            assert psutil.wait_procs([worker], timeout=10)[0], "the worker went on"
+            with lock(tmp_path, alone=True):  # the lock is free
+                pass
+        else:
+            time.sleep(0.5)
+            with pytest.raises(ValueError, match="another run is writing"), lock(tmp_path, alone=True):
+                pass
+    finally:
+        for process in (started, worker):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
