@@ -88,22 +88,6 @@ def pair(family: str, **kwargs: Any) -> tuple[Any, Any]:
     return model, other
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_adapters_equal_peft(family: str, called: list[str]) -> None:
-    """Train, and run without gradients: no PEFT module is called, and the parts around them are fused."""
-    model, other = pair(family)
-    expected = step(other)
-    assert called and any("lora_A" in name for name in expected) and any("lora_B" in name for name in expected)
-    for grad in (True, False):
-        check(model, other, grad=grad)
-        called.clear()
-        step(model, grad=grad)
-        assert not called
-        assert fused(model) >= {"mlp", "rope"}
-    status = hf_vit_accel.status(model).towers[0]
-    assert status.stock_calls == 0 and status.calls == 4
-
-
 def test_adapters_on_single_linears(called: list[str]) -> None:
     """Put an adapter on one Linear of one layer, beside plain Linears."""
     for target in (r".*blocks\.1\.mlp\.up_proj", r".*blocks\.1\.mlp\.down_proj", r".*blocks\.0\.attn\.proj"):

@@ -39,22 +39,6 @@ def test_the_bound_on_windows_is_never_exceeded_and_reached(items: list[tuple[in
     assert thin.window.count == budgets.most_windows(thin.merged, 4, side)
 
 
-@given(st.lists(ITEMS, min_size=1, max_size=40), st.integers(20, 1600))
-def test_packing_loses_no_image(items: list[tuple[int, int, int]], largest: int) -> None:
-    grid = tuple((t, 2 * h, 2 * w) for t, h, w in items)
-    tokens = [t * h * w for t, h, w in items]
-    bins = budgets.pack(grid, 2, budgets.ladder(largest))
-    if isinstance(bins, str):
-        assert max(tokens) > largest and "exceeds the largest budget" in bins
-        return
-    assert [b.first for b in bins] == [0, *(b.last for b in bins[:-1])] and bins[-1].last == len(grid)
-    for b in bins:
-        assert b.tokens == sum(tokens[b.first : b.last])
-        assert sum(t for t, _, _ in items[b.first : b.last]) < budgets.FRAMES
-        assert b.budget is not None and b.tokens <= b.budget <= largest
-        assert all(smaller < b.tokens for smaller in budgets.ladder(largest) if smaller < b.budget)
-
-
 @pytest.mark.parametrize(
     "wrong",
     [

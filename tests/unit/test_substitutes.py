@@ -9,6 +9,7 @@ import torch
 from support import substitutes
 from support.patching import gradients
 from support.substitutes import bind, bind_norms, exchanged
+from support.towers import alike
 from tiny import TINY, assert_close, pixels_for, randomise, run_tower, tower_of
 from torch import nn
 
@@ -38,8 +39,14 @@ def assert_same(tower: nn.Module, model: nn.Module, unfused: str | None = None) 
     assert_close(actual_gradients, gradients(tower, GRID), 1e-4)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize(("family", "kind"), [("qwen2_5_vl", substitutes.RmsNorm), ("qwen2_vl", substitutes.LayerNorm)])
+RMS_NORM = "qwen2_5_vl", substitutes.RmsNorm
+LAYER_NORM = "qwen2_vl", substitutes.LayerNorm
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "when"),
+    [(*RMS_NORM, "before"), *alike((*LAYER_NORM, "after"), (*RMS_NORM, "after"), (*LAYER_NORM, "before"))],
+)
 def test_norms_bound_by_liger_are_plain(family: str, kind: type[nn.Module], when: str) -> None:
     model = build(family)
     tower = tower_of(model)
