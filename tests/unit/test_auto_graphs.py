@@ -27,6 +27,9 @@ from hf_vit_accel.tower.state import state_of
 IMAGE: Grid = [(1, 6, 8)]
 COMES_AGAIN = "a size is captured when it comes again"
 EXACT_ONLY = "the backend replays exact shapes only, from the time that they came often"
+FREE_CAPTURES = 5
+REPLAYS_PER_CAPTURE = 8
+"""What captures cost, as docs/cuda-graphs.md tells users."""
 
 
 @pytest.fixture
@@ -149,6 +152,17 @@ def ways_of(model: nn.Module, grids: list[Grid]) -> list[str]:
 
 
 SIZES: list[Grid] = [[(1, 4, 4 * width)] for width in range(1, 13)]
+
+
+def test_dropped_graphs_are_captured_again_as_replays_pay_for_it(on_cpu: type[Recorder], model: nn.Module) -> None:
+    """There are more kinds of calls than graphs, and those that stay are replayed."""
+    runner = patch(model, "auto")
+    runner.policy.thresholds = replace(runner.policy.thresholds, most_graphs=4)
+    grids: list[Grid] = [[(1, 2, 2 * (32 // count))] * count for count in (1, 2, 4, 8, 16, 32)]
+    ways = ways_of(model, grids * 20)
+    status = status_of(model)
+    assert ways[40:].count("replayed") > len(ways[40:]) // 2
+    assert status.captures <= FREE_CAPTURES + status.replays // REPLAYS_PER_CAPTURE + 1
 
 
 def test_status_names_the_way_of_the_last_call(
