@@ -105,7 +105,7 @@ def test_inference_mode_does_not_spoil_the_buffers(on_cpu: type[Recorder], model
 
 def test_warmup_captures_every_budget(on_cpu: type[Recorder], capsys: pytest.CaptureFixture[str]) -> None:
     model = TINY["qwen2_5_vl"].build()  # windows are captured, too
-    patch(model)
+    patch(model, GraphConfig(max_tokens=32, exact_after=0))
     status = hf_vit_accel.warmup(model, progress=False).towers[0].graphs
     assert status is not None and status.captures == len(status.budgets) == len(status.graphs)
     for grid in (IMAGE, [(1, 4, 18)], [(2, 8, 8)]):
