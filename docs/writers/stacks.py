@@ -26,7 +26,7 @@ class Stack(NamedTuple):
 
 
 PATCH = "model = hf_vit_accel.patch(model)"
-BEFORE = f"{PATCH}  # before making the trainer"
+QUANTISED = f"{PATCH}  # before or after SFTTrainer"
 EMBEDDING = "  # to embed: patch(model, text=True)"
 AFTER = "hf_vit_accel.patch(trainer.model)  # after making the trainer"
 ROLLOUTS = "model.generate = functools.partial(model.generate, custom_generate=hf_vit_accel.graphed_decoding)"
@@ -36,11 +36,11 @@ STACKS = (
     Stack("Trainer, PEFT", "trainer", "transformers", ("trainer", "callback", "peft"), PATCH),
     Stack("TRL: SFT, DPO, GRPO", "trl", "trl", ("trl",), AFTER),
     Stack("also, rollouts by `generate`", "trl", "trl", ("grpo",), ROLLOUTS),
-    Stack("TRL with QLoRA", "qlora", "trl", ("qlora", "qlora_plain_tower"), BEFORE),
+    Stack("TRL with QLoRA", "qlora", "trl", ("qlora", "qlora_plain_tower"), QUANTISED),
     Stack("LLaMA-Factory", "llama-factory", "llamafactory", ("llamafactory",), "run_exp(callbacks=[PatchTower()])"),
     Stack("ms-swift", "ms-swift", "swift", ("swift",), PLUGIN),
     Stack("verl", "verl", "verl", ("verl",), VERL),
-    Stack("colpali", "colpali", "colpali_engine", ("colpali",), f"{PATCH}{EMBEDDING}"),
+    Stack("colpali-engine (ColQwen2)", "colpali", "colpali_engine", ("colpali",), f"{PATCH}{EMBEDDING}"),
     Stack(
         "sentence-transformers",
         "sentence-transformers",

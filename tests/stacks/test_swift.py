@@ -1,4 +1,4 @@
-"""ms-swift: `swift sft` of tiny captioners with LoRA and all weights, the tower frozen and trained."""
+"""ms-swift on tiny captioners: `swift sft` with LoRA and all weights, the tower frozen and trained; `swift rlhf`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from support.stacks import FAMILIES, Job, losses, pictures, read_recipe, recipe
-from swift.pipelines import sft_main
+from swift.pipelines import rlhf_main, sft_main
 from swift.template.templates import qwen
 from torch import Tensor, nn
 from transformers import AutoTokenizer, modeling_utils
 
 Checkpoint = Callable[[str], str]
+Program = Callable[[list[str]], object]
 # Its dropout would draw other masks for the tower, whose layers ask for them in another order.
 LORA = {"tuner_type": "lora", "lora_rank": "4", "target_modules": "all-linear", "lora_dropout": "0"}
 WAYS = {
@@ -40,7 +41,9 @@ def _tiny(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IMAGE_MAX_TOKEN_NUM", "64")
 
 
-def dataset(folder: Path) -> Path:
+def dataset(folder: Path, *, with_rejected: bool) -> Path:
+    """Write pictures with captions, and with those that `swift rlhf` shall learn to avoid."""
+    rejected = {"rejected_response": "a large blue square ."} if with_rejected else {}
     rows = []
     for index, picture in enumerate(pictures(8)):
         picture.save(folder / f"{index}.png")
@@ -48,20 +51,20 @@ def dataset(folder: Path) -> Path:
             {"role": "user", "content": "<image>describe this picture"},
             {"role": "assistant", "content": "a small red circle ."},
         ]
-        rows.append({"messages": messages, "images": [str(folder / f"{index}.png")]})
+        rows.append({"messages": messages, "images": [str(folder / f"{index}.png")]} | rejected)
     file = folder / "data.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
 
 
-def train(family: str, path: str, folder: Path, *options: str, **settings: str) -> Tensor:
-    """Run `swift sft`; return the losses."""
+def train(main: Program, family: str, path: str, folder: Path, *options: str, **settings: str) -> Tensor:
+    """Run `swift sft` or `swift rlhf`; return the losses."""
     output = folder / f"run{len(list(folder.iterdir()))}"
     fixed = {
         "model": path,
         "model_type": family,
         "template": family,
-        "dataset": str(dataset(folder)),
+        "dataset": str(dataset(folder, with_rejected=main is rlhf_main)),
         "output_dir": str(output),
         "add_version": "false",
         "max_steps": "4",
@@ -82,16 +85,31 @@ def train(family: str, path: str, folder: Path, *options: str, **settings: str) 
     }
     arguments = [word for name, value in (fixed | settings).items() for word in (f"--{name}", value)]
     torch.manual_seed(0)
-    sft_main([*arguments, *options])
+    main([*arguments, *options])
     (log,) = output.rglob("logging.jsonl")
     return losses([json.loads(line) for line in log.read_text().splitlines()])
+
+
+def options_of_the_recipe(folder: Path) -> list[str]:
+    """Write the plugin; return the arguments that name it."""
+    (plugin := folder / "fast_vision.py").write_text(read_recipe("swift.py"))
+    return recipe("swift").patched.split("data.jsonl \\\n")[1].replace("fast_vision.py", str(plugin)).split()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("way", WAYS)
 def test_sft(way: str, family: str, checkpoint: Checkpoint, tmp_path: Path, patched_models: list[nn.Module]) -> None:
-    (plugin := tmp_path / "fast_vision.py").write_text(read_recipe("swift.py"))
-    options = recipe("swift").patched.split("data.jsonl \\\n")[1].replace("fast_vision.py", str(plugin)).split()
-    stock = train(family, checkpoint(family), tmp_path, **WAYS[way])
-    patched = train(family, checkpoint(family), tmp_path, *options, **WAYS[way])
+    arguments = (sft_main, family, checkpoint(family), tmp_path)
+    stock = train(*arguments, **WAYS[way])
+    patched = train(*arguments, *options_of_the_recipe(tmp_path), **WAYS[way])
     Job("swift", f"swift sft, {way}", "swift").expect(family, stock, patched, patched_models[-1], bound=1e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dpo(family: str, checkpoint: Checkpoint, tmp_path: Path, patched_models: list[nn.Module]) -> None:
+    """`swift rlhf` takes the same arguments; without its adapter, the model is its own reference."""
+    arguments = (rlhf_main, family, checkpoint(family), tmp_path)
+    settings = LORA | {"rlhf_type": "dpo"}
+    stock = train(*arguments, **settings)
+    patched = train(*arguments, *options_of_the_recipe(tmp_path), **settings)
+    Job("swift", "swift rlhf, DPO, LoRA", "swift").expect(family, stock, patched, patched_models[-1], bound=1e-3)

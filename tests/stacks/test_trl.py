@@ -12,7 +12,7 @@ import torch
 import trl
 from datasets import Dataset
 from peft import LoraConfig
-from support.stacks import FAMILIES, Job, Names, losses, pictures, recipe
+from support.stacks import FAMILIES, Job, Names, expect_same_and_fast, losses, pictures, recipe
 from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
 
 import hf_vit_accel
@@ -103,6 +103,19 @@ def test_qlora(family: str, tower: str, checkpoint: Checkpoint, tmp_path: Path) 
             hf_vit_accel.unpatch(model)
         runs.append(sft(checkpoint(family), tmp_path, patched=False, model=model, peft_config=lora()))
     expect_same(f"SFTTrainer, QLoRA, tower {tower}", family, runs, 2e-2, name)
+
+
+@every_family
+def test_qlora_patched_after_the_trainer(family: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """What the comment of the recipe says: the trainer's adapters may come first."""
+    names = {"name": checkpoint(family), "torch": torch, "BitsAndBytesConfig": BitsAndBytesConfig}
+    names["AutoModelForImageTextToText"] = AutoModelForImageTextToText
+    runs = []
+    for patched in (False, True):
+        model = recipe("qlora").run(patched=False, names=names)["model"]
+        runs.append(sft(checkpoint(family), tmp_path, patched=patched, model=model, peft_config=lora()))
+    logs = [losses(trainer.state.log_history) for trainer in runs]
+    expect_same_and_fast(*logs, runs[-1].model, bound=2e-2)
 
 
 @pytest.mark.gpu
