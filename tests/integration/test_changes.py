@@ -122,8 +122,9 @@ def merge_adapter(part: Part) -> None:
 
 
 def set_class_of_layer(part: Part) -> None:
-    kind = type(part.layers[-1])
-    part.layers[-1].__class__ = type("Mine", (kind,), {"forward": scaled(kind.forward)})
+    """Of the first layer: the norm of the merger undoes what scales the last one's output."""
+    kind = type(part.layers[0])
+    part.layers[0].__class__ = type("Mine", (kind,), {"forward": scaled(kind.forward)})
 
 
 def hook_in_a_new_dict(part: Part) -> None:
@@ -278,7 +279,7 @@ WHY = {
     "an attribute": "scale attention differently",
     "heads of a layer": "layers have different heads",
     "interpolation": "positions are interpolated in a way that is not known",
-    "the class of a layer": "layer 1 has a Mine",
+    "the class of a layer": "layer 0 has a Mine",
     "a global hook": "global module hooks",
     "a function of the file": "relative error",
 } | {name: "computes something else" for name in OF_THE_PROCESS_ONCE if "_" in name}

@@ -518,9 +518,9 @@ FAULTS = (
     # --- faults and backends ---
     Fault(
         "a failed backend is tried at every call",
-        "tower/state.py",
-        "self._set_faults({**self.faults, fault.name: fault.why})",
-        "pass",
+        "tower/forward.py",
+        "    faults = state.faults\n",
+        "    faults = state.faults = {}\n",
         FAULTS_OF_PARTS,
     ),
     Fault(
