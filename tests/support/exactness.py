@@ -23,7 +23,7 @@ def _run(tower: nn.Module, dtype: torch.dtype, grid: Grid, seed: int) -> list[to
         return outputs_of(tower(pixels, grid_thw=torch.tensor(grid, device=weight.device)))
 
 
-def _mean_errors(runs: Iterable[list[torch.Tensor]], exact: Iterable[list[torch.Tensor]]) -> list[float]:
+def mean_errors(runs: Iterable[list[torch.Tensor]], exact: Iterable[list[torch.Tensor]]) -> list[float]:
     """Return the mean error of every output over the seeds."""
     errors = []
     for outputs, expected in zip(runs, exact, strict=True):
@@ -50,10 +50,10 @@ def check_error_bound(
         parameter.data = rounded.data.float()
     for grid in grids:
         exact = [_run(reference, dtype, grid, seed) for seed in SEEDS]
-        stock = _mean_errors([_run(tower, dtype, grid, seed) for seed in SEEDS], exact)
+        stock = mean_errors([_run(tower, dtype, grid, seed) for seed in SEEDS], exact)
         for attention in attentions:
             with hf_vit_accel.patched(tower, attention=attention, strict=True):
-                patched = _mean_errors([_run(tower, dtype, grid, seed) for seed in SEEDS], exact)
+                patched = mean_errors([_run(tower, dtype, grid, seed) for seed in SEEDS], exact)
             for error, stock_error in zip(patched, stock, strict=True):
                 bound = max(1.1 * stock_error, torch.finfo(dtype).eps)
                 assert error <= bound, (attention, grid, patched, stock)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -155,6 +155,18 @@ class PackedLinear(nn.Linear):
 def packed_linears(model: nn.Module, _: ExitStack) -> nn.Module:
     """Replace every Linear by `PackedLinear`."""
     return replace_linears(model, PackedLinear)
+
+
+@contextmanager
+def computing_in_fp32(model: nn.Module) -> Iterator[None]:
+    """Let packed Linears compute in fp32 instead of their own dtype."""
+    linears = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    dtypes = [linear.compute_dtype for linear in linears]
+    for linear in linears:
+        linear.compute_dtype = torch.float32
+    yield
+    for linear, dtype in zip(linears, dtypes, strict=True):
+        linear.compute_dtype = dtype
 
 
 def quanto_int8(model: nn.Module, _: ExitStack) -> nn.Module:

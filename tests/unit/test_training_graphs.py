@@ -103,9 +103,7 @@ def take_gradients(tower: nn.Module) -> Gradients:
     return gradients
 
 
-def train(
-    tower: nn.Module, grid: Grid, seed: int = 0, uses: Callable[[int], bool] = is_used_by_models
-) -> Gradients:
+def train(tower: nn.Module, grid: Grid, seed: int = 0, uses: Callable[[int], bool] = is_used_by_models) -> Gradients:
     """Run a forward and backward; return the gradients."""
     loss_of(forward(tower, grid, seed), seed, uses).backward()
     return take_gradients(tower)
