@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from support.stacks import REQUIREMENTS, save_captioner
 from torch import nn
 
 import hf_vit_accel
+
+os.environ["DO_NOT_TRACK"] = "1"  # axolotl sends what it does from its import on
 
 collect_ignore = [f"test_{name}.py" for name in REQUIREMENTS if importlib.util.find_spec(name) is None]
 """`make test` does without the frameworks. A program has the name of the module that it imports."""
