@@ -165,22 +165,6 @@ def test_a_model_that_cannot_caption_is_refused_in_one_sentence(
     assert why in words(done) and not list(output.glob("captions-*")), words(done)
 
 
-def test_nothing_left_loads_no_model(photos: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    caption(photos, output)
-    monkeypatch.setattr(batch_caption, "load_model", lambda *_: pytest.fail("loaded"))
-    done = caption(photos, output)
-    assert done.exit_code == 0 and "2 of 2 records have captions" in words(done)
-
-
-def test_some_files_of_each_error_are_named(photos: Path, output: Path) -> None:
-    for name in ("c", "d", "e", "f"):
-        (photos / f"{name}.png").touch()
-    done = caption(photos, output)
-    assert done.exit_code == 1
-    assert "4 of 6 records are errors: more than --max-failures 0.5 allows" in words(done)
-    assert "error, 4 x ValueError: the file is empty (c.png, d.png, e.png, f.png)" in words(done)
-
-
 # --- before anything is captioned -----------------------------------------------------------------------------------
 
 

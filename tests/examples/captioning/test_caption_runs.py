@@ -36,13 +36,18 @@ def planned(photos: Path, output: Path, *options: object, **settings: object) ->
     return int(counts[0]), int(counts[1])
 
 
-def test_existing_captions_are_not_made_again(photos: Path, output: Path, tmp_path: Path) -> None:
+def test_existing_captions_are_not_made_again(
+    photos: Path, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert planned(photos, output) == (4, 4)
     expected = captions_in(output)
     assert expected.keys() == {"0.png", "1.png", "2.png"}
     before = Journal(output).records()
-    again = words(caption(photos, output, "--batch-size=1", "--no-patch"))
+    with monkeypatch.context() as patch:
+        patch.setattr(batch_caption, "load_model", lambda *_: pytest.fail("loaded"))
+        again = words(caption(photos, output, "--batch-size=1", "--no-patch"))
     assert "4 items, 0 of them to caption" in again and "captions everything anew" in again
+    assert "3 of 4 records have captions" in again
     assert Journal(output).records() == before
     assert planned(photos, output, "--no-patch", prompt="describe this video .") == (4, 4)
     for settings in (["--max-new-tokens=3"], ["--temperature=0.5"], ["--temperature=0.5", "--seed=1"]):
@@ -109,7 +114,11 @@ def test_dry_runs_write_nothing(photos: Path, output: Path, monkeypatch: pytest.
 def test_too_many_failures_end_with_an_error(photos: Path, output: Path, tmp_path: Path) -> None:
     caption(photos, output)  # a quarter failed, and half may
     assert caption(photos, output, "--max-failures=0.25").exit_code == 0
-    assert caption(photos, output, "--max-failures=0.2").exit_code == 1
+    for name in ("cut.png", "lost.png"):
+        (photos / name).touch()
+    failed = caption(photos, output, "--max-failures=0.2")
+    assert failed.exit_code == 1 and "3 of 6 records are errors: more than --max-failures 0.2 allows" in words(failed)
+    assert "error, 2 x ValueError: the file is empty (cut.png, lost.png)" in words(failed)
     merge = "merge", output, tmp_path / "out.jsonl"
     assert call(*merge).exit_code == 0 and call(*merge, "--max-failures=0.2").exit_code == 1
     for path in photos.glob("?.png"):
