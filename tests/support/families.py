@@ -27,7 +27,7 @@ CLASSES = [(family, *tower) for family in FAMILIES if not family.attention_only 
 DIFFERENT = "Qwen2_5_Vision", "Qwen3VLVision", "Glm5Next", "PaddleOCR", "Dots3"
 """Towers that differ in kind: windows, a table and deepstack, a limit and groups of heads, no merger, other norms.
 
-`test_families.py` compares every tower with stock in every run, plain and fused.
+`test_families.py` compares every tower with stock in every run, fused; a proof compares it plain.
 """
 
 

@@ -18,7 +18,6 @@ from hf_vit_accel import FallbackError, FlexConfig
 from hf_vit_accel.backends import Plan
 from hf_vit_accel.engine import route as route_module
 from hf_vit_accel.families import family_of
-from hf_vit_accel.layout import Geometry
 
 
 @pytest.fixture(params=CLASSES, ids=lambda family_module_class: family_module_class[2])
@@ -30,12 +29,6 @@ def tower(request: pytest.FixtureRequest) -> nn.Module:
 DIFFERENT = "VideoLlama3", "MuseGlimmer", "MiniCPMV4_6", "Inkling2"
 """Segments alone, windows, a merger inside, and a class token in each frame."""
 different_towers = pytest.mark.parametrize("tower", classes_like(*DIFFERENT, classes=CLASSES), indirect=True)
-
-
-def geometry_of(tower: nn.Module) -> Geometry:
-    family = family_of(tower)
-    assert family is not None
-    return family.geometry(tower)
 
 
 def run(tower: nn.Module, *, trained: bool = False, **changed: object) -> list[torch.Tensor]:
@@ -71,7 +64,7 @@ def test_it_equals_stock_with_one_plan_per_kind_of_layer(tower: nn.Module, monke
     assert largest_error(outputs, expected) < 1e-4
     [status] = hf_vit_accel.status(tower).towers
     assert (status.attention_only, status.calls, status.stock_calls, status.fallbacks) == (True, 2, 0, {})
-    geometry = geometry_of(tower)
+    geometry = family_of(tower).geometry(tower)
     windows = geometry.window is not None
     assert status.backends == dict.fromkeys(["full", "window"] if windows else ["full"], "sdpa")
     assert len(plans) == 1 + windows + geometry.quarters, "a layout of an earlier call is planned once"

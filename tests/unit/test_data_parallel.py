@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from tiny import (
     TINY,
     assert_close,
     checkpoint_layers,
+    largest_error,
     outputs_of,
     pixels_for,
     relative_error,
@@ -38,11 +40,6 @@ from hf_vit_accel.tower.state import state_of
 Outputs = list[torch.Tensor]
 
 
-def assert_gradients_close(gradients: Outputs, expected: Outputs) -> None:
-    assert len(gradients) == len(expected) > 0
-    assert max(relative_error(one, other) for one, other in zip(gradients, expected, strict=True)) < 1e-5
-
-
 # --- outputs and gradients --------------------------------------------------------------------------------------------
 
 MIXES: list[Grid] = [MIXED, [(1, 8, 8)] * 2, [(1, 4, 6), (1, 8, 8)], [(5, 4, 4)]]
@@ -58,7 +55,7 @@ def check_outputs(rank: int, cases: list[tuple[nn.Module, list[Outputs], tuple[O
             assert_close(run(tower, grid), outputs, 2e-6)
         outputs, gradients = trained(tower, MIXED)
         assert_close(outputs, expected_outputs)
-        assert_gradients_close(gradients, expected_gradients)
+        assert largest_error(gradients, expected_gradients) < 1e-5
         assert sharing_of(tower) == f"rank {rank} of 3, {len(MIXES) + 1} calls shared"
         assert "  shared     rank" in str(hf_vit_accel.status(tower))
 
@@ -111,7 +108,7 @@ def check_steps(rank: int, checkpoints: bool) -> None:
         weights = [parameter.grad for parameter in tower.parameters() if parameter.requires_grad]
         gradients[is_shared] = [pixels.grad, *hooked, *weights]
         assert len(hooked) == 2, "hooks of weights see each complete gradient, once"
-    assert_gradients_close(gradients[True], gradients[False])
+    assert largest_error(gradients[True], gradients[False]) < 1e-5
     assert all(parameter.grad is None for parameter in tower.blocks[0].parameters())
     assert sharing_of(model) == f"rank {rank} of 3, 2 calls shared"
     check_weights_without_gradient(tower)
@@ -150,7 +147,7 @@ def check_replayed_steps(rank: int) -> None:
             loss_of(tower, pixels_for(tower, grid), grid).backward()
         assert graphs.status().replays >= 2
         gradients[is_shared] = [parameter.grad for parameter in tower.parameters()]
-    assert_gradients_close(gradients[True], gradients[False])
+    assert largest_error(gradients[True], gradients[False]) < 1e-5
 
 
 def test_each_rank_replays_the_steps_of_its_share(references: list[str], on_cpu: type, on_ranks: OnRanks) -> None:
@@ -172,10 +169,6 @@ def check_copies_on_one_rank(rank: int) -> None:
         hf_vit_accel.patch(tower, data_parallel=True, reuse=True)
         assert_close(outputs_of(tower(pixels, grid_thw=torch.tensor(grid))), expected)
         assert sharing_of(tower) == f"rank {rank} of 2, 1 calls {result}"
-
-
-def test_copies_on_one_rank_alone_are_not_shared(on_ranks: OnRanks) -> None:
-    on_ranks(check_copies_on_one_rank, 2)
 
 
 def test_features_are_not_kept_across_calls() -> None:
@@ -203,10 +196,6 @@ def check_ddp_over_other_ranks(rank: int) -> None:
     assert sharing_of(model) == f"rank {rank % 2} of 2, 1 calls shared"
 
 
-def test_ddp_over_other_ranks_than_those_that_share(on_ranks: OnRanks) -> None:
-    on_ranks(check_ddp_over_other_ranks, 4)
-
-
 def check_groups(rank: int) -> None:
     model = TINY["qwen2_vl"].build()
     tower = tower_of(model)
@@ -232,8 +221,13 @@ def check_groups(rank: int) -> None:
             hf_vit_accel.patch(model, data_parallel=wrong)
 
 
-def test_groups_and_copies(on_ranks: OnRanks) -> None:
-    on_ranks(check_groups, 2)
+CHECKS = {check_copies_on_one_rank: 2, check_ddp_over_other_ranks: 4, check_groups: 2}
+"""What is checked, and on how many ranks."""
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_ranks(on_ranks: OnRanks, check: Callable[[int], None]) -> None:
+    on_ranks(check, CHECKS[check])
 
 
 def test_without_a_group() -> None:

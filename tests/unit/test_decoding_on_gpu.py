@@ -124,7 +124,6 @@ def test_linears_of_bitsandbytes(bits: int) -> None:
         ]
         torch.testing.assert_close(logits[1][1], logits[0][1], atol=0.02, rtol=0.02)
     counts = counts_of(model)
-    print(bits, counts)
     assert counts.static_calls == 2 or all("capturing" in reason for reason in counts.reasons)
 
 
