@@ -274,23 +274,26 @@ def test_padding_rows_are_no_items_and_wrong_grids_are_refused(tower: nn.Module,
     assert counts(tower) == (2, 1, 0)
 
 
-def gradients(tower: nn.Module, items: list[Item]) -> list[torch.Tensor]:
-    """Return the gradients of all parameters of a loss that weighs every copy differently."""
+def gradients(tower: nn.Module, items: list[Item], *, pixels: bool) -> list[torch.Tensor]:
+    """Return the gradients of all parameters (and of the pixels) of a loss that weighs every copy differently."""
     tower.zero_grad()
-    outputs = call(tower, items)
+    leaves = torch.cat([item_pixels for item_pixels, _ in items]).requires_grad_(pixels)
+    outputs = outputs_of(tower(leaves, grid_thw=torch.tensor([entry for _, entry in items])))
     generator = torch.Generator().manual_seed(3)
     sum((x * torch.randn(x.shape, generator=generator, dtype=x.dtype)).sum() for x in outputs).backward()
-    return [parameter.grad.clone() for parameter in tower.parameters() if parameter.grad is not None]
+    grads = [parameter.grad.clone() for parameter in tower.parameters() if parameter.grad is not None]
+    return [*grads, leaves.grad] if pixels else grads
 
 
-def test_gradients_of_copies_add_up(tower: nn.Module) -> None:
+@pytest.mark.parametrize("pixels", [False, True], ids=["", "pixels"])
+def test_gradients_of_copies_add_up(tower: nn.Module, pixels: bool) -> None:
     tower = tower.double().requires_grad_()
     a, b, c = (item(tower, entry, seed) for seed, entry in enumerate([(1, 4, 6), (2, 4, 4), (1, 4, 6)]))
     items = [(one.double(), entry) for one, entry in (a, b, a, c, a, b)]
-    stock = gradients(tower, items)
+    stock = gradients(tower, items, pixels=pixels)
     hf_vit_accel.patch(tower, reuse=ACROSS, strict=True)
-    assert_close(gradients(tower, items), stock, 1e-6)  # the rotation is in fp32, in stock, too
-    assert counts(tower) == (6, 3, 0)
+    assert_close(gradients(tower, items, pixels=pixels), stock, 1e-6)  # the rotation is in fp32, in stock, too
+    assert counts(tower) == ((0, 0, 0) if pixels else (6, 3, 0)), "copies of pixels have gradients of their own"
 
 
 # --- across calls -----------------------------------------------------------------------------------------------------
@@ -389,6 +392,7 @@ def swap_contents(tower: nn.Module) -> None:
 
 CHANGES: dict[str, Callable[[nn.Module], object]] = {
     "the last bias": lambda tower: [*tower.parameters()][-1].data[-1].add_(0.5),
+    "permuted rows": lambda tower: weight_of(tower).data.copy_(weight_of(tower).data.flip(0)),
     "a flat buffer": write_flat_buffer,
     "through numpy": lambda tower: weight_of(tower).numpy()[0].__iadd__(1),
     "contents swapped": swap_contents,
