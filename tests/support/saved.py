@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
-from tiny import GRIDS, run_tower, tower_of
+from tiny import GRIDS, TINY, run_tower, tower_of
 from transformers import AutoModelForImageTextToText, PreTrainedModel
+
+from support.towers import alike
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,10 @@ class Saved:
         return run_tower(tower_of(self.model), GRIDS[grid])
 
 
-def save(model: PreTrainedModel, path: Path) -> Saved:
-    """Save a model to a folder."""
+@pytest.fixture(scope="module", params=alike("qwen2_5_vl", "qwen3_vl_moe", "qwen2_vl", "qwen3_vl"))
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Save a tiny model of a family to a folder."""
+    model = TINY[request.param].build()
+    path = tmp_path_factory.mktemp(request.param)
     model.save_pretrained(path)
     return Saved(path, model)

@@ -7,9 +7,6 @@ from pathlib import Path
 import pytest
 from support.backends import hide_gpu
 from support.ranks import OnRanks, runner
-from support.saved import Saved, save
-from support.towers import alike
-from tiny import TINY
 
 from hf_vit_accel.tower import proof
 
@@ -30,12 +27,6 @@ def nothing_proven(nothing_said: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide this machine's CUDA device, if it has one."""
     hide_gpu(monkeypatch)
-
-
-@pytest.fixture(scope="module", params=alike("qwen2_5_vl", "qwen3_vl_moe", "qwen2_vl", "qwen3_vl"))
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """Save a tiny model of a family."""
-    return save(TINY[request.param].build(), tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture
