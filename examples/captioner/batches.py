@@ -27,8 +27,6 @@ _READERS = 16  # threads, which mostly wait for the file system
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """An item with the prompts that it still needs."""
-
     item: Item
     prompts: tuple[str, ...]
     tokens: int = 0  # merged vision tokens, from the header
@@ -73,7 +71,6 @@ class Bounds:
     new_tokens: int = 0  # of a caption
 
     def hold(self, batch: Sequence[Task]) -> bool:
-        """Tell whether a batch is within the bounds."""
         tokens = sum(task.tokens for task in batch)
         return len(batch) <= self.items and tokens <= self.tokens and self._nbytes(batch) <= self.nbytes
 
@@ -84,7 +81,6 @@ class Bounds:
         return slots * _SPARE_SLOTS * self.slot_bytes + tokens * self.token_bytes
 
     def halve(self, batch: Sequence[Task]) -> None:
-        """Hold half of a batch that exceeded the memory."""
         self.tokens = min(self.tokens, max(1, sum(task.tokens for task in batch) // 2))
         self.nbytes = min(self.nbytes, self._nbytes(batch) / 2)
 

@@ -29,7 +29,6 @@ def identity(model: str, revision: str | None) -> tuple[Settings, str]:
 
 
 def config_of(model: str, revision: str | None) -> PretrainedConfig:
-    """Read the configuration of a checkpoint."""
     if Path(model).is_file():
         raise ValueError(f"{model} is a file; name the folder of the checkpoint")
     try:

@@ -58,11 +58,8 @@ class Export:
         else:
             raise ValueError(f"there is no folder {path}; names of files end in .jsonl")
 
-    # --- files that merge wrote -------------------------------------------------------------------------------------
-
     @cached_property
     def _own_digests(self) -> set[str]:
-        """The digests of all files that `merge` wrote from this folder before."""
         try:
             return set((self.folder / LEDGER).read_text().split())
         except OSError:
@@ -93,13 +90,10 @@ class Export:
         self.written += 1
 
     def _write_file(self, path: Path, data: bytes) -> None:
-        """Write one file, unless it would be one of the records' own."""
         if path.parent.resolve() == self.folder.resolve() and fnmatchcase(path.name, SHARDS):
             raise ValueError(f"{path} has a name of records, such as captions-00000.jsonl; choose another name")
         path.parent.mkdir(parents=True, exist_ok=True)
         self._write(path, path.name, data)
-
-    # --- texts and metadata of pictures -----------------------------------------------------------------------------
 
     def _write_texts(self, records: Sequence[Record], folder: Path) -> None:
         groups_by_file: dict[Path, list[list[Record]]] = {}

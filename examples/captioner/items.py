@@ -24,7 +24,6 @@ _FIELD = re.compile(r"\{(\w+)\}")
 
 
 def named(prompts: Iterable[str]) -> set[str]:
-    """Return the names of the fields in prompts."""
     return {name for prompt in prompts for name in _FIELD.findall(prompt)}
 
 
@@ -92,7 +91,6 @@ def _open_value(value: object, item: Item) -> BinaryIO:
 
 
 def _value_of_row(item: Item) -> object:
-    """Return the bytes of a row's picture, or a path to them."""
     value = _row_readers(item)[item.column or ""]()
     if isinstance(value, Mapping):  # the form in which the datasets library stores pictures
         return value.get("bytes") or value.get("path")
@@ -105,7 +103,6 @@ _reading = Lock()
 
 @lru_cache(maxsize=16)
 def parquet_file(file: str) -> ParquetFile:
-    """Open a parquet file, once."""
     import pyarrow.parquet as pq
 
     return pq.ParquetFile(file)
@@ -113,7 +110,6 @@ def parquet_file(file: str) -> ParquetFile:
 
 @lru_cache(maxsize=8)
 def row_group(file: str, group: int) -> Table:
-    """Read a row group of a parquet file, once."""
     return parquet_file(file).read_row_group(group)
 
 

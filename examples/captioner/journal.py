@@ -19,8 +19,6 @@ from captioner.files import encoded, replace_file
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One caption, or the error that stands in its place, or the end of an earlier record."""
-
     key: str
     prompt: str
     status: Literal["ok", "error", "outdated"]
@@ -39,7 +37,6 @@ class Record:
 
     @property
     def has_text(self) -> bool:
-        """Whether there is a caption, and it is not empty."""
         return bool(self.caption and self.caption.strip())
 
 
@@ -51,14 +48,11 @@ Entry = dict[str, Any]
 
 
 def json_lines(records: Iterable[Record]) -> bytes:
-    """Return a line of JSON for every record."""
     return encoded("".join(json.dumps(asdict(record), ensure_ascii=False) + "\n" for record in records))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """The records of one run."""
-
     entry: Entry  # of the run's last start
     records: list[Record]  # sorted by key, those of one key in the order of the prompts
     missing: int  # records that are still to be written
@@ -73,7 +67,6 @@ class Journal:
         self.start = start  # number of the start that `append` writes for
 
     def shards(self) -> list[Path]:
-        """Return the files of records, in the order of their starts."""
         # Shards of earlier versions have no start in their names. They come first.
         return sorted(self.folder.glob(SHARDS), key=lambda shard: (shard.name.count("-"), shard.name))
 
@@ -86,7 +79,6 @@ class Journal:
         return [record for record in latest.values() if record.status != "outdated"]
 
     def append(self, process: int, records: Iterable[Record]) -> None:
-        """Add records to the shard of a process, in one write."""
         data = json_lines(records)
         name = f"captions-{self.start:05d}-{process:05d}.jsonl"
         with (self.folder / name).open("ab", buffering=0) as file:
@@ -140,7 +132,6 @@ class Journal:
         raise ValueError(f"{which} has written to {self.folder}{others}")
 
     def manifest(self) -> dict[str, list[Entry]]:
-        """Read the entries of all starts in this folder."""
         path = self.folder / "manifest.json"
         if not path.exists():
             return {"runs": []}

@@ -83,7 +83,6 @@ def caption(options: Options) -> None:
 
 
 def _join_processes() -> PartialState:
-    """Join the other processes of this run."""
     # Without `cpu`, every process on a CPU would take itself for the only one.
     cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     # Processes wait for the slowest one to read its headers, which takes long in a folder of millions.
@@ -128,7 +127,6 @@ def _caption(options: Options, state: PartialState, stack: ExitStack) -> Prepare
 
 
 def _prepare(options: Options, state: PartialState, stack: ExitStack) -> Prepared:
-    """Prepare the run in the first process, and hand it to the others."""
     answer: list[tuple[Prepared | None, str | None]] = [(None, None)]
     if state.is_main_process:
         try:
@@ -144,7 +142,6 @@ def _prepare(options: Options, state: PartialState, stack: ExitStack) -> Prepare
 
 
 def _load(options: Options, state: PartialState, ready: Prepared) -> Captioner:
-    """Load processor and model. A mistake ends the process."""
     commit = ready.entry["settings"].get("revision")
     dtype = getattr(torch, ready.entry["settings"]["dtype"])
     try:
@@ -158,7 +155,7 @@ def _load(options: Options, state: PartialState, ready: Prepared) -> Captioner:
             temperature=options.temperature,
             top_p=options.top_p,
             seed=options.seed,
-            patching=options.patching,
+            patching=None if options.no_patch else {},
         )
     except torch.OutOfMemoryError:
         raise

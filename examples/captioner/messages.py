@@ -16,7 +16,6 @@ _SHOWN_ERRORS = 5
 
 
 def cannot_load(options: Options, error: Exception) -> str:
-    """Return why a model cannot be loaded: the first line of the reason."""
     reason = _first_line(str(error)) or type(error).__name__
     if not isinstance(error, OSError | ValueError):
         reason = f"{type(error).__name__}: {reason}"
@@ -28,7 +27,6 @@ def _first_line(text: str) -> str:
 
 
 def stop(reason: str, code: int) -> NoReturn:
-    """End a run that the user has to start again."""
     first_step = "remove the cause, and " if code == 1 else ""
     print(f"\n{reason}; the captions so far are kept: {first_step}start the same command to go on", flush=True)
     raise typer.Exit(code)

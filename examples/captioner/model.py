@@ -9,10 +9,14 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from inspect import signature
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
+from packaging.version import Version
 from PIL import Image
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
@@ -33,11 +37,11 @@ from captioner.batches import Bounds, Inputs, joined
 
 PIXELS = frozenset({"pixel_values", "pixel_values_videos"})
 _SHARE_OF_MEMORY = 0.7  # for caches, pixels and features of batches; the rest is for forwards and graphs
+_TAKES_FEATURES = Version(transformers.__version__) >= Version("5.4")  # as `graphed_decoding`
 _SMALLEST = 1e-300  # a uniform sample of 0 has no logarithm
 
 
 def load_model(model: str, dtype: torch.dtype, device: torch.device, revision: str | None = None) -> PreTrainedModel:
-    """Load a model in evaluation mode."""
     disable_progress_bar()
     loaded = AutoModelForImageTextToText.from_pretrained(model, dtype=dtype, revision=revision)
     return loaded.to(device).eval()
@@ -61,8 +65,6 @@ def _channels_first(medium: Medium, device: torch.device) -> Medium:
 
 @dataclass(frozen=True)
 class Caption:
-    """The text that the model generated, and its number of tokens."""
-
     text: str
     tokens: int
 
@@ -222,19 +224,52 @@ class Captioner:
         return padded
 
     def vision_tokens(self, inputs: Inputs) -> int:
-        """Count the merged tokens of all pictures or videos in the model's inputs."""
         patches = sum(int(grid.prod(-1).sum()) for name, grid in inputs.items() if name.endswith("_grid_thw"))
         return patches // self.processor.image_processor.merge_size**2
 
     @torch.inference_mode()
-    def generate(self, inputs: Inputs, seeds: Sequence[int]) -> list[Caption]:
-        """Generate the captions of one batch and prompt."""
-        # `inputs.to` would move them in place, but after running out of memory the caller needs its inputs.
-        inputs = {name: value.to(self.model.device) for name, value in inputs.items()}
+    def features_of(self, inputs: Inputs) -> Any:
+        """Encode the pictures of a part before its batch is complete; None where `generate` has to do it."""
+        if self.patching is None or "pixel_values" not in inputs or not _TAKES_FEATURES:
+            return None
         if self._side_stream is not None:
-            # Their memory is the other stream's, which may use it again once this one is done with it.
-            for value in inputs.values():
-                value.record_stream(torch.cuda.current_stream(self.model.device))
+            torch.cuda.current_stream(self.model.device).wait_stream(self._side_stream)
+        with suppress(torch.OutOfMemoryError):
+            pixels = self._received(inputs["pixel_values"])
+            output = self.model.get_image_features(pixels, inputs["image_grid_thw"], return_dict=True)
+            if isinstance(output.pooler_output, list | tuple):  # of every picture
+                return output
+        return None
+
+    @torch.inference_mode()
+    def join_features(self, parts: list[Any]) -> Any:
+        """Join the features of the parts of a batch, and drop those of the parts; None unless all parts have some."""
+        if not parts or any(part is None for part in parts):
+            return None
+        fields: dict[str, Any] = {"pooler_output": [picture for part in parts for picture in part.pooler_output]}
+        if parts[0].get("deepstack_features") is not None:
+            layers = zip(*(part.deepstack_features for part in parts), strict=True)
+            is_whole = isinstance(
+                parts[0].deepstack_features[0], torch.Tensor
+            )  # newer transformers split it by picture
+            fields["deepstack_features"] = [torch.cat(layer) if is_whole else [*chain(*layer)] for layer in layers]
+        kind = type(parts[0])
+        parts.clear()
+        return kind(**fields)
+
+    def _received(self, value: torch.Tensor) -> torch.Tensor:
+        """Move a tensor to the GPU. The stream that made it may not use its memory before this one is done with it."""
+        value = value.to(self.model.device)
+        if value.is_cuda:
+            value.record_stream(torch.cuda.current_stream(self.model.device))
+        return value
+
+    @torch.inference_mode()
+    def generate(self, inputs: Inputs, seeds: Sequence[int]) -> list[Caption]:
+        """Generate the captions of one batch and prompt. `features` among its inputs stand for pixels."""
+        features = inputs.pop("features", None)
+        # `inputs.to` would move them in place, but after running out of memory the caller needs its inputs.
+        inputs = {name: self._received(value) for name, value in inputs.items()}
         samplers = LogitsProcessorList()
         if self.temperature > 0:
             samplers.append(TemperatureLogitsWarper(self.temperature))
@@ -242,6 +277,11 @@ class Captioner:
                 samplers.append(TopPLogitsWarper(self.top_p))
             samplers.append(_Sampler(seeds, self.model.device))
         decoding = {} if self.patching is None else {"custom_generate": self._decode()}
+        if features is not None and "mm_encoder_outputs" in signature(type(self.model).forward).parameters:
+            inputs["mm_encoder_outputs"] = {"image": features}  # instead of pixels
+            del inputs["pixel_values"]
+        elif features is not None:
+            decoding["custom_generate"] = partial(decoding["custom_generate"], features={"image": features})
         config = copy.deepcopy(
             self.model.generation_config
         )  # without one, `generate` builds a model's config to compare

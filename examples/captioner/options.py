@@ -7,11 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Literal, get_type_hints
 
 import typer
 
-import hf_vit_accel
 from captioner.files import Settings
 
 MaxFailures = Annotated[float, typer.Option(min=0, max=1, help="Exit with 1 if a larger share of records are errors.")]
@@ -19,8 +18,6 @@ MaxFailures = Annotated[float, typer.Option(min=0, max=1, help="Exit with 1 if a
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of `caption`."""
-
     inputs: Annotated[
         list[str],
         typer.Argument(help="Folders, pictures, videos, .txt lists of paths, .tar shards, .parquet files."),
@@ -64,18 +61,9 @@ class Options:
 
     @property
     def prompts(self) -> list[str]:
-        """Return the prompts, without duplicates."""
         return list(dict.fromkeys(self.prompt))
 
-    @property
-    def patching(self) -> dict[str, Any] | None:
-        """Return the arguments of `hf_vit_accel.patch`: a picture is encoded once for all prompts. None for stock."""
-        if self.no_patch:
-            return None
-        return {"reuse": hf_vit_accel.ReuseConfig(across_calls=True) if len(self.prompts) > 1 else False}
-
     def settings(self, on_cuda: bool) -> Settings:
-        """Return the options that change captions, beside the checkpoint."""
         settings = {
             "max_new_tokens": self.max_new_tokens,
             "sampling": [self.temperature, self.top_p, self.seed] if self.temperature else None,

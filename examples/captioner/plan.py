@@ -16,8 +16,6 @@ _FIELDS_OF_NAME = {"name", "stem", "folder", "key", "kind"}
 
 @dataclass
 class Plan:
-    """The work that a run has to do."""
-
     tasks: list[Task] = field(default_factory=list)
     updates: list[Record] = field(default_factory=list)  # end outdated records, and note new times of unchanged files
     outdated: int = 0  # captions
@@ -29,7 +27,6 @@ class Plan:
 def make_plan(
     items: Sequence[Item], prompts: Sequence[str], records: Sequence[Record], *, retry_errors: bool = False
 ) -> Plan:
-    """Plan the remaining work."""
     plan = Plan()
     item_by_key = {item.key: item for item in items}
     # The error of a damaged shard has the shard's own key. Once the shard is mended, no item has that key.
@@ -97,7 +94,6 @@ def same_picture(record: Record, item: Item) -> bool | None:
 
 
 def filled(prompt: str, item: Item) -> str:
-    """Fill the fields of a prompt for an item."""
     kind = "video" if item.kind == "video" else "picture"
     return fill(prompt, fields(item, named([prompt])) | {"kind": kind})
 

@@ -23,8 +23,6 @@ from captioner.sources import Found, find
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A run that can begin."""
-
     start: int  # number of this start in the output folder
     entry: Entry  # of this start in the manifest, with the name of its run
     plan: Plan

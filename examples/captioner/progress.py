@@ -25,14 +25,12 @@ class Progress:
         self._bar = tqdm(total=tokens, disable=not is_shown, bar_format=_BAR, mininterval=pause)
 
     def add(self, items: int, tokens: int, **counts: int) -> None:
-        """Count a batch: its items, their tokens by the headers, and further counts by their names."""
         self.counts.update(items=items, **counts)
         self.seconds = time.perf_counter() - self._begin
         self._bar.set_postfix_str(f"{self.counts['items']} of {self.items} items", refresh=False)
         self._bar.update(tokens)
 
     def summary(self) -> str:
-        """End the bar, and describe the work."""
         self._bar.close()
         rates = {name: self.counts[name] / self.seconds for name in ("items", "vision", "text")}
         parts = [

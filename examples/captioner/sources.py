@@ -27,8 +27,6 @@ Kind = Literal["image", "video"]
 
 @dataclass
 class Found:
-    """The items of all inputs."""
-
     items: list[Item] = field(default_factory=list)
     root: str = ""
     passed_over: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))  # by reason
@@ -53,9 +51,6 @@ def find(inputs: list[str], *, column: str | None = None, root: str | None = Non
     return found_items
 
 
-# --- files, and one name for every file ------------------------------------------------------------------------------
-
-
 _real_folder = cache(os.path.realpath)  # the folder of every picture is looked up
 
 
@@ -67,7 +62,6 @@ def key_of(path: str | Path, root: str) -> str:
 
 
 def _folder_of(path: Path) -> str:
-    """Return a folder itself, or the folder of a file or of a list's files."""
     if path.is_dir():
         return os.path.realpath(path)
     folder = os.path.realpath(path.parent)
@@ -149,9 +143,6 @@ def _in_file(path: Path, column: str | None, found_items: Found, *, is_named: bo
 def _kind(suffix: str) -> Kind | None:
     suffix = suffix.lower()
     return "image" if suffix in IMAGE_SUFFIXES else "video" if suffix in VIDEO_SUFFIXES else None
-
-
-# --- shards and tables -------------------------------------------------------------------------------------
 
 
 def _in_tar(path: Path, key: str) -> Iterator[Item]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate, groupby
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 from transformers import ProcessorMixin
@@ -23,16 +25,14 @@ from captioner.plan import filled
 from captioner.processors import reduced
 from captioner.progress import Progress
 
-_DECODERS = min(16, os.cpu_count() or 1)  # threads
-_PART = 32  # items that are encoded together, while the next ones are decoded
+_DECODERS = min(8, os.cpu_count() or 1)  # threads; more of them take Python's lock from those that feed the GPU
+_PART_TOKENS = 8192  # of the pictures that are encoded together, while the next ones are decoded
 _SLACK_ON_GPU = 4.0  # the GPU resizes fast, so only much larger pictures are reduced on the CPU
 _SWITCH_SECONDS = 1e-4  # the model's thread gets the interpreter back after every launch: Python's 5 ms add up
 
 
 @dataclass(frozen=True)
 class Row:
-    """An item on its way to the model."""
-
     task: Task
     errors: tuple[str | None, ...]  # for every prompt
     medium: Medium | None = None
@@ -45,17 +45,18 @@ class Row:
 
     @property
     def failed(self) -> bool:
-        """Tell whether no prompt can be answered."""
         return all(self.errors)
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A batch that is ready for the model."""
-
     failed: list[Row]
     rows: list[Row]
     inputs: list[Inputs]  # for every prompt
+
+
+Part = tuple[list[Row], list[Inputs]]  # of a batch: its inputs for every prompt
+Batch = tuple[list[Future[Part]], Future[Ready]]  # its parts, and the whole
 
 
 def decode(task: Task, processor: ProcessorMixin | None, resize: Resize | None = None, *, for_gpu: bool = False) -> Row:
@@ -113,26 +114,27 @@ class Worker:
         slack = _SLACK_ON_GPU if on_gpu else 1.0
         resize = reduced(processor, slack) if processor is not None else None
         pool = ThreadPoolExecutor(_DECODERS)
+        preparing = ThreadPoolExecutor(1)
         sys.setswitchinterval(_SWITCH_SECONDS)
 
-        def prepare(batch: list[Task]) -> Ready:
-            parts = [batch[begin : begin + _PART] for begin in range(0, len(batch), _PART)]
+        def start(batch: list[Task]) -> Batch:
             read = partial(decode, processor=processor, resize=resize, for_gpu=on_gpu)
-            decoding = [[pool.submit(read, task) for task in part] for part in reversed(parts)]  # small ones come soon
-            return self.prepare([row.result() for row in part] for part in decoding)
+            decoding = [[pool.submit(read, task) for task in part] for part in parts_of(batch)]
+            encoding = [preparing.submit(self.encode, part) for part in decoding]
+            return encoding, preparing.submit(self.join, encoding)
 
-        begin = perf_counter()
         try:
-            for ready in prepared_ahead(pack(tasks, self.bounds), prepare):
-                self.progress.waited += perf_counter() - begin
-                self.caption(ready)
-                begin = perf_counter()
+            for batch in started_ahead(pack(tasks, self.bounds), start):
+                self.caption(self.receive(*batch))
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            for threads in (pool, preparing):
+                threads.shutdown(wait=False, cancel_futures=True)
 
-    def prepare(self, decoded: Iterable[list[Row]]) -> Ready:
-        """Encode the parts of a batch as they are decoded, the last one first, and sort out the items that failed."""
-        encoded = [self._encoded(rows) for rows in decoded][::-1]
+    def encode(self, decoding: list[Future[Row]]) -> Part:
+        return self._encoded([row.result() for row in decoding])
+
+    def join(self, encoding: list[Future[Part]]) -> Ready:
+        encoded = [part.result() for part in encoding]
         parts = [inputs for _, inputs in encoded if inputs]
         rows = [row for rows, _ in encoded for row in rows]
         return Ready(
@@ -141,8 +143,26 @@ class Worker:
             inputs=self.captioner.send([*zip(*parts, strict=True)]) if parts else [],
         )
 
-    def _encoded(self, rows: list[Row]) -> tuple[list[Row], list[Inputs]]:
-        """Return the rows of a part, and the inputs of those that did not fail."""
+    def receive(self, parts: list[Future[Part]], whole: Future[Ready]) -> Ready:
+        """Let the tower encode the parts of a batch as they come, and return the whole with their features."""
+        features = []
+        for part in parts:
+            _, inputs = self._waited_for(part)
+            if inputs:
+                features.append(self.captioner.features_of(inputs[0]))
+        ready: Ready = self._waited_for(whole)
+        encoded = self.captioner.join_features(features)
+        for inputs_of_prompt in ready.inputs:
+            inputs_of_prompt["features"] = encoded
+        return ready
+
+    def _waited_for(self, future: Future[Any]) -> Any:
+        begin = perf_counter()
+        result = future.result()
+        self.progress.waited += perf_counter() - begin
+        return result
+
+    def _encoded(self, rows: list[Row]) -> Part:
         try:
             return rows, self._encode([row for row in rows if not row.failed])
         except Exception:  # the processor refuses an item, which must not cost the whole batch: find it
@@ -165,7 +185,6 @@ class Worker:
         return encoded[:1] + [{name: inputs[name] for name in inputs.keys() - PIXELS} for inputs in encoded[1:]]
 
     def caption(self, ready: Ready) -> None:
-        """Caption a batch that is ready, and write its records."""
         records = []
         for row in ready.failed:
             records += self._records_of(row, [])
@@ -234,16 +253,18 @@ class Worker:
         return records
 
 
-def prepared_ahead(batches: Iterable[list[Task]], prepare: Callable[[list[Task]], Ready]) -> Iterator[Ready]:
-    """Yield the prepared batches in order, and prepare the next one meanwhile. On a GPU it takes memory there."""
-    pool = ThreadPoolExecutor(1)
-    pending = []
-    try:
-        for batch in batches:
-            pending.append(pool.submit(prepare, batch))
-            if len(pending) > 1:
-                yield pending.pop(0).result()
-        for last in pending:
-            yield last.result()
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+def parts_of(batch: Sequence[Task]) -> list[list[Task]]:
+    """Divide a batch into parts of about as many vision tokens."""
+    ends = accumulate(task.tokens for task in batch)
+    parts = groupby(zip(batch, ends, strict=True), key=lambda pair: pair[1] // _PART_TOKENS)
+    return [[task for task, _ in part] for _, part in parts]
+
+
+def started_ahead(batches: Iterable[list[Task]], start: Callable[[list[Task]], Batch]) -> Iterator[Batch]:
+    """Start every batch before the last one is used. On a GPU it takes memory there."""
+    started = []
+    for batch in batches:
+        started.append(start(batch))
+        if len(started) > 1:
+            yield started.pop(0)
+    yield from started

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -77,6 +77,7 @@ def graphed_decoding(
     max_graphs: int = 8,
     max_bytes: int | None = None,
     halve: bool = True,
+    features: Mapping[str, Any] | None = None,
     **model_kwargs: Any,
 ) -> Any:
     """Decode as `generate` does, with every step replayed from a CUDA graph.
@@ -95,6 +96,9 @@ def graphed_decoding(
         max_bytes: Bytes of steps to keep; None for an eighth of the device's memory.
         halve: Decode half the rows of a greedy call at a time where memory runs out. False raises, for programs that
             make their own batches smaller.
+        features: What `model.get_image_features(..., return_dict=True)` returned for all images of the call, as
+            `{"image": output}`; of videos likewise. A prompt that runs in our layers takes them, and any other encodes
+            the pixels again. `generate` of newer transformers has `mm_encoder_outputs` for that.
 
     Raises:
         ValueError: If transformers decodes such a call by code from the Hub, or a streamer meets beams. Also if
@@ -113,7 +117,7 @@ def graphed_decoding(
     mode = generation_config.get_generation_mode(None)
     unknown = sorted(model_kwargs.keys() - of_generate.get("model_kwargs", model_kwargs).keys())
     if unknown:  # transformers' loop takes any keyword, and reads none of these
-        options = "streamer, synced_gpus, max_graphs, max_bytes, halve"
+        options = "streamer, synced_gpus, max_graphs, max_bytes, halve, features"
         raise ValueError(f"unknown option {unknown[0]!r}: pass it to generate. graphed_decoding has {options}.")
     streamer = of_generate.get("streamer") if streamer is None else streamer
     if streamer is not None:
@@ -139,7 +143,7 @@ def graphed_decoding(
         declared_class_of(model)
         _check(input_ids, generation_config, model_kwargs, of_generate, synced_gpus)
         with steps.locked_for_call(max_graphs, max_bytes), torch.no_grad():
-            return _decode_by_steps(model, method, input_ids, arguments | {"streamer": streamer}, is_simple)
+            return _decode_by_steps(model, method, input_ids, arguments | {"streamer": streamer}, features, is_simple)
     except UnservedError as error:
         steps.stock_reasons[str(error)] += 1
     except torch.OutOfMemoryError as error:
@@ -165,11 +169,16 @@ def graphed_decoding(
 
 
 def _decode_by_steps(
-    model: Model, method: Callable[..., Any], input_ids: Tensor, arguments: Arguments, may_run_ahead: bool
+    model: Model,
+    method: Callable[..., Any],
+    input_ids: Tensor,
+    arguments: Arguments,
+    features: Mapping[str, Any] | None,
+    may_run_ahead: bool,
 ) -> Any:
     """Run transformers' loop around a model whose forwards of one token are steps."""
     max_length = arguments["generation_config"].max_length
-    loop = _ModelInLoop(model, steps_of(model), max_length, input_ids.shape[1])
+    loop = _ModelInLoop(model, steps_of(model), max_length, input_ids.shape[1], features)
     is_ahead = may_run_ahead and can_run_ahead(input_ids.device)
     sample = running_ahead(method, loop.has_next_step) if is_ahead else method
     with torch.cuda.device(input_ids.device) if input_ids.is_cuda else nullcontext():  # events are of this one
@@ -216,11 +225,14 @@ class _ModelInLoop:
     For every token after the prompt `_sample` calls `prepare_inputs_for_generation`, then this object with the result.
     """
 
-    def __init__(self, model: Any, steps: DecodeSteps, max_length: int, columns: int) -> None:
+    def __init__(
+        self, model: Any, steps: DecodeSteps, max_length: int, columns: int, features: Mapping[str, Any] | None
+    ) -> None:
         self._model = model
         self._steps = steps
         self._max_length = max_length
         self._due = max_length - columns - 1  # after the first token
+        self._features = features
         self._room: Room | None = None  # a new one that holds the prompt
         self._reading: Reading | None = None  # since the prompt
         self._key: Hashable = None
@@ -256,7 +268,7 @@ class _ModelInLoop:
             inputs = self._model.prepare_inputs_for_generation(
                 input_ids, next_sequence_length=columns, is_first_iteration=True, **model_kwargs
             )
-            prompt = GroupedPrompt(self._model, inputs)
+            prompt = GroupedPrompt(self._model, inputs, self._features)
             if prompt.groups and not has_hooks_around(self._model):
                 packed: PackedPrompt | None = None
                 with self._giving_up():

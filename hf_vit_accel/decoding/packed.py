@@ -7,7 +7,7 @@ write keys and values to the slots of a decode step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -41,6 +41,17 @@ class _Standin:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return type(self._module).forward(self, *args, **kwargs)
+
+
+def on_device(indices: Sequence[int], device: torch.device) -> Tensor:
+    """Send indices to a device. The host does not wait for the work that is queued there."""
+    host = torch.tensor(indices)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+def _returning(output: Any) -> Callable[..., Any]:
+    """Return a function of any arguments that returns this output."""
+    return lambda *_, **__: output
 
 
 class PackedRows:
@@ -116,15 +127,17 @@ class PackedPrompt:
         for layer in self.layers:
             layer.keys = layer.values = torch.empty(shape, dtype=weight.dtype, device=weight.device)
 
-    def logits(self, inputs: Arguments, rows: Sequence[int], room: Room) -> Tensor:
+    def logits(self, inputs: Arguments, rows: Sequence[int], room: Room, encoded: Mapping[str, Any]) -> Tensor:
         """Return the logits (G, 1, vocabulary) of the last column, and write keys and values to this room.
 
         Args:
             inputs: Stock's inputs of a group; the last column is no padding.
             rows: The group's rows in the room.
+            encoded: The group's features that are encoded already, by modality.
         """
         text = partial(self._text, rows, room)  # no attribute: a cycle of references would keep the room
-        model = _Standin(self._model, model=_Standin(self._model.model, language_model=text))
+        methods = {f"get_{modality}_features": _returning(output) for modality, output in encoded.items()}
+        model = _Standin(self._model, model=_Standin(self._model.model, language_model=text, **methods))
         logits_G1V: Tensor = model(**inputs, return_dict=True).logits
         return logits_G1V[:, -1:]
 
@@ -144,7 +157,7 @@ class PackedPrompt:
         refuse({f"the argument {name} of the text model": not isinstance(x, bool | None) for name, x in others.items()})
         mask_GC = inputs_embeds.new_ones(inputs_embeds.shape[:2]) if attention_mask is None else attention_mask
         rows = PackedRows(mask_GC)
-        rows_T = torch.tensor(rows_of_group, device=mask_GC.device)[rows.rows_T]
+        rows_T = on_device(rows_of_group, mask_GC.device)[rows.rows_T]
         slots = room.slots_of(rows_T, rows.columns_T + self._columns - mask_GC.shape[1])
         deepstack = visual_pos_masks, deepstack_visual_embeds
         last_G = rows.attend.last_G

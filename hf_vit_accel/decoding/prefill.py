@@ -8,7 +8,7 @@ and values go to their rows of the call's cache.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_vit_accel.decoding.layers import check_equal
-from hf_vit_accel.decoding.packed import CACHE, Arguments, PackedPrompt
+from hf_vit_accel.decoding.packed import CACHE, Arguments, PackedPrompt, on_device
 from hf_vit_accel.decoding.room import Room, SharedLayer, Size, make_room
 from hf_vit_accel.decoding.text_models import Model
 
@@ -58,6 +58,19 @@ _MODALITIES = {
 _PER_PICTURE = {name for names in _MODALITIES.values() for name in (names.grid, names.pixels, *names.others)}
 
 
+def _output_of(output: Any, pictures: Sequence[int]) -> Any:
+    """Return an output with the features of some pictures, in the form that they have."""
+    fields: Arguments = {"pooler_output": [output.pooler_output[index] for index in pictures]}
+    if output.get("deepstack_features") is not None:
+        fields["deepstack_features"] = layers = []
+        for layer in output.deepstack_features:
+            is_joined = isinstance(layer, Tensor)
+            of_pictures = layer.split([len(picture) for picture in output.pooler_output]) if is_joined else layer
+            cut = [of_pictures[index] for index in pictures]
+            layers.append(torch.cat(cut) if is_joined and cut else cut)
+    return type(output)(**fields)
+
+
 def plan_groups(lengths: Sequence[int], most: int) -> list[list[int]]:
     """Divide the rows of a batch into groups that take the least time together.
 
@@ -88,13 +101,19 @@ def plan_groups(lengths: Sequence[int], most: int) -> list[list[int]]:
 class GroupedPrompt:
     """The inputs of a prompt, as transformers prepared them, to be cut by rows.
 
+    Args:
+        encoded: What the model's methods returned for all images, or videos, by modality. Packed groups take their rows
+            from it, and encode no pixels.
+
     Attributes:
         groups: The rows of every group; none for a prompt that cannot be cut.
     """
 
-    def __init__(self, model: Model, inputs: Arguments) -> None:
+    def __init__(self, model: Model, inputs: Arguments, encoded: Mapping[str, Any] | None = None) -> None:
         self._model = model
         self._inputs = inputs
+        self._encoded = encoded or {}
+        self._merge: int = getattr(getattr(model.config, "vision_config", None), "spatial_merge_size", 0)
         self._pictures: dict[str, list[range]] = {}  # of every row, by modality
         self._patches: dict[str, list[int]] = {}  # of every picture
         self._lengths_B: list[int] = []
@@ -135,11 +154,10 @@ class GroupedPrompt:
             if any([len(of_picture) for of_picture in of_pictures] != tokens for of_pictures in per_picture):
                 return False
         elif grid_N3 is not None and pixels is not None:
-            merge = getattr(getattr(self._model.config, "vision_config", None), "spatial_merge_size", None)
             self._patches[modality] = [frames * height * width for frames, height, width in grid_N3.tolist()]
-            if merge is None or len(pixels) != sum(self._patches[modality]):
+            if not self._merge or len(pixels) != sum(self._patches[modality]):
                 return False
-            tokens = [patches // merge**2 for patches in self._patches[modality]]
+            tokens = self._tokens(modality)
         else:
             return all(self._inputs.get(name) is None for name in (names.grid, names.pixels, *names.others))
         token = getattr(self._model.config, names.token, None)
@@ -157,6 +175,10 @@ class GroupedPrompt:
             pictures_of_row.append(range(begin, end))
         self._pictures[modality] = pictures_of_row
         return end == len(tokens)
+
+    def _tokens(self, modality: str) -> list[int]:
+        """Return the tokens of every picture."""
+        return [patches // self._merge**2 for patches in self._patches[modality]]
 
     def _features_of(self, modality: str) -> Any:
         return (self._inputs.get(_FEATURES) or {}).get(modality)
@@ -196,21 +218,22 @@ class GroupedPrompt:
         while groups:
             rows = groups.pop()
             columns = max(self._lengths_B[row] for row in rows)
-            of_group = copy.deepcopy(empty)
+            of_group: Any = None
             logits_G1V: Tensor | None = None
             try:
                 if packed is None:
+                    of_group = copy.deepcopy(empty)
                     logits_G1V = self._model(**self.inputs_of(rows, of_group, columns), return_dict=True).logits[:, -1:]
                 else:
                     assert room is not None
-                    logits_G1V = packed.logits(self.inputs_of(rows, None, columns), rows, room)
+                    logits_G1V = packed.logits(self.inputs_of(rows, None, columns), rows, room, self._encoded_of(rows))
             except torch.OutOfMemoryError:
                 if len(rows) == 1:
                     raise
             if logits_G1V is None:  # by now nothing holds the tensors of the forward
                 groups += [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
                 continue
-            rows_G = torch.tensor(rows, device=logits_G1V.device)
+            rows_G = on_device(rows, logits_G1V.device)
             if logits_B1V is None:
                 logits_B1V = logits_G1V.new_zeros(len(self._lengths_B), 1, logits_G1V.shape[-1])
             logits_B1V.index_copy_(0, rows_G, logits_G1V)
@@ -237,7 +260,7 @@ class GroupedPrompt:
         cache = copy.deepcopy(self._inputs[CACHE])
         expected = self._model(**self.inputs_of(rows, cache, columns), return_dict=True).logits[:, -1:]
         room = make_room(packed.layers, Size(len(rows), self._columns, self._columns))
-        logits = packed.logits(self.inputs_of(rows, None, columns), range(len(rows)), room)
+        logits = packed.logits(self.inputs_of(rows, None, columns), range(len(rows)), room, self._encoded_of(rows))
         check_equal(logits, expected, "a packed prompt differs")
         for layer, of_stock in zip(room.layers, cache.layers, strict=True):
             for ours, theirs in ((layer.keys, of_stock.keys), (layer.values, of_stock.values)):
@@ -249,32 +272,43 @@ class GroupedPrompt:
     def inputs_of(self, rows: Sequence[int], cache: Any, columns: int) -> Arguments:
         """Return the inputs of some rows: their last columns."""
         inputs = self._inputs | {CACHE: cache}
+        rows_G = on_device(rows, inputs["input_ids"].device)
         for name in ("position_ids", *_PER_COLUMN):
             if inputs.get(name) is not None:
-                rows_G = torch.tensor(rows, device=inputs[name].device)
-                inputs[name] = inputs[name].index_select(-2, rows_G)[..., -columns:].contiguous()
+                rows_of_group = inputs[name].index_select(-2, rows_G.to(inputs[name].device))
+                inputs[name] = rows_of_group[..., -columns:].contiguous()
         if inputs.get(_FEATURES) is not None:
             inputs[_FEATURES] = {}
-        for modality, pictures_of_row in self._pictures.items():
-            self._cut_pictures(inputs, modality, [index for row in rows for index in pictures_of_row[row]])
+        for modality in self._pictures:
+            self._cut_pictures(inputs, modality, self._pictures_of(modality, rows))
         return inputs
+
+    def _pictures_of(self, modality: str, rows: Sequence[int]) -> list[int]:
+        return [index for row in rows for index in self._pictures[modality][row]]
+
+    def _encoded_of(self, rows: Sequence[int]) -> dict[str, Any]:
+        """Return the features of some rows that are encoded already, by modality."""
+        encoded = {}
+        for modality in self._encoded.keys() & self._patches.keys():
+            output = self._encoded[modality]
+            if [len(picture) for picture in output.pooler_output] != self._tokens(modality):
+                pictures = f"{len(self._patches[modality])} {modality}s"
+                raise ValueError(f"expected features of the {pictures} of this call; encode its pixels")
+            encoded[modality] = _output_of(output, self._pictures_of(modality, rows))
+        return encoded
 
     def _cut_pictures(self, inputs: Arguments, modality: str, pictures: Sequence[int]) -> None:
         """Replace features or pixels by those of some pictures; by None if there are none: a tower takes no less."""
         names = _MODALITIES[modality]
         features = self._features_of(modality)
         if features is not None and pictures:
-            fields: Arguments = {"pooler_output": [features.pooler_output[index] for index in pictures]}
-            deepstack = features.get("deepstack_features")
-            if deepstack is not None:
-                fields["deepstack_features"] = [[of_layer[index] for index in pictures] for of_layer in deepstack]
-            inputs[_FEATURES][modality] = type(features)(**fields)
+            inputs[_FEATURES][modality] = _output_of(features, pictures)
         if inputs.get(names.pixels) is not None:
             pixels = inputs[names.pixels].split(self._patches[modality])
             inputs[names.pixels] = torch.cat([pixels[index] for index in pictures]) if pictures else None
         for name in (names.grid, *names.others):
             if isinstance(inputs.get(name), Tensor):
-                inputs[name] = inputs[name][pictures] if pictures else None
+                inputs[name] = inputs[name][on_device(pictures, inputs[name].device)] if pictures else None
             elif inputs.get(name) is not None:
                 inputs[name] = [inputs[name][index] for index in pictures] or None
 

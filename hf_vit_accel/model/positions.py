@@ -35,7 +35,7 @@ def image_positions(arguments: Arguments, merge: int) -> tuple[Tensor, Tensor] |
     kept_BS = np.ones(ids.shape, bool) if mask is None else mask.numpy() != 0
     kinds_T = kinds.numpy()[kept_BS]
     lengths_B = kept_BS.sum(1)
-    if not lengths_B.size or not lengths_B.all() or not np.isin(kinds_T, (0, 1)).all():
+    if not lengths_B.size or not lengths_B.all() or kinds_T.min() < 0 or kinds_T.max() > 1:
         return None
     samples_B = lengths_B.cumsum() - lengths_B
     begins_T = np.diff(kinds_T, prepend=2) != 0
@@ -58,9 +58,11 @@ def image_positions(arguments: Arguments, merge: int) -> tuple[Tensor, Tensor] |
     offsets_T = np.repeat(ends_R - steps_R - np.repeat(before_B, runs_B), sizes_R)
     indices_T = np.arange(len(kinds_T)) - np.repeat(starts_R, sizes_R)
     columns_T = np.repeat(columns_R, sizes_R)
-    within_3T = np.stack([0 * indices_T, indices_T // columns_T, indices_T % columns_T])
+    rows_T = indices_T // columns_T
+    within_images = 0, rows_T, indices_T - rows_T * columns_T
     positions_3BS = np.zeros((3, *ids.shape), np.int64)
-    positions_3BS[:, kept_BS] = offsets_T + np.where(kinds_T == 1, within_3T, indices_T)
+    for positions_BS, within_T in zip(positions_3BS, within_images, strict=True):  # all at once take ten times as long
+        positions_BS[kept_BS] = offsets_T + np.where(kinds_T == 1, within_T, indices_T)
     deltas_B = np.append(before_B[1:], ends_R[-1]) - before_B - lengths_B
     return torch.from_numpy(positions_3BS), torch.from_numpy(deltas_B)[:, None]
 

@@ -200,6 +200,52 @@ def ragged(model: Any, *lengths: int) -> Inputs:
     return joined([row_of(model, [GRIDS[length % len(GRIDS)]], length, length) for length in lengths])
 
 
+def features_of(model: Any, inputs: Inputs) -> Inputs:
+    """Return the features of all pictures and videos, as the model's methods return them."""
+    features = {}
+    for modality, pixels, grid in (
+        ("image", "pixel_values", "image_grid_thw"),
+        ("video", "pixel_values_videos", "video_grid_thw"),
+    ):
+        if pixels in inputs:
+            encode = getattr(model, f"get_{modality}_features")
+            features[modality] = encode(inputs[pixels], inputs[grid], return_dict=True)
+    return features
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("family", alike("qwen3_vl", "qwen2_5_vl"))
+def test_pictures_whose_features_are_given_are_not_encoded_again(family: str) -> None:
+    """As by transformers until 5.17, whose `generate` takes no features. A prompt is proven with pixels first."""
+    model = patch(MODELS[family].build())
+    model._supports_mm_encoder_outputs = lambda: False
+    for seed in range(4):
+        inputs = batch(model, random.Random(seed), 7)
+        features = features_of(model, inputs)
+        calls = status(model).towers[0].calls
+        options = dict(max_new_tokens=9, min_new_tokens=9)
+        decode = functools.partial(graphed_decoding, features=features)
+        ours = model.generate(**inputs, **options, custom_generate=decode)
+        encoded_again = status(model).towers[0].calls - calls
+        assert torch.equal(ours, model.generate(**inputs, **options))
+        assert encoded_again == 0 or seed == 0
+    assert steps_of(model).groups > 8 and not any(steps_of(model).padded_reasons.values())
+
+
+def test_features_of_other_pictures_are_not_taken() -> None:
+    model = MODELS["qwen3_vl"].build()
+    model._supports_mm_encoder_outputs = lambda: False
+    features = features_of(model, ragged(model, 30, 40))
+    compare(
+        model,
+        ragged(model, 30, 40, 50),
+        max_new_tokens=9,
+        custom_generate=functools.partial(graphed_decoding, features=features),
+    )
+    [reason] = steps_of(model).padded_reasons.values()
+    assert "expected features of the 3 images of this call" in reason
+
+
 class HookAt(transformers.LogitsProcessor):
     """Negate all logits by a hook on the head, from a column on."""
 

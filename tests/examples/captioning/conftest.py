@@ -22,6 +22,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoints, "config_of", config_once)
     generate = Captioner.generate
 
+    features_of = Captioner.features_of
+
+    def encode_pictures(captioner: Captioner, inputs: Inputs) -> object:
+        return features_of(captioner, inputs) if captioner.max_new_tokens > WORDS else None
+
     def draw_captions(captioner: Captioner, inputs: Inputs, seeds: Sequence[int]) -> list[Caption]:
         count = captioner.max_new_tokens
         if count > WORDS:
@@ -34,6 +39,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
             captions.append(Caption(" ".join(words), count))
         return captions
 
+    monkeypatch.setattr(Captioner, "features_of", encode_pictures)
     monkeypatch.setattr(Captioner, "generate", draw_captions)
 
 

@@ -200,6 +200,6 @@ def test_file_systems_without_locks_are_written_to(tmp_path: Path, monkeypatch: 
 def test_the_captioner_is_short_and_uses_public_names() -> None:
     files = list((EXAMPLES / "captioner").iterdir())
     lines = {path.name: len(path.read_text().splitlines()) for path in files if path.is_file()}
-    assert max(lines.values()) <= 300 and sum(lines.values()) <= 2500, lines
+    assert max(lines.values()) <= 330 and sum(lines.values()) <= 2500, lines
     for path in (EXAMPLES / "captioner").glob("*.py"):
         assert not re.search(r"(from|import) hf_vit_accel\.", path.read_text()), path.name

@@ -51,6 +51,12 @@ class FakeCaptioner:
     def vision_tokens(self, inputs: Inputs) -> int:
         return 10 * len(inputs["input_ids"])
 
+    def features_of(self, inputs: Inputs) -> None:
+        return None
+
+    def join_features(self, parts: list[None]) -> None:
+        parts.clear()
+
     def generate(self, inputs: Inputs, seeds: Sequence[int]) -> list[Caption]:
         self.batches.append(len(seeds))
         if len(seeds) > self.max_rows:
@@ -116,7 +122,7 @@ def test_worker_writes_every_record_once(tmp_path: Path, prompts: tuple[str, ...
 
 def test_a_batch_of_several_parts_loses_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One part has nothing but unreadable pictures, another has one that the processor refuses."""
-    monkeypatch.setattr(worker_module, "_PART", 1)
+    monkeypatch.setattr(worker_module, "_PART_TOKENS", 1)
     captioner = FakeCaptioner(refused=(4,))
     records = work(tmp_path, captioner, 45, ("p", "q"))
     captions = {(record.key, record.prompt): record.caption for record in records}
