@@ -39,6 +39,7 @@ STACKS = (
     Stack("TRL with QLoRA", "qlora", "trl", ("qlora", "qlora_plain_tower"), QUANTISED),
     Stack("LLaMA-Factory", "llama-factory", "llamafactory", ("llamafactory",), "run_exp(callbacks=[PatchTower()])"),
     Stack("ms-swift", "ms-swift", "swift", ("swift",), PLUGIN),
+    Stack("axolotl, under `plugins`", "axolotl", "axolotl", ("axolotl",), "- fast_vision.PatchTower"),
     Stack("verl", "verl", "verl", ("verl",), VERL),
     Stack("colpali-engine (ColQwen2)", "colpali", "colpali_engine", ("colpali",), f"{PATCH}{EMBEDDING}"),
     Stack(

@@ -122,8 +122,6 @@ CAPTION_TOKENS = 32
 """The job of captions in `VLLM`, and the new tokens of README's row."""
 VLLM = "beside_vllm.json"
 """A row has a model, a job, its new tokens, a side ("vllm" or "ours") and "ms"; captions have "pictures/s", too."""
-_CLEAR_GAIN = 5
-"""Percent over vLLM from which nobody needs to be sent away."""
 Sides = dict[str, Row]
 """The rows of a job by side."""
 
@@ -197,24 +195,6 @@ def beside_the_headline() -> str:
         label = f"`Trainer` step, 16 pictures (~480x480), {way}"
         rows.append([label, "`patch`", *cells, str(commit_of(steps, "training_step.json"))])
     return grid(["job", "you add", *(title(model) for model in models), "commit"], rows)
-
-
-def captioning_verdict() -> str:
-    """Write the bullet of README that says with which models captions of many pictures gain little over vLLM.
-
-    Raises:
-        ValueError: if the file mixes measurements of two commits
-    """
-    document = load(VLLM)
-    commit_of(document, VLLM)
-    ratios: dict[str, list[float]] = {}
-    for (model, job, _), sides in _beside_vllm(document).items():
-        if job == CAPTIONING:
-            ratios.setdefault(model, []).append(sides["ours"]["pictures/s"] / sides["vllm"]["pictures/s"])
-    percents = {model: [round(100 * ratio) - 100 for ratio in of_model] for model, of_model in ratios.items()}
-    gains = [f"{title(model)} gains {min(x)}% to {max(x)}%" for model, x in percents.items() if max(x) < _CLEAR_GAIN]
-    link = "docs/benchmarks.md#captions-a-second"
-    return f"- You [caption by {_name_of_vllm(document)}]({link}) already: {', '.join(gains)}.\n"
 
 
 def _embedded(by_contender: Mapping[str, Row]) -> str:

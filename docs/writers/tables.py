@@ -350,7 +350,6 @@ TEXTS: Mapping[str, Callable[[], str]] = {
     "summary": summary.text,
     "beside_the_headline": summary.beside_the_headline,
     "beside_vllm": summary.beside_vllm,
-    "captioning_verdict": summary.captioning_verdict,
     "promise": summary.promise,
     "options": options.options,
     "stacks": stacks.table,
