@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from documents import MODELS, Document, Row, commit_of, conditions, digits, grid, is_measured, load, times, title
+from documents import (
+    MODELS,
+    Document,
+    Row,
+    commit_of,
+    conditions,
+    digits,
+    grid,
+    is_measured,
+    load,
+    measured_at,
+    times,
+    title,
+)
 from headline import PICTURES
 
 
@@ -166,6 +179,25 @@ def beside_vllm() -> str:
     return f"{grid(head, rows)}\n{conditions(document, VLLM)}\n"
 
 
+def captions_beside_vllm() -> str:
+    """Write the table of docs/captioning.md: captions a second beside vLLM, and the hours of a million pictures.
+
+    Raises:
+        ValueError: if the file mixes measurements of two commits
+    """
+    if not is_measured(VLLM):
+        return "vLLM was not timed.\n"
+    document = load(VLLM)
+    rows = []
+    for (model, job, tokens), sides in _beside_vllm(document).items():
+        if job == CAPTIONING:
+            vllm, ours, ratio = _both_sides(sides)
+            hours = 1e6 / 3600 / sides["ours"]["pictures/s"]
+            rows.append([title(model), str(tokens), vllm, f"{ours} ({ratio})", f"{hours:.1f} h"])
+    head = ["pictures a second", "new tokens", _name_of_vllm(document), "the captioner", "a million pictures, one GPU"]
+    return f"{grid(head, rows)}\n*{measured_at(document, VLLM)}*\n"
+
+
 def beside_the_headline() -> str:
     """Write README's second table: captioning beside vLLM, embedding and training.
 
@@ -217,8 +249,9 @@ def promise() -> str:
     first, second = ([f"{ratio:.1f}x" for ratio in of_model] for of_model in gains)
     return (
         f"**Answers up to {first[0]} as fast as transformers' default, embedding {first[1]}, training steps {first[2]} "
-        f"to {first[3]} ({title(MODELS[0])} on one H200)**. {title(MODELS[1])}: {second[0]}, {second[1]}, {second[2]} "
-        f"to {second[3]}. `hf-vit-accel bench` times the vision tower on your GPU.\n"
+        f"to {first[3]} ({title(MODELS[0])} on one H200)**. {title(MODELS[1])}: answers {second[0]}, "
+        f"embedding {second[1]}, training {second[2]} to {second[3]}. "
+        "`hf-vit-accel bench` times the vision tower on your GPU.\n"
     )
 
 
