@@ -144,6 +144,7 @@ def _prepare(options: Options, state: PartialState, stack: ExitStack) -> Prepare
 def _load(options: Options, state: PartialState, ready: Prepared) -> Captioner:
     commit = ready.entry["settings"].get("revision")
     dtype = getattr(torch, ready.entry["settings"]["dtype"])
+    reuse = len(options.prompts) > 1 and hf_vit_accel.ReuseConfig(across_calls=True)  # of what `generate` encodes
     try:
         processor: ProcessorMixin = load_processor(options.model, commit)
         limit_pixels(processor, options.min_pixels, options.max_pixels)
@@ -155,7 +156,7 @@ def _load(options: Options, state: PartialState, ready: Prepared) -> Captioner:
             temperature=options.temperature,
             top_p=options.top_p,
             seed=options.seed,
-            patching=None if options.no_patch else {},
+            patching=None if options.no_patch else {"reuse": reuse},
         )
     except torch.OutOfMemoryError:
         raise

@@ -99,10 +99,12 @@ class Captioner:
     seed: int = 0
     patching: dict[str, Any] | None = field(default_factory=dict)  # arguments of `patch`; None for a stock model
     _may_hold_graphs: bool = field(default=False, repr=False)
+    _encodes_ahead: bool = field(default=False, repr=False)  # by our forward, which takes the grid on the CPU
 
     def __post_init__(self) -> None:
         if self.patching is not None:
             hf_vit_accel.patch(self.model, **self.patching)
+            self._encodes_ahead = _TAKES_FEATURES and not hf_vit_accel.status(self.model).towers[0].attention_only
 
     @property
     def prepares_on_gpu(self) -> bool:
@@ -230,15 +232,15 @@ class Captioner:
     @torch.inference_mode()
     def features_of(self, inputs: Inputs) -> Any:
         """Encode the pictures of a part before its batch is complete; None where `generate` has to do it."""
-        if self.patching is None or "pixel_values" not in inputs or not _TAKES_FEATURES:
+        if not self._encodes_ahead or "pixel_values" not in inputs:
             return None
         if self._side_stream is not None:
             torch.cuda.current_stream(self.model.device).wait_stream(self._side_stream)
         with suppress(torch.OutOfMemoryError):
-            pixels = self._received(inputs["pixel_values"])
-            output = self.model.get_image_features(pixels, inputs["image_grid_thw"], return_dict=True)
-            if isinstance(output.pooler_output, list | tuple):  # of every picture
-                return output
+            encode = self.model.base_model.get_image_features  # as `generate` calls it: not every model has its own
+            taken = {name: inputs[name] for name in signature(encode).parameters if name in inputs}
+            output = encode(**taken | {"pixel_values": self._received(inputs["pixel_values"])}, return_dict=True)
+            return output if isinstance(output.pooler_output, list | tuple) else None  # of every picture
         return None
 
     @torch.inference_mode()
@@ -247,15 +249,15 @@ class Captioner:
         if not parts or any(part is None for part in parts):
             return None
         fields: dict[str, Any] = {"pooler_output": [picture for part in parts for picture in part.pooler_output]}
-        if parts[0].get("deepstack_features") is not None:
-            layers = zip(*(part.deepstack_features for part in parts), strict=True)
-            is_whole = isinstance(
-                parts[0].deepstack_features[0], torch.Tensor
-            )  # newer transformers split it by picture
-            fields["deepstack_features"] = [torch.cat(layer) if is_whole else [*chain(*layer)] for layer in layers]
-        kind = type(parts[0])
-        parts.clear()
-        return kind(**fields)
+        with suppress(torch.OutOfMemoryError):
+            if parts[0].get("deepstack_features") is not None:
+                layers = zip(*(part.deepstack_features for part in parts), strict=True)
+                is_whole = isinstance(parts[0].deepstack_features[0], torch.Tensor)  # newer ones are split by picture
+                fields["deepstack_features"] = [torch.cat(layer) if is_whole else [*chain(*layer)] for layer in layers]
+            kind = type(parts[0])
+            parts.clear()
+            return kind(**fields)
+        return None
 
     def _received(self, value: torch.Tensor) -> torch.Tensor:
         """Move a tensor to the GPU. The stream that made it may not use its memory before this one is done with it."""
@@ -282,9 +284,7 @@ class Captioner:
             del inputs["pixel_values"]
         elif features is not None:
             decoding["custom_generate"] = partial(decoding["custom_generate"], features={"image": features})
-        config = copy.deepcopy(
-            self.model.generation_config
-        )  # without one, `generate` builds a model's config to compare
+        config = copy.deepcopy(self.model.generation_config)  # without one, `generate` builds a model's config
         config.update(max_new_tokens=self.max_new_tokens, do_sample=False)
         tokens = self.model.generate(**inputs, **decoding, generation_config=config, logits_processor=samplers)
         self._may_hold_graphs = self.patching is not None

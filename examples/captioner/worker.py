@@ -121,7 +121,7 @@ class Worker:
             read = partial(decode, processor=processor, resize=resize, for_gpu=on_gpu)
             decoding = [[pool.submit(read, task) for task in part] for part in parts_of(batch)]
             encoding = [preparing.submit(self.encode, part) for part in decoding]
-            return encoding, preparing.submit(self.join, encoding)
+            return encoding, preparing.submit(self.join, [*encoding])
 
         try:
             for batch in started_ahead(pack(tasks, self.bounds), start):
@@ -144,10 +144,10 @@ class Worker:
         )
 
     def receive(self, parts: list[Future[Part]], whole: Future[Ready]) -> Ready:
-        """Let the tower encode the parts of a batch as they come, and return the whole with their features."""
+        """Let the tower encode parts of a batch as they come, drop them, and return the whole with their features."""
         features = []
-        for part in parts:
-            _, inputs = self._waited_for(part)
+        while parts:
+            _, inputs = self._waited_for(parts.pop(0))
             if inputs:
                 features.append(self.captioner.features_of(inputs[0]))
         ready: Ready = self._waited_for(whole)

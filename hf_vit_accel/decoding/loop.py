@@ -98,7 +98,8 @@ def graphed_decoding(
             make their own batches smaller.
         features: What `model.get_image_features(..., return_dict=True)` returned for all images of the call, as
             `{"image": output}`; of videos likewise. A prompt that runs in our layers takes them, and any other encodes
-            the pixels again. `generate` of newer transformers has `mm_encoder_outputs` for that.
+            the pixels again, as for `num_return_sequences`. `generate` of newer transformers has `mm_encoder_outputs`
+            for that.
 
     Raises:
         ValueError: If transformers decodes such a call by code from the Hub, or a streamer meets beams. Also if

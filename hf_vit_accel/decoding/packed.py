@@ -45,7 +45,7 @@ class _Standin:
 
 def on_device(indices: Sequence[int], device: torch.device) -> Tensor:
     """Send indices to a device. The host does not wait for the work that is queued there."""
-    host = torch.tensor(indices)
+    host = torch.tensor(indices, device="cpu")  # whatever the default device
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 

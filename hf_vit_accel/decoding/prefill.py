@@ -287,14 +287,12 @@ class GroupedPrompt:
         return [index for row in rows for index in self._pictures[modality][row]]
 
     def _encoded_of(self, rows: Sequence[int]) -> dict[str, Any]:
-        """Return the features of some rows that are encoded already, by modality."""
+        """Return the features of some rows that are encoded already, by modality, unless they are of another call."""
         encoded = {}
         for modality in self._encoded.keys() & self._patches.keys():
             output = self._encoded[modality]
-            if [len(picture) for picture in output.pooler_output] != self._tokens(modality):
-                pictures = f"{len(self._patches[modality])} {modality}s"
-                raise ValueError(f"expected features of the {pictures} of this call; encode its pixels")
-            encoded[modality] = _output_of(output, self._pictures_of(modality, rows))
+            if [len(picture) for picture in output.pooler_output] == self._tokens(modality):
+                encoded[modality] = _output_of(output, self._pictures_of(modality, rows))
         return encoded
 
     def _cut_pictures(self, inputs: Arguments, modality: str, pictures: Sequence[int]) -> None:

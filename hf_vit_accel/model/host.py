@@ -28,7 +28,7 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     flat = [tensors[index].detach().contiguous().view(-1).view(torch.uint8) for index in order]
     packed = torch.cat([part.to(flat[0].device) for part in flat])
     if packed.is_cuda:  # to pageable memory the tokens of 256 rows take 16 ms
-        host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+        host = torch.empty(packed.shape, dtype=packed.dtype, device="cpu", pin_memory=True)
         host.copy_(packed, non_blocking=True)
         torch.cuda.current_stream(packed.device).synchronize()
     else:

@@ -25,6 +25,7 @@ from torch import nn
 
 from hf_vit_accel import graphed_decoding, patch, status
 from hf_vit_accel.decoding import layers, prefill, room, step
+from hf_vit_accel.decoding.packed import on_device
 from hf_vit_accel.decoding.prefill import plan_groups
 from hf_vit_accel.decoding.steps import free_steps, steps_of
 
@@ -232,18 +233,24 @@ def test_pictures_whose_features_are_given_are_not_encoded_again(family: str) ->
     assert steps_of(model).groups > 8 and not any(steps_of(model).padded_reasons.values())
 
 
-def test_features_of_other_pictures_are_not_taken() -> None:
+def test_features_that_do_not_fit_a_call_are_not_taken() -> None:
+    """They are of other pictures, or of every row once, and `generate` repeats the rows."""
     model = MODELS["qwen3_vl"].build()
     model._supports_mm_encoder_outputs = lambda: False
-    features = features_of(model, ragged(model, 30, 40))
-    compare(
-        model,
-        ragged(model, 30, 40, 50),
-        max_new_tokens=9,
-        custom_generate=functools.partial(graphed_decoding, features=features),
-    )
-    [reason] = steps_of(model).padded_reasons.values()
-    assert "expected features of the 3 images of this call" in reason
+    inputs = ragged(model, 30, 40, 50)
+    of_few = features_of(model, ragged(model, 30, 40))
+    for features, rows in ((of_few, 1), (features_of(model, inputs), 2), (of_few, 1)):
+        options = dict(max_new_tokens=9, num_return_sequences=rows, do_sample=True, top_k=1)
+        decode = functools.partial(graphed_decoding, features=features)
+        ours = model.generate(**inputs, **options, custom_generate=decode)
+        assert torch.equal(ours, model.generate(**inputs, **options))
+    assert list(steps_of(model).padded_reasons.values()) == [""]
+
+
+def test_indices_are_on_the_host_whatever_the_default_device() -> None:
+    with torch.device("meta"):
+        indices = on_device([2, 0], torch.device("cpu"))
+    assert indices.tolist() == [2, 0]
 
 
 class HookAt(transformers.LogitsProcessor):

@@ -20,7 +20,17 @@ from PIL import Image
 from programs import CAPTIONERS, draw
 from support.recorded_ops import OperationRecorder
 from support.towers import alike
-from support_captioning import FAMILIES, PICTURE_PROMPT, WHOLE, caption, counted, load_once, load_processor_once, put
+from support_captioning import (
+    FAMILIES,
+    PICTURE_PROMPT,
+    WHOLE,
+    batch_caption,
+    caption,
+    counted,
+    load_once,
+    load_processor_once,
+    put,
+)
 
 import hf_vit_accel
 
@@ -56,6 +66,61 @@ def test_prompts_share_the_encoded_pictures(family: str) -> None:
     assert together == generate(load(family, patching=None), images, *prompts)
     right = sum(text == caption for text, (_, caption) in zip(together[0], drawn, strict=True))
     assert right >= 5 and len({tuple(captions) for captions in together}) > 1
+
+
+def test_pictures_that_generate_encodes_are_encoded_once_for_all_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As videos are, and pictures of towers whose own forward runs."""
+    models: list[Any] = []
+
+    def load_model(*arguments: object) -> object:
+        models.append(load_once(*arguments))
+        return models[-1]
+
+    monkeypatch.setattr(batch_caption, "load_model", load_model)
+    monkeypatch.setattr(Captioner, "features_of", lambda *_: None)
+    put(tmp_path / "photos", "a.png", "b.png", "c.png")
+    done = caption(tmp_path / "photos", tmp_path / "captions", WHOLE, "--prompt=is the text above ?")
+    assert done.exit_code == 0
+    reused = hf_vit_accel.status(models[0]).towers[0].reuse
+    assert (reused.encoded, reused.hits) == (3, reused.items - 3) and reused.hits >= 3
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_features_for_which_no_memory_is_left_are_dropped(is_whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers until 5.17 returns one tensor for every layer that adds features of pictures."""
+    captioner = load("qwen3_vl")
+    parts = []
+    for seed in range(2):
+        output = captioner.features_of(captioner.encode([draw(seed, 32)[0]], [PICTURE_PROMPT]))
+        layers = [layer if isinstance(layer, torch.Tensor) else torch.cat(layer) for layer in output.deepstack_features]
+        fields = dict(
+            pooler_output=output.pooler_output, deepstack_features=layers if is_whole else [[x] for x in layers]
+        )
+        parts.append(type(output)(**fields))
+
+    def run_out(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(captioner_module.torch, "cat", run_out)
+    assert (captioner.join_features(parts) is None) == is_whole
+
+
+def test_towers_are_called_as_generate_calls_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some models have no such method of their own, or it needs another input of the processor."""
+    model = load("qwen2_5_vl", patching=None).model
+    monkeypatch.delattr(type(model), "get_image_features", raising=False)
+    of_model = type(model.base_model)
+    encode = of_model.get_image_features
+
+    def get_image_features(self: Any, pixel_values: Any, image_grid_thw: Any, image_sizes: Any, **options: Any) -> Any:
+        return encode(self, pixel_values, image_grid_thw, **options)
+
+    monkeypatch.setattr(of_model, "get_image_features", get_image_features)
+    captioner = load("qwen2_5_vl")
+    inputs = captioner.encode([draw(0, 28)[0]], [PICTURE_PROMPT]) | {"image_sizes": torch.ones(1, 2)}
+    assert captioner.features_of(inputs) is not None
 
 
 @pytest.mark.parametrize("family", alike("qwen3_vl", "qwen2_5_vl", "qwen2_vl"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -130,6 +131,38 @@ def test_a_batch_of_several_parts_loses_no_row(tmp_path: Path, monkeypatch: pyte
     expected = {(f"{index:03d}.png", prompt): f"{prompt}{index}" for index in good for prompt in ("p", "q")}
     assert {key: caption for key, caption in captions.items() if caption} == expected
     assert len(captions) == len(records) == 90 and len(captioner.batches) == 12
+
+
+class Pixels(list[int]):
+    """Can be referred to weakly, as tensors can."""
+
+
+class CountingCaptioner(FakeCaptioner):
+    """Count the parts of batches whose pixels are held while captions are generated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pixels: list[weakref.ref[Pixels]] = []
+        self.held: list[int] = []
+
+    def encode(self, media: Sequence[Image.Image], prompts: Sequence[str]) -> Inputs:
+        inputs = super().encode(media, prompts)
+        pixels = Pixels(inputs["pixel_values"])
+        self.pixels.append(weakref.ref(pixels))
+        return inputs | {"pixel_values": pixels}
+
+    def generate(self, inputs: Inputs, seeds: Sequence[int]) -> list[Caption]:
+        self.held.append(sum(pixels() is not None for pixels in self.pixels))
+        return super().generate(inputs, seeds)
+
+
+def test_pixels_of_parts_are_not_held_beside_those_of_their_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "_PART_TOKENS", 20)
+    captioner = CountingCaptioner()
+    work(tmp_path, captioner, 24, items=24, tokens=1000)
+    assert captioner.held == [0] and len(captioner.pixels) > 9
 
 
 @pytest.mark.parametrize("max_rows", [1, 5])
