@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 test: style
 	$(MAKE) -j 2 types suite
 
-QUICK := architecture checks families layout loading snapshot steady_call
+QUICK := architecture checks families layout loading steady_call
 
 quick: $(VENV)/.installed-test
 	$(BIN)/pytest -q -n 2 --dist worksteal $(QUICK:%=tests/unit/test_%.py) -k "not replaced and not autocast"

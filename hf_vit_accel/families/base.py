@@ -139,7 +139,8 @@ def qwen_parts(tower: Tower, **other_parts: Any) -> Parts:
     """Describe a tower by the names in Qwen's towers, which most other families use, too.
 
     Args:
-        other_parts: Fields of `Parts` that this family has beside Qwen's, or under other names.
+        other_parts: Fields of `Parts` that this family has beside Qwen's, or that replace one. The tower still needs
+            `patch_embed`, `rotary_pos_emb` and `blocks`.
     """
     indexes = getattr(tower, "deepstack_visual_indexes", ())
     full_layers = getattr(tower, "fullatt_block_indexes", None)

@@ -32,6 +32,7 @@ def test_a_tower_in_every_use(family: Family, module: str, name: str, references
         versions.write(name, cells)
         return
     recorded = versions.read().get(name, {})
+    assert recorded, f"no record of {name}: RECORD_VERSIONS=1 pytest --matrix {__file__}"
     if transformers.__version__ in recorded:
         assert recorded[transformers.__version__] == cells, "stale: run nox -s versions"
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -151,3 +152,8 @@ def test_private_names_are_used_by_unit_tests_alone() -> None:
     assert len(other_tests) > 20
     used = {str(path.relative_to(TESTS)): names_used_from_elsewhere(path) & private for path in other_tests}
     assert not {path: names for path, names in used.items() if names}
+
+
+def test_the_files_of_make_quick_are_there() -> None:
+    [words] = re.findall(r"^QUICK := (.*)$", (TESTS.parent / "Makefile").read_text(), re.MULTILINE)
+    assert all((TESTS.parent / f"tests/unit/test_{word}.py").is_file() for word in words.split())
