@@ -33,8 +33,8 @@ class Way(Enum):
     """The way of a call that the stock forward runs. All others have a `FastPlan`: our operations and attention.
 
     `forward.Reasons.stock` sends a call the way STOCK, `slow` the way METADATA: stock calls the blocks one by one.
-    `status` counts ATTENTION as fast calls if a backend of ours has attended in any call so far. A copy never goes
-    METADATA, since its forward may take none.
+    `status` counts ATTENTION as fast calls if a backend of ours has attended in any call of this layout. A copy never
+    goes METADATA, since its forward may take none.
     """
 
     METADATA = "through the stock forward, with our metadata and attention"
