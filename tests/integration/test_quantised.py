@@ -16,7 +16,7 @@ from support import quantised
 from support.changes import Change
 from support.cpu_graphs import SMALL, Recorder
 from support.cpu_graphs import status_of as graphs_of
-from support.exactness import SEEDS, mean_errors
+from support.exactness import mean_errors
 from support.patching import check_calls, check_stock, run, training_step
 from support.tensors import flat
 from support.towers import alike
@@ -141,13 +141,18 @@ def test_a_step_of_qlora(model: nn.Module, way: str, checkpointed: bool | None, 
 
 
 def test_gradients_of_adapters_on_packed_linears_are_as_exact_as_stock_s(model: nn.Module) -> None:
-    """QLoRA's tower alone, under bf16 autocast: the mean error of every gradient over five seeds."""
+    """QLoRA's tower alone, under bf16 autocast: the mean error of every gradient over ten seeds.
+
+    Patch embeddings that are rounded otherwise (2 of 15,360 values) change the error of a gradient in a small image by
+    up to 1.7 times with one seed, and by 0.99 to 1.05 times over thirty.
+    """
     model = with_adapters(quantised.upcast(quantise(model.bfloat16(), "packed")), ALL)
     tower = tower_of(model)
-    grid = GRIDS["image"]
+    grid = GRIDS["mixed"]
+    seeds = range(10)
 
     def gradients() -> list[list[torch.Tensor]]:
-        return [training_step(tower, grid, pixels_for(tower, grid, seed)) for seed in SEEDS]
+        return [training_step(tower, grid, pixels_for(tower, grid, seed)) for seed in seeds]
 
     with quantised.computing_in_fp32(model):
         exact = gradients()
@@ -155,7 +160,7 @@ def test_gradients_of_adapters_on_packed_linears_are_as_exact_as_stock_s(model: 
         stock = mean_errors(gradients(), exact)
         hf_vit_accel.patch(model)
         ours = mean_errors(gradients(), exact)
-    check_calls(model, len(SEEDS), 0)
+    check_calls(model, len(seeds), 0)
     assert len(ours) > 10
     for error, of_stock in zip(ours, stock, strict=True):
         assert error <= max(1.1 * of_stock, torch.finfo(torch.bfloat16).eps), (ours, stock)
