@@ -348,7 +348,7 @@ def test_a_call_whose_cache_does_not_fit_is_halved(family: str, most: int, monke
     make = room.make_layers
     monkeypatch.setattr(room, "make_layers", make_layers)
     for seed in range(2):
-        inputs = batch(model, random.Random(seed), 6, right=seed == 1)
+        inputs = batch(model, random.Random(seed), 9, right=seed == 1)
         options = dict(eos_token_id=list(range(3, 50, 4)), pad_token_id=2, no_repeat_ngram_size=3)
         options |= dict(suppress_tokens=[9], bad_words_ids=[[5], [7, 8]])
         both(model, inputs, max_new_tokens=9, **options)
