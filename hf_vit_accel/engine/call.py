@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from hf_vit_accel.engine.encoder import CalledBlock, Checkpoint
+from hf_vit_accel.engine.encoder import CalledBlock, Checkpoints
 from hf_vit_accel.engine.inputs import Inputs
 from hf_vit_accel.engine.route import Route, Spec
 from hf_vit_accel.families.base import Parts
@@ -145,7 +145,7 @@ class FastPlan:
     """The decisions about a call that runs our operations.
 
     Attributes:
-        checkpoints: By layer, None for a layer that keeps what its gradient needs.
+        checkpoints: Of the modules that do not keep what their gradient needs.
         called: The blocks that run by their own call, by the index of the layer.
         outputs_require_grad: Whether the outputs of a frozen tower must require gradients.
     """
@@ -156,7 +156,7 @@ class FastPlan:
     parameters: Sequence[nn.Parameter]
     weights: WeightMemory
     spec: Spec
-    checkpoints: Sequence[Checkpoint | None]
+    checkpoints: Checkpoints
     called: Mapping[int, CalledBlock] = field(default_factory=dict)
     is_hooked: bool = False
     outputs_require_grad: bool = False
@@ -172,8 +172,8 @@ class FastPlan:
 
     @property
     def has_reentrant_checkpoints(self) -> bool:
-        """Whether gradients reach weights at each backward pass of a layer, past all nodes around the call."""
-        return any(checkpoint is not None and checkpoint.is_reentrant for checkpoint in self.checkpoints)
+        """Whether gradients reach weights at each backward pass of a module, past all nodes around the call."""
+        return any(checkpoint.is_reentrant for checkpoint in self.checkpoints.values())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

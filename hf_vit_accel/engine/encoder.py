@@ -19,6 +19,7 @@ from hf_vit_accel.backends import Attend
 from hf_vit_accel.engine.route import Route
 from hf_vit_accel.families.base import Parts
 from hf_vit_accel.ops import LayerOps
+from hf_vit_accel.ops.base import AddThen
 
 Residual = tuple[Tensor, Tensor | None]
 """The residual stream: x (T, E), and delta (T, E), which the next norm adds to it."""
@@ -30,14 +31,14 @@ AfterLayer = Callable[[int, Residual], Residual]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Run a layer again in the backward pass, as transformers does, instead of keeping what its gradient needs."""
+    """Run a layer or merger again in the backward, as stock does, instead of keeping what its gradient needs."""
 
     function: Callable[..., Tensor]
-    block: nn.Module
+    module: nn.Module
 
     @property
     def is_reentrant(self) -> bool:
-        """Whether gradients may reach weights only if the layer's input requires one.
+        """Whether gradients may reach weights only if the module's input requires one.
 
         `use_reentrant` tells only of torch's own function: ms-swift puts one in its place that decides for itself.
         """
@@ -46,23 +47,23 @@ class Checkpoint:
         return not is_torchs or bool(getattr(self.function, "keywords", {}).get("use_reentrant", True))
 
     def has_gradient(self, x_TE: Tensor, delta_TE: Tensor | None) -> bool:
-        """Return whether any gradient flows through the layer; a frozen layer after frozen ones has none."""
+        """Return whether any gradient flows through the module; a frozen layer after frozen ones has none."""
         if x_TE.requires_grad or (delta_TE is not None and delta_TE.requires_grad):
             return True
-        return any(parameter.requires_grad for parameter in self.block.parameters())
+        return any(parameter.requires_grad for parameter in self.module.parameters())
 
 
-def checkpoints_of(parts: Parts, wrappers: Mapping[int, Any]) -> list[Checkpoint | None]:
-    """Return the checkpoint of every layer; None for a layer that stock does not run again."""
-    checkpoints: list[Checkpoint | None] = []
-    for index, block in enumerate(parts.blocks):
+Checkpoints = Mapping[nn.Module, Checkpoint]
+"""The blocks and mergers that stock runs again in the backward, and how."""
+
+
+def checkpoints_of(parts: Parts, wrappers: Mapping[nn.Module, Any]) -> Checkpoints:
+    """Return the checkpoints of a tower. `wrappers` are those around blocks and mergers."""
+    checkpoints = {module: Checkpoint(wrapper.checkpoint_fn, module) for module, wrapper in wrappers.items()}
+    for block in parts.blocks:
         module = block.module
-        if index in wrappers:
-            checkpoints.append(Checkpoint(wrappers[index].checkpoint_fn, module))
-        elif module.training and getattr(module, "gradient_checkpointing", False):
-            checkpoints.append(Checkpoint(module._gradient_checkpointing_func, module))
-        else:
-            checkpoints.append(None)
+        if module not in checkpoints and module.training and getattr(module, "gradient_checkpointing", False):
+            checkpoints[module] = Checkpoint(module._gradient_checkpointing_func, module)
     return checkpoints
 
 
@@ -84,7 +85,7 @@ def _call_block(block: CalledBlock, x_TE: Tensor, cos_TD: Tensor, sin_TD: Tensor
 def encode(
     route: Route,
     pixels_TP: Tensor,
-    checkpoints: Sequence[Checkpoint | None] = (),
+    checkpoints: Checkpoints = MappingProxyType({}),
     blocks_to_call: Mapping[int, nn.Module | CalledBlock] = MappingProxyType({}),
     output_slices: Sequence[Tensor] = (),
     after_layer: AfterLayer | None = None,
@@ -126,7 +127,7 @@ def encode(
     if states_count:
         x_TE, delta_TE = _keep_state(route, x_TE, delta_TE, states, state_slices)
     for index, (layer, attend, trained) in enumerate(zip(ops.layers, route.attends, route.trained, strict=True)):
-        checkpoint = checkpoints[index] if checkpoints else None
+        checkpoint = checkpoints.get(ops.parts.blocks[index].module)
         block = blocks_to_call.get(index)
         if checkpoint is not None and not checkpoint.has_gradient(x_TE, delta_TE):
             checkpoint = None
@@ -151,13 +152,21 @@ def encode(
         if index + 1 < states_count:
             x_TE, delta_TE = _keep_state(route, x_TE, delta_TE, states, state_slices)
         if index in ops.deepstack:
-            x_TE, merged = ops.deepstack[index](x_TE, delta_TE)
+            merge = ops.deepstack[index]
+            checkpoint = checkpoints.get(ops.parts.deepstack[index])
+            if checkpoint is not None:
+                merge = _checkpointed(merge, checkpoint)
+            x_TE, merged = merge(x_TE, delta_TE)
             merged_by_layer.append(deepstack_slices[len(merged_by_layer)].copy_(merged) if output_slices else merged)
             del merged
             delta_TE = None
         if after_layer is not None:
             x_TE, delta_TE = after_layer(index, (x_TE, delta_TE))
-    outputs = list(ops.finish(x_TE, delta_TE))
+    finish = ops.finish
+    checkpoint = None if ops.parts.merger is None else checkpoints.get(ops.parts.merger)
+    if ops.merge is not None and checkpoint is not None:
+        finish = ops.finish_by(_checkpointed(ops.merge, checkpoint))
+    outputs = list(finish(x_TE, delta_TE))
     if window_index_M is not None:
         outputs[-1] = outputs[-1][tensors["inverse_index"]]
     return outputs + merged_by_layer + states
@@ -222,7 +231,7 @@ def _run_through(block: nn.Module, run: RunLayer, x_TE: Tensor, delta_TE: Tensor
 def _run_checkpointed(checkpoint: Checkpoint, run: RunLayer, x_TE: Tensor, delta_TE: Tensor | None) -> Tensor:
     """Run a layer as stock checkpoints it: one tensor goes in, one comes out.
 
-    The function is a method of the block: LLaMA-Factory's and ms-swift's checkpoint functions ask for `__self__`.
+    The function is a method of the module: LLaMA-Factory's and ms-swift's checkpoint functions ask for `__self__`.
     """
     x_TE = x_TE if delta_TE is None else x_TE + delta_TE
     if checkpoint.is_reentrant and not x_TE.requires_grad:
@@ -232,4 +241,16 @@ def _run_checkpointed(checkpoint: Checkpoint, run: RunLayer, x_TE: Tensor, delta
         x_TE, delta_TE = run(x_TE, None)
         return x_TE if delta_TE is None else x_TE + delta_TE
 
-    return checkpoint.function(MethodType(run_rows, checkpoint.block), x_TE)
+    return checkpoint.function(MethodType(run_rows, checkpoint.module), x_TE)
+
+
+def _checkpointed(merge: AddThen, checkpoint: Checkpoint) -> AddThen:
+    """Return a merger that runs as stock checkpoints it."""
+
+    def run(x_TE: Tensor, delta_TE: Tensor | None) -> tuple[Tensor, Tensor]:
+        if not checkpoint.has_gradient(x_TE, delta_TE):
+            return merge(x_TE, delta_TE)
+        x_TE = x_TE if delta_TE is None else x_TE + delta_TE
+        return x_TE, _run_checkpointed(checkpoint, lambda x_TE, _: (merge(x_TE, None)[1], None), x_TE, None)
+
+    return run

@@ -169,7 +169,7 @@ class GraphStore(ABC, Generic[G]):
             return plan.spec.against_graphs
         if not plan.weights.all_contiguous:  # `data_ptr` stays: a change of strides would go unseen
             return "a parameter is not contiguous"
-        if any(plan.checkpoints):
+        if plan.checkpoints:
             return "gradient checkpointing runs layers again"
         if batch.is_part and plan.spec.request.grad:  # such passes run again in the backward pass
             return Accepted("steps of several passes")

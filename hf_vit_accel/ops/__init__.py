@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 from torch import Tensor
@@ -72,7 +73,9 @@ class Ops:
         add_positions: adds interpolated position embeddings to rows; None for a tower without.
         tables: rows and positions (T, 2) to cos and sin, (T, D) each.
         attend_window: attention within windows; None where a backend attends in them.
+        merge: the merger of the last layer, as `deepstack`; None for a tower that does not merge.
         finish: the last layer's (x, delta) to the rows that the tower returns, and to features if it has a merger.
+        finish_by: the same with another function in the place of `merge`.
         deepstack: by layer, (x, delta) to (x + delta, the merger's result); may write the sum to x.
         unfused: names of parts that are not fused, with the reason.
     """
@@ -84,7 +87,9 @@ class Ops:
     rotate: Rotate
     attend_window: window.AttendWindows | None
     layers: tuple[LayerOps, ...]
+    merge: AddThen | None
     finish: merger.Finish
+    finish_by: Callable[[AddThen | None], merger.Finish]
     deepstack: Mapping[int, AddThen]
     fused: frozenset[str]
     unfused: Mapping[str, str]
@@ -100,6 +105,7 @@ def build(parts: Parts, context: Context, why_plain: Mapping[str, str] = NOTHING
             unfused[operation.name] = reason
     downsampled = None if parts.downsample is None else built["downsample"][id(parts.downsample)]
     merge = None if parts.merger is None else built["mergers"][id(parts.merger)]
+    finish_by = partial(merger.finish, _final_norm(parts, built, context), downsampled, grad=context.grad)
     return Ops(
         parts=parts,
         embed=_embed(parts, built, context),
@@ -108,7 +114,9 @@ def build(parts: Parts, context: Context, why_plain: Mapping[str, str] = NOTHING
         rotate=built["rope"][id(parts)],
         attend_window=built["window_attention"].get(id(parts)),
         layers=tuple(_layer(block, built, context) for block in parts.blocks),
-        finish=merger.finish(_final_norm(parts, built, context), downsampled, merge, grad=context.grad),
+        merge=merge,
+        finish=finish_by(merge),
+        finish_by=finish_by,
         deepstack={layer: built["mergers"][id(module)] for layer, module in parts.deepstack.items()},
         fused=frozenset(context.fused),
         unfused=unfused,

@@ -419,7 +419,7 @@ def decide(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) ->
         parameters=parameters,
         weights=weights,
         spec=spec,
-        checkpoints=checkpoints_of(snapshot.parts, snapshot.checkpoint_wrappers) if grad else [],
+        checkpoints=checkpoints_of(snapshot.parts, snapshot.checkpoint_wrappers) if grad else {},
         called=called,
         is_hooked=bool(reasons.hooked_parts),
         outputs_require_grad=grad_mode and not grad and snapshot.outputs_require_grad(),

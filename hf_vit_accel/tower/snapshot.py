@@ -80,7 +80,7 @@ class Snapshot:
         mixing: Why all rows of a call must be encoded together.
         offloaded: Whether accelerate's hooks on modules inside move weights or inputs.
         parameter_dicts: The `_parameters` of modules, in the order of the parameters of `weights`.
-        checkpoint_wrappers: The wrappers of blocks whose `checkpoint_fn` runs their layers, by the index of the layer.
+        checkpoint_wrappers: The wrappers whose `checkpoint_fn` runs a block or merger, by that module.
         sharded_layers: The blocks whose weights FSDP2 gathers when they are called, by the index of their layer.
         callable_parts: The `id` of a part that can run by its own call, by that of the `vars` of modules inside it.
         callable_blocks: What stock calls for a layer, by its index; none where we cannot call it likewise.
@@ -173,20 +173,22 @@ class Snapshot:
         self._sharded = [parameters.values() for parameters in sharded]
 
     def _read_layers(self) -> None:
-        """Find the wrappers around layers: of checkpointing, of FSDP2, and what can be called in a layer's place."""
-        self.checkpoint_wrappers: dict[int, nn.Module] = {}
+        """Find the wrappers of checkpointing and FSDP2 around layers and mergers, and what a layer's place can call."""
+        self.checkpoint_wrappers: dict[nn.Module, nn.Module] = {}
         self.sharded_layers: dict[int, nn.Module] = {}
         self.callable_blocks: dict[int, nn.Module] = {}
         blocks = () if self.reasons_stock else self.parts.blocks
         layers = {id(block.module): index for index, block in enumerate(blocks)}
+        mergers = () if self.reasons_stock else self.parts.mergers()
         for module in self._modules:  # a wrapper comes before what is inside
-            index = layers.get(id(looked_through(module)))
+            inside = looked_through(module)
+            index = layers.get(id(inside))
+            is_checkpoint = CHECKPOINTED in module._modules
+            if is_checkpoint and (index is not None or inside in mergers):
+                self.checkpoint_wrappers.setdefault(inside, module)
             if index is None:
                 continue
-            is_checkpoint = CHECKPOINTED in module._modules
             self.callable_blocks.setdefault(index, module)
-            if is_checkpoint:
-                self.checkpoint_wrappers.setdefault(index, module)
             if module in self._fsdp_modules and (is_checkpoint or id(module) in layers):
                 self.sharded_layers.setdefault(index, module)
         if self.sharded_layers or self.proof.block_arguments is None:
@@ -245,7 +247,7 @@ class Snapshot:
         if self._sharded_others:
             yield f"FSDP2 shards a {type(self._sharded_others[0]).__name__}, which is no layer, by itself"
         for index, block in enumerate(self.parts.blocks):
-            if index not in self.checkpoint_wrappers:
+            if block.module not in self.checkpoint_wrappers:
                 wrappers = [module for module in block.module.modules() if CHECKPOINTED in module._modules]
                 if wrappers:
                     yield f"a {type(wrappers[0]).__name__} is inside layer {index}"

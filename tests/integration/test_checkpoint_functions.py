@@ -117,15 +117,25 @@ def is_block(module: nn.Module) -> bool:
     return type(module).__name__.endswith(("VisionBlock", "VLVisionBlock"))
 
 
-def wrap_blocks(model: nn.Module, impl: CheckpointImpl = CheckpointImpl.NO_REENTRANT, **kwargs: Any) -> None:
-    """Checkpoint every block, as accelerate does with `fsdp_activation_checkpointing`."""
+def is_block_or_merger(module: nn.Module) -> bool:
+    return is_block(module) or type(module).__name__.endswith("Merger")
+
+
+def wrap_blocks(
+    model: nn.Module, impl: CheckpointImpl = CheckpointImpl.NO_REENTRANT, check_fn: Any = is_block, **kwargs: Any
+) -> None:
+    """Checkpoint every block, as accelerate does with `fsdp_activation_checkpointing`; by size, mergers as well."""
     wrapper = functools.partial(checkpoint_wrapper, checkpoint_impl=impl, **kwargs)
-    apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrapper, check_fn=is_block)
+    apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrapper, check_fn=check_fn)
 
 
 WRAPS: dict[str, Callable[[nn.Module], None]] = {
     "blocks": wrap_blocks,
     "blocks, reentrant": functools.partial(wrap_blocks, impl=CheckpointImpl.REENTRANT),
+    "blocks and mergers": functools.partial(wrap_blocks, check_fn=is_block_or_merger),
+    "blocks and mergers, reentrant": functools.partial(
+        wrap_blocks, check_fn=is_block_or_merger, impl=CheckpointImpl.REENTRANT
+    ),
     "every module": lambda model: apply_activation_checkpointing(
         tower_of(model), checkpoint_wrapper, check_fn=lambda module: not isinstance(module, nn.ModuleList)
     ),

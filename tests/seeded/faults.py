@@ -115,6 +115,13 @@ FAULTS = (
         "            del merged\n",
         FAMILIES,
     ),
+    Fault(
+        "a merger under a checkpoint wrapper keeps what its gradient needs",
+        "engine/encoder.py",
+        "finish = ops.finish_by(_checkpointed(ops.merge, checkpoint))",
+        "finish = ops.finish",
+        "tests/integration/test_checkpoint_functions.py",
+    ),
     # --- routes and caches ---
     Fault(
         "a layout is found by the number of its rows",
