@@ -54,7 +54,7 @@ class Part:
 
 def part_of_tower(tower: Any) -> Part:
     block = tower.blocks[-1]
-    rotate = "turn" if isinstance(tower, copies.CopiedTower) else "apply_rotary_pos_emb_vision"
+    rotate = "apply_rotary_pos_emb_vision"
     return Part(tower, tower.blocks, block.attn, "proj", block.norm1, tower.rotary_pos_emb, rotate)
 
 
@@ -336,7 +336,6 @@ WINDOWS = replace(TINY["qwen2_5_vl"], vision=TINY["qwen2_5_vl"].vision | dict(de
 
 def stock_tower(consumer: str, name: str) -> Any:
     if "copy" in consumer:
-        copies.CopyOfQwen3.manner = copies.MANNERS[2]
         return copies.build(copies.CopyOfQwen3, depth=2).eval()
     tower = tower_of((WINDOWS if "window" in name else SHALLOW).build()).requires_grad_("training" in consumer)
     return adapted(tower, r".*attn\.proj") if "adapter" in name else tower

@@ -104,10 +104,10 @@ WAYS: dict[str, Way] = {
     "plain, with windows": Way({}, "auto -> sdpa", build=tower_with_windows),
     "below a wrapper": Way({}, "auto -> sdpa", build=wrapped_tower),
     "a copy of remote code": Way(
-        {"like": {"CopyOfQwen3": "qwen3_vl"}},
-        "CopyOfQwen3",
+        {"like": {"OlderCopyOfQwen3": "qwen3_vl"}},
+        "OlderCopyOfQwen3",
         fixtures=("quick_proof",),
-        build=partial(copies.build, copies.CopyOfQwen3, depth=2),
+        build=partial(copies.build, copies.OlderCopyOfQwen3, depth=2),
     ),
     "a named backend": Way({"attention": "flex"}, "flex -> flex"),
     "a score_mod": Way(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support import copies
-from support.copies import COPIES, Composite, CopiedTower
+from support.copies import COPIES, Composite
 from support.patching import status_of
 from support.tensors import flat
 from support.towers import alike
@@ -31,7 +31,7 @@ A proof takes as long as the tower is deep.
 """
 
 
-def build(kind: type[CopiedTower], **sizes: int) -> CopiedTower:
+def build(kind: type[Any], **sizes: int) -> Any:
     """Build a copy of its family's depth, with random weights."""
     [family] = [name for name, base in copies.BASES.items() if issubclass(kind, base)] or ["qwen2_vl"]
     return copies.build(kind, **{"depth": DEPTHS[family]} | sizes)
@@ -139,7 +139,7 @@ def test_a_copy_that_acts_under_autocast_is_refused_there() -> None:
 
 
 def load_a_buffer(tower: nn.Module) -> None:
-    tower.load_state_dict(tower.state_dict() | {"bonus": torch.linspace(0, 0.1, 32)})
+    tower.load_state_dict(tower.state_dict() | {"bonus": torch.linspace(0, 0.1, len(tower.bonus))})
 
 
 def set_option(tower: nn.Module) -> None:
@@ -150,19 +150,19 @@ IN_DEFAULT = {"scale": 1.0}
 IN_CLOSURE = {"scale": 1.0}
 
 
-def by_default(self: Any, x: Tensor, index: int, grid: Any, options: dict[str, float] = IN_DEFAULT) -> Tensor:
+def by_default(self: Any, x: Tensor, options: dict[str, float] = IN_DEFAULT) -> Tensor:
     return x * options["scale"]
 
 
 def in_closure(options: dict[str, float]) -> Callable[..., Tensor]:
-    def by_closure(self: Any, x: Tensor, index: int, grid: Any) -> Tensor:
+    def by_closure(self: Any, x: Tensor) -> Tensor:
         return x * options["scale"]
 
     return by_closure
 
 
 METHODS = {"a default value": by_default, "a closure": in_closure(IN_CLOSURE)}
-NOTICED: dict[str, tuple[type[CopiedTower], Callable[[Any], object]]] = {
+NOTICED: dict[str, tuple[type[Any], Callable[[Any], object]]] = {
     "a buffer": (copies.ActsByABuffer, load_a_buffer),
     "an integer of the config": (copies.ActsByTheConfig, lambda tower: setattr(tower.config, "boost", 1)),
     "an object": (copies.ActsByOptions, set_option),
@@ -170,7 +170,10 @@ NOTICED: dict[str, tuple[type[CopiedTower], Callable[[Any], object]]] = {
     "a closure": (copies.ActsByOptions, lambda tower: IN_CLOSURE.update(scale=1.1)),
 }
 """What a copy reads, and a change in place."""
-REASONS = {"a buffer": "a buffer changed", "an integer of the config": "a field of a CopiedConfig 'boost' changed"}
+REASONS = {
+    "a buffer": "a buffer changed",
+    "an integer of the config": "a field of a Qwen2_5_VLVisionConfig 'boost' changed",
+}
 
 
 @quick
@@ -183,7 +186,7 @@ def test_a_change_of_what_a_copy_reads_is_noticed(name: str, monkeypatch: pytest
     for options in (IN_DEFAULT, IN_CLOSURE):
         monkeypatch.setitem(options, "scale", 1.0)
     if name in METHODS:
-        monkeypatch.setattr(kind, "after_layer", METHODS[name])
+        monkeypatch.setattr(kind, "after", METHODS[name])
     tower = build(kind)
     stock = copy.deepcopy(tower)
     [family] = [family for family, base in copies.BASES.items() if issubclass(kind, base)]
@@ -220,10 +223,10 @@ def test_an_object_that_cannot_be_watched_is_refused_by_name() -> None:
 
 SERVED = (
     ("qwen2_vl", "4.57"),
-    ("qwen2_5_vl", "5.6"),
-    ("qwen3_vl", "5.24"),
+    ("qwen2_5_vl", "installed"),
+    ("qwen3_vl", "installed"),
 )
-"""Copies of every family. `test_changes.py` has the fourth manner."""
+"""Copies of every family."""
 
 
 @pytest.mark.parametrize(
@@ -256,7 +259,7 @@ def test_a_copy_is_served(family: str, version: str) -> None:
 @quick
 @pytest.mark.parametrize("dtype", alike(torch.bfloat16, torch.float16))
 def test_a_copy_is_served_in_low_precision(dtype: torch.dtype) -> None:
-    kind = COPIES["qwen2_5_vl", "5.6"]
+    kind = COPIES["qwen2_5_vl", "installed"]
     tower = build(kind, depth=6).to(dtype)  # the proof's bounds hold for the errors of a deep tower
     truth = run(build(kind, depth=6))
     stock = run(tower)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 
-from support.copies import CopiedConfig, LengthRotary, SequentialMerger, layer_norm, turn
+from support.copies import QWEN2
 
 
 def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, _: Tensor, *lengths: int) -> Tensor:
@@ -84,6 +84,18 @@ class Preprocessor(nn.Module):
         return self.patchifier(x)
 
 
+class VisionRotaryEmbedding(nn.Module):
+    """Returns the angles of positions 0 to a length."""
+
+    def __init__(self, head_dim: int) -> None:
+        super().__init__()
+        exponents = torch.arange(0, head_dim // 2, 2, dtype=torch.float32) / (head_dim // 2)
+        self.register_buffer("inv_freq", 10000.0**-exponents, persistent=False)
+
+    def forward(self, seqlen: int) -> Tensor:
+        return torch.outer(torch.arange(seqlen).to(self.inv_freq), self.inv_freq)
+
+
 class Attention(nn.Module):
     """Attends within frames, by a mask or by FlashAttention."""
 
@@ -97,8 +109,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cu_seqlens: Tensor, rotary_pos_emb: Tensor) -> Tensor:
         q, k, v = self.qkv(x).view(len(x), 3, self.num_heads, -1).unbind(1)
         tables = rotary_pos_emb.cos().repeat(1, 2), rotary_pos_emb.sin().repeat(1, 2)
-        q = turn(q, *tables)
-        k = turn(k, *tables)
+        q, k = QWEN2.apply_rotary_pos_emb_vision(q, k, *tables)
         if self.config.attention == "flash_attention_2":
             longest = int(cu_seqlens.diff().max())
             out = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, longest, longest)
@@ -147,12 +158,11 @@ class DotsVisionTransformer(PreTrainedModel):
         super().__init__(config)
         self.spatial_merge_size = config.spatial_merge_size
         self.patch_embed = Preprocessor(config)
-        self.rotary_pos_emb = LengthRotary(config.embed_dim // config.num_attention_heads)
+        self.rotary_pos_emb = VisionRotaryEmbedding(config.embed_dim // config.num_attention_heads)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
         if config.post_norm:
             self.post_trunk_norm = RMSNorm(config.embed_dim)
-        sizes = dict(hidden_size=config.embed_dim, out_hidden_size=config.hidden_size)
-        self.merger = SequentialMerger(CopiedConfig(**sizes), layer_norm)
+        self.merger = QWEN2.PatchMerger(config.hidden_size, config.embed_dim, config.spatial_merge_size)
 
     def angles(self, grid_thw: Tensor) -> Tensor:
         """Return the angles of all rows, merge block by merge block."""

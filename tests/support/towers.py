@@ -9,6 +9,8 @@ import pytest
 import torch
 from tiny import FAMILIES, TINY, Tiny, tower_of
 
+from hf_vit_accel.tower import trials
+
 
 def alike(case: Any, *similar_cases: Any) -> list[Any]:
     """Return one case for every run, and the similar cases for the matrix alone, since they show no more."""
@@ -65,3 +67,11 @@ def model(request: Any) -> Any:
 def tower(model: Any) -> Any:
     """Return the tower of the fixture `model`."""
     return tower_of(model)
+
+
+@pytest.fixture
+def quick_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prove copies by few and small inputs, for tests of what comes before and after a proof."""
+    names = ("small images", "one image", "two images")
+    few = {name: trials.CONDITIONS[name] for name in names}
+    monkeypatch.setattr(trials, "CONDITIONS", few | {"large images": few["small images"]})
