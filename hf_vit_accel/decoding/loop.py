@@ -355,9 +355,7 @@ class _ModelInLoop:
                 size = Size(rows, columns, columns)
             self._room = room = self._new_room(layers, size)
         else:
-            for layer in room.layers:
-                layer.keys.zero_()
-                layer.values.zero_()
+            torch._foreach_zero_([states for layer in room.layers for states in (layer.keys, layer.values)])
         if plan is not None:
             room.columns = plan.columns
             room.offsets_B = torch.tensor(plan.offsets, device=self._model.device)

@@ -209,10 +209,12 @@ class GroupedPrompt:
             packed: Runs the groups instead of transformers' text model.
         """
         cache = self._inputs[CACHE]
-        empty = copy.deepcopy(cache)
         room: Room | None = None
-        if packed is not None:
-            room = self._take_room(cache, room_for(self._inputs, packed.layers, self._lengths_B))
+        empty: Any = None
+        if packed is None:
+            empty = copy.deepcopy(cache)
+        else:
+            room = room_for(self._inputs, packed.layers, self._lengths_B)
         logits_B1V: Tensor | None = None
         groups = list(self.groups)
         while groups:
@@ -238,19 +240,23 @@ class GroupedPrompt:
                 logits_B1V = logits_G1V.new_zeros(len(self._lengths_B), 1, logits_G1V.shape[-1])
             logits_B1V.index_copy_(0, rows_G, logits_G1V)
             if packed is None:
-                room = room or self._take_room(cache, room_for(self._inputs, of_group.layers, None))
+                if room is None:
+                    room = room_for(self._inputs, of_group.layers, None)
+                    self._take_room(cache, room)
                 self._collect(cache, of_group, rows_G)
+        if packed is not None:
+            assert room is not None
+            self._take_room(cache, room)
         return CausalLMOutputWithPast(logits=logits_B1V, **{CACHE: cache})
 
-    def _take_room(self, cache: Any, room: Room) -> Room:
-        """Let a cache hold the slots of the prompt, from now on, and return the room."""
+    def _take_room(self, cache: Any, room: Room) -> None:
+        """Let a cache hold the slots of the prompt, from now on."""
         if room.offsets_B is not None:
             cache.layers[:] = [SharedLayer(room, layer, self._columns) for layer in room.layers]
-            return room
+            return
         for layer, slots in zip(cache.layers, room.layers, strict=True):
             layer.lazy_initialization(slots.keys, slots.values)
             layer.keys, layer.values = (x[:, :, : self._columns] for x in (slots.keys, slots.values))
-        return room
 
     def prove(self, packed: PackedPrompt) -> None:
         """Run the longest two rows both ways; ArithmeticError where results differ by more than rounding."""
