@@ -236,24 +236,37 @@ def towers_like(*names: str) -> pytest.MarkDecorator:
 @towers_like(*CAST)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.matrix)], ids=str)
 def test_under_autocast_a_tower_is_as_stock(references: list[str], typical: Any, dtype: torch.dtype) -> None:
-    """Compare dtypes, and errors averaged over seeds, since the error of one seed depends on luck."""
+    """Compare dtypes, and errors averaged over seeds, since the error of one seed depends on luck.
+
+    A limit of SwiGLUs stops the gradients of gates and ups beyond it. Rounding moves a few of them across, for stock
+    as for us, and each outweighs all other errors. So many rows average that, and few without limits show the rest.
+    """
     if "experts" in str(typical):
         pytest.skip("rounding chooses other experts")
+    limited = [module for module in typical.modules() if getattr(module, "swiglu_limit", None)]
+    if limited:
+        compare_under_autocast(typical, dtype, GRIDS[1] * 16, seeds=10)
+    for module in limited:
+        module.swiglu_limit = 100.0  # nothing is cut off
+    compare_under_autocast(typical, dtype, GRIDS[1], seeds=5)
+
+
+def compare_under_autocast(tower: Any, dtype: torch.dtype, grid: Any, *, seeds: int) -> None:
     ratios = []
-    for seed in range(5):
-        hf_vit_accel.unpatch(randomise(typical, seed))
-        exact = pooled(*trained(typical, GRIDS[1]))
+    for seed in range(seeds):
+        hf_vit_accel.unpatch(randomise(tower, seed))
+        exact = pooled(*trained(tower, grid))
         with torch.autocast("cpu", dtype=dtype):
-            stock = pooled(*trained(typical, GRIDS[1]))
-            hf_vit_accel.patch(typical)
-            alone = run(typical, GRIDS[1])
-            actual = pooled(*trained(typical, GRIDS[1]))
+            stock = pooled(*trained(tower, grid))
+            hf_vit_accel.patch(tower)
+            alone = run(tower, grid)
+            actual = pooled(*trained(tower, grid))
         assert [(x.dtype, x.shape) for x in actual] == [(x.dtype, x.shape) for x in stock]
         assert [x.dtype for x in alone] == [x.dtype for x in stock[:-1]]
         errors = zip([*actual, *alone], [*stock, *stock[:-1]], [*exact, *exact[:-1]], strict=True)
         ratios.append([relative_error(ours, true) / relative_error(theirs, true) for ours, theirs, true in errors])
     assert max(sum(of_seeds) / len(of_seeds) for of_seeds in zip(*ratios, strict=True)) <= 1.1
-    [status] = hf_vit_accel.status(typical).towers
+    [status] = hf_vit_accel.status(tower).towers
     assert (status.calls, status.fallbacks) == (2, {})
 
 
