@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support.changes import through_pickle
-from support.faults import GRID, StockModels, faults_of, raises
-from support.flashinfer import PREFILL, Flashinfer
+from support.faults import GRID, PREFILL, Flashinfer, StockModels, faults_of, raises
 from support.fp8 import run_fp8_on_cpu
 from support.patching import status_of
 from tiny import assert_close, outputs_of, pixels_for, run_tower, tower_of
@@ -76,7 +75,7 @@ FAULTS = {
         is_early=True,
     ),
     "no plan can be built": Fault(
-        _with(prepare_cudnn_batch_prefill=raises(RuntimeError("CUDNN_STATUS_NOT_SUPPORTED\nno engine"))),
+        _with(plan=raises(RuntimeError("CUDNN_STATUS_NOT_SUPPORTED\nno engine"))),
         "failed when it ran: RuntimeError: CUDNN_STATUS_NOT_SUPPORTED no engine",
     ),
     "the operator fails when it runs": Fault(_with(run=raises(RuntimeError("EXECUTION_FAILED"))), "EXECUTION_FAILED"),

@@ -14,8 +14,7 @@ import pytest
 import torch
 from support.changes import through_pickle
 from support.cpu_graphs import SMALL, Recorder
-from support.faults import GRID, LAUNCH_ERRORS, Launches, StockModels, faults_of, raises
-from support.flashinfer import Flashinfer
+from support.faults import GRID, LAUNCH_ERRORS, Flashinfer, Launches, StockModels, faults_of, raises
 from support.kernel_table import KERNELS
 from support.patching import status_of
 from support.references import put

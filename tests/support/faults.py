@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -17,13 +18,14 @@ import hf_vit_accel
 from hf_vit_accel import machine
 from hf_vit_accel.backends import flashinfer_cudnn as cudnn_backend
 from hf_vit_accel.backends import flex as flex_backend
+from hf_vit_accel.backends.base import Needs
 from hf_vit_accel.ops import mlp
 from hf_vit_accel.tower.state import state_of
-from support.flashinfer import Flashinfer, install_flashinfer
 from support.kernel_table import KERNELS
 from support.references import put
 
 GRID = GRIDS["mixed"]
+Tensors = tuple[torch.Tensor, ...]
 StockModels = dict[str, tuple[nn.Module, list[torch.Tensor]]]
 """By family: a model, and its stock tower's outputs for GRID."""
 
@@ -48,7 +50,6 @@ def afresh(stock_models: StockModels) -> Iterator[None]:
 def forget_machine() -> None:
     """Clear probes, and what backends have built."""
     machine.reset()
-    cudnn_backend.CUDNN_PLANS.clear()
     flex_backend.compiled.cache_clear()
 
 
@@ -83,11 +84,46 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, error: 
 
 # --- FlashInfer and cuDNN ---------------------------------------------------------------------------------------------
 
+PREFILL = "flashinfer.cudnn.prefill"
+
+
+class Flashinfer:
+    """cuDNN's attention in plain torch, by offsets and lengths; a test replaces either step."""
+
+    def plan(self, qkv: Tensors, sequences: Tensors, max_seqlen: int, scale: float) -> SimpleNamespace:
+        """Build a plan."""
+        return SimpleNamespace(run=lambda *tensors: self.run(*tensors, max_seqlen, scale))
+
+    def run(self, qkv: Tensors, sequences: Tensors, out: torch.Tensor, max_seqlen: int, scale: float) -> None:
+        """Attend within segments; offsets count elements from the pointers of q, k, v and out."""
+        lengths, *offsets = sequences
+        starts_S4 = torch.stack([x.flatten() for x in offsets], 1).tolist()[:-1]
+        for length, starts in zip(lengths.flatten().tolist(), starts_S4, strict=True):
+            assert length <= max_seqlen
+            parts = [
+                torch.as_strided(x, (length, *x.shape[1:]), x.stride(), x.storage_offset() + start).transpose(0, 1)
+                for x, start in zip((*qkv, out), starts, strict=True)
+            ]
+            q_HLD, k_HLD, v_HLD = (part[None] for part in parts[:3])
+            parts[3].copy_(nn.functional.scaled_dot_product_attention(q_HLD, k_HLD, v_HLD, scale=scale)[0])
+
 
 @pytest.fixture
 def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Flashinfer:
-    """Put a FlashInfer of plain torch behind the cuDNN backend."""
-    return install_flashinfer(monkeypatch)
+    """Let the cuDNN backend find what it needs, and run on this machine in any dtype."""
+    fake = Flashinfer()
+    prefill = ModuleType(PREFILL)
+    for name in ("UIDs", "_create_cudnn_handle", "_PrefillMetadata", "prepare_cudnn_batch_prefill"):
+        setattr(prefill, name, None)
+    execute = SimpleNamespace(execute=lambda tensors, tensor_uids: None)
+    modules = {name: ModuleType(name) for name in ("flashinfer", "flashinfer.cudnn")}
+    modules |= {PREFILL: prefill, "cudnn": SimpleNamespace(backend_version=lambda: 92000, pygraph=execute)}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    needs = Needs(cuda=False, head_dim_multiple=8, head_dim_max=128)
+    monkeypatch.setattr(cudnn_backend.FlashinferCudnn, "needs", needs)
+    monkeypatch.setattr(cudnn_backend, "cudnn_plan_for", lambda *arguments: fake.plan(*arguments))
+    return fake
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------

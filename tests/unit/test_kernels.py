@@ -18,19 +18,13 @@ from tiny import relative_error
 
 from hf_vit_accel.ops import launch
 from hf_vit_accel.ops.activation import (
-    linear_gelu_tanh,
     pad_swiglu,
     pad_swiglu_reference,
-    quick_gelu_,
-    quick_gelu_reference,
     swiglu,
     swiglu_reference,
 )
-from hf_vit_accel.ops.add_norm import add_norm_, add_norm_reference_
 from hf_vit_accel.ops.embedding import (
-    rope_,
     rope_gather_back,
-    rope_reference,
 )
 from hf_vit_accel.ops.fp8.quantize import (
     dequantize,
@@ -80,53 +74,6 @@ def check(actual: torch.Tensor, expected: torch.Tensor, exact: torch.Tensor) -> 
     bound = max(1.05 * relative_error(expected, exact), 0.02 * torch.finfo(actual.dtype).eps)
     assert relative_error(actual, exact) <= bound
     assert float((actual != expected).float().mean()) < 0.01
-
-
-@where
-@pytest.mark.parametrize("dim", [64, 72, 80])
-def test_rope(target: Target, dim: int) -> None:
-    qkv = draw(target["rows"], 3, target["heads"], dim, target=target)
-    cos, sin = tables(target["rows"], dim, target)
-    expected = rope_reference(qkv, cos, sin)
-    actual = qkv.clone()
-    assert rope_(actual, cos, sin) is actual
-    assert torch.equal(actual, expected), "bit for bit"
-    assert torch.equal(actual[:, 2], qkv[:, 2])
-
-
-@where
-@pytest.mark.parametrize(
-    ("width", "wide", "rms", "with_delta"),
-    [
-        (1280, False, True, True),
-        (1152, False, False, True),
-        (1024, False, True, False),
-        (100, False, False, False),
-        (144, True, True, True),
-        (144, True, False, False),
-    ],
-)
-def test_add_norm(target: Target, width: int, wide: bool, rms: bool, with_delta: bool) -> None:
-    """Add and normalise; `wide` keeps the residual stream and the weights in fp32, as under autocast."""
-    of = torch.float32 if wide else None
-    x = 3 + draw(target["rows"], width, target=target, dtype=of)
-    weight = draw(width, target=target, dtype=of)
-    delta = draw(target["rows"], width, target=target, seed=1) if with_delta else None
-    bias = None if rms else draw(width, target=target, seed=2, dtype=of)
-    expected_x = x.clone()
-    actual_x = x.clone()
-    exact_x = x.clone().double()
-    same_x, expected = add_norm_reference_(expected_x, delta, weight, bias, 1e-6, rms, target["dtype"])
-    written_x, actual = add_norm_(actual_x, delta, weight, bias, 1e-6, rms, target["dtype"])
-    assert same_x is expected_x and written_x is actual_x
-    exact_x = expected_x.double()
-    exact_bias = None if bias is None else bias.double()
-    if rms:
-        exact = exact_x * (exact_x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
-    else:
-        exact = torch.nn.functional.layer_norm(exact_x, (width,), weight.double(), exact_bias, 1e-6)
-    assert torch.equal(actual_x, expected_x)
-    check(actual, expected, exact)
 
 
 @where
@@ -218,28 +165,6 @@ def test_pad_swiglu(target: Target, width: int, inner: int) -> None:
         for actual, expected in zip(pad_swiglu(*arguments), pad_swiglu_reference(*arguments), strict=True):
             assert torch.equal(actual, expected) and actual.is_contiguous()
     assert pad_swiglu(*weights, None, None, down)[1] is None
-
-
-@where
-@pytest.mark.parametrize("width", [5120, 4097, 320])
-def test_quick_gelu(target: Target, width: int) -> None:
-    x = 3 * draw(target["rows"], width, target=target)
-    expected = quick_gelu_reference(x)
-    exact = quick_gelu_reference(x.double())
-    actual = x.clone()
-    assert quick_gelu_(actual) is actual
-    check(actual, expected, exact)
-
-
-@where
-def test_gelu_epilogue(target: Target) -> None:
-    x = draw(target["rows"], 1152, target=target)
-    weight = draw(4304, 1152, target=target) / 34
-    bias = draw(4304, target=target)
-    steps = torch.nn.functional.gelu(torch.nn.functional.linear(x, weight, bias), approximate="tanh")
-    exact = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
-    exact = torch.nn.functional.gelu(exact, approximate="tanh")
-    assert relative_error(linear_gelu_tanh(x, weight, bias), exact) <= 1.05 * relative_error(steps, exact)
 
 
 def test_reasons_against_triton(monkeypatch: pytest.MonkeyPatch) -> None:

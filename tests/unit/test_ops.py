@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from support.fused_parts import fuse_only
-from tiny import FAMILIES, GRIDS, TINY, assert_close, run_tower, tower_of
+from tiny import GRIDS, TINY, assert_close, run_tower, tower_of
 from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel.families import family_of
-from hf_vit_accel.ops import PARTS, TABLE, mlp
+from hf_vit_accel.ops import TABLE, mlp
 from hf_vit_accel.tower.state import state_of
 
 GRID = GRIDS["mixed"]
@@ -31,28 +31,6 @@ def applies(model: Any) -> set[str]:
 
 def status_of(model: Any) -> Any:
     return hf_vit_accel.status(model).towers[0]
-
-
-@pytest.mark.parametrize("model", FAMILIES, indirect=True)
-@pytest.mark.parametrize("operation", TABLE, ids=lambda operation: operation.name)
-def test_each_operation_equals_stock(
-    references: list[str], monkeypatch: pytest.MonkeyPatch, model: Any, operation: Any
-) -> None:
-    """Fuse one operation alone: each of its subjects runs by one call of the kernel."""
-    expected = {grid: run_tower(tower_of(model), GRIDS[grid]) for grid in ("smallest", "mixed")}
-    subjects = operation.subjects(parts_of(model))
-    parts = parts_of(model)
-    fuse_only(monkeypatch, {operation.name})
-    hf_vit_accel.patch(model)
-    for grid, outputs in expected.items():
-        assert_close(run_tower(tower_of(model), GRIDS[grid]), outputs)
-    status = status_of(model)
-    depth = len(parts.blocks)
-    assert status.fused == ((operation.name,) if subjects else ()) and status.calls == len(expected)
-    assert set(status.unfused) == PARTS.keys() - set(status.fused)
-    assert subjects or operation.missing in status.unfused[operation.name]
-    calls = {"rope": depth, "window_attention": depth - len(parts.full_layers or ())}.get(operation.name, len(subjects))
-    assert len(references) == bool(subjects) * operation.triton * calls * len(expected)
 
 
 def test_windows_too_long_for_the_kernel_are_planned(references: list[str]) -> None:
