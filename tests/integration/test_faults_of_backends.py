@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 import torch
 from support.changes import through_pickle
-from support.faults import GRID, PREFILL, Flashinfer, StockModels, faults_of, raises
+from support.faults import GRID, PREFILL, Flashinfer, StockModels, faults_of, install_flashinfer, raises
 from support.fp8 import run_fp8_on_cpu
 from support.patching import status_of
 from tiny import assert_close, outputs_of, pixels_for, run_tower, tower_of
-from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel import BackendUnavailableError, FallbackError, Fp8Config, machine
@@ -32,107 +31,38 @@ from hf_vit_accel.tower.state import state_of
 
 pytestmark = pytest.mark.usefixtures("afresh")
 
-Arrange = Callable[[Flashinfer, pytest.MonkeyPatch], None]
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One fault of FlashInfer or cuDNN."""
-
-    arrange: Arrange
-    reason: str = ""  # the part of it that `status` reports
-    is_early: bool = False  # it shows before a call, so that naming the backend raises at once
-
-
-def _frontend(module: nn.Module) -> Arrange:
-    return lambda fake, monkeypatch: monkeypatch.setitem(sys.modules, "cudnn", module)
-
-
-def _with(**pieces: Any) -> Arrange:
-    """Replace pieces of FlashInfer."""
-
-    def arrange(fake: Flashinfer, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name, piece in pieces.items():
-            monkeypatch.setattr(fake, name, piece)
-
-    return arrange
-
-
-FAULTS = {
-    "flashinfer does not import": Fault(
-        lambda fake, monkeypatch: monkeypatch.setitem(sys.modules, PREFILL, None),
-        f"ModuleNotFoundError: import of {PREFILL} halted",
-        is_early=True,
-    ),
-    "cudnn is too old": Fault(
-        _frontend(SimpleNamespace(backend_version=lambda: 91800)), "cuDNN 91800 is older than 91900", is_early=True
-    ),
-    "the cudnn frontend takes tensors by name only": Fault(
-        _frontend(
-            SimpleNamespace(backend_version=lambda: 92000, pygraph=SimpleNamespace(execute=lambda tensors: None))
-        ),
+FRONTEND = SimpleNamespace(execute=lambda tensors: None)
+LACKING: dict[str, tuple[str, object, str]] = {
+    "flashinfer does not import": (PREFILL, None, f"ModuleNotFoundError: import of {PREFILL} halted"),
+    "cudnn is too old": ("cudnn", SimpleNamespace(backend_version=lambda: 91800), "cuDNN 91800 is older than 91900"),
+    "the cudnn frontend takes tensors by name only": (
+        "cudnn",
+        SimpleNamespace(backend_version=lambda: 92000, pygraph=FRONTEND),
         "the cuDNN frontend is older than 1.31 (pip install",
-        is_early=True,
     ),
-    "no plan can be built": Fault(
-        _with(plan=raises(RuntimeError("CUDNN_STATUS_NOT_SUPPORTED\nno engine"))),
-        "failed when it ran: RuntimeError: CUDNN_STATUS_NOT_SUPPORTED no engine",
-    ),
-    "the operator fails when it runs": Fault(_with(run=raises(RuntimeError("EXECUTION_FAILED"))), "EXECUTION_FAILED"),
 }
+"""What keeps cuDNN from running: a module, what stands in its place, and the reason."""
 
 
-@pytest.mark.parametrize(
-    ("name", "attention"),
-    [
-        pytest.param(name, attention, marks=[pytest.mark.matrix] * ((row + column) % 2))
-        for row, name in enumerate(FAULTS)
-        for column, attention in enumerate(("auto", "flashinfer_cudnn"))
-    ],
-)
-def test_a_fault_of_cudnn(
-    flashinfer: Flashinfer, stock_models: StockModels, monkeypatch: pytest.MonkeyPatch, name: str, attention: str
+@pytest.mark.parametrize("name", LACKING)
+def test_a_machine_without_cudnn(
+    flashinfer: Flashinfer, stock_models: StockModels, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    fault = FAULTS[name]
+    """`auto` takes another backend, naming the backend raises at once."""
+    module, found, reason = LACKING[name]
     model, expected = stock_models["qwen2_5_vl"]
-    tower = tower_of(model)
-    with monkeypatch.context() as broken:
-        fault.arrange(flashinfer, broken)
-        machine.reset()
-        if fault.is_early and attention != "auto":
-            with pytest.raises(BackendUnavailableError) as unavailable:
-                hf_vit_accel.patch(model, attention=attention)
-            assert fault.reason in str(unavailable.value) and "attention='auto'" in str(unavailable.value)
-            assert state_of(tower) is None
-            return
-        hf_vit_accel.patch(model, attention=attention)
-        for _ in range(3):
-            assert_close(run_tower(tower, GRID), expected)
-        status = status_of(model)
-        assert (status.calls, status.stock_calls) == (3, 0)
-        assert status.backends == {"full": "sdpa", "window": "sdpa"}
-        (rejection,) = status.rejected["full"]["flashinfer_cudnn"]
-        assert fault.reason in rejection and "flashinfer_cudnn" in str(status)
-        counts = [count for reason, count in status.fallbacks.items() if rejection in reason]
-        assert counts == ([] if fault.is_early else [3]) and len(counts) == len(status.fallbacks)
-        hf_vit_accel.patch(model, attention=attention, strict=True)
-        if fault.is_early:  # "auto" never chose the backend, so that nothing falls back
-            assert_close(run_tower(tower, GRID), expected)
-        else:
-            for _ in range(2):
-                with pytest.raises(FallbackError, match="flashinfer_cudnn failed when it ran") as strict:
-                    run_tower(tower, GRID)
-                assert fault.reason in str(strict.value)
-            assert not faults_of(model) and status_of(model).calls == 0
-        hf_vit_accel.patch(model, attention=attention)
-        run_tower(tower, GRID)
-    # The tower remembers the fault until it is patched again.
+    monkeypatch.setitem(sys.modules, module, found)
     machine.reset()
-    assert_close(run_tower(tower, GRID), expected)
-    assert status_of(model).backends["full"] == "sdpa"
-    hf_vit_accel.patch(model, attention=attention, strict=True)
-    assert_close(run_tower(tower, GRID), expected)
-    assert status_of(model).backends["full"] == "flashinfer_cudnn" and not status_of(model).fallbacks
+    with pytest.raises(BackendUnavailableError) as unavailable:
+        hf_vit_accel.patch(model, attention="flashinfer_cudnn")
+    assert reason in str(unavailable.value) and "attention='auto'" in str(unavailable.value)
+    assert state_of(tower_of(model)) is None
+    hf_vit_accel.patch(model, strict=True)
+    assert_close(run_tower(tower_of(model), GRID), expected)
+    status = status_of(model)
+    (rejection,) = status.rejected["full"]["flashinfer_cudnn"]
+    assert reason in rejection and "flashinfer_cudnn" in str(status)
+    assert status.backends == {"full": "sdpa", "window": "sdpa"} and not status.fallbacks
 
 
 @pytest.mark.parametrize("attention", ["auto", "flashinfer_cudnn"])
@@ -179,6 +109,14 @@ def _break_fp8(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     monkeypatch.setattr(cudnn_fp8, "cudnn_plan_for", lambda *args: SimpleNamespace(run=raises(error)))
 
 
+def _break_cudnn(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    monkeypatch.setattr(install_flashinfer(monkeypatch), "plan", raises(error))
+
+
+def _break_cudnn_at_run(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    monkeypatch.setattr(install_flashinfer(monkeypatch), "run", raises(error))
+
+
 @dataclass(frozen=True)
 class Broken:
     """A backend that fails when it runs."""
@@ -187,11 +125,14 @@ class Broken:
     break_backend: Callable[[pytest.MonkeyPatch, Exception], None]
     error: Exception
     ways: tuple[str, ...] = ("fast", "hooked", "gradients")  # the ways of calling that use the broken part
+    is_named: bool = True  # or `auto` chooses it
 
     @property
     def options(self) -> dict[str, Any]:
         """Arguments of `patch` that request the backend."""
-        return {"fp8": Fp8Config(min_seqlen=0)} if self.backend == FP8.name else {"attention": self.backend}
+        if self.backend == FP8.name:
+            return {"fp8": Fp8Config(min_seqlen=0)}
+        return {"attention": self.backend} if self.is_named else {}
 
     @property
     def is_differentiable(self) -> bool:
@@ -204,6 +145,12 @@ BROKEN: dict[str, Broken] = {
         "flash_attention_3", _break_fa3, ImportError("undefined symbol: _ZN2at4_ops5zeros4callE")
     ),
     "flex": Broken("flex", _break_flex, NotImplementedError("no lowering for this graph")),
+    "cuDNN, without a plan": Broken(
+        "flashinfer_cudnn", _break_cudnn, RuntimeError("CUDNN_STATUS_NOT_SUPPORTED no engine"), ("fast",)
+    ),
+    "cuDNN, chosen by auto": Broken(
+        "flashinfer_cudnn", _break_cudnn_at_run, RuntimeError("EXECUTION_FAILED"), ("fast", "hooked"), is_named=False
+    ),
     "FP8's attention": Broken(FP8.name, _break_fp8, RuntimeError("EXECUTION_FAILED"), ("fast",)),
 }
 """By the part that is broken."""
@@ -248,6 +195,13 @@ def test_a_backend_that_fails_when_it_runs(
         with pytest.raises(FallbackError, match="failed when it ran" if is_used else "gradients are required"):
             run()
         assert not faults_of(model)
+    hf_vit_accel.patch(model, **broken.options)
+    run()
+    monkeypatch.undo()
+    run()
+    assert faults_of(model) == ({broken.backend} if is_used else set()), "remembered until it is patched again"
+    hf_vit_accel.patch(model)
+    assert not faults_of(model)
 
 
 def test_a_gpu_that_cannot_be_asked_does_not_stop_a_cpu_tower(

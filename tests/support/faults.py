@@ -110,6 +110,11 @@ class Flashinfer:
 
 @pytest.fixture
 def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Flashinfer:
+    """Put a FlashInfer of plain torch behind the cuDNN backend."""
+    return install_flashinfer(monkeypatch)
+
+
+def install_flashinfer(monkeypatch: pytest.MonkeyPatch) -> Flashinfer:
     """Let the cuDNN backend find what it needs, and run on this machine in any dtype."""
     fake = Flashinfer()
     prefill = ModuleType(PREFILL)
