@@ -12,7 +12,6 @@ import re
 import shlex
 import subprocess
 import sys
-import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -277,16 +276,3 @@ def test_the_call_on_one_page_shows_lines_of_the_source() -> None:
         for line in filter(None, part.splitlines()):
             code = line.split("  # ")[0]
             assert code.strip() == "..." or code in source, f"{file}: {code}"
-
-
-def test_the_home_is_named_in_two_places() -> None:
-    """A fork, or the first release, changes it in pyproject.toml and in README's `git clone`, which must agree."""
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
-    if not listed:
-        pytest.skip("not a checkout")
-    home = "github.com/hf-vit-accel"
-    named = {file for file in listed if (ROOT / file).suffix in (".md", ".toml", ".yml", ".cff", ".py")}
-    named = {file for file in named if home in (ROOT / file).read_text(errors="ignore")} - {name(Path(__file__))}
-    assert named == {"pyproject.toml", "README.md"}
-    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
-    assert f"\ngit clone {urls['Homepage']} && cd " in README.read_text()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import zipfile
 from email.message import Message
 from email.parser import Parser
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -137,12 +135,6 @@ def test_version_changelog_and_citation_agree() -> None:
     assert citation["license"] == PROJECT["license"] and {"cff-version", "message", "title", "authors"} <= set(citation)
 
 
-def commands(workflow: Path) -> list[str]:
-    """Return the lines that a workflow's jobs run."""
-    jobs: dict[str, Any] = yaml.safe_load(workflow.read_text())["jobs"]
-    return [line for job in jobs.values() for step in job["steps"] for line in step.get("run", "").splitlines()]
-
-
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
 def test_workflows_are_bounded_and_may_do_little(workflow: Path) -> None:
     content = yaml.safe_load(workflow.read_text())
@@ -152,29 +144,3 @@ def test_workflows_are_bounded_and_may_do_little(workflow: Path) -> None:
         assert all(re.search(r"@(v\d+|release/v\d+)$", step["uses"]) for step in job["steps"] if "uses" in step)
         permissions = {"publish": {"id-token": "write"}, "report": {"issues": "write"}}.get(name)
         assert job.get("permissions") == permissions, name
-
-
-def test_workflows_run_what_exists() -> None:
-    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    used_targets = [line.split()[1] for path in WORKFLOWS for line in commands(path) if line.startswith("make ")]
-    assert set(used_targets) <= targets and {"lint", "docs", "dist", "gpu-test"} <= set(used_targets)
-
-
-def test_sessions_that_workflows_run_are_in_the_noxfile() -> None:
-    pytest.importorskip("nox", reason="the group `matrix` installs it")
-
-    def sessions(tag: str) -> set[str]:
-        command = [sys.executable, "-m", "nox", "--list", "--json", "--tags", tag]
-        process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-        return {session["session"] for session in json.loads(process.stdout)}
-
-    assert any("nox --list --json --tags ci" in line for line in commands(ROOT / ".github/workflows/tests.yml"))
-    workflow = ROOT / ".github/workflows/nightly.yml"
-    jobs = yaml.safe_load(workflow.read_text())["jobs"]
-    for job, argument in {"coming": "of", "versions": "transformers"}.items():
-        named = {f"{job}({argument}='{value}')" for value in jobs[job]["strategy"]["matrix"][argument]}
-        assert named == {session for session in sessions("nightly") if session.startswith(job)}
-    assert any("nox --list --json --session stacks" in line for line in commands(workflow))
-    assert {"coming", "versions", "stacks"} <= {session.partition("(")[0] for session in sessions("nightly")}
-    kinds = {session.partition("(")[0].partition("-")[0] for session in sessions("ci")}
-    assert kinds == {"transformers", "torch", "python", "oldest", "floors"}

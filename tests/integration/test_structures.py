@@ -40,11 +40,6 @@ class Structure:
     trains_pixels: bool
     frozen: tuple[str, ...]  # names of parts
 
-    @property
-    def deepstack(self) -> list[int]:
-        """Layers whose outputs are merged, also those without a block."""
-        return list(self.vision.get("deepstack_visual_indexes", []))
-
     def tower(self) -> nn.Module:
         """Build the stock tower."""
         tiny = replace(TINY[self.family], vision=TINY[self.family].vision | self.vision)
@@ -184,21 +179,3 @@ def test_a_random_structure_computes_what_stock_computes(
     check(copy.deepcopy(stock), structure, expected)
     share_small_calls(monkeypatch)
     run_on_ranks(check_on_rank, 2, tmp_path, copy.deepcopy(stock), structure, expected)
-
-
-def test_the_seeds_draw_every_kind_of_structure() -> None:
-    structures = [draw(seed) for seed in DRAWN]
-    in_passes = []
-    for structure in structures:
-        deepstack = structure.deepstack
-        reached = [layer for layer in deepstack if layer < structure.kept_blocks]
-        if structure.settings["max_rows"] and len(reached) not in (0, len(deepstack)):
-            in_passes.append(structure)
-    assert len(in_passes) >= 2, "passes with a deepstack layer that runs and one that has no block"
-    assert any(structure.deepstack != sorted(structure.deepstack) for structure in structures), (
-        "deepstack layers out of order"
-    )
-    assert any(structure.kept_blocks < structure.vision["depth"] for structure in structures)
-    assert any(structure.copied and structure.settings["reuse"] for structure in structures)
-    assert any(structure.trains_pixels for structure in structures)
-    assert any(structure.frozen for structure in structures)

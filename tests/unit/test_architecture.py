@@ -109,51 +109,6 @@ def test_what_users_call_is_documented_field_by_field() -> None:
             assert "Args:" in docstring, name
 
 
-def is_of_self(node: ast.Attribute) -> bool:
-    return isinstance(node.value, ast.Name) and node.value.id == "self"
-
-
-def private_names(path: Path) -> set[str]:
-    """Return the private names that a file defines: functions, classes, variables, attributes of `self`."""
-    names = set()
-    for node in nodes_of(path):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_of_self(node):
-            names.add(node.attr)
-    return {name for name in names if name.startswith("_") and not name.startswith("__") and name != "_"}
-
-
-def name_called(node: ast.Call) -> str:
-    """Return the last name of what is called."""
-    return str(getattr(node.func, "attr", getattr(node.func, "id", "")))
-
-
-def names_used_from_elsewhere(path: Path) -> set[str]:
-    """Return imported names, attributes of anything but `self`, and strings given to `setattr` and the like."""
-    names = set()
-    for node in nodes_of(path):
-        if isinstance(node, ast.Attribute) and not is_of_self(node):
-            names.add(node.attr)
-        elif isinstance(node, ast.ImportFrom):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.Call) and name_called(node).endswith("attr"):
-            constants = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
-            names |= {constant.rpartition(".")[2] for constant in constants if isinstance(constant, str)}
-    return names
-
-
-def test_private_names_are_used_by_unit_tests_alone() -> None:
-    private = set().union(*[private_names(path) for path in FILES])
-    assert {"_graphs", "_prefill_module", "_FAILURES", "_PROOFS"} <= private
-    other_tests = [path for path in TESTS.rglob("*.py") if TESTS / "unit" not in path.parents]
-    assert len(other_tests) > 20
-    used = {str(path.relative_to(TESTS)): names_used_from_elsewhere(path) & private for path in other_tests}
-    assert not {path: names for path, names in used.items() if names}
-
-
 def test_the_files_of_make_quick_are_there() -> None:
     [words] = re.findall(r"^QUICK := (.*)$", (TESTS.parent / "Makefile").read_text(), re.MULTILINE)
     assert all((TESTS.parent / f"tests/unit/test_{word}.py").is_file() for word in words.split())

@@ -92,13 +92,6 @@ def test_a_backend_that_fails_in_a_captured_step_is_disabled_and_another_is_capt
     assert str(graphs.last).startswith("replayed") and graphs.off is None and len(graphs.graphs) >= 4
 
 
-def test_large_calls_stay_eager(on_cpu: type[Recorder], model: nn.Module) -> None:
-    runner = patch(model, "auto")
-    runner.policy.thresholds = replace(runner.policy.thresholds, most_rows=47)
-    assert ways_of(model, [IMAGE] * 4) == ["eager"] * 4 and "keep the GPU busy" in last_call(model)
-    assert ways_of(model, [[(1, 4, 4)]] * 2) == ["eager", "replayed"]
-
-
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_named_backend_that_serves_one_layout_is_captured_when_a_shape_came_often(
     on_cpu: type[Recorder], monkeypatch: pytest.MonkeyPatch, model: nn.Module, strict: bool

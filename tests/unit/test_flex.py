@@ -18,8 +18,9 @@ from support.attention import HEADS, LAYOUTS, draw, exact, request, segments_of
 from support.cpu_graphs import SMALL, status_of
 from support.fused_parts import fuse_only
 from support.graphs import draw_grid, patch
+from support.patching import training_step
 from support.towers import alike, both_towers
-from tiny import assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
+from tiny import assert_close, pixels_for, relative_error, run_tower, tower_of
 from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
@@ -191,22 +192,14 @@ def stock_with_score_mod(model: nn.Module, run: Callable[[], Result]) -> Result:
         config._attn_implementation_internal = former
 
 
-def grads_of(tower: nn.Module) -> list[Tensor]:
-    for parameter in tower.parameters():
-        parameter.grad = None
-    pixels = pixels_for(tower, GRID).requires_grad_()
-    outputs = outputs_of(tower(pixels, grid_thw=torch.tensor(GRID)))
-    sum((x * torch.sin(torch.arange(x.numel(), dtype=x.dtype)).view(x.shape)).sum() for x in outputs).backward()  # type: ignore[union-attr]
-    return [pixels.grad, *(parameter.grad for parameter in tower.parameters() if parameter.grad is not None)]
-
-
 @pytest.mark.parametrize("attention", alike(STEEP, "flex"), ids=["score_mod", "plain"])
 @both_towers
 def test_gradients_of_a_tower(model: nn.Module, attention: str | FlexConfig) -> None:
     tower = tower_of(model)
-    expected = grads_of(tower) if attention == "flex" else stock_with_score_mod(model, lambda: grads_of(tower))
+    step = partial(training_step, tower, GRID)
+    expected = step() if attention == "flex" else stock_with_score_mod(model, step)
     hf_vit_accel.patch(model, attention=attention)
-    assert_close(grads_of(tower), expected, 1e-4)
+    assert_close(step(), expected, 1e-4)
     assert set(hf_vit_accel.status(model).towers[0].backends.values()) == {"flex"}
 
 

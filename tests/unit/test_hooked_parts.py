@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.patching import assert_fast
+from support.patching import assert_fast, training_step
 from support.towers import alike
 from tiny import GRIDS, TINY, assert_close, checkpoint_layers, outputs_of, pixels_for, run_tower, tower_of
 from torch import Tensor, nn
@@ -83,10 +83,7 @@ def test_gradients_through_hooks_are_stocks(tower: Any) -> None:
         for part in parts_of(each):
             part.register_full_backward_hook(lambda _, __, dout, seen=seen: seen.extend(tensors_in(dout)))
             part.register_full_backward_pre_hook(lambda _, dout, seen=seen: seen.extend(tensors_in(dout)))
-        pixels = pixels_for(each, GRID).requires_grad_()
-        outputs = outputs_of(each(pixels, grid_thw=torch.tensor(GRID)))
-        sum(output.square().mean() for output in outputs).backward()
-        results.append([*seen, pixels.grad, *(parameter.grad for parameter in each.parameters())])
+        results.append([*training_step(each, GRID), *seen])
     assert_close(results[1], results[0])
     assert_fast(tower, 1)
 
@@ -109,16 +106,6 @@ def both_of(tower: Any) -> tuple[Any, Any]:
     """Return the stock tower and the patched one."""
     stock = copy.deepcopy(tower)
     return stock, hf_vit_accel.patch(tower) and tower
-
-
-def gradients_of(tower: Any, grid: Any = GRID, *, of_pixels: bool = True, **options: Any) -> list[Any]:
-    """Return the outputs of a step, and the gradients of pixels and weights."""
-    pixels = pixels_for(tower, grid).requires_grad_(of_pixels)
-    output = tower(pixels, grid_thw=torch.tensor(grid), **options)
-    outputs = outputs_of(output)
-    sum(output.square().mean() for output in outputs).backward()
-    gradients = [pixels.grad, *(weight.grad for weight in tower.parameters())]
-    return [output.detach() for output in outputs] + [grad for grad in gradients if grad is not None]
 
 
 @pytest.mark.parametrize("name", ["cu_seqlens", "position_embeddings"])
@@ -151,7 +138,7 @@ def test_a_hooked_block_is_checkpointed_once(tower: Any, reentrant: bool) -> Non
         seen: list[Tensor] = []
         for module in (each.blocks[0], each.blocks[2], each.blocks[2].mlp):
             module.register_forward_hook(lambda _, __, output, seen=seen: seen.extend(tensors_in([output])))
-        results.append([*gradients_of(each), *seen])
+        results.append([*training_step(each, GRID), *seen])
     assert_close(results[1], results[0])
 
 
@@ -164,7 +151,9 @@ def test_a_steering_vector_learns_on_a_frozen_tower(tower: Any) -> None:
         weight = each.blocks[0].norm1.weight
         vector = torch.linspace(-1, 1, len(weight)).requires_grad_()
         each.blocks[0].register_forward_hook(lambda _, __, output, vector=vector: output + vector)
-        results.append([*gradients_of(each, of_pixels=False), vector.grad])
+        outputs = outputs_of(each(pixels_for(each, GRID), grid_thw=torch.tensor(GRID)))
+        sum(output.square().mean() for output in outputs).backward()
+        results.append([*(output.detach() for output in outputs), vector.grad])
     assert results[1][-1] is not None
     assert_close(results[1], results[0])
     assert_fast(tower, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 import os
 import subprocess
 import sys
@@ -146,22 +145,6 @@ def test_what_a_new_process_does() -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stdout.startswith("hf-vit-accel "), done.stderr[-3000:]
     assert done.stderr == "version printed\n"
-
-
-def test_after_an_import_that_failed_the_next_one_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "fails_first.py").write_text("import math\nif not hasattr(math, 'fails_never'): raise OSError")
-    calls: list[str] = []
-    after_import("fails_first", lambda: calls.append("called"))
-    with pytest.raises(OSError):
-        importlib.import_module("fails_first")
-    assert not calls
-    monkeypatch.setattr(math, "fails_never", True, raising=False)
-    module = importlib.import_module("fails_first")
-    assert calls == ["called"]
-    after_import("fails_first", lambda: calls.append("at once"))
-    importlib.reload(module)
-    assert calls == ["called", "at once"]
 
 
 class _AsksAll:

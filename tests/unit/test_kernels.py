@@ -202,19 +202,6 @@ def exact_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "_convert_float", convert)
 
 
-def test_scales_fit() -> None:
-    amax_3H = torch.tensor([[1.0, 448.0, 449.0, 3e-5], [7.0, 0.0, 2.0, 1e9], [448.0, 448.5, 0.0, 1e-30]])
-    scales_3H = fit(amax_3H)
-    mantissas, _ = torch.frexp(scales_3H)
-    assert (mantissas == 0.5).all()  # powers of two
-    assert (amax_3H * scales_3H <= LARGEST).all()
-    products_H = scales_3H[0] * scales_3H[1]
-    assert (products_H == products_H[0]).all()
-    assert scales_3H[2, :2].tolist() == [1.0, 0.5]
-    alone_3 = fit(torch.tensor([[448.0], [447.0], [225.0]]))[:, 0]
-    assert alone_3.tolist() == [1.0, 1.0, 1.0]
-
-
 def extremes() -> torch.Tensor:
     """Return amax (L, 3, H) in which any size stands beside any other."""
     sizes = torch.tensor([0.0, 1e-45, 1e-30, 1e-5, 1.0, 1e5, 1e16, 1e30, 3e38])

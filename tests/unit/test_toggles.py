@@ -13,9 +13,9 @@ import pytest
 import torch
 from support.cpu_graphs import SMALL, Recorder, status_of
 from support.graphs import Grid, patch
-from support.patching import assert_fast
+from support.patching import assert_fast, training_step
 from support.towers import NARROW, ONE_TOWER
-from tiny import TINY, assert_close, checkpoint_layers, merged_of, pixels_for, run_tower, tower_of
+from tiny import TINY, assert_close, checkpoint_layers, pixels_for, run_tower, tower_of
 
 import hf_vit_accel
 
@@ -24,14 +24,9 @@ ROUNDS = 4
 LINEARS = r".*visual.*\.(qkv|proj|fc1|linear_fc1|linear_fc2|up_proj|down_proj)"
 
 
-def train(model: Any, seed: int = 0) -> list[torch.Tensor]:
-    """Make a step of the tower alone; return the gradients of all parameters that have one."""
-    tower = tower_of(model)
-    model.zero_grad()
-    weight = tower.patch_embed.proj.weight
-    pixels = pixels_for(tower, GRID, seed, device=weight.device, dtype=weight.dtype)
-    merged_of(tower(pixels, grid_thw=torch.tensor(GRID, device=weight.device))).square().sum().backward()
-    return [parameter.grad for parameter in tower.parameters() if parameter.grad is not None]
+def train(model: Any, seed: int) -> list[torch.Tensor]:
+    """Make a step of the tower alone; return its outputs and gradients."""
+    return training_step(tower_of(model), GRID, pixels_for(tower_of(model), GRID, seed))
 
 
 def rollout_and_step(model: Any, seed: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
