@@ -24,7 +24,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from hf_vit_accel.decoding.ahead import can_run_ahead, running_ahead
 from hf_vit_accel.decoding.halves import depends_on_tokens_alone, halves_of, joined
 from hf_vit_accel.decoding.packed import CACHE, Arguments, PackedPrompt
-from hf_vit_accel.decoding.prefill import GroupedPrompt
+from hf_vit_accel.decoding.prefill import GroupedPrompt, check_features
 from hf_vit_accel.decoding.room import (
     Room,
     Size,
@@ -56,6 +56,7 @@ _PROVEN_ROWS = 8
 """Rows of a new step that stock computes, too: its step copies keys and values of all its rows several times."""
 _MOST_PROOFS = 32
 """Proofs of packed prompts that are remembered: their keys name every weight."""
+_NOT_PACKED = "a prompt that did not run in our layers"
 _RESERVE = 128
 """Slots for tokens to come that a new cache has at least. Where it is full, a larger one takes over."""
 
@@ -97,13 +98,14 @@ def graphed_decoding(
         halve: Decode half the rows of a greedy call at a time where memory runs out. False raises, for programs that
             make their own batches smaller.
         features: What `model.get_image_features(..., return_dict=True)` returned for all images of the call, as
-            `{"image": output}`; of videos likewise. A prompt that runs in our layers takes them, and any other encodes
-            the pixels again, as for `num_return_sequences`. `generate` of newer transformers has `mm_encoder_outputs`
-            for that.
+            `{"image": output}`; of videos likewise. A prompt that runs in our layers takes them. Any other encodes the
+            pixels again, as for `num_return_sequences`, and `status` counts the reasons. `generate` of newer
+            transformers has `mm_encoder_outputs` for that.
 
     Raises:
         ValueError: If transformers decodes such a call by code from the Hub, or a streamer meets beams. Also if
-            `max_graphs` or `max_bytes` is no count, and for an option of `generate` or a misspelt one.
+            `max_graphs` or `max_bytes` is no count, for `features` that are not this model's, and for an option of
+            `generate` or a misspelt one.
 
     Example:
         ```python
@@ -120,6 +122,8 @@ def graphed_decoding(
     if unknown:  # transformers' loop takes any keyword, and reads none of these
         options = "streamer, synced_gpus, max_graphs, max_bytes, halve, features"
         raise ValueError(f"unknown option {unknown[0]!r}: pass it to generate. graphed_decoding has {options}.")
+    if features is not None:
+        check_features(model, features)
     streamer = of_generate.get("streamer") if streamer is None else streamer
     if streamer is not None:
         if "beam" in mode.value:
@@ -147,6 +151,7 @@ def graphed_decoding(
             return _decode_by_steps(model, method, input_ids, arguments | {"streamer": streamer}, features, is_simple)
     except UnservedError as error:
         steps.stock_reasons[str(error)] += 1
+        steps.encoded_again.update([_NOT_PACKED] if features else [])
     except torch.OutOfMemoryError as error:
         # A penalty of repetitions may hold the length of every row's prompt.
         is_penalised = RepetitionPenaltyLogitsProcessor in map(type, logits_processor)
@@ -158,6 +163,7 @@ def graphed_decoding(
         if not halves:
             raise
         of_call = logits_processor, stopping_criteria, generation_config
+        steps.encoded_again.update(["half of the rows at a time"] if features else [])
         outputs = [
             graphed_decoding(model, half.pop("input_ids"), *of_call, max_graphs=max_graphs, max_bytes=max_bytes, **half)
             for half in halves
@@ -234,6 +240,7 @@ class _ModelInLoop:
         self._max_length = max_length
         self._due = max_length - columns - 1  # after the first token
         self._features = features
+        self._why_encoded_again = [_NOT_PACKED] if features else []
         self._room: Room | None = None  # a new one that holds the prompt
         self._reading: Reading | None = None  # since the prompt
         self._key: Hashable = None
@@ -279,6 +286,8 @@ class _ModelInLoop:
                 if self._reason is None and (packed is not None or len(prompt.groups) > 1):
                     if len(prompt.groups) > 1:
                         self._steps.groups += len(prompt.groups)
+                    if packed is not None:
+                        self._why_encoded_again = prompt.why_encoded_again()
                     return prompt.run(self._room_for, packed)
             return self._model(**inputs, return_dict=True)
         return self._model._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=is_first_iteration)
@@ -428,6 +437,7 @@ class _ModelInLoop:
             self._steps.decoded += 1
         else:
             self._steps.stock_reasons[self._reason] += 1
+        self._steps.encoded_again.update(self._why_encoded_again)
         if self._step is not None and not isinstance(output, Tensor):
             self._step.store(output[CACHE], is_kept=True)
         return output

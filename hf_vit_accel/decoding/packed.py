@@ -93,7 +93,7 @@ class PackedRows:
         if is_picture_GC is not None and of_layers is not None:
             is_kept = self.is_token_GC[is_picture_GC]
             pictures = is_picture_GC[self.rows_T, self.columns_T].nonzero()[:, 0]
-            of_tokens = pictures, [of_layer[is_kept] for of_layer in of_layers]
+            of_tokens = pictures, [of_layer.to(is_kept.device)[is_kept] for of_layer in of_layers]
         hidden_1TE = embeds_GCE[self.rows_T, self.columns_T][None]
         positions = positions if reading.declared.has_mrope else positions[0]
         return run_layers(reading, hidden_1TE, positions, self.attend, deepstack=of_tokens, **options)

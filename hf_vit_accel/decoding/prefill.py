@@ -58,6 +58,30 @@ _MODALITIES = {
 _PER_PICTURE = {name for names in _MODALITIES.values() for name in (names.grid, names.pixels, *names.others)}
 
 
+def check_features(model: Model, features: Mapping[str, Any]) -> None:
+    """Raise ValueError for features that no call of this model takes. Another dtype or device is no error."""
+    is_named = isinstance(features, Mapping) and features.keys() <= _MODALITIES.keys()
+    if not is_named or any(getattr(output, "pooler_output", None) is None for output in features.values()):
+        given = {name: type(x).__name__ for name, x in features.items()} if isinstance(features, Mapping) else features
+        raise ValueError(
+            f'expected features as {{"image": output}}, {{"video": output}} or both, got {given}: pass what '
+            "model.get_image_features(..., return_dict=True) returned, or get_video_features."
+        )
+    width = model.config.get_text_config().hidden_size
+    indexes = getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None) or ()
+    for modality, output in features.items():
+        layers = output.get("deepstack_features") or ()
+        widths = set()
+        for of_layer in (output.pooler_output, *layers):
+            tensors = [of_layer] if isinstance(of_layer, Tensor) else of_layer
+            widths.update(tensor.shape[-1] for tensor in tensors)
+        if widths - {width} or len(layers) != len(indexes):
+            raise ValueError(
+                f"expected features of width {width} and of {len(indexes)} deepstack layers for {modality}s, got "
+                f"{sorted(widths)} and {len(layers)}: encode them with the model that decodes."
+            )
+
+
 def _output_of(output: Any, pictures: Sequence[int]) -> Any:
     """Return an output with the features of some pictures, in the form that they have."""
     fields: Arguments = {"pooler_output": [output.pooler_output[index] for index in pictures]}
@@ -292,12 +316,29 @@ class GroupedPrompt:
     def _pictures_of(self, modality: str, rows: Sequence[int]) -> list[int]:
         return [index for row in rows for index in self._pictures[modality][row]]
 
+    def why_encoded_again(self) -> list[str]:
+        """Report which of the given features packed groups do not take."""
+        reasons = []
+        for modality, output in self._encoded.items():
+            if self._features_of(modality) is not None:
+                reasons.append(f"generate encodes {modality}s itself, and takes mm_encoder_outputs")
+            elif modality not in self._patches:
+                reasons.append(f"features of {modality}s, of which the call has none")
+            elif not self._fits(modality, output):
+                count = len(output.pooler_output)
+                reasons.append(f"features of {count} {modality}s do not fit the call's {len(self._patches[modality])}")
+        return reasons
+
+    def _fits(self, modality: str, output: Any) -> bool:
+        is_per_picture = isinstance(output.pooler_output, list | tuple)
+        return is_per_picture and [len(picture) for picture in output.pooler_output] == self._tokens(modality)
+
     def _encoded_of(self, rows: Sequence[int]) -> dict[str, Any]:
         """Return the features of some rows that are encoded already, by modality, unless they are of another call."""
         encoded = {}
         for modality in self._encoded.keys() & self._patches.keys():
             output = self._encoded[modality]
-            if [len(picture) for picture in output.pooler_output] == self._tokens(modality):
+            if self._fits(modality, output):
                 encoded[modality] = _output_of(output, self._pictures_of(modality, rows))
         return encoded
 

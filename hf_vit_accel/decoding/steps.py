@@ -31,7 +31,7 @@ def spare_bytes(device: torch.device) -> int:
 class DecodeSteps:
     """The steps of one model that were proven, those used last at the end.
 
-    For `status`: calls by steps, and reasons of calls by stock and of new steps.
+    For `status`: calls by steps, and reasons of calls by stock, of new steps, and of given features that were not taken.
     """
 
     def __init__(self) -> None:
@@ -41,6 +41,7 @@ class DecodeSteps:
         self.padded_reasons: dict[Hashable, str] = {}  # why stock's text model runs a prompt; empty where ours does
         self.stock_reasons: Counter[str] = Counter()
         self.captures: Counter[str] = Counter()
+        self.encoded_again: Counter[str] = Counter()
         self._last_captured: Reading | None = None
         self.refusals: dict[Hashable, str] = {}
         self.kept: OrderedDict[Hashable, DecodeStep] = OrderedDict()
@@ -116,7 +117,8 @@ class DecodeSteps:
             text += f", prompts in {self.groups} groups"
             padded = dict.fromkeys(reason for reason in self.padded_reasons.values() if reason)
             text += f" (padded: {'; '.join(padded)})" if padded else ""
-        for label, reasons in (("captured", self.captures), ("by stock", self.stock_reasons)):
+        counted = ("captured", self.captures), ("by stock", self.stock_reasons), ("encoded again", self.encoded_again)
+        for label, reasons in counted:
             counts = "; ".join(f"{count} x {why}" for why, count in reasons.items())
             text += f", {reasons.total()} {label} ({counts})" if reasons else ""
         return text

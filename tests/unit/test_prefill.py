@@ -6,6 +6,7 @@ import functools
 import gc
 import itertools
 import random
+import re
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -234,17 +235,58 @@ def test_pictures_whose_features_are_given_are_not_encoded_again(family: str) ->
 
 
 def test_features_that_do_not_fit_a_call_are_not_taken() -> None:
-    """They are of other pictures, or of every row once, and `generate` repeats the rows."""
+    """They are of other pictures, or of every row once, and `generate` repeats the rows. `status` says so."""
     model = MODELS["qwen3_vl"].build()
     model._supports_mm_encoder_outputs = lambda: False
     inputs = ragged(model, 30, 40, 50)
     of_few = features_of(model, ragged(model, 30, 40))
-    for features, rows in ((of_few, 1), (features_of(model, inputs), 2), (of_few, 1)):
+    of_all = features_of(model, inputs)
+    for features, rows in ((of_few, 1), (of_all, 2), (of_few, 1), ({"video": of_all["image"]}, 1)):
         options = dict(max_new_tokens=9, num_return_sequences=rows, do_sample=True, top_k=1)
         decode = functools.partial(graphed_decoding, features=features)
         ours = model.generate(**inputs, **options, custom_generate=decode)
         assert torch.equal(ours, model.generate(**inputs, **options))
     assert list(steps_of(model).padded_reasons.values()) == [""]
+    assert steps_of(model).encoded_again == {
+        "features of 2 images do not fit the call's 3": 2,
+        "features of 3 images do not fit the call's 6": 1,
+        "features of videos, of which the call has none": 1,
+    }
+    assert "4 encoded again (2 x features of 2 images" in str(status(model))
+
+
+def test_prompts_that_take_no_features_are_counted() -> None:
+    """Beams are stock's, and `generate` of newer transformers encodes pictures before the prompt."""
+    model = MODELS["qwen3_vl"].build()
+    inputs = ragged(model, 30, 40, 50)
+    decode = functools.partial(graphed_decoding, features=features_of(model, inputs))
+    encodes_before = getattr(model, "_supports_mm_encoder_outputs", lambda: False)()
+    for beams in (2, 1):
+        options = dict(max_new_tokens=9, num_beams=beams)
+        ours = model.generate(**inputs, **options, custom_generate=decode)
+        assert torch.equal(ours, model.generate(**inputs, **options))
+    expected = {"a prompt that did not run in our layers": 1}
+    if encodes_before:
+        expected["generate encodes images itself, and takes mm_encoder_outputs"] = 1
+    assert steps_of(model).encoded_again == expected
+
+
+def test_features_of_another_model_are_errors() -> None:
+    model = MODELS["qwen3_vl"].build()
+    inputs = ragged(model, 30, 40)
+    output = features_of(model, inputs)["image"]
+    wide = [torch.cat([picture, picture], dim=1) for picture in output.pooler_output]
+    layers = output.deepstack_features
+    for features, what in (
+        ({"images": output}, "got {'images': "),
+        (output, "got {'last_hidden_state': "),
+        ({"image": None}, "got {'image': 'NoneType'}"),
+        (output.pooler_output, "expected features as"),
+        ({"image": type(output)(pooler_output=wide, deepstack_features=layers)}, "expected features of width 32"),
+        ({"image": type(output)(pooler_output=output.pooler_output)}, "2 deepstack layers"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(what)):
+            model.generate(**inputs, custom_generate=functools.partial(graphed_decoding, features=features))
 
 
 def test_indices_are_on_the_host_whatever_the_default_device() -> None:
@@ -351,9 +393,11 @@ def test_a_call_whose_cache_does_not_fit_is_halved(family: str, most: int, monke
         inputs = batch(model, random.Random(seed), 9, right=seed == 1)
         options = dict(eos_token_id=list(range(3, 50, 4)), pad_token_id=2, no_repeat_ngram_size=3)
         options |= dict(suppress_tokens=[9], bad_words_ids=[[5], [7, 8]])
-        both(model, inputs, max_new_tokens=9, **options)
+        decode = functools.partial(graphed_decoding, features=features_of(model, inputs))
+        both(model, inputs, max_new_tokens=9, custom_generate=decode, **options)
     assert min(sizes) <= most and counts_of(model).static_calls > 4
     assert set(counts_of(model).reasons) <= {"memory ran out"}, "of the step of a short prompt, which is no group"
+    assert steps_of(model).encoded_again["half of the rows at a time"] == 2
 
 
 @pytest.mark.parametrize(
