@@ -124,14 +124,11 @@ def balance(tower: nn.Module, grid: Grid, count: int) -> dict[str, float]:
     """
     family = family_of_tower(tower)
     parts = family.parts(tower)
-    clips = family.geometry(tower).clips
     full = sum(parts.full(index) for index in range(len(parts.blocks))) / len(parts.blocks)
-    shares = split(tuple(grid), count, clips=clips, full=full)
+    shares = split(tuple(grid), count, full=full)
     costs = []
     for share_of_rank in shares:
-        pieces = [(grid[piece.image], piece.frames) for piece in share_of_rank]
-        frames = [(h * w * count, 1) if clips else (h * w, count) for (_, h, w), count in pieces]
-        costs.append(sum(count * cost(rows, full) for rows, count in frames))
+        costs.append(sum(piece.frames * cost(piece.height * piece.width, full) for piece in share_of_rank))
     rank = dist.get_rank()
     share = list(Assignment(tuple(grid), shares).grid_of(rank)) if rank < count else []
     pixels = draw_pixels(tower, share, 0) if share else None

@@ -23,7 +23,7 @@ import hf_vit_accel
 from hf_vit_accel.families.base import named_tensors
 from hf_vit_accel.options.passes import AUTO_ROWS, cut
 from hf_vit_accel.tools.bench.measure import draw_pixels
-from hf_vit_accel.tools.bench.towers import build_tower, family_of_tower
+from hf_vit_accel.tools.bench.towers import build_tower
 
 SIZES = (None, 16384, 28672, AUTO_ROWS, 50688, 65536)
 """The values of `max_rows`; None for one pass."""
@@ -76,7 +76,6 @@ def compare_sizes(model: str, tower: nn.Module, pixels: torch.Tensor, grid: torc
     Raises:
         AssertionError: if the outputs differ by more than rounding
     """
-    clips = family_of_tower(tower).geometry(tower).clips
     videos = tuple(tuple(video) for video in grid.tolist())
     rows: list[Row] = []
     expected: list[torch.Tensor] = []
@@ -87,7 +86,7 @@ def compare_sizes(model: str, tower: nn.Module, pixels: torch.Tensor, grid: torc
         expected = expected or [output.clone() for output in outputs]
         row: Row = dict(model=model, max_rows=size, beyond_gb=beyond, error=largest_error(outputs, expected))
         del outputs
-        passes = cut(videos, size or len(pixels), clips=clips)
+        passes = cut(videos, size or len(pixels))
         row["frames"] = [sum(t for t, _, _ in videos_of_pass) for videos_of_pass in passes]
         assert row["error"] < 1e-2, row
         rows.append(row)

@@ -156,11 +156,7 @@ def _checked_holders(model: nn.Module, every_rank: bool) -> list[nn.Module]:
 
 
 def _prepare(path: str, tower: Tower, family: Family, settings: Settings) -> tuple[Tower, TowerState, str | None]:
-    """Check that a tower can be patched, without changing it.
-
-    Returns:
-        The tower, its new state and the attention name for its config.
-    """
+    """Check that a tower can be patched; return it, unchanged, its new state, and the attention name for its config."""
     backend = asked_for(settings)
     if backend is not None and not family.attention_only:
         backend.check(settings, family.name, family.parts(tower), path)

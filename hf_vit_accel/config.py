@@ -129,12 +129,7 @@ class Amax:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Amax:
-        """Read a file of `save`.
-
-        Raises:
-            ValueError: the file has another format.
-            FileNotFoundError: there is no file.
-        """
+        """Read a file of `save`; ValueError for one of another format."""
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
             if (content["format"], content["version"]) != (_FORMAT, _VERSION):
@@ -293,14 +288,7 @@ def _unpickled(default: bool) -> Ranks | None:
 
 
 def ranks_of(data_parallel: object) -> Ranks | None:
-    """Return the ranks that `patch(data_parallel=...)` means; None for no other rank than this one.
-
-    Args:
-        data_parallel: False, True, a process group or a device mesh of one dimension.
-
-    Raises:
-        ValueError: If there is no such group.
-    """
+    """Return the ranks that `patch(data_parallel=...)` means; None for no other rank than this one."""
     if data_parallel is False:
         return None
     expected = "expected data_parallel to be False, True, a process group or a device mesh of one dimension"

@@ -39,7 +39,7 @@ class Geometry:
         table: Entries of the square table of learned positions, along one side; None without such a table.
         taps: Table entries that are blended along one side: 2 (bilinear) or 4 (bicubic).
         align_corners: Whether the corners of the table lie on the corner patches of a frame.
-        clips: Whether all frames of a grid entry attend to each other.
+        clips: Whether all frames of a grid entry attend to each other. (Options cut no call of such a tower.)
         class_tokens: Rows in front of every segment that are no patches.
         quarters: Whether a merger between two layers makes one row of every four. Later layers attend to those.
     """
@@ -134,12 +134,9 @@ class VisionMetadata:
 
 
 def build(grid: Grid, geometry: Geometry) -> VisionMetadata:
-    """Compute the sequence metadata of a checked grid.
+    """Compute the sequence metadata of a grid whose heights and widths are multiples of `geometry.merge`.
 
     Frames of equal size share their arrays, which are computed once per distinct (height, width).
-
-    Args:
-        grid: (frames, height, width) in patches; height and width are multiples of `geometry.merge`.
     """
     merge = geometry.merge
     t_F, h_F, w_F = np.array(grid, dtype=np.int64).T
@@ -200,11 +197,7 @@ def _window_layout(frames: list[tuple[int, int]], merge: int, side: int) -> tupl
 
 
 def _windows(h: int, w: int, side: int) -> tuple[Array, Array]:
-    """Cut one frame of h x w merged tokens into windows.
-
-    Returns:
-        The tokens of the frame in window order (h * w, int64), and the tokens per window.
-    """
+    """Return the h x w merged tokens of a frame in the order of its windows, int64, and the tokens per window."""
     row, column = np.divmod(np.arange(h * w, dtype=np.int64), w)
     window = row // side * -(-w // side) + column // side
     return np.argsort(window, kind="stable"), np.bincount(window)

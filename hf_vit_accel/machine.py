@@ -126,10 +126,8 @@ _INHERITED: list[object] = []
 def keep_in_children(owner: object) -> None:
     """Keep the owner of CUDA graphs or events alive in forked processes, such as a data loader's workers.
 
-    Destroying a graph or an event there aborts the process, and the garbage collector may do so at any time.
-
-    Args:
-        owner: An object of a Python class. torch's events leave weak references to them dangling.
+    Destroying a graph or an event there aborts the process, and the garbage collector may do so at any time. The owner
+    is an object of a Python class: torch's events leave weak references to them dangling.
     """
     _OWNERS[id(owner)] = owner
 

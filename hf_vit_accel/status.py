@@ -347,13 +347,9 @@ def _report_of_option(spec: Spec | None, choices: Mapping[LayerKind, Choice]) ->
 def towers_of(
     model: nn.Module, like: Mapping[str, str] | None = None, *, or_decoded: bool = False
 ) -> list[tuple[str, Tower, Family]]:
-    """Return (path, tower, family) of every supported tower in a model.
+    """Return (path, tower, family) of every supported tower in a model; ValueError for a model without one.
 
-    Args:
-        or_decoded: Whether a model without a tower will do if `graphed_decoding` was called for it.
-
-    Raises:
-        ValueError: If the model is no torch module or has no supported tower, or if `like` does not fit it.
+    `or_decoded`: a model without a tower will do if `graphed_decoding` was called for it.
     """
     if not isinstance(model, nn.Module):
         loaded = "its `model`" if isinstance(getattr(model, "model", None), nn.Module) else "the loaded model"

@@ -269,9 +269,6 @@ def resolve(
 
     Full layers use the backend that an option asks for where it can run them, and is faster. If the layout is unknown,
     only reasons against it are listed. Backends that failed when they ran are not chosen again.
-
-    Raises:
-        BackendUnavailableError: If a `score_mod` is given and no backend can apply it to this request.
     """
     rule = next(rule for rule in AUTO if rule.matches(request))
     by_option = FP8 if request.kept is not None and request.kind == "full" else None

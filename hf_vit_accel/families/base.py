@@ -138,9 +138,8 @@ def _names_of_qkv(attention: Part) -> tuple[str, ...]:
 def qwen_parts(tower: Tower, **other_parts: Any) -> Parts:
     """Describe a tower by the names in Qwen's towers, which most other families use, too.
 
-    Args:
-        other_parts: Fields of `Parts` that this family has beside Qwen's, or that replace one. The tower still needs
-            `patch_embed`, `rotary_pos_emb` and `blocks`.
+    `other_parts` are added to Qwen's, or replace one. The tower still needs `patch_embed`, `rotary_pos_emb` and
+    `blocks`.
     """
     indexes = getattr(tower, "deepstack_visual_indexes", ())
     full_layers = getattr(tower, "fullatt_block_indexes", None)
@@ -164,9 +163,6 @@ def _reached_mergers(depth: int, indexes: Sequence[int], mergers: Sequence[nn.Mo
 
     An index without a block is never reached, as after an early exit or under a smaller `depth`. The first of two equal
     indexes decides which merger runs, as in transformers.
-
-    Raises:
-        ValueError: a layer is listed that has no merger.
     """
     merger_indices = {layer: indexes.index(layer) for layer in range(depth) if layer in indexes}
     if max(merger_indices.values(), default=-1) >= len(mergers):

@@ -126,8 +126,7 @@ def uninstall(model: nn.Module) -> ModelState | None:
 def follow_name(model: nn.Module, is_fast: bool) -> None:
     """Install our methods where a model is loaded by one of our names, or take them off if it gets another.
 
-    Args:
-        model: A model of a composite. Under construction it has no modules yet: they come later.
+    A model of a composite that is under construction has no modules yet: they come later.
     """
     models = [model] if is_model(type(model)) else []
     models += [holder for _, holder in holders_of(model)] if vars(model).get("_modules") else []
@@ -278,8 +277,7 @@ def _placeholder_mask(model: Model, state: ModelState, stock: StockMethod, argum
 def _features(model: Model, state: ModelState, stock: StockMethod, arguments: Arguments) -> Result:
     """Return features that this forward has encoded already, or encode them with the grid on the host.
 
-    Returns:
-        None if the grid on the host would be seen by code of others.
+    None if the grid on the host would be seen by code of others.
     """
     pixels_name, grid_name = parameters_of(stock)[:2]
     _refuse_bytes(model, arguments)

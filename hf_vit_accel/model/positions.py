@@ -18,13 +18,9 @@ _NAMES = ("input_ids", "mm_token_type_ids", "attention_mask", "image_grid_thw")
 
 
 def image_positions(arguments: Arguments, merge: int) -> tuple[Tensor, Tensor] | None:
-    """Return position ids (3, B, S) and rope deltas (B, 1), computed at once for all samples.
+    """Return position ids (3, B, S) and rope deltas (B, 1), computed at once for all samples, of `get_rope_index`.
 
-    Args:
-        arguments: Of `get_rope_index`, on the host.
-
-    Returns:
-        None for a batch with other arguments, with videos, or whose runs of tokens do not fit their images.
+    None for a batch with other arguments, with videos, or whose runs of tokens do not fit their images.
     """
     ids, kinds, mask, grid = [arguments.get(name) for name in _NAMES]
     others = [name for name, value in arguments.items() if name.endswith("grid_thw") and value is not None]

@@ -320,11 +320,7 @@ def _rope_gather_kernel(
 
 
 def rope_gather_back(parts_BHLD: tuple[Tensor, ...], cos_TD: Tensor, sin_TD: Tensor, out_T3HD: Tensor) -> Tensor:
-    """Rotate the gradients of rotated q and k back, and pack them with v's: T rows of B segments, L rows each.
-
-    Args:
-        parts_BHLD: dq, dk and dv, (B, H, L, D), with any strides.
-    """
+    """Rotate dq and dk back, and pack them with dv: (B, H, L, D) each, with any strides, to T = B L rows."""
     if len({part.stride() for part in parts_BHLD}) > 1 or parts_BHLD[0].stride(3) != 1:
         parts_BHLD = tuple(part.contiguous() for part in parts_BHLD)
     batch, heads, length, dim = parts_BHLD[0].shape

@@ -174,12 +174,9 @@ def linear_swiglu_reference(
     *,
     limit: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute what the last product of a SwiGLU MLP takes, with zeros beyond F.
+    """Compute what the last product of a SwiGLU MLP takes: its rows (T, G) and its weight (E, G), zeros beyond F.
 
     Rounding happens once, at the end (stock rounds both products, silu and the result).
-
-    Returns:
-        The SwiGLU's result, (T, G), and the last product's weight, (E, G).
     """
     wide = torch.promote_types(x_TE.dtype, torch.float32)
     gate_TF, up_TF = (

@@ -95,12 +95,8 @@ def reasons_mixing(
 ) -> list[str]:
     """Return why all rows of a call must be encoded together: a sentence about the first module that may mix rows.
 
-    Args:
-        proven: the classes that the proof of the tower has run.
-        patches: the modules that get patches or merge blocks as a batch of images.
-        class_of: returns the class that a module was written as, where a wrapper has given it another.
-        trusted: proven classes of a copy's own code, and modules that are proven by themselves.
-        row_wise: the ids of the modules that a trial has found to treat each row by itself.
+    `patches` get patches or merge blocks as a batch of images. `class_of` returns the class that a module was written
+    as. `row_wise` holds the ids of modules that a trial has found to treat each row by itself.
     """
     of_patches = {id(module) for part in patches if part is not None for module in part.modules()}
     for module in modules:

@@ -122,8 +122,7 @@ class Sharing:
     def _assignment(self, plan: FastPlan, grid: Grid) -> Assignment:
         """Split a grid among the ranks."""
         full_layers = plan.reading.full_layers
-        clips = plan.reading.geometry.clips
-        return Assignment(grid, split(grid, self._ranks.size, clips=clips, full=sum(full_layers) / len(full_layers)))
+        return Assignment(grid, split(grid, self._ranks.size, full=sum(full_layers) / len(full_layers)))
 
     def _reasons_against(self, plan: FastPlan) -> list[str]:
         """Return reasons not to share a call; identical on every rank."""

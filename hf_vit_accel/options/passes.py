@@ -1,8 +1,8 @@
 """Encode a batch in one pass, replayed from a CUDA graph or eagerly; or split a long one, to bound peak memory.
 
-Every option wraps `OnePass`, and it knows none. Attention never crosses a frame (in a geometry of clips: a video), and
-nothing else crosses a merged token.
-So a call is cut between frames, and every pass computes what one forward does, on fewer rows. A frame is never cut.
+Every option wraps `OnePass`, and it knows none. Attention never crosses a frame, and nothing else crosses a merged
+token. So a call is cut between frames, and every pass computes what one forward does, on fewer rows. A frame is never
+cut.
 
 `T` packed patch rows, `P` pixels of a patch, `E` width.
 """
@@ -99,12 +99,12 @@ class OnePass:
 
 
 @lru_cache(maxsize=128)
-def cut(grid: Grid, max_rows: int, *, clips: bool) -> tuple[Grid, ...]:
+def cut(grid: Grid, max_rows: int) -> tuple[Grid, ...]:
     """Cut a call into as few passes as possible, in order. The longest is as short as it can be.
 
     All passes of one long video but the last are equal, so that they share routes. Only a frame of more rows is longer.
     """
-    units = units_of(grid, clips=clips)
+    units = units_of(grid)
     most = min(max_rows, rows_of(grid))
     fewest = len(_filled(units, most))
     least = bisect_left(range(most), True, key=lambda rows: len(_filled(units, rows)) == fewest)
@@ -178,7 +178,7 @@ class InPasses:
 
     def _encode_passes(self, batch: Batch, most_rows: int) -> list[Tensor]:
         """Return the joined outputs of all passes. With gradients, each is encoded again in the backward."""
-        grids = cut(batch.grid, most_rows, clips=batch.plan.reading.geometry.clips)
+        grids = cut(batch.grid, most_rows)
         if len(grids) == 1:  # a frame is never cut
             return self._encode(batch)
         if batch.plan.spec.request.grad:
@@ -215,10 +215,9 @@ class InPasses:
         grad = plan.spec.request.grad
         if grad in self.rows_after_oom or reasons_not_cut(plan):
             return False
-        clips = plan.reading.geometry.clips
-        longest = max(cut(batch.grid, most_rows, clips=clips), key=rows_of)
+        longest = max(cut(batch.grid, most_rows), key=rows_of)
         half = (rows_of(longest) if most_rows == NO_LIMIT else most_rows) // 2
-        if len(cut(longest, half, clips=clips)) == 1:
+        if len(cut(longest, half)) == 1:
             return False  # a frame that alone is too large
         self.rows_after_oom[grad] = half
         self._drop_graphs()

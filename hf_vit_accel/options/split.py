@@ -37,13 +37,9 @@ class Piece:
         return self.frames * self.height * self.width
 
 
-def units_of(grid: Grid, *, clips: bool) -> list[Piece]:
-    """Return the frames of a call, one by one; those of a video together if all frames of it attend to each other."""
-    units = []
-    for image, (t, h, w) in enumerate(grid):
-        frames = t if clips else 1
-        units += [Piece(image, first, frames, h, w) for first in range(0, t, frames)]
-    return units
+def units_of(grid: Grid) -> list[Piece]:
+    """Return the frames of a call, one by one. No frame attends to another in a tower whose calls are cut."""
+    return [Piece(image, frame, 1, h, w) for image, (t, h, w) in enumerate(grid) for frame in range(t)]
 
 
 def joined(units: Sequence[Piece]) -> tuple[Piece, ...]:
@@ -72,14 +68,14 @@ def cost(rows: int, full: float) -> float:
 
 
 @lru_cache(maxsize=128)
-def split(grid: Grid, ranks: int, *, clips: bool, full: float) -> Split:
+def split(grid: Grid, ranks: int, *, full: float) -> Split:
     """Assign frames to ranks, the costliest first, each to the rank with the least load (LPT, Graham 1969).
 
     Frames of equal cost are interchangeable, so each rank gets consecutive ones: few pieces, which share a layout.
     `full` is the part of layers that attend within whole frames.
     """
     units: dict[float, list[Piece]] = {}
-    for unit in units_of(grid, clips=clips):
+    for unit in units_of(grid):
         units.setdefault(cost(unit.rows, full), []).append(unit)
     loads = [(0.0, rank) for rank in range(ranks)]  # a heap
     shares: list[list[Piece]] = [[] for _ in range(ranks)]

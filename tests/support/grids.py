@@ -15,6 +15,6 @@ def drawn(generator: random.Random) -> list[Entry]:
     return [(generator.choice((1, 1, 2, 5)), generator.choice(sizes), generator.choice(sizes)) for _ in range(count)]
 
 
-def frames_of(grid: Iterable[Entry], *, clips: bool = False) -> list[Entry]:
-    """Return the parts of a grid that stay in one piece, in order: its frames, or complete videos with `clips`."""
-    return list(grid) if clips else [(1, h, w) for t, h, w in grid for _ in range(t)]
+def frames_of(grid: Iterable[Entry]) -> list[Entry]:
+    """Return the frames of a grid, which stay in one piece, in order."""
+    return [(1, h, w) for t, h, w in grid for _ in range(t)]

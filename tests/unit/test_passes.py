@@ -45,16 +45,15 @@ VIDEO: Grid = [(1, 4, 6), (7, 4, 4), (1, 2, 18)]
 # --- where a call is cut ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("clips", [False, True])
-def test_passes_hold_all_frames_in_order_within_bounds_and_are_as_few_as_can_be(clips: bool) -> None:
+def test_passes_hold_all_frames_in_order_within_bounds_and_are_as_few_as_can_be() -> None:
     generator = random.Random(0)
     for _ in range(2000):
         grid = tuple(drawn(generator))
         limit = generator.randint(1, rows_of(grid) + 5)
-        pieces = cut(grid, limit, clips=clips)
-        units = frames_of(grid, clips=clips)
-        assert [unit for piece in pieces for unit in frames_of(piece, clips=clips)] == units
-        assert all(rows_of(piece) <= limit or len(frames_of(piece, clips=clips)) == 1 for piece in pieces)
+        pieces = cut(grid, limit)
+        units = frames_of(grid)
+        assert [unit for piece in pieces for unit in frames_of(piece)] == units
+        assert all(rows_of(piece) <= limit or len(frames_of(piece)) == 1 for piece in pieces)
         fewest = 0  # filling every pass in order needs the fewest passes
         room = -1
         for unit in units:
@@ -102,7 +101,7 @@ def test_every_tower_in_passes_equals_one_pass_with_its_gradients(entry: Any) ->
     actual, ours = trained(tower, grid)
     assert_close(actual, outputs)
     assert largest_error(ours, gradients) < 1e-5
-    summary = f"2 calls in {2 * len(cut(tuple(grid), 50, clips=False))} passes"
+    summary = f"2 calls in {2 * len(cut(tuple(grid), 50))} passes"
     assert status_of(tower).passes == summary and status_of(tower).calls == 2
     assert f"  passes     {summary}" in str(hf_vit_accel.status(tower))
 

@@ -14,9 +14,8 @@ Entry = tuple[int, int, int]
 Grid = tuple[Entry, ...]
 
 
-def costs_of_units(grid: Grid, clips: bool) -> list[float]:
-    """Return the cost of every frame, or of every video if videos stay together."""
-    return [cost(rows_of((unit,)), 0.5) for unit in frames_of(grid, clips=clips)]
+def costs_of_frames(grid: Grid) -> list[float]:
+    return [cost(rows_of((frame,)), 0.5) for frame in frames_of(grid)]
 
 
 def frames_in(shares: Split) -> list[tuple[int, int]]:
@@ -25,20 +24,18 @@ def frames_in(shares: Split) -> list[tuple[int, int]]:
     return [(piece.image, piece.first + n) for piece in pieces for n in range(piece.frames)]
 
 
-@pytest.mark.parametrize("clips", [False, True])
-def test_a_split_holds_every_frame_once_and_is_balanced(clips: bool) -> None:
+def test_a_split_holds_every_frame_once_and_is_balanced() -> None:
     generator = random.Random(0)
     for _ in range(1000):
         grid = tuple(drawn(generator) * generator.randint(1, 4))
         ranks = generator.randint(1, 9)
-        shares = split(grid, ranks, clips=clips, full=0.5)
+        shares = split(grid, ranks, full=0.5)
         assert frames_in(shares) == [(entry, n) for entry, (frames, _, _) in enumerate(grid) for n in range(frames)]
         for share in shares:
             assert list(share) == sorted(share)
-            assert not clips or all(piece.frames == grid[piece.image][0] for piece in share)
-        costs = costs_of_units(grid, clips)
+        costs = costs_of_frames(grid)
         assignment = Assignment(grid, shares)
-        loads_by_rank = [sum(costs_of_units(assignment.grid_of(rank), clips)) for rank in range(ranks)]
+        loads_by_rank = [sum(costs_of_frames(assignment.grid_of(rank))) for rank in range(ranks)]
         assert sum(loads_by_rank) == pytest.approx(sum(costs))
         # The bound of a schedule that gives each unit to the rank with the smallest load (Graham).
         assert max(loads_by_rank) <= sum(costs) / ranks + max(costs) * (1 - 1 / ranks) + 1e-6
