@@ -71,7 +71,7 @@ def check_features(model: Model, features: Mapping[str, Any]) -> None:
     indexes = getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None) or ()
     for modality, output in features.items():
         layers = output.get("deepstack_features") or ()
-        widths = set()
+        widths: set[int] = set()
         for of_layer in (output.pooler_output, *layers):
             tensors = [of_layer] if isinstance(of_layer, Tensor) else of_layer
             widths.update(tensor.shape[-1] for tensor in tensors)

@@ -31,7 +31,7 @@ def spare_bytes(device: torch.device) -> int:
 class DecodeSteps:
     """The steps of one model that were proven, those used last at the end.
 
-    For `status`: calls by steps, and reasons of calls by stock, of new steps, and of given features that were not taken.
+    For `status`: calls by steps, and reasons of calls by stock, of new steps and of features that were not taken.
     """
 
     def __init__(self) -> None:
