@@ -186,7 +186,7 @@ def _prepare(path: str, tower: Tower, family: Family, settings: Settings) -> tup
             warn_once(f"{type(tower).__name__} stays stock: {reason}. {_LEAVE_OUT}")
     if settings.strict:
         reasons = reasons_of(tower, family, snapshot, former_forward, name, {}, grad=False, between_calls=True)
-        raise_if_any([*reasons.stock, *reasons.slow], label)
+        raise_if_any([*reasons.stock, *reasons.metadata], label)
     return tower, state, name
 
 

@@ -273,7 +273,7 @@ def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
     name = tower.config._attn_implementation
     former_forward = foreign_forward(tower)
     reasons = reasons_of(tower, family, snapshot, former_forward, name, {}, grad=False, between_calls=True)
-    against = [*reasons.stock, *reasons.slow]
+    against = [*reasons.stock, *reasons.metadata]
     spec = None
     if reasons.weights is not None:
         device = snapshot.parts.projection.weight.device

@@ -213,8 +213,8 @@ class Reasons(NamedTuple):
     """Why a call does not run our operations, and what was read of its tower to know.
 
     Attributes:
-        stock: Why it must reach the stock forward as it is. If there are any, nothing else was read.
-        slow: Why its blocks must be called one by one.
+        stock: Why it must go `stock_way.Way.STOCK`. If there are any, nothing else was read.
+        metadata: Why it must go METADATA, where blocks are called one by one.
         parameters: Of the tower, as they are now.
         weights: Their addresses, dtypes and sizes.
         hidden_states: Whether hidden states are returned, too.
@@ -222,7 +222,7 @@ class Reasons(NamedTuple):
     """
 
     stock: Sequence[str] = ()
-    slow: Sequence[str] = ()
+    metadata: Sequence[str] = ()
     parameters: Sequence[nn.Parameter] = ()
     weights: WeightMemory | None = None
     hidden_states: bool = False
@@ -268,37 +268,37 @@ def reasons_of(
             return Reasons(reasons)
     requested = options.get("output_hidden_states", getattr(tower.config, "output_hidden_states", False))
     hooked_parts: set[int] = set()
-    slow = [*snapshot.reasons_slow, *weights.reasons]
+    reasons_metadata = [*snapshot.reasons_metadata, *weights.reasons]
     if grad and snapshot.proof.why_not_gradients is not None:
-        slow.append(snapshot.proof.why_not_gradients)
+        reasons_metadata.append(snapshot.proof.why_not_gradients)
     if any(_GLOBAL_HOOKS):
-        slow.append("global module hooks")
+        reasons_metadata.append("global module hooks")
     for hooks_of in HOOKS if grad else HOOKS[:2]:  # without gradients, hooks of the forward alone
         if any(map(hooks_of, snapshot.attributes_inside)):
-            slow += _reasons_hooked(snapshot, hooks_of, hooked_parts)
+            reasons_metadata += _reasons_hooked(snapshot, hooks_of, hooked_parts)
     if hooked_parts and grad and snapshot.outputs_require_grad():
-        slow.append("hooks inside, and one of transformers that our patch embedding does not run")
+        reasons_metadata.append("hooks inside, and one of transformers that our patch embedding does not run")
     if hooked_parts and requested and getattr(tower, "_output_capturing_hooks_installed", False):
-        slow.append("hooks inside, and older ones of transformers that capture hidden states")
+        reasons_metadata.append("hooks inside, and older ones of transformers that capture hidden states")
     if snapshot.sharded_layers:
-        slow += fsdp.reasons_against(snapshot.sharded_layers.values(), weights.dtype)
+        reasons_metadata += fsdp.reasons_against(snapshot.sharded_layers.values(), weights.dtype)
     if requested and snapshot.proof.why_not_hidden_states is not None:
-        slow.append(snapshot.proof.why_not_hidden_states)
+        reasons_metadata.append(snapshot.proof.why_not_hidden_states)
     elif requested and requested is not True:  # newer towers take a number, or several, to select some
-        slow.append(f"output_hidden_states={requested!r} selects hidden states of the tower")
+        reasons_metadata.append(f"output_hidden_states={requested!r} selects hidden states of the tower")
     if options.get("output_attentions", getattr(tower.config, "output_attentions", False)):
-        slow.append("output_attentions is requested")
+        reasons_metadata.append("output_attentions is requested")
     if snapshot.dropout and any(block.attention.training for block in snapshot.parts.blocks):
-        slow.append("attention weights are dropped out")
+        reasons_metadata.append("attention weights are dropped out")
     if weights.mixed is not None or snapshot.proof.why_not_autocast is not None:
         autocast = autocast_dtype(snapshot.parts.projection.weight.device, weights.dtype)
-        if autocast is None and weights.mixed is not None and weights.mixed not in slow:
-            slow.append(f"{weights.mixed} without autocast")
+        if autocast is None and weights.mixed is not None and weights.mixed not in reasons_metadata:
+            reasons_metadata.append(f"{weights.mixed} without autocast")
         if snapshot.proof.why_not_autocast is not None and autocast is not None and weights.dtypes != {autocast}:
-            slow.append(snapshot.proof.why_not_autocast)
-    slow += reasons_untraceable()
+            reasons_metadata.append(snapshot.proof.why_not_autocast)
+    reasons_metadata += reasons_untraceable()
     hidden_states = bool(requested) and snapshot.proof.returns_hidden_states
-    return Reasons((), slow, parameters, weights, hidden_states, frozenset(hooked_parts))
+    return Reasons((), reasons_metadata, parameters, weights, hidden_states, frozenset(hooked_parts))
 
 
 def _as_gathered(tower: Tower, snapshot: Snapshot, weights: WeightMemory) -> WeightMemory:
@@ -387,13 +387,13 @@ def decide(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) ->
         or call.pixels.requires_grad
         or snapshot.is_trained(parameters)
     )
-    reasons_slow = list(reasons.slow)
+    reasons_metadata = list(reasons.metadata)
     if not state.family.videos and any(frames > 1 for frames, _, _ in call.grid):
-        reasons_slow.append("this family takes the frames of a video one by one")
+        reasons_metadata.append("this family takes the frames of a video one by one")
     key = SpecKey(
         device=device,
         autocast=autocast_dtype(device, weights.dtype),
-        fast=not reasons_slow,
+        fast=not reasons_metadata,
         grad=grad,
         weights_dtype=weights.dtype,
         weights_key=weights.key,
@@ -408,7 +408,7 @@ def decide(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) ->
         spec_of_blocks = state.spec(snapshot, weights, key_of_blocks)
         called = stock_way.called_blocks(state, call, snapshot, key.hooked_parts, spec_of_blocks, unmet)
     if called and state.settings.score_mod is not None:
-        reasons_slow.append("hooks inside blocks, which may attend without the score_mod")
+        reasons_metadata.append("hooks inside blocks, which may attend without the score_mod")
         key = key._replace(fast=False)
     spec = snapshot.specs.get(key) or state.spec(snapshot, weights, key)
     has_class = not snapshot.is_copy and snapshot.proof.form is not None
@@ -426,8 +426,8 @@ def decide(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) ->
         output_class=snapshot.proof.form,
         as_tuple=has_class and call.options.get("return_dict", tower.config.return_dict) is False,
     )
-    if reasons_slow:
-        return stock_way.decide_metadata(tower, state, plan, snapshot, reasons_slow)
+    if reasons_metadata:
+        return stock_way.decide_metadata(tower, state, plan, snapshot, reasons_metadata)
     if unmet and state.settings.strict:
         raise_if_any(unmet)
     return plan

@@ -71,7 +71,7 @@ class Snapshot:
         proof: What was proven of its class, or of this very tower, a copy of a family's.
         watch: Notices that the tower is not as it was read.
         reasons_stock: Why its own forward must run as it is, without metadata of ours (`stock_way.Way.STOCK`).
-        reasons_slow: Why its blocks must be called, on our metadata (`stock_way.Way.METADATA`).
+        reasons_metadata: Why its blocks must be called, on our metadata (`stock_way.Way.METADATA`).
         parts, geometry, full_layers, heads, head_dim, scale: Set only where `reasons_stock` is empty.
         trusted: The classes of a copy's own code, and modules of others that the proof ran.
         unpredictable: Why every call may compute something else (code of others inside, randomness); None otherwise.
@@ -113,7 +113,7 @@ class Snapshot:
         self._read_parameters()
         self._read_layers()
         self._find_unpredictable()
-        self.reasons_slow = [] if self.reasons_stock else list(self._find_reasons_slow(tower))
+        self.reasons_metadata = [] if self.reasons_stock else list(self._find_reasons_metadata(tower))
         self._watch_attributes()
         self._watch_modules(tower, is_of_device=bool(exchanged or self.unpredictable))
 
@@ -225,8 +225,8 @@ class Snapshot:
             classes = self.proof.code.classes
             self.mixing = reasons_mixing(unwrapped, classes, patches, fsdp.class_of, self.trusted, row_wise)
 
-    def _find_reasons_slow(self, tower: Tower) -> Iterator[str]:
-        """Yield `reasons_slow`: what the fast path would miss, on modules that it never calls."""
+    def _find_reasons_metadata(self, tower: Tower) -> Iterator[str]:
+        """Yield `reasons_metadata`: what the fast path would miss, on modules that it never calls."""
         if self.proof.why_not_fast is not None:
             yield self.proof.why_not_fast
         if any(map(fsdp.is_version_1, self._modules)):

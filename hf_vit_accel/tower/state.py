@@ -186,7 +186,7 @@ class TowerState:
                 self.drop_caches()
                 readings = ()
             snapshot = Snapshot(tower, self.family)
-            for reason in snapshot.reasons_slow:
+            for reason in snapshot.reasons_metadata:
                 if reason != snapshot.proof.why_not_fast:  # of which `warn_stock` tells more
                     proof.warn_once(f"{fsdp.class_of(tower).__name__} stays stock: {reason}.")
             if not snapshot.is_copy:

@@ -32,7 +32,7 @@ from hf_vit_accel.versions import POPPED
 class Way(Enum):
     """The way of a call that the stock forward runs. All others have a `FastPlan`: our operations and attention.
 
-    `forward.Reasons.stock` sends a call the way STOCK, `slow` the way METADATA: stock calls the blocks one by one.
+    `forward.Reasons.stock` sends a call the way STOCK, `metadata` the way METADATA: stock calls the blocks one by one.
     `status` counts ATTENTION as fast calls if a backend of ours has attended in any call of this layout. A copy never
     goes METADATA, since its forward may take none.
     """
@@ -68,14 +68,14 @@ def decide_stock(state: TowerState, reasons: Sequence[str], instead_of: FastPlan
 
 
 def decide_metadata(
-    tower: Tower, state: TowerState, plan: FastPlan, snapshot: Snapshot, reasons_slow: list[str]
+    tower: Tower, state: TowerState, plan: FastPlan, snapshot: Snapshot, reasons_metadata: list[str]
 ) -> StockPlan:
     """Return the plan of a call whose blocks are called one by one, on our metadata and attention."""
     settings = state.settings
     if isinstance(state.family, CopyFamily):  # its forward may take no metadata
-        return decide_stock(state, reasons_slow, instead_of=plan)
+        return decide_stock(state, reasons_metadata, instead_of=plan)
     route = state.routes.get(plan.inputs.grid, plan.spec)
-    reasons = [*reasons_slow, *route.unmet]
+    reasons = [*reasons_metadata, *route.unmet]
     raises = "strict=True" if settings.strict else None
     if settings.score_mod is not None:
         name = tower.config._attn_implementation
