@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hf_vit_accel.engine.encoder import CalledBlock, Checkpoints
 from hf_vit_accel.engine.inputs import Inputs
 from hf_vit_accel.engine.route import Route, Spec
-from hf_vit_accel.families.base import Parts
+from hf_vit_accel.families.base import Form, Parts
 from hf_vit_accel.layout import Geometry, Grid
 from hf_vit_accel.machine import Fault, raise_if_any
 
@@ -160,7 +160,7 @@ class FastPlan:
     called: Mapping[int, CalledBlock] = field(default_factory=dict)
     is_hooked: bool = False
     outputs_require_grad: bool = False
-    output_class: Any = None
+    form: Form | None = None
     as_tuple: bool = False
 
     @property

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
+from transformers.utils.generic import ModelOutput
 
 from hf_vit_accel.layout import Geometry, Grid
 
@@ -233,30 +234,58 @@ class Family:
         assert kind is not None
         return getattr(sys.modules[kind.__module__], self.output, None)
 
-    def output_of(self, output_class: Any, tensors: list[Tensor], states: int = 0) -> Any:
-        """Return the tower's stock output, of a class or of bare tensors.
-
-        Args:
-            tensors: The last rows, then the merged features if there are any, then the deepstack features.
-            states: How many more follow: the rows that each layer takes. The last rows end the hidden states.
-        """
-        if states:
-            output = self.output_of(output_class, tensors[:-states])
-            output["hidden_states"] = (*tensors[-states:], tensors[0])
-            return output
-        if output_class is None:  # the merged features alone, or a pair with the deepstack features
-            return (tensors[1], tensors[2:]) if self.deepstack else tensors[-1]
-        deepstack = {"deepstack_features": tensors[2:]} if self.deepstack else {}
-        pooler_output = tensors[1] if len(tensors) > 1 else None
-        return output_class(last_hidden_state=tensors[0], pooler_output=pooler_output, **deepstack)
-
-    def form_of(self, tower: Tower, output: Any, rows: int) -> Any:
-        """Return the `output_class` that `output_of` takes to return a tower's output for so many rows of pixels."""
-        return None if isinstance(output, Tensor | tuple) else self.output_class(tower)
-
     def trusted_classes(self, tower: nn.Module) -> frozenset[type]:
         """Return the classes of other code than torch's and transformers' that a proof covers."""
         return frozenset()
+
+
+FIELDS = ("last_hidden_state", "pooler_output", "deepstack_features")
+"""The fields of an output class with our last rows, merged features and deepstack features."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form in which the forward of a tower returns its tensors.
+
+    Attributes:
+        kind: The class of the result: a tensor, a tuple of features and deepstack features, or an output of fields.
+        fields: The fields of an output that are set.
+        index: Which of our tensors is returned where only one is: 0 for the last rows, 1 for merged features.
+    """
+
+    kind: type
+    fields: tuple[str, ...] = ()
+    index: int = 1
+
+    def build(self, tensors: list[Tensor], states: int = 0) -> Any:
+        """Return our last rows, merged features and deepstack features in this form.
+
+        Behind them may follow so many `states`: the rows that each layer takes. The last rows end the hidden states.
+        """
+        if states:
+            output = self.build(tensors[:-states])
+            output["hidden_states"] = (*tensors[-states:], tensors[0])
+            return output
+        if self.kind is Tensor and len(tensors) <= self.index:
+            raise ValueError("it returns merged features, but has no merger that is known")
+        if self.kind is Tensor:
+            return tensors[self.index]
+        if self.kind is tuple:
+            return tensors[1], tensors[2:]
+        values: dict[str, object] = dict(zip(FIELDS, tensors[:2]))  # noqa: B905
+        values[FIELDS[2]] = tensors[2:]
+        return self.kind(**{name: values[name] for name in self.fields})
+
+
+def form_of(output: Any, rows: int) -> Form:
+    """Return the form of the output for so many rows of pixels; raise ValueError for one that no tower has."""
+    if isinstance(output, Tensor):
+        return Form(Tensor, index=int(output.shape[0] != rows))
+    if type(output) is tuple and len(output) == 2 and isinstance(output[0], Tensor) and isinstance(output[1], list):
+        return Form(tuple)
+    if isinstance(output, ModelOutput) and output:
+        return Form(type(output), tuple(name for name in FIELDS if name in output))
+    raise ValueError(f"its forward returns a {type(output).__name__} of an unknown form")
 
 
 def named_tensors(output: Any) -> dict[str, Tensor]:

@@ -9,57 +9,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypeAlias
 
 import transformers
-from torch import Tensor, nn
-from transformers.utils.generic import ModelOutput
+from torch import nn
 
 from hf_vit_accel.families.base import Family, Parts, Tower
 from hf_vit_accel.layout import Geometry
-
-Output: TypeAlias = Any
-"""The result of a copy's forward, in a form of its own."""
-
-_FEATURES = ("last_hidden_state", "pooler_output", "deepstack_features")
-
-
-@dataclass(frozen=True)
-class Form:
-    """The form in which the forward of a copy returns its tensors.
-
-    Attributes:
-        kind: The class of the result: a tensor, a tuple of features and deepstack features, or an output of fields.
-        fields: The fields of an output that are set.
-        index: Which of our tensors is returned where only one is: 0 for the last rows, 1 for merged features.
-    """
-
-    kind: type
-    fields: tuple[str, ...] = ()
-    index: int = 1
-
-    def build(self, tensors: Sequence[Tensor]) -> Output:
-        """Return our last rows, merged features and deepstack features in the form of the copy."""
-        if self.kind is Tensor and len(tensors) <= self.index:
-            raise ValueError("it returns merged features, but has no merger that is known")
-        if self.kind is Tensor:
-            return tensors[self.index]
-        if self.kind is tuple:
-            return tensors[1], list(tensors[2:])
-        values: dict[str, object] = dict(zip(_FEATURES, tensors[:2]))  # noqa: B905
-        values[_FEATURES[2]] = list(tensors[2:])
-        return self.kind(**{name: values[name] for name in self.fields})
-
-
-def form_of(output: Output, rows: int) -> Form:
-    """Return the form of a copy's result; raise ValueError for one that no tower has."""
-    if isinstance(output, Tensor):
-        return Form(Tensor, index=int(output.shape[0] != rows))
-    if type(output) is tuple and len(output) == 2 and isinstance(output[0], Tensor) and isinstance(output[1], list):
-        return Form(tuple)
-    if isinstance(output, ModelOutput) and output and set(output) <= set(_FEATURES):
-        return Form(type(output), tuple(name for name in _FEATURES if name in output))
-    raise ValueError(f"its forward returns a {type(output).__name__} of an unknown form")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,14 +26,6 @@ class CopyFamily(Family):
     def tower_class(self, module: nn.Module) -> type[nn.Module] | None:
         """Return the class of a copy."""
         return type(module)
-
-    def output_of(self, output_class: Form, tensors: list[Tensor], states: int = 0) -> Output:
-        """Return tensors in the form of the copy, a `Form`."""
-        return output_class.build(tensors)
-
-    def form_of(self, tower: Tower, output: Output, rows: int) -> Form:
-        """Return the form of the copy's output."""
-        return form_of(output, rows)
 
     def trusted_classes(self, tower: nn.Module) -> frozenset[type]:
         """Return the classes of a copy's modules that its own package defines."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hf_vit_accel import machine
 from hf_vit_accel.families import Family, Model, Tower, find_towers
+from hf_vit_accel.families.base import FIELDS, Form
 from hf_vit_accel.model.host import Arguments, Result
 from hf_vit_accel.tower import fsdp
 from hf_vit_accel.tower.state import state_of
@@ -184,12 +185,14 @@ class _Tower(nn.Module):
         super().__init__()
         self.config = tower.config
         self.spatial_merge_size = tower.config.spatial_merge_size
-        self._family = family
-        self._output_class = family.output_class(tower)
+        output_class = family.output_class(tower)
+        self._form = Form(tuple if family.deepstack else Tensor)
+        if output_class is not None:
+            self._form = Form(output_class, FIELDS if family.deepstack else FIELDS[:2])
 
     def forward(self, pixels: Tensor, grid_thw: Tensor, **options: object) -> Result:
         merged = pixels.reshape(-1, self.spatial_merge_size**2, pixels.shape[1]).sum(1)
-        return self._family.output_of(self._output_class, [pixels, merged, merged * 2, merged * 3])
+        return self._form.build([pixels, merged, merged * 2, merged * 3])
 
 
 def try_out(trial: Callable[[Model, Family, int], None], model: Model) -> str | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hf_vit_accel.families.copies import Form
+from hf_vit_accel.families.base import Form
 
 _BOUND = 1e-4
 """Largest relative error of outputs in fp32: 32 layers of other roundings differ by 1e-6 to 1e-5."""
@@ -89,13 +89,12 @@ class Results:
         outputs: The tensors of every output, by condition and name.
         gradients: The gradients of pixels, parameters and hidden states, by name.
         kind: The class of the outputs.
-        form: The form in which the tower returns tensors, as `Family.output_of` takes it.
     """
 
     outputs: dict[str, dict[str, Tensor]]
     gradients: dict[str, Tensor | None]
     kind: type
-    form: Form | type | None
+    form: Form
 
 
 def outputs_differ(

@@ -411,7 +411,8 @@ def decide(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) ->
         reasons_metadata.append("hooks inside blocks, which may attend without the score_mod")
         key = key._replace(fast=False)
     spec = snapshot.specs.get(key) or state.spec(snapshot, weights, key)
-    has_class = not snapshot.is_copy and snapshot.proof.form is not None
+    form = snapshot.proof.form
+    has_class = not snapshot.is_copy and form is not None and bool(form.fields)
     plan = FastPlan(
         reasons=tuple(unmet),
         inputs=call,
@@ -423,7 +424,7 @@ def decide(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) ->
         called=called,
         is_hooked=bool(reasons.hooked_parts),
         outputs_require_grad=grad_mode and not grad and snapshot.outputs_require_grad(),
-        output_class=snapshot.proof.form,
+        form=form,
         as_tuple=has_class and call.options.get("return_dict", tower.config.return_dict) is False,
     )
     if reasons_metadata:
@@ -441,7 +442,8 @@ def run(state: TowerState, plan: FastPlan, attempt: Attempt) -> object:
     if plan.outputs_require_grad:  # copies: stock's outputs are no leaves either, and may be written to
         outputs = [output.requires_grad_().clone() for output in outputs]
     states = len(plan.reading.parts.blocks) if plan.spec.hidden_states else 0
-    output = state.family.output_of(plan.output_class, outputs, states)
+    assert plan.form is not None, "proven"
+    output = plan.form.build(outputs, states)
     state.fast_calls += 1
     unmet: list[str] = []
     way = "no image was encoded: all features were known, or are those of other ranks"

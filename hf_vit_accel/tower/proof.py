@@ -31,8 +31,8 @@ from hf_vit_accel import machine, versions
 from hf_vit_accel.engine.encoder import encode
 from hf_vit_accel.engine.route import ROUTE, make_route
 from hf_vit_accel.families import Config, Family, Tower
-from hf_vit_accel.families.base import named_tensors
-from hf_vit_accel.families.copies import CopyFamily, Form
+from hf_vit_accel.families.base import Form, named_tensors
+from hf_vit_accel.families.copies import CopyFamily
 from hf_vit_accel.machine import one_line
 from hf_vit_accel.tower.code import Code, watch_state
 from hf_vit_accel.tower.differences import CallDtypes, Report, Results, furthest
@@ -92,7 +92,7 @@ class Proof:
         why_not_fast: Why our operations may not take the place of its forward; None where that is proven. So are the
             other reasons: against metadata of ours, autocast, gradients and hidden states.
         taken: The keyword arguments of ours that its forward takes.
-        form: The class of its outputs, the `Form` of a copy's, or None for bare tensors.
+        form: The form of its outputs; None where it could not be run.
         replaced: The places of modules that other code put in, which our operations did without.
         returns_hidden_states: Whether its forward returns them at all. Older ones ignore the request.
         block_arguments: The names of the keyword arguments that it passes to blocks; None where ours are not equal.
@@ -109,7 +109,7 @@ class Proof:
     why_not_gradients: str | None = None
     why_not_hidden_states: str | None = "output_hidden_states is requested"
     taken: frozenset[str] = frozenset()
-    form: Form | type | None = None
+    form: Form | None = None
     replaced: frozenset[str] = frozenset()
     returns_hidden_states: bool = False
     block_arguments: frozenset[str] | None = None
@@ -356,7 +356,7 @@ def prove_copy(tower: Tower, family: CopyFamily) -> Proof:
     kind = next(owner for owner in type(tower).__mro__ if "forward" in vars(owner))
     code = Code(kind, frozenset(type(module) for module in tower.modules()))
     report = Report()
-    form: Form | type | None = None
+    form: Form | None = None
     reasons_by_dtypes: dict[CallDtypes, str | None] = {}
     try:
         watch_state(code.watch, tower)
@@ -384,7 +384,7 @@ def reasons_of_call(
 ) -> list[str]:
     """Return why a call must run the copy's own forward: unknown arguments, or a dtype that was refused."""
     unknown = [name for name in options if name not in family.arguments]
-    returns_fields = isinstance(proof.form, Form) and bool(proof.form.fields)
+    returns_fields = proof.form is not None and bool(proof.form.fields)
     if returns_fields and options.get("return_dict") is True:  # that is what it returns anyway
         unknown.remove("return_dict")
     if unknown:
@@ -407,7 +407,7 @@ def _refusal(tower: nn.Module, family: CopyFamily, why: str) -> str:
 
 def _compare(
     tower: Tower, family: CopyFamily, dtypes: CallDtypes, report: Report, *, is_first: bool
-) -> tuple[Form | type | None, str | None]:
+) -> tuple[Form | None, str | None]:
     """Run the trials apart from the caller's modes; ValueError where the copy cannot be run."""
     started = time.perf_counter()
     device = family.parts(tower).projection.weight.device
@@ -427,7 +427,7 @@ def _run_trials(
     dtypes: CallDtypes,
     report: Report,
     is_first: bool,
-) -> tuple[Form | type | None, str | None]:
+) -> tuple[Form | None, str | None]:
     """Compare a copy with our operations, in fp32 and in the dtypes of calls; return its form, and how it differs."""
     with torch.cuda.stream(stream):  # which may still write the weights
         exact = Subject(clone_of(tower, torch.float32), family, CallDtypes(torch.float32), report=report)

@@ -20,7 +20,7 @@ from hf_vit_accel.config import Settings
 from hf_vit_accel.engine.encoder import encode
 from hf_vit_accel.engine.route import Spec, make_route
 from hf_vit_accel.families import Family, Parts, Tower
-from hf_vit_accel.families.base import heads_of, named_tensors
+from hf_vit_accel.families.base import form_of, heads_of, named_tensors
 from hf_vit_accel.layout import Grid, rows_of
 from hf_vit_accel.ops import Context, build
 from hf_vit_accel.tower.differences import (
@@ -195,13 +195,14 @@ def compare(subject: Subject, trial: Trial, truth: Results | None = None) -> tup
     subject.tower.train(trial.training)
     request = {"output_hidden_states": True} if trial.hidden_states else {}
     theirs = _run(subject, trial, lambda pixels_TP, grid: subject.call(pixels_TP, grid, **request))
-    has_states = any(name.startswith("hidden_states") for output in theirs.outputs.values() for name in output)
+    names = {name for output in theirs.outputs.values() for name in output}
+    has_states = trial.hidden_states and any(name.startswith("hidden_states") for name in names)
     spec = replace(subject.spec, hidden_states=has_states)
     states = len(spec.full_layers) if has_states else 0
 
     def encode_in_form(pixels_TP: Tensor, grid: Grid) -> object:
         tensors = encode(make_route(grid, spec).ready(), pixels_TP)
-        return subject.family.output_of(theirs.form, tensors, states)
+        return theirs.form.build(tensors, states)
 
     ours = _run(subject, trial, encode_in_form)
     dtypes = subject.dtypes
@@ -240,5 +241,4 @@ def _run(subject: Subject, trial: Trial, call: Callable[[Tensor, Grid], object])
             incoming = [torch.randn(x.shape, generator=generator, device="cpu").to(x) for x in tensors]
             found = torch.autograd.grad(tensors, list(inputs.values()), incoming, allow_unused=True)
             gradients = dict(zip(inputs, found, strict=True))
-    form = subject.family.form_of(subject.tower, output, len(pixels_TP))
-    return Results(outputs=outputs, gradients=gradients, kind=type(output), form=form)
+    return Results(outputs=outputs, gradients=gradients, kind=type(output), form=form_of(output, len(pixels_TP)))
