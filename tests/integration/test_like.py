@@ -75,22 +75,21 @@ REFUSED = {
     "ActsAtTheSizeOfTheTable": ("qwen3_vl", r"an image of the table's own size"),
     "ActsOnThumbnails": ("qwen2_vl", r"images \(192 rows\) in training mode"),
     "ScalesABit": ("qwen2_vl", r"features in float32: relative error (1\.0e-03|9\.\de-04)"),
+    "ActsByAParameter": ("qwen3_vl", r"small images \(192 rows\) in eval mode"),
+    "ActsFromTheThirdCall": ("qwen2_vl", "one image"),
+    "DropsOut": ("qwen2_vl", "in training mode"),
+    "StopsGradients": ("qwen2_vl", r"patch_embed\.proj\.weight has no gradient, where our operations"),
+    "StopsGradientsOfFiveImages": ("qwen2_vl", "the gradient of the pixels of five images in float32"),
 }
 
 
-IN_EVERY_RUN = {
-    "ActsAboveASize",
-    "ActsFromLayer4",
-    "ActsInTraining",
-    "ActsInInferenceMode",
-    "ActsAtTheSizeOfTheTable",
-    "ScalesABit",
-}
-"""The others act on some inputs, as `ActsAboveASize` does. Each input of the proof has one."""
+def acts_on_some_inputs(name: str) -> bool:
+    """Return whether a copy acts on some inputs, as `ActsAboveASize` does. Each input of the proof has one."""
+    return name.startswith("ActsOn") or name == "ActsAboveARowCount"
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=[pytest.mark.matrix] * (x not in IN_EVERY_RUN)) for x in REFUSED]
+    "name", [pytest.param(x, marks=[pytest.mark.matrix] * acts_on_some_inputs(x)) for x in REFUSED]
 )
 def test_a_sabotaged_copy_is_refused_with_the_number(name: str) -> None:
     family, where = REFUSED[name]
@@ -100,7 +99,8 @@ def test_a_sabotaged_copy_is_refused_with_the_number(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is no copy of {family}: ") as caught:
         hf_vit_accel.patch(tower, like={name: family})
     assert re.search(where, str(caught.value)), caught.value
-    assert re.search(r"relative error \d\.\de-\d\d, at most 1e-0[34] is rounding", str(caught.value))
+    number = r"relative error \d\.\de[-+]\d\d, at most 1e-0[34] is rounding"
+    assert re.search(f"{number}|has no gradient", str(caught.value))
     assert vars(tower).keys() == attributes, "nothing is patched"
     assert_close(run(tower), expected, 0.0)
 
@@ -279,30 +279,6 @@ def test_a_copy_that_merges_nothing_is_served() -> None:
     assert_close(run(tower, scale=2.0), run(stock, scale=2.0), 0.0)
     [reason] = status_of(tower).fallbacks
     assert reason == "the argument scale is given, which the proof of a copy does not cover"
-
-
-MORE_REFUSED = {
-    "ActsByAParameter": ("qwen3_vl", "ActsByAParameter is no copy of qwen3_vl"),
-    "ActsFromTheThirdCall": ("qwen2_vl", "ActsFromTheThirdCall is no copy of qwen2_vl"),
-    "DropsOut": ("qwen2_vl", "DropsOut is no copy of qwen2_vl"),
-    "StopsGradients": ("qwen2_vl", r"patch_embed\.proj\.weight has no gradient, where our operations"),
-}
-"""Copies that are refused by other numbers than those of outputs."""
-
-
-@quick
-@pytest.mark.parametrize("name", MORE_REFUSED)
-def test_more_sabotaged_copies_are_refused(name: str) -> None:
-    family, problem = MORE_REFUSED[name]
-    with pytest.raises(ValueError, match=problem):
-        hf_vit_accel.patch(build(getattr(copies, name)), like={name: family})
-
-
-def test_gradients_are_compared_under_every_condition() -> None:
-    """A condition of some rows counts among the others, whose gradients are right."""
-    name = "StopsGradientsOfFiveImages"
-    with pytest.raises(ValueError, match=r"the gradient of the pixels of five images in float32: relative error"):
-        hf_vit_accel.patch(build(copies.StopsGradientsOfFiveImages), like={name: "qwen2_vl"})
 
 
 @quick

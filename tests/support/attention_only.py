@@ -27,27 +27,16 @@ _SIGLIP = dict(num_hidden_layers=4, hidden_size=32, num_attention_heads=2, inter
 
 @dataclass(frozen=True)
 class Tiny:
-    """How to build and call a tiny tower.
+    """How to build and call a tiny tower."""
 
-    Args:
-        config: Fields of the vision config.
-        frames: Frames of a patch.
-        square: Whether pixels come as (T, 3, side, side).
-        strip: Whether pixels come as (1, 3, side, T * side).
-        merge: Patches per merged token along one side, where pixels come as (T / merge**2, side, side, 3); 0 elsewhere.
-        clips: Whether stock takes clips of several frames.
-        alike: Whether all clips must be equally long. (Kimi fails to concatenate others.)
-        merge_sizes: Whether the forward takes a merge size per image.
-    """
-
-    config: dict[str, Any]
-    frames: int = 1
-    square: bool = False
-    strip: bool = False
-    merge: int = 0
-    clips: bool = True
-    alike: bool = False
-    merge_sizes: bool = False
+    config: dict[str, Any]  # fields of the vision config
+    frames: int = 1  # of a patch
+    square: bool = False  # pixels come as (T, 3, side, side)
+    strip: bool = False  # pixels come as (1, 3, side, T * side)
+    merge: int = 0  # patches per merged token along one side, where pixels come as (T / merge**2, side, side, 3)
+    clips: bool = True  # stock takes clips of several frames
+    alike: bool = False  # all clips must be equally long: Kimi fails to concatenate others
+    merge_sizes: bool = False  # the forward takes a merge size per image
 
 
 _MUSE = _SIGLIP | dict(pos_emb_height=4, pos_emb_width=4, max_position_embeddings=16)
@@ -92,13 +81,7 @@ def make_tower(module: str, name: str) -> nn.Module:
 
 
 def build(module: str, name: str, *, without_segments: bool = False) -> nn.Module:
-    """Make a tower; skip the test where transformers lacks it, or its layers know no segments.
-
-    Args:
-        module: The module in transformers.
-        name: The class.
-        without_segments: Whether layers that know no segments will do.
-    """
+    """Make a tower; skip the test where transformers lacks it, or its layers know no segments, and these are needed."""
     tower = make_tower(module, name)
     names = names_of_forwards({type(part) for part in tower.modules()})
     if "get_vision_merged_shape" in names:

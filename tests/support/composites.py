@@ -44,21 +44,13 @@ _AUDIO = dict(d_model=32, encoder_layers=1, encoder_attention_heads=2, encoder_f
 
 @dataclass(frozen=True)
 class Composite:
-    """How to build one tiny composite.
-
-    Args:
-        model: Its class in transformers.
-        config: Its config's class.
-        text: Fields of its text config.
-        fields: Other fields of its config.
-        by_name: Whether a plain name loads it. (For one, transformers replaces any that contains "flash".)
-    """
+    """How to build one tiny composite."""
 
     model: str
     config: str
-    text: dict[str, Any] = field(default_factory=dict)
-    fields: dict[str, Any] = field(default_factory=dict)
-    by_name: bool = True
+    text: dict[str, Any] = field(default_factory=dict)  # fields of the text config
+    fields: dict[str, Any] = field(default_factory=dict)  # other fields of the config
+    by_name: bool = True  # a plain name loads it; for one, transformers replaces any that contains "flash"
 
     def build(self) -> tuple[Any, Any]:
         """Return its class and config; skip the test where this transformers lacks the class."""

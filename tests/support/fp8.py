@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -45,37 +46,32 @@ def quantize_on_cpu(
     return out, center_HD
 
 
-class GraphOnCpu:
-    """A plan of cuDNN: attend within segments by offsets and lengths; rows of no segment become NaN.
+def attend_on_cpu(
+    max_seqlen: int, scale: float, qkv: Tensors, sequences: Tensors, out_THP: Tensor, scales: Tensors
+) -> None:
+    """Attend within segments by offsets and lengths; rows of no segment become NaN.
 
-    Args:
-        max_seqlen: The declared longest segment.
-        scale: The factor of q k^T.
+    The first of `scales` is the product of those of q and k.
     """
-
-    def __init__(self, max_seqlen: int, scale: float) -> None:
-        self.max_seqlen = max_seqlen
-        self.scale = scale
-
-    def run(self, qkv: Tensors, sequences: Tensors, out_THP: Tensor, scales: Tensors) -> None:
-        """Write the attended rows. The first scale is the product of those of q and k."""
-        q_THP, k_THP, v_THP = (x_THP.float() for x_THP in qkv)
-        lengths, offsets, *_ = sequences
-        _, heads, padded = q_THP.shape
-        starts = (offsets.flatten() // (heads * padded)).tolist()
-        result_THP = torch.full(out_THP.shape, float("nan"))
-        for start, length in zip(starts, lengths.flatten().tolist(), strict=False):
-            assert length <= self.max_seqlen
-            rows = slice(start, start + length)
-            scores = torch.einsum("qhd,khd->hqk", q_THP[rows], k_THP[rows]) * scales[0] * self.scale
-            result_THP[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v_THP[rows])
-        out_THP.copy_(result_THP)
+    q_THP, k_THP, v_THP = (x_THP.float() for x_THP in qkv)
+    lengths, offsets, *_ = sequences
+    _, heads, padded = q_THP.shape
+    starts = (offsets.flatten() // (heads * padded)).tolist()
+    result_THP = torch.full(out_THP.shape, float("nan"))
+    for start, length in zip(starts, lengths.flatten().tolist(), strict=False):
+        assert length <= max_seqlen
+        rows = slice(start, start + length)
+        scores = torch.einsum("qhd,khd->hqk", q_THP[rows], k_THP[rows]) * scales[0] * scale
+        result_THP[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v_THP[rows])
+    out_THP.copy_(result_THP)
 
 
-def graph_on_cpu(qkv: Tensors, sequences: Tensors, max_seqlen: int, scale: float, out_dtype: torch.dtype) -> GraphOnCpu:
+def graph_on_cpu(
+    qkv: Tensors, sequences: Tensors, max_seqlen: int, scale: float, out_dtype: torch.dtype
+) -> SimpleNamespace:
     """Return a plan that runs on any machine; like Hopper's, it writes e4m3."""
     assert out_dtype == E4M3
-    return GraphOnCpu(max_seqlen, scale)
+    return SimpleNamespace(run=partial(attend_on_cpu, max_seqlen, scale))
 
 
 def run_fp8_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,17 +39,11 @@ DEFINED: dict[str, ModuleType] = {
 
 @dataclass(frozen=True)
 class Kernel:
-    """A function that launches kernels.
+    """A function that launches kernels."""
 
-    Args:
-        function: A plain function, or an autograd function, which runs by its `apply`.
-        reference: The function that computes the same in plain torch.
-        launched: The modules and names of the kernels that the function and its backward launch.
-    """
-
-    function: Any
-    reference: Callable[..., Any]
-    launched: frozenset[tuple[ModuleType, str]]
+    function: Any  # a plain function, or an autograd function, which runs by its `apply`
+    reference: Callable[..., Any]  # computes the same in plain torch
+    launched: frozenset[tuple[ModuleType, str]]  # kernels, by module and name; also those of the backward
 
     @property
     def name(self) -> str:

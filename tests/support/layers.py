@@ -15,11 +15,7 @@ from hf_vit_accel.ops.window_attention import WindowAttention
 
 
 def one_node_a_layer(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Let the `sdpa` backend attend by the kernel for windows in calls with gradients, since it runs on any device.
-
-    Returns:
-        A list that grows with every layer that becomes one node.
-    """
+    """Let `sdpa` attend by the kernel for windows in calls with gradients; return a list that grows with every node."""
     nodes: list[int] = []
     stock_plan = Sdpa.plan
     stock_attend_layers = Sdpa.attend_layers

@@ -42,14 +42,7 @@ def _run_rank(
 
 
 def run_on_ranks(check: Callable[..., None], size: int, folder: Path, *arguments: object) -> None:
-    """Call check(rank, *arguments) in as many processes, and raise the error of any of them.
-
-    Args:
-        check: A function at the top of a file.
-        size: The number of ranks.
-        folder: An empty folder, in which the ranks find each other.
-        arguments: Further arguments of the check.
-    """
+    """Call check(rank, *arguments) in as many processes, which meet in an empty folder; raise the error of any."""
     if torch.cuda.is_initialized():
         pytest.skip("a process that uses CUDA cannot be forked")
     try:

@@ -17,19 +17,12 @@ _SYNCS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_selec
 
 @dataclass(frozen=True)
 class Operation:
-    """One recorded operation.
-
-    Args:
-        function: The operation of aten.
-        args: Its arguments, tensors by reference.
-        kwargs: Its named arguments.
-        outputs: The tensors that a replay writes; empty for an operation that writes its arguments.
-    """
+    """One recorded operation."""
 
     function: Any
     args: Any
     kwargs: Any
-    outputs: list[Tensor]
+    outputs: list[Tensor]  # what a replay writes; empty for an operation that writes its arguments
 
     def replay(self) -> None:
         """Run the operation on what its tensors hold now."""

@@ -13,7 +13,6 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from support.families import CLASSES, build, run, trained
 from support.graphs import patch_training
 from support.ranks import MIXED, Grid, OnRanks, loss_of, sharing_of
 from support.towers import two_layers
@@ -37,46 +36,7 @@ from hf_vit_accel import GraphConfig
 from hf_vit_accel.config import Settings
 from hf_vit_accel.tower.state import state_of
 
-Outputs = list[torch.Tensor]
-
-
 # --- outputs and gradients --------------------------------------------------------------------------------------------
-
-MIXES: list[Grid] = [MIXED, [(1, 8, 8)] * 2, [(1, 4, 6), (1, 8, 8)], [(5, 4, 4)]]
-ONE_CLASS_PER_FAMILY = list(
-    {family.name: (family, module, name) for family, module, name in reversed(CLASSES)}.values()
-)
-
-
-def check_outputs(rank: int, cases: list[tuple[nn.Module, list[Outputs], tuple[Outputs, Outputs]]]) -> None:
-    for tower, expected, (expected_outputs, expected_gradients) in cases:
-        hf_vit_accel.patch(tower, data_parallel=True, strict=True)
-        for grid, outputs in zip(MIXES, expected, strict=True):
-            assert_close(run(tower, grid), outputs, 2e-6)
-        outputs, gradients = trained(tower, MIXED)
-        assert_close(outputs, expected_outputs)
-        assert largest_error(gradients, expected_gradients) < 1e-5
-        assert sharing_of(tower) == f"rank {rank} of 3, {len(MIXES) + 1} calls shared"
-        assert "  shared     rank" in str(hf_vit_accel.status(tower))
-
-
-DIFFERENT = "qwen2_5_vl", "qwen3_vl", "paddleocr_vl", "dots3_note"
-"""Families that differ in kind; the matrix has all."""
-
-
-def test_outputs_and_gradients_are_those_of_one_process(on_ranks: OnRanks, pytestconfig: pytest.Config) -> None:
-    """Encode by three ranks of which some have no share. `tests/integration/test_structures.py` cuts calls, too."""
-    cases = []
-    for family, module, name in ONE_CLASS_PER_FAMILY:
-        if family.name not in DIFFERENT and not pytestconfig.getoption("--matrix"):
-            continue
-        try:
-            tower = hf_vit_accel.patch(build(family, module, name))
-        except pytest.skip.Exception:  # this transformers is older than the family
-            continue
-        cases.append((tower, [run(tower, grid) for grid in MIXES], trained(tower, MIXED)))
-    assert len(cases) >= 3
-    on_ranks(check_outputs, 3, cases)
 
 
 ONE_SMALL_IMAGE_EACH: Grid = [(1, 2, 2), (1, 2, 2)]

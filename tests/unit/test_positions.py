@@ -20,7 +20,7 @@ import torch
 from support.changes import through_pickle
 from support.composites import COMPOSITES
 from support.towers import alike
-from tiny import TINY, chat_inputs, left_padded, tower_of
+from tiny import TINY, left_padded, tower_of
 from torch import nn
 
 import hf_vit_accel
@@ -160,22 +160,6 @@ def text_inputs(model: Model, inputs: Inputs) -> Inputs:
         model(**inputs)
     hook.remove()
     return seen
-
-
-@pytest.mark.parametrize(
-    ("name", "mode"), [(name, ("no_grad", "inference_mode")[index % 2]) for index, name in enumerate(TINY)]
-)
-def test_a_forward_and_captions_are_those_of_stock(name: str, mode: str) -> None:
-    stock = TINY[name].build()
-    model = hf_vit_accel.patch(TINY[name].build())
-    for inputs in (left_padded(stock), chat_inputs(stock, [(1, 4, 6), (2, 4, 4), (1, 8, 8)])):
-        seen = [text_inputs(candidate, inputs) for candidate in (model, stock)]
-        assert torch.equal(seen[0]["position_ids"], seen[1]["position_ids"])
-        assert torch.equal(model.model.rope_deltas, stock.model.rope_deltas)
-        with getattr(torch, mode)():
-            captions = [m.generate(**inputs, max_new_tokens=5, do_sample=False) for m in (model, stock)]
-        assert torch.equal(*captions)
-    assert (status_of(model).calls, status_of(model).stock_calls) == (4, 0)
 
 
 def waits_around_the_tower(model: Model, inputs: Inputs) -> Counter[str]:
