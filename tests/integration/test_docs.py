@@ -7,10 +7,8 @@ import doctest
 import functools
 import inspect
 import io
-import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -249,20 +247,6 @@ def test_llms_txt_names_every_page_once_by_its_title() -> None:
     )
     for title, target in links:
         assert (ROOT / target).read_text().startswith(f"# {title}\n"), target
-
-
-@pytest.mark.matrix  # `make docs` builds it strictly, in CI too
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    for module in ("mkdocs", "material", "mkdocstrings"):
-        pytest.importorskip(module, reason="the documentation needs the group `docs`")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
-    process = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    )
-    assert process.returncode == 0 and "WARNING" not in process.stderr, process.stdout + process.stderr
-    api = (tmp_path / "site" / "api" / "index.html").read_text()
-    missing = [public for public in hf_vit_accel.__all__ if f'id="hf_vit_accel.{public}"' not in api]
-    assert not missing
 
 
 def test_the_call_on_one_page_shows_lines_of_the_source() -> None:

@@ -116,14 +116,6 @@ def test_the_metadata_says_what_an_index_shows(built: tuple[Path, Path]) -> None
     assert relative.strip() == readme.strip()
 
 
-def test_classifiers_are_the_pythons_that_are_tested() -> None:
-    pythons = [name.rsplit(" ", 1)[1] for name in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", name)]
-    assert pythons == sorted(pythons, key=lambda version: int(version[2:]))
-    assert PROJECT["requires-python"] == f">={pythons[0]}" and pythons[-1] == "3.14"
-    trove = pytest.importorskip("trove_classifiers", reason="hatchling brings it")
-    assert set(PROJECT["classifiers"]) <= trove.classifiers
-
-
 def test_version_changelog_and_citation_agree() -> None:
     """A released version has a date; a .dev version has none."""
     version, _, development = hf_vit_accel.__version__.partition(".dev")
