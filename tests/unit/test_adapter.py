@@ -10,15 +10,13 @@ from typing import Any
 import pytest
 import torch
 from support.families import build, trained
-from support.interpreter import INTERPRETED
-from support.layers import one_node_a_layer
 from support.tensors import flat
 from support.towers import alike
-from tiny import GRIDS, TINY, all_equal, checkpoint_layers, largest_error, pixels_for, relative_error, tower_of
+from tiny import GRIDS, TINY, all_equal, largest_error, pixels_for, relative_error, tower_of
 
 import hf_vit_accel
 from hf_vit_accel.families import FAMILIES as FAMILIES_OF_TOWERS
-from hf_vit_accel.ops import lora, mlp
+from hf_vit_accel.ops import lora
 from hf_vit_accel.tower.state import state_of
 
 peft = pytest.importorskip("peft")
@@ -283,58 +281,6 @@ def test_gpu_towers_are_as_exact_as_peft(family: str, autocast: bool) -> None:
     actual = gradients(adapted, autocast)
     for one, other, reference in zip(actual, stock, expected, strict=True):
         assert relative_error(one, reference) <= 1.1 * relative_error(other, reference) + 2**-9
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="test_interpreted.py runs it")
-@pytest.mark.parametrize("family", alike("qwen2_5_vl", "qwen3_vl", "qwen2_vl"))
-def test_training_interpreted(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Train by the kernels in fp16: a layer as one node, checkpointed, half frozen, with plain parts."""
-    hf_vit_accel.patch(TINY[family].build())  # the proof of the class does not see what this test replaces
-    monkeypatch.setattr(mlp, "why_not_descriptors", lambda device: None)
-    nodes = one_node_a_layer(monkeypatch)
-    model = lora_on(family, layers=3 if family == "qwen3_vl" else 1)  # the interpreter is slow
-    tower = tower_of(model)
-    tower.blocks[0].attn.proj = tower.blocks[0].attn.proj.base_layer
-    exact = together(tower)
-    tower.half()
-    stock = together(tower)
-    hf_vit_accel.patch(model, strict=True)
-    actual = together(tower)
-    assert len(nodes) == len(tower.blocks)
-    for one, other, reference in zip(actual, stock, exact, strict=True):
-        bound = max(1.1 * relative_error(other, reference), torch.finfo(torch.float16).eps)
-        assert relative_error(one, reference) <= bound
-    checkpoint_layers(tower.train(), reentrant=False)
-    again = together(tower)
-    assert largest_error(again, actual) < 1e-3
-    tower.eval()
-    stock = hf_vit_accel.unpatch(copy.deepcopy(tower)).float()
-    for remainder in (1, 2):
-        for either in (tower, stock):  # of the weights themselves, too
-            for index, parameter in enumerate(either.parameters()):
-                parameter.requires_grad_(index % 3 == remainder)
-        frozen = gradients_of(tower)
-        expected = gradients_of(stock)
-        assert frozen.keys() == expected.keys() == {name for name, p in tower.named_parameters() if p.requires_grad}
-        joined = (torch.cat([values[name].float().flatten() for name in expected]) for values in (frozen, expected))
-        assert relative_error(*joined) < 1e-2
-
-
-def gradients_of(tower: Any) -> dict[str, torch.Tensor]:
-    """Return the gradient of every parameter that requires one."""
-    tower.zero_grad(set_to_none=True)
-    grid = [(1, 2, 4), (1, 2, 2)]
-    dtype = next(tower.parameters()).dtype
-    outputs = flat(tower(pixels_for(tower, grid, dtype=dtype), grid_thw=torch.tensor(grid)))
-    generator = torch.Generator().manual_seed(1)
-    pairs = [(x, torch.randn(x.shape, generator=generator).to(x.dtype)) for x in outputs if x.requires_grad]
-    torch.autograd.backward([x for x, _ in pairs], [dx for _, dx in pairs])
-    return {name: p.grad for name, p in tower.named_parameters() if p.grad is not None}
-
-
-def together(tower: Any) -> list[torch.Tensor]:
-    """Return all gradients as one tensor."""
-    return [torch.cat([gradient.double().flatten() for gradient in gradients_of(tower).values()])]
 
 
 @pytest.mark.parametrize("module_name", alike("merger", "norm1", "merger.mlp", "mlp"))

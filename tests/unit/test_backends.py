@@ -28,10 +28,9 @@ from hf_vit_accel.backends import (
     resolve,
 )
 from hf_vit_accel.backends import flashinfer_cudnn as cudnn_backend
-from hf_vit_accel.backends.base import Needs, missing_requirements
+from hf_vit_accel.backends.base import missing_requirements
 from hf_vit_accel.backends.flash_attention_3 import FlashAttention3, causal_attention
 from hf_vit_accel.backends.flashinfer_cudnn import FlashinferCudnn, round_segments
-from hf_vit_accel.backends.sdpa import Sdpa
 from hf_vit_accel.backends.torch_cudnn import TorchCudnn
 from hf_vit_accel.decoding.layers import CausalAttention
 
@@ -164,28 +163,6 @@ def fake_machine(
     for backend in (FlashinferCudnn, FlashAttention3):
         monkeypatch.setattr(backend, "probe", lambda self: [])
     monkeypatch.setattr(TorchCudnn, "lacks", lambda self: ("this torch has no cuDNN",))
-
-
-def test_needs_become_reasons() -> None:
-    class Picky(Sdpa):
-        name = "picky"
-        needs = Needs(
-            packages=(machine.Package(module="no_such_module", distribution="no-such", install="pip install no-such"),),
-            dtypes=(torch.bfloat16,),
-            head_dim_multiple=32,
-            head_dim_max=64,
-        )
-
-    reasons = Picky().reasons_against(request(grad=True))
-    for part in (
-        "on cpu, it runs on cuda",
-        "`no-such` is not installed (pip install no-such)",
-        "float32",
-        "multiple of 32",
-        "above 64",
-        "gradients",
-    ):
-        assert sum(part in why for why in reasons) == 1, part
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (10, 0), (10, 3), (12, 0)])

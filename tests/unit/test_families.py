@@ -165,20 +165,23 @@ def test_rounding_is_that_of_stock(references: list[str], typical: Any) -> None:
 
 @pytest.mark.skipif(not INTERPRETED, reason="test_interpreted.py runs it")
 @pytest.mark.parametrize(
-    ("name", "autocast"),
+    ("name", "kind"),
     [
-        ("Glm5Next", False),  # a limit; three products and groups of heads, which kernels know from test_backward.py:
-        *(pytest.param(name, False, marks=pytest.mark.matrix) for name in ("Qwen2_5Omni", "Exaone4_5", "GlmOcr")),
-        *(pytest.param(name, False, marks=pytest.mark.matrix) for name in ("Glm4vVision", "PaddleOCR")),
-        ("Glm4vVision", True),  # the residual stream in fp32; in fp16 in GLM-OCR's
-        *(pytest.param(name, True, marks=pytest.mark.matrix) for name in ("GlmOcr", "Dots3", "PaddleOCR")),
+        ("Glm5Next", ""),  # a limit; three products and groups of heads, which kernels know from test_backward.py:
+        *(pytest.param(name, "", marks=pytest.mark.matrix) for name in ("Qwen2_5Omni", "Exaone4_5", "GlmOcr")),
+        *(pytest.param(name, "", marks=pytest.mark.matrix) for name in ("Glm4vVision", "PaddleOCR")),
+        ("Glm4vVision", "autocast"),  # the residual stream in fp32; in fp16 in GLM-OCR's
+        *(pytest.param(name, "autocast", marks=pytest.mark.matrix) for name in ("GlmOcr", "Dots3", "PaddleOCR")),
+        ("Qwen2_5_Vision", "adapters"),
+        pytest.param("Qwen2Vision", "adapters", marks=pytest.mark.matrix),
     ],
 )
-def test_kernels_interpreted(name: str, autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_interpreted(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the kernels in fp16, a layer as one node: outputs and gradients are as near to fp32 as stock's.
 
     Frozen parameters have no gradient, and the others keep theirs.
     """
+    autocast = kind == "autocast"
     amp = torch.autocast("cpu", torch.float16, enabled=autocast)
     tower = build(*entry_of(name))
     hf_vit_accel.unpatch(hf_vit_accel.patch(tower))  # the proof comes before the kernels take torch's place
@@ -194,6 +197,13 @@ def test_kernels_interpreted(name: str, autocast: bool, monkeypatch: pytest.Monk
         with torch.no_grad():  # else nothing is cut off
             for block in parts.blocks:
                 block.mlp.up_proj.weight.mul_(limit)
+    if kind == "adapters":  # on all Linears of the layer but one
+        peft = pytest.importorskip("peft")
+        linears = r".*blocks\..*(qkv|fc1|fc2|gate_proj|up_proj|down_proj)"
+        config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=linears, init_lora_weights=False)
+        torch.manual_seed(0)
+        peft.inject_adapter_in_model(config, tower)
+        tower.requires_grad_(True)
     exact, exact_gradients = trained(tower, grid)
     tower.to(torch.float32 if autocast else torch.float16)
     with amp:
@@ -215,7 +225,7 @@ def test_kernels_interpreted(name: str, autocast: bool, monkeypatch: pytest.Monk
 
     assert error(actual, exact) <= max(1.1 * error(stock, exact), torch.finfo(torch.float16).eps * 1.5)
     assert error(gradients, exact_gradients) <= 1.1 * error(stock_gradients, exact_gradients)
-    if name not in ("Glm5Next", "Exaone4_5"):
+    if name not in ("Glm5Next", "Exaone4_5") and kind != "adapters":
         return
     for index, parameter in enumerate(tower.parameters()):
         parameter.requires_grad_(index % 3 == 1)
