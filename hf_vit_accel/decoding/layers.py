@@ -27,7 +27,7 @@ from hf_vit_accel.ops.activation import swiglu
 from hf_vit_accel.ops.add_norm import add_norm_rows
 from hf_vit_accel.ops.launch import why_not_triton
 from hf_vit_accel.ops.place_heads import Cache, Norms, place_heads, rotated
-from hf_vit_accel.ops.token_products import MOST_TOKENS, token_products, token_swiglu
+from hf_vit_accel.ops.token_products import MOST_TOKENS, is_faster, token_products, token_swiglu
 
 Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """Layer, query (T, H, D), key (T, K, D), value (T, K, D), scale -> (T, H, D). Keys and values are in the cache, too."""
@@ -211,18 +211,14 @@ class _Layers:
 
     def _products(self, rows_BTE: Tensor, *linears: Model) -> list[Tensor]:
         """Return what linears compute of the same rows."""
-        most = MOST_TOKENS if len(linears) > 1 else 1
-        if not (self._are_few(rows_BTE, most) and all(_is_plain(linear, rows_BTE.dtype) for linear in linears)):
+        if not (self._is_fused and all(_is_plain(linear, rows_BTE.dtype) for linear in linears)):
             return [linear(rows_BTE) for linear in linears]
+        weights = [linear.weight for linear in linears]
         biases = [linear.bias for linear in linears]
-        if len({bias is None for bias in biases}) > 1:
+        if not is_faster(rows_BTE.shape[:2].numel(), weights) or len({bias is None for bias in biases}) > 1:
             return [linear(rows_BTE) for linear in linears]
-        outs = token_products(rows_BTE.flatten(0, 1).contiguous(), [linear.weight for linear in linears], biases)
+        outs = token_products(rows_BTE.flatten(0, 1).contiguous(), weights, biases)
         return [out.unflatten(0, rows_BTE.shape[:2]) for out in outs]
-
-    def _are_few(self, rows_BTE: Tensor, most: int) -> bool:
-        """Return whether kernels for few tokens take these rows."""
-        return self._is_fused and rows_BTE.shape[:2].numel() <= most
 
     def _attention(self, index: int, attention: Model, hidden_BTE: Tensor, kept_T: Tensor | None) -> Tensor:
         query, key, value = self._products(hidden_BTE, attention.q_proj, attention.k_proj, attention.v_proj)
@@ -272,7 +268,7 @@ class _Layers:
             return cast(Tensor, mlp(rows_BTE))
         gate, up = mlp.gate_proj, mlp.up_proj
         are_plain = all(_is_plain(linear, rows_BTE.dtype) and linear.bias is None for linear in (gate, up))
-        if are_plain and self._are_few(rows_BTE, MOST_TOKENS):
+        if are_plain and rows_BTE.shape[:2].numel() <= MOST_TOKENS:
             inner_TF = token_swiglu(rows_BTE.flatten(0, 1).contiguous(), gate.weight, up.weight)
         else:
             gate_BTF, up_BTF = gate(rows_BTE), up(rows_BTE)

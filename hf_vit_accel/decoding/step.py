@@ -33,6 +33,7 @@ def attend(
     value_BKSD: Tensor,
     mask_B11S: Tensor,
     ends_B2: Tensor,
+    order_B: Tensor,
     scale: float,
     longest: int,
 ) -> Tensor:
@@ -45,7 +46,7 @@ def attend(
     mask = mask_B11S.to(query_BHTD.dtype)  # autocast
     query = query_BHTD.reshape(batch, key_heads, heads // key_heads, width)
     if why_not_in_chunks(query, key_BKSD, value_BKSD, mask) is None:
-        out = attend_in_chunks(query, key_BKSD, value_BKSD, mask, ends_B2, scale, longest)
+        out = attend_in_chunks(query, key_BKSD, value_BKSD, mask, ends_B2, order_B, scale, longest)
     else:
         if len(key_BKSD) < batch:
             value_BKSD, _ = of_samples(value_BKSD, mask, ends_B2, longest)
@@ -104,6 +105,7 @@ class DecodeStep:
         keys = next(layer.keys for layer in self.layers if not is_linear(layer))
         self._mask_B11S = torch.zeros(len(keys), 1, 1, keys.shape[2], dtype=keys.dtype, device=keys.device)
         self._ends_B2 = torch.zeros(rows, 2, dtype=torch.int32, device=keys.device)
+        self._order_B = torch.arange(rows, dtype=torch.int32, device=keys.device)  # of the rows, the longest first
         self._logits: Tensor | None = None
         self.length = 0  # tokens in the cache, counted on the host
         self.nbytes = sum(state.nbytes for layer in self.layers for state in states_of(layer))
@@ -120,6 +122,7 @@ class DecodeStep:
         for column, end in ((begins_B, 0), (torch.full_like(begins_B, length), 1)):
             self._ends_B2[:, end] = self.room.slots_of(rows_B, column).slots_T
         self._slots_B.copy_(self._ends_B2[:, 1])
+        self._order_B.copy_(self._ends_B2.diff()[:, 0].argsort(descending=True))
         self.length = length
         self._mask_B11S.fill_(float("-inf"))
         if self.room.offsets_B is None:
@@ -127,10 +130,7 @@ class DecodeStep:
         else:
             rows_T, columns_T = is_visible_BC.nonzero(as_tuple=True)
             self._mask_B11S.index_fill_(3, self.room.slots_of(rows_T, columns_T).slots_T, 0.0)
-            for layer in self.layers:  # a masked slot counts zero times, but NaN would stay NaN
-                for state in states_of(layer):
-                    state.masked_fill_(self._mask_B11S.mT.isinf(), 0.0)
-            return
+            return  # the room was zeros before the prompt, and a capture wrote to the slots of the next token alone
         for layer, source in zip(self.layers, cache.layers, strict=True):
             states = states_of(layer, length)
             for state, value in zip(states, states_of(source), strict=True):
@@ -180,8 +180,8 @@ class DecodeStep:
 
     def _attend(self, layer: int, query_BHD: Tensor, key_BKD: Tensor, value_BKD: Tensor, scale: float) -> Tensor:
         states = self.layers[layer]
-        arguments = states.keys, states.values, self._mask_B11S, self._ends_B2, scale, self.room.size.longest
-        return attend(query_BHD.unsqueeze(2), *arguments)
+        arguments = states.keys, states.values, self._mask_B11S, self._ends_B2, self._order_B, scale
+        return attend(query_BHD.unsqueeze(2), *arguments, self.room.size.longest)
 
     def __call__(self, ids_B1: Tensor) -> Tensor:
         """Return the logits (B, 1, vocabulary) after one more token a row. The next step overwrites them."""

@@ -22,6 +22,8 @@ _SHORTEST = 128
 """Keys of the shortest chunk: with fewer, adding up the chunks costs more than it saves."""
 _LONGEST = 1024
 """Keys of a chunk from which on it is halved though the GPU is full: rows may differ much in length."""
+_ENOUGH = 7
+"""Programs for each one that runs at once. With as many, and the longest row first, no row is halved for its length."""
 _MOST_CHUNKS = 64
 """Chunks that one program adds up."""
 
@@ -53,6 +55,7 @@ def attend_reference(
     value_BKSD: Tensor,
     mask_B11S: Tensor,
     ends_B2: Tensor,
+    order_B: Tensor,
     scale: float,
     longest: int,
 ) -> Tensor:
@@ -60,6 +63,7 @@ def attend_reference(
 
     `ends_B2`, int32, are each sample's first slot that the mask does not hide, and the one after its last. A sample has
     at most `longest` slots. On one axis it begins at a multiple of 64, and blocks of 64 hold no other's slots.
+    `order_B`, of integers, is the order in which kernels take samples: the longest first.
     """
     if len(key_BKSD) < len(query_BKGD):
         value_BKSD, _ = of_samples(value_BKSD, mask_B11S, ends_B2, longest)
@@ -75,6 +79,7 @@ def _attend_to_chunk_kernel(
     value,
     mask,
     ends,
+    order,
     sums,
     maxima,
     totals,
@@ -82,6 +87,7 @@ def _attend_to_chunk_kernel(
     scale_log2,
     slots,
     chunk,
+    chunks,
     ON_ONE_AXIS: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -90,7 +96,11 @@ def _attend_to_chunk_kernel(
     BLOCK_S: tl.constexpr,
 ):
     # A program takes one chunk of one key head of one sample, and keeps the softmax of its keys unnormalised.
-    row = tl.program_id(0).to(tl.int64)
+    # All chunks of the longest sample come first, so that short samples fill the end.
+    number = tl.program_id(0) % chunks
+    place = tl.program_id(0) // chunks
+    sample = tl.load(order + place // KEY_HEADS).to(tl.int64)
+    row = sample * KEY_HEADS + place % KEY_HEADS
     g = tl.arange(0, BLOCK_G)
     s = tl.arange(0, BLOCK_S)
     d = tl.arange(0, DIM)
@@ -100,11 +110,10 @@ def _attend_to_chunk_kernel(
     total = tl.zeros([BLOCK_G], tl.float32)
     result = tl.zeros([BLOCK_G, DIM], tl.float32)
     # Blocks outside the ends would add nothing, so they are not read.
-    sample = row // KEY_HEADS
     first = tl.load(ends + 2 * sample) // BLOCK_S * BLOCK_S
     last = tl.load(ends + 2 * sample + 1)
-    begin = first + tl.program_id(1) * chunk
-    if (begin >= last) & (tl.program_id(1) > 0):
+    begin = first + number * chunk
+    if (begin >= last) & (number > 0):
         return
     end = tl.minimum(begin + chunk, last)
     states = row * slots
@@ -128,7 +137,7 @@ def _attend_to_chunk_kernel(
         whole = (result / total[:, None]).to(out.dtype.element_ty)
         tl.store(out + (row * GROUP + g)[:, None] * DIM + d[None, :], whole, mask=inside[:, None])
     else:
-        part = (row * tl.num_programs(1) + tl.program_id(1)) * GROUP + g
+        part = (row * chunks + number) * GROUP + g
         tl.store(sums + part[:, None] * DIM + d[None, :], result, mask=inside[:, None])
         tl.store(maxima + part, maximum, mask=inside)
         tl.store(totals + part, total, mask=inside)
@@ -170,8 +179,9 @@ def _add_chunks_kernel(
 
 
 def chunk_of(rows: int, slots: int, programs: int) -> int:
-    """Return how many keys one of the programs reads at most: as few as fill the GPU, in blocks of 64."""
-    chunks = min(max(programs // rows, -(-slots // _LONGEST)), _MOST_CHUNKS)
+    """Return how many keys a program reads at most, in blocks of 64: as few as fill the GPU with so many programs."""
+    for_balance = min(-(-slots // _LONGEST), -(-_ENOUGH * programs // rows))
+    chunks = min(max(programs // rows, for_balance), _MOST_CHUNKS)
     return max(-(-slots // (chunks * _BLOCK)) * _BLOCK, _SHORTEST)
 
 
@@ -181,6 +191,7 @@ def attend_in_chunks(
     value_BKSD: Tensor,
     mask_B11S: Tensor,
     ends_B2: Tensor,
+    order_B: Tensor,
     scale: float,
     longest: int,
 ) -> Tensor:
@@ -195,13 +206,13 @@ def attend_in_chunks(
     maxima_RCG = query_BKGD.new_empty(rows, chunks, group, dtype=torch.float32)
     totals_RCG = torch.empty_like(maxima_RCG)
     out_BKGD = torch.empty_like(query_BKGD)
-    tensors = query_BKGD, key_BKSD, value_BKSD, mask_B11S, ends_B2
+    tensors = query_BKGD, key_BKSD, value_BKSD, mask_B11S, ends_B2, order_B
     parts = sums_RCGD, maxima_RCG, totals_RCG
     shared = {"KEY_HEADS": key_heads, "GROUP": group, "DIM": dim, "BLOCK_S": _BLOCK, "num_warps": 4}
     constants = {"ON_ONE_AXIS": len(key_BKSD) < batch, "BLOCK_G": max(next_power_of_2(group), 16)}
     scale_log2 = scale * 1.4426950408889634
-    sizes = scale_log2, slots, chunk
-    _attend_to_chunk_kernel[(rows, chunks)](*tensors, *parts, out_BKGD, *sizes, **constants, **shared)
+    sizes = scale_log2, slots, chunk, chunks
+    _attend_to_chunk_kernel[(rows * chunks,)](*tensors, *parts, out_BKGD, *sizes, **constants, **shared)
     if chunks > 1:
         # As many chunks as can be: one kernel for all lengths.
         outputs = *parts, out_BKGD

@@ -10,13 +10,16 @@ from support.towers import alike
 from hf_vit_accel.ops import decode_attention
 from hf_vit_accel.ops.decode_attention import attend_in_chunks, attend_reference, why_not_in_chunks
 
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Inputs = tuple[torch.Tensor, ...]
 SHAPES = [(1, 2, 7, 384, 64), (3, 2, 4, 256, 128), (2, 1, 17, 128, 32), (6, 1, 2, 640, 32)]
 """Samples, key heads, queries of a key head, slots, head dim."""
 
 
 def inputs_of(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> Inputs:
-    """Draw inputs; samples have padding on the left, other lengths, and large values where nothing may look."""
+    """Draw inputs; samples have padding on the left, other lengths, and large values where nothing may look.
+
+    They are taken in any order, which changes nothing.
+    """
     batch, key_heads, group, slots, dim = shape
     torch.manual_seed(0)
     query = torch.randn(batch, key_heads, group, dim)
@@ -36,12 +39,12 @@ def inputs_of(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -
         value[sample, :, length + 64 :] = float("nan")
         ends[sample] = torch.tensor([first, length])
     query, key, value, mask = (tensor.to(device, dtype) for tensor in (query, key, value, mask))
-    return query, key, value, mask, ends.to(device)
+    return query, key, value, mask, ends.to(device), torch.randperm(batch, dtype=torch.int32).to(device)
 
 
 def on_one_axis(inputs: Inputs) -> Inputs:
     """Lay the samples out one after the other, each from its first visible slot on, with blocks of 64 of its own."""
-    query, key, value, mask, ends = inputs
+    query, key, value, mask, ends, order = inputs
     parts: list[list[torch.Tensor]] = [[], [], []]
     begin = 0
     new_ends = torch.zeros_like(ends)
@@ -55,7 +58,7 @@ def on_one_axis(inputs: Inputs) -> Inputs:
         new_ends[sample] = torch.tensor([begin, begin + end - first])
         begin += size
     key, value = (torch.cat(of_samples, dim=2) for of_samples in parts[:2])
-    return query, key, value, torch.cat(parts[2], dim=3), new_ends
+    return query, key, value, torch.cat(parts[2], dim=3), new_ends, order
 
 
 def assert_exact(inputs: Inputs, scale: float) -> None:
@@ -83,7 +86,7 @@ def test_interpreted(shape: tuple[int, ...], processors: int, monkeypatch: pytes
 
 
 def test_other_shapes_and_dtypes_are_refused() -> None:
-    query, key, value, mask, _ = inputs_of(SHAPES[0], torch.float16)
+    query, key, value, mask, *_ = inputs_of(SHAPES[0], torch.float16)
     shape = "the kernel has no such shape"
     assert why_not_in_chunks(query[..., :48], key[..., :48], value[..., :48], mask) == shape
     assert why_not_in_chunks(query, key[:, :, :100], value[:, :, :100], mask[..., :100]) == shape

@@ -219,7 +219,15 @@ def test_leftovers_of_another_call_change_nothing(model: Any) -> None:
     both(model, TEXT, max_new_tokens=9)
     for step in steps_of(model).kept.values():
         states = [tensor for layer in step.layers for tensor in (layer.keys, layer.values)]
-        for tensor in (*states, step._mask_B11S, step._ends_B2, step._ids_B1, step._positions, step._slots_B):
+        for tensor in (
+            *states,
+            step._mask_B11S,
+            step._ends_B2,
+            step._order_B,
+            step._ids_B1,
+            step._positions,
+            step._slots_B,
+        ):
             tensor.fill_(float("nan") if tensor.is_floating_point() else 9)
     both(model, TEXT, max_new_tokens=9)
     both(model, {"input_ids": TEXT["input_ids"][:, :2]}, max_new_tokens=14)

@@ -87,6 +87,8 @@ def test_heads_are_placed(
         (2, 40, (5,), False),
         (19, 2051, (33, 1, 7), True),
         (32, 160, (64, 8), False),
+        (33, 128, (70, 5), False),
+        (131, 256, (130, 33, 8), True),
     ],
 )
 def test_products_of_few_tokens(device: str, tokens: int, width: int, outputs: tuple[int, ...], has_bias: bool) -> None:
