@@ -107,13 +107,9 @@ class FlashinferCudnn(Backend):
     def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Plan) -> Tensor:
         heads, head_dim = q_THD.shape[1:]
         packed_strides = (3 * heads * head_dim, head_dim, 1)
-        readable = []
-        packed = []
-        for x_THD in (q_THD, k_THD, v_THD):
-            is_packed = x_THD.stride() == packed_strides
-            packed.append(is_packed)
-            readable.append(x_THD if is_packed else x_THD.contiguous())
-        qkv = tuple(readable)
+        packed = [x_THD.stride() == packed_strides for x_THD in (q_THD, k_THD, v_THD)]
+        pairs = zip((q_THD, k_THD, v_THD), packed, strict=True)
+        qkv = tuple(x_THD if is_packed else x_THD.contiguous() for x_THD, is_packed in pairs)
         sequences = _sequences(plan, packed)
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         cudnn_plan_for(qkv, sequences, plan.host["max_seqlen"], plan.request.scale).run(qkv, sequences, out_THD)

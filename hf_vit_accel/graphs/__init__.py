@@ -14,17 +14,7 @@ In training it is the call's grid, and which outputs receive gradients.
 `policy.Policy` allows by the calls so far, its graphs are looked up. If none is missing, it is replayed. Else one
 question decides whether they may be captured now. A capture that fails is noted, and the pass is decided anew.
 
-**What drops graphs.**
-
-- Weights or buffers that move make all graphs stale. Graphs of several identities are otherwise kept beside each
-  other: the least recently used go first, and all if there is no room (`GraphStore._follow`).
-- `TowerState.drop_caches()`: after `unpatch`, another `patch`, or the failure of a backend or a kernel. Also if a
-  module or a function of the tower was replaced. (If a plain value changed, as by switching an adapter, the tower is
-  read again, and graphs stay: the value may be set back.)
-- `max_graphs`: the least recently used graph goes.
-- `max_bytes` and `max_training_bytes`: all graphs go, since they share one memory pool (`GraphStore._make_room`).
-- An allocation on the device fails while automatic graphs are held (`GraphStore.give_up`).
-- The backend of an option keeps something else for the tower (`TowerState.kept`).
+**What drops graphs** stands in CONTRIBUTING.md.
 
 The other files: `store` holds what both runners share. `budgets` packs images into budgets, pads layouts, and says
 whether a replay pays. `step` captures a training step. `memory` gives all up when memory runs out. `recorder` makes

@@ -220,18 +220,15 @@ def _layer_needs(
 ) -> list[tuple[bool, ...]]:
     """Work out which arguments of every part need a gradient: rows, weights, then constants that have none."""
     needs_x, needs_delta, *needs_weights = needs_input_grad
-    all_needs: list[tuple[bool, ...]] = []
-    for index, (needs, count) in enumerate(zip(_split(needs_weights, counts), constants, strict=True)):
-        if index == 0:
-            rows: tuple[bool, ...] = needs_x, needs_delta
-        elif index == 2:  # attention: its rows, cos and sin
-            rows = any(all_needs[1]), False, False
-        elif index == 4:  # norm2: the sum of norm1, and the result of proj
-            rows = needs_x or needs_delta, any(all_needs[3])
-        else:
-            rows = (any(all_needs[index - 1]),)
-        all_needs.append((*rows, *needs, *(False,) * count))
-    return all_needs
+    of_norm1, of_qkv, of_attend, of_proj, of_norm2, of_mlp = _split(needs_weights, counts)
+    norm1 = needs_x, needs_delta, *of_norm1
+    qkv = any(norm1), *of_qkv
+    attend = any(qkv), False, False, *of_attend  # its rows, cos and sin
+    proj = any(attend), *of_proj
+    norm2 = needs_x or needs_delta, any(proj), *of_norm2  # the sum of norm1, and the result of proj
+    mlp = any(norm2), *of_mlp
+    needs_of_parts = norm1, qkv, attend, proj, norm2, mlp
+    return [(*needs, *(False,) * count) for needs, count in zip(needs_of_parts, constants, strict=True)]
 
 
 class _Layer(torch.autograd.Function):
