@@ -56,7 +56,7 @@ class WeightMemory:
         self.dtype = parameters[0].dtype if parameters else torch.float32
         self.dtypes = frozenset(parameter.dtype for parameter in own)
         self.is_square = [len(set(parameter.shape)) < parameter.dim() for parameter in parameters]
-        self.contiguous = self.contiguous_of(parameters)
+        self.contiguous = list(map(Tensor.is_contiguous, compress(parameters, self.is_square)))
         self.all_contiguous = all(map(Tensor.is_contiguous, parameters))
         self.nbytes = sum(parameter.nbytes for parameter in parameters)
         dtypes = enumerate(parameter.dtype for parameter in parameters)
@@ -74,10 +74,6 @@ class WeightMemory:
             self.reasons.append("DeepSpeed ZeRO-3 gathers the weights of a module when it is called")
         if offloaded and len({parameter.device for parameter in parameters}) > 1:
             self.reasons.append("parameters on several devices")
-
-    def contiguous_of(self, parameters: Sequence[nn.Parameter]) -> list[bool]:
-        """Return whether each square one of these parameters is contiguous."""
-        return list(map(Tensor.is_contiguous, compress(parameters, self.is_square)))
 
     def __eq__(self, other: object) -> bool:
         return self is other or (
