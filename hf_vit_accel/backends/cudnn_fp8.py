@@ -78,6 +78,7 @@ class CudnnFp8(FlashinferCudnn):
     def reasons_against(self, request: Request) -> list[str]:
         reasons = super().reasons_against(request)
         if not request.packed:
+            # So `attend` is never called, which takes rotated q and k.
             reasons.append("the stock blocks run, which rotate q and k themselves")
         return reasons
 
@@ -125,13 +126,6 @@ class CudnnFp8(FlashinferCudnn):
         scales = plan.request.kept
         assert scales is not None and scales.layers == layers
         return [partial(_attend_packed, plan, scales, layer) for layer in range(layers)]
-
-    def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Plan) -> Tensor:
-        # q and k are rotated already: cos = 1 and sin = 0 rotate by nothing.
-        scales = Scales(device=q_THD.device, layers=1, heads=q_THD.shape[1])
-        zeros_TD = q_THD.new_zeros(1, q_THD.shape[2]).expand(q_THD.shape[0], -1)
-        qkv_T3HD = torch.stack((q_THD, k_THD, v_THD), dim=1)
-        return _attend_packed(plan, scales, 0, qkv_T3HD, zeros_TD + 1, zeros_TD.contiguous())
 
 
 def silent_layers(amax: Amax, parts: Parts) -> list[int]:
