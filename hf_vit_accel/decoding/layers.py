@@ -146,7 +146,8 @@ def run_layers(
             if deepstack is not None and index < len(of_layers):
                 hidden_BTE, delta_BTE = hidden_BTE + delta_BTE, None
                 keep(hidden_BTE)
-                hidden_BTE = hidden_BTE.index_add(1, deepstack[0], of_layers[index].to(hidden_BTE.dtype)[None])
+                sums_1TE = hidden_BTE[:, deepstack[0]] + of_layers[index].to(hidden_BTE.dtype)
+                hidden_BTE = hidden_BTE.index_copy(1, deepstack[0], sums_1TE)  # `index_add` takes half as long again
         if delta_BTE is not None:
             hidden_BTE = hidden_BTE + delta_BTE
         return hidden_BTE if can_drop or returned_T is None else hidden_BTE[:, returned_T]
