@@ -194,23 +194,6 @@ def test_a_weight_that_is_quantised_after_patching_is_used(model: nn.Module) -> 
     check_stock(model, grid, expected)
 
 
-def test_a_module_may_keep_its_output(model: nn.Module) -> None:
-    """Kernels rotate q and k in place, but never in memory that a called module returned."""
-    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    class Keeping(quantised.PackedLinear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            output = super().forward(x)
-            kept.append((output, output.clone()))
-            return output
-
-    tower = tower_of(quantised.replace_linears(model, Keeping))
-    hf_vit_accel.patch(model)
-    run(tower, GRIDS["image"])
-    check_calls(model, 1, 0)
-    assert kept and all(torch.equal(output, copied) for output, copied in kept)
-
-
 def known(name: str, forward: Callable[[nn.Linear, torch.Tensor], torch.Tensor] | None = None) -> type:
     """Return a stand-in for bitsandbytes' 4-bit linear, which is known to treat each row by itself."""
     methods = {} if forward is None else {"forward": forward}

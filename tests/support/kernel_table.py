@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
+from torch import Tensor
+
 from hf_vit_accel import ops
 from hf_vit_accel.ops import activation, add_norm, embedding, heads, mlp, window_attention
 from hf_vit_accel.ops.training import column_sum, norm_backward
@@ -59,6 +61,10 @@ def _row(function: Any, reference: Callable[..., Any], *kernels: str) -> Kernel:
     return Kernel(function, reference, frozenset((DEFINED[name], name) for name in kernels))
 
 
+def _rope_reference_(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    return qkv_T3HD.copy_(embedding.rope_reference(qkv_T3HD, cos_TD, sin_TD))
+
+
 KERNELS: dict[str, Kernel] = {
     "quick_gelu_": _row(activation.quick_gelu_, activation.quick_gelu_reference, "_quick_gelu_kernel"),
     "swiglu": _row(activation.swiglu, activation.swiglu_reference, "_swiglu_kernel"),
@@ -71,7 +77,7 @@ KERNELS: dict[str, Kernel] = {
     "shape_heads": _row(
         heads.ShapeHeads, heads.shape_heads_reference, "_shape_heads_kernel", "_shape_heads_backward_kernel"
     ),
-    "rope_": _row(embedding.rope_, embedding.rope_reference, "_rope_kernel"),
+    "rope_": _row(embedding.rope_, _rope_reference_, "_rope_kernel"),
     "rope": _row(embedding.Rope, embedding.rope_reference, "_rope_kernel", "_rope_gather_kernel"),
     "window_attention": _row(
         window_attention.window_attention,
