@@ -48,7 +48,6 @@ class Part:
 
     @property
     def weight(self) -> nn.Parameter:
-        """The weight of the linear, as it is now."""
         return getattr(self.attention, self.linear).weight
 
 

@@ -270,7 +270,6 @@ def test_a_model_draws_no_numbers_of_the_users(family: str) -> None:
 
 
 def call_with_attentions(way: Way, tower: nn.Module) -> object:
-    """Request attention weights."""
     config = tower.config
     config._output_attentions = True  # its setter refuses any attention but eager
     try:

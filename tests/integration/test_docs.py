@@ -55,8 +55,6 @@ def name(path: Path) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """One block of code on a page."""
-
     needs: str  # "" for nothing, "gpu", the parameter of `patch` that it shows, or a recipe, which its framework runs
     language: str
     code: str

@@ -119,8 +119,6 @@ def _break_cudnn_at_run(monkeypatch: pytest.MonkeyPatch, error: Exception) -> No
 
 @dataclass(frozen=True)
 class Broken:
-    """A backend that fails when it runs."""
-
     backend: str
     break_backend: Callable[[pytest.MonkeyPatch, Exception], None]
     error: Exception

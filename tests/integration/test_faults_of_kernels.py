@@ -102,7 +102,6 @@ def test_kernels_and_the_backend_may_both_fail(
     monkeypatch: pytest.MonkeyPatch,
     family: str,
 ) -> None:
-    """Two faults in one call."""
     model, expected = stock_models[family]
     break_kernel("add_norm_", LAUNCH_ERRORS["the GPU is not known"])
     monkeypatch.setattr(flashinfer, "run", raises(RuntimeError("EXECUTION_FAILED")))

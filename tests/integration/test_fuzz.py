@@ -27,7 +27,6 @@ FUZZ = settings(deadline=None, derandomize=True, database=None, suppress_health_
 
 @pytest.fixture(scope="module", params=ONE_TOWER)
 def stock(request: pytest.FixtureRequest) -> nn.Module:
-    """Build a stock tower."""
     return tower_of(TINY[request.param].build())
 
 

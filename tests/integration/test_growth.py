@@ -55,7 +55,6 @@ def clear_caches() -> None:
 
 
 def resident() -> int:
-    """Return the bytes of memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 

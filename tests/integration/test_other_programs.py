@@ -27,7 +27,6 @@ GRID = [(1, 4, 4), (3, 8, 10), (2, 2, 2)]
 
 @pytest.fixture(params=ONE_TOWER)
 def towers(request: pytest.FixtureRequest) -> tuple[Any, Any]:
-    """A patched tower and a stock one with the same weights."""
     model = TINY[request.param].build()
     stock = copy.deepcopy(model)
     hf_vit_accel.patch(model)

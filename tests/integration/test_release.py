@@ -36,7 +36,6 @@ def build(source: Path, target: Path, *kinds: str) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Build the wheel and the sdist."""
     wheel, sdist = build(ROOT, tmp_path_factory.mktemp("dist"))
     return wheel, sdist
 

@@ -24,7 +24,6 @@ def config_of(family: str) -> Any:
 
 
 def col_qwen2(family: str, **kwargs: object) -> Any:
-    """Build transformers' own class around a family's model."""
     config = transformers.ColQwen2Config(vlm_config=config_of(family).to_dict(), embedding_dim=16)
     return randomise(transformers.ColQwen2ForRetrieval._from_config(config, **kwargs).eval())
 

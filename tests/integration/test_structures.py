@@ -41,7 +41,6 @@ class Structure:
     frozen: tuple[str, ...]  # names of parts
 
     def tower(self) -> nn.Module:
-        """Build the stock tower."""
         tiny = replace(TINY[self.family], vision=TINY[self.family].vision | self.vision)
         tower = tower_of(tiny.build())
         tower.blocks = tower.blocks[: self.kept_blocks]
@@ -50,7 +49,6 @@ class Structure:
         return tower
 
     def pixels(self, tower: nn.Module) -> torch.Tensor:
-        """Draw the pixels of the call."""
         pixels = pixels_for(tower, self.grid)
         parts = list(pixels.split([t * h * w for t, h, w in self.grid]))
         for entry in self.copied:

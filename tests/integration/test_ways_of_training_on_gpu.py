@@ -96,7 +96,6 @@ def plain(model: nn.Module) -> Training:
 
 
 def ddp(model: nn.Module) -> Training:
-    """Wrap the model in DDP."""
     return Training(nn.parallel.DistributedDataParallel(model, find_unused_parameters=True))
 
 
@@ -181,7 +180,6 @@ def test_a_way_of_training(way: Callable[[Any], Training], process_group: ExitSt
 
 
 def check_gradients(actual: list[list[torch.Tensor]], expected: list[list[torch.Tensor]]) -> None:
-    """Compare the gradients of every step."""
     assert len(actual) == len(expected) == STEPS
     for step, (gradients, others) in enumerate(zip(actual, expected, strict=True)):
         assert len(gradients) == len(others)

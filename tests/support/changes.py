@@ -20,7 +20,6 @@ Change = Callable[[nn.Module, ExitStack], nn.Module]
 
 
 def unchanged(model: nn.Module, _: ExitStack) -> nn.Module:
-    """Leave the model as it is."""
     return model
 
 
@@ -33,7 +32,6 @@ def by(function: Callable[[nn.Module], nn.Module]) -> Change:
 
 
 def frozen(model: nn.Module, _: ExitStack) -> nn.Module:
-    """Freeze the tower."""
     tower_of(model).requires_grad_(False)
     return model
 

@@ -137,8 +137,6 @@ globals().update({name: _acting(name, *how) for name, how in ACTING.items()})
 
 
 class ScalesABit(OlderCopyOfQwen2):
-    """Multiplies features by 1.001."""
-
     def forward(self, hidden_states: Tensor, grid_thw: Tensor) -> Output:
         return self.features(hidden_states, grid_thw) * 1.001
 

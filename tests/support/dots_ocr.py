@@ -74,8 +74,6 @@ class PatchEmbed(nn.Module):
 
 
 class Preprocessor(nn.Module):
-    """Holds the embedding."""
-
     def __init__(self, config: DotsVisionConfig) -> None:
         super().__init__()
         self.patchifier = PatchEmbed(config)
@@ -135,8 +133,6 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer."""
-
     def __init__(self, config: DotsVisionConfig) -> None:
         super().__init__()
         self.attn = Attention(config)

@@ -91,7 +91,6 @@ class Flashinfer:
     """cuDNN's attention in plain torch, by offsets and lengths; a test replaces either step."""
 
     def plan(self, qkv: Tensors, sequences: Tensors, max_seqlen: int, scale: float) -> SimpleNamespace:
-        """Build a plan."""
         return SimpleNamespace(run=lambda *tensors: self.run(*tensors, max_seqlen, scale))
 
     def run(self, qkv: Tensors, sequences: Tensors, out: torch.Tensor, max_seqlen: int, scale: float) -> None:

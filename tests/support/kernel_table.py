@@ -41,8 +41,6 @@ DEFINED: dict[str, ModuleType] = {
 
 @dataclass(frozen=True)
 class Kernel:
-    """A function that launches kernels."""
-
     function: Any  # a plain function, or an autograd function, which runs by its `apply`
     reference: Callable[..., Any]  # computes the same in plain torch
     launched: frozenset[tuple[ModuleType, str]]  # kernels, by module and name; also those of the backward

@@ -59,7 +59,6 @@ def dispatched(model: nn.Module, stack: ExitStack) -> nn.Module:
 
 
 def offloaded(model: nn.Module, _: ExitStack) -> nn.Module:
-    """Offload every module to the CPU."""
     from accelerate import cpu_offload
 
     cpu_offload(model, execution_device="cpu")
@@ -85,7 +84,6 @@ def start_process_group(stack: ExitStack) -> None:
 
 
 def ddp(model: nn.Module, stack: ExitStack) -> nn.Module:
-    """Wrap the model in DDP."""
     start_process_group(stack)
     return nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
 
@@ -112,7 +110,6 @@ def fsdp(*, blocks: bool) -> Change:
 
 
 def compiled_model(model: nn.Module, stack: ExitStack) -> nn.Module:
-    """Compile the model."""
     stack.callback(torch._dynamo.reset)
     return torch.compile(model, backend="eager")
 
@@ -125,7 +122,6 @@ def compiled_tower(model: nn.Module, stack: ExitStack) -> nn.Module:
 
 
 def compiled_in_place(model: nn.Module, stack: ExitStack) -> nn.Module:
-    """Compile the tower in place."""
     stack.callback(torch._dynamo.reset)
     tower_of(model).compile(backend="eager")
     return model

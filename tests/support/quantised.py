@@ -69,7 +69,6 @@ def replace_linears(model: nn.Module, quantise: Quantise) -> nn.Module:
 
 
 def int8_linears(model: nn.Module, _: ExitStack) -> nn.Module:
-    """Replace every Linear by `Int8Linear`."""
     return replace_linears(model, Int8Linear)
 
 
@@ -153,7 +152,6 @@ class PackedLinear(nn.Linear):
 
 
 def packed_linears(model: nn.Module, _: ExitStack) -> nn.Module:
-    """Replace every Linear by `PackedLinear`."""
     return replace_linears(model, PackedLinear)
 
 

@@ -17,8 +17,6 @@ _SYNCS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_selec
 
 @dataclass(frozen=True)
 class Operation:
-    """One recorded operation."""
-
     function: Any
     args: Any
     kwargs: Any

@@ -25,7 +25,6 @@ class Saved:
         return AutoModelForImageTextToText.from_pretrained(self.path, **options)
 
     def outputs(self, grid: str = "mixed") -> list[torch.Tensor]:
-        """Return the outputs of the stock tower."""
         return run_tower(tower_of(self.model), GRIDS[grid])
 
 

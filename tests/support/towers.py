@@ -65,7 +65,6 @@ def model(request: Any) -> Any:
 
 @pytest.fixture
 def tower(model: Any) -> Any:
-    """Return the tower of the fixture `model`."""
     return tower_of(model)
 
 

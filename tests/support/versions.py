@@ -162,7 +162,6 @@ USES: Mapping[str, Callable[[Tower], str]] = {
 
 
 def read() -> Record:
-    """Return the committed record."""
     record: Record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     return record
 

@@ -43,7 +43,6 @@ IMPORTS = {
 
 @functools.cache
 def nodes_of(path: Path) -> list[ast.AST]:
-    """Return every node of a file's syntax tree."""
     return list(ast.walk(ast.parse(path.read_text())))
 
 

@@ -67,7 +67,6 @@ class BrokenInGraphs(Masked):
 
 
 def train(tower: nn.Module, grid: Grid) -> None:
-    """Run a forward and backward."""
     outputs = outputs_of(tower(pixels_for(tower, grid), grid_thw=torch.tensor(grid)))
     torch.stack([output.square().sum() for output in outputs[1:]]).sum().backward()
     tower.zero_grad(set_to_none=True)

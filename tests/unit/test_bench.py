@@ -47,7 +47,6 @@ def write_config(name: str, folder: Path) -> Path:
 
 
 def command(*options: object) -> Result:
-    """Run `hf-vit-accel bench`."""
     return CliRunner().invoke(cli.app, ["bench", *(str(option) for option in options)])
 
 

@@ -21,7 +21,6 @@ Report = dict[str, Any]
 
 
 def doctor(*options: str) -> Result:
-    """Run `hf-vit-accel doctor`."""
     return RUNNER.invoke(cli.app, ["doctor", *options])
 
 
@@ -37,7 +36,6 @@ def read(result: Result) -> Report:
 
 
 def by_name(report: Report) -> dict[str, Report]:
-    """Return the verdicts on backends by name."""
     return {entry["name"]: entry for entry in report["backends"]}
 
 

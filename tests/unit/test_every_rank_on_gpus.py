@@ -17,7 +17,6 @@ def check_fifty_steps(rank: int) -> None:
 
 
 def check_variants(rank: int) -> None:
-    """Train with FSDP2 in other ways, and evaluate."""
     for variant in ("frozen tower", "checkpointed", "lora", "accumulated"):
         check_training(rank, 2, "qwen3_vl", "fsdp", variant, 6)
     check_evaluation(rank, 2, "qwen3_vl")

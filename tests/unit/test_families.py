@@ -281,7 +281,6 @@ def compare_under_autocast(tower: Any, dtype: torch.dtype, grid: Any, *, seeds: 
 
 
 def pooled(outputs: list[torch.Tensor], gradients: list[Any]) -> list[torch.Tensor]:
-    """Return the outputs, and all gradients as one tensor."""
     return [*outputs, torch.cat([gradient.flatten() for gradient in gradients])]
 
 

@@ -47,7 +47,6 @@ def shard(
     policy: MixedPrecisionPolicy | None = None,
     blocks: list[nn.Module] | None = None,
 ) -> None:
-    """Shard every block, then the tower around them."""
     policy = policy or MixedPrecisionPolicy()
     for module in (*(blocks or tower.blocks), tower):
         fully_shard(module, mesh=mesh, mp_policy=policy)

@@ -103,7 +103,6 @@ def test_hooked_calls_are_neither_cut_nor_reused(tower: Any) -> None:
 
 
 def both_of(tower: Any) -> tuple[Any, Any]:
-    """Return the stock tower and the patched one."""
     stock = copy.deepcopy(tower)
     return stock, hf_vit_accel.patch(tower) and tower
 

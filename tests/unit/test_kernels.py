@@ -347,7 +347,6 @@ ARGUMENTS = (
 
 @pytest.mark.skipif(triton is None or INTERPRETED, reason="needs Triton's compiler")
 def test_launches_tell_apart_the_arguments_that_triton_does() -> None:
-    """Tell apart any two arguments that Triton tells apart."""
     jit = importlib.import_module("triton.runtime.jit")
     if not hasattr(jit, "native_specialize_impl"):
         pytest.skip("this Triton tells arguments apart in Python")

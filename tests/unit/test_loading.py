@@ -143,7 +143,6 @@ class Wrapper(Qwen2VLPreTrainedModel):
         self.post_init()
 
     def forward(self) -> None:
-        """Attend once."""
         offsets = torch.tensor([0, 8], dtype=torch.int32)
         angles = torch.zeros(8, self.config.embed_dim // self.config.num_heads)
         rows = torch.zeros(8, self.config.embed_dim)

@@ -82,7 +82,6 @@ class Change:
     arguments: str = ""
 
     def make(self, tower: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Change a class of transformers."""
         role, _, method = self.role.partition(".")
         home = sys.modules[type(tower).forward.__module__]
         block = tower.blocks[0]

@@ -267,21 +267,6 @@ def test_copies_of_a_model_have_their_own_positions(duplicate: Model) -> None:
     assert status_of(model).calls == 2
 
 
-def test_unpatching_leaves_nothing(tmp_path: Model) -> None:
-    stock = TINY["qwen3_vl"].build()
-    model = hf_vit_accel.patch(TINY["qwen3_vl"].build(), every_rank=True)
-    model(**left_padded(model))
-    assert list(model.state_dict()) == list(stock.state_dict())
-    model.save_pretrained(tmp_path)
-    assert status_of(model).every_rank == (1, 0) and "every rank 1 forwards" in str(hf_vit_accel.status(model))
-    hf_vit_accel.unpatch(model)
-    assert hf_vit_accel.status(model).models == ()
-    for path, module in model.named_modules():
-        assert vars(module).keys() == vars(stock.get_submodule(path)).keys(), path
-        assert not module._forward_pre_hooks and not module._forward_hooks
-        assert not module._forward_pre_hooks_with_kwargs
-
-
 def test_a_deleted_model_is_freed_at_once() -> None:
     model = hf_vit_accel.patch(TINY["qwen2_vl"].build(fresh=True))
     method = model.model.get_rope_index

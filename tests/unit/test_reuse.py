@@ -114,7 +114,6 @@ def item(tower: nn.Module, entry: Entry = (1, 4, 6), seed: int = 0) -> Item:
 
 
 def call(tower: nn.Module, items: list[Item], **kwargs: object) -> list[torch.Tensor]:
-    """Return the outputs of a call."""
     pixels = torch.cat([pixels for pixels, _ in items])
     return outputs_of(tower(pixels, grid_thw=torch.tensor([entry for _, entry in items]), **kwargs))
 

@@ -70,8 +70,6 @@ class OwnLinear(nn.Linear):
 
 
 class Own(nn.Module):
-    """Run a module of torch."""
-
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner

@@ -48,7 +48,6 @@ def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def with_liger(model: nn.Module, order: str, **options: object) -> nn.Module:
-    """Return the model with Liger and ours, in this order."""
     try:
         if order.startswith("classes"):
             apply_liger(model)

@@ -74,7 +74,6 @@ def patch_in_passes(tower: nn.Module) -> None:
 
 
 def forward(tower: nn.Module, grid: Grid, seed: int = 0) -> Tensors:
-    """Run a forward on random pixels."""
     weight = tower.patch_embed.proj.weight
     pixels = pixels_for(tower, grid, seed, device=weight.device, dtype=weight.dtype)
     return outputs_of(tower(pixels, grid_thw=torch.tensor(grid)))
