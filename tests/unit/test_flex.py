@@ -94,10 +94,6 @@ def near(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tens
     return score - slope * 2.0**head * (q_idx - kv_idx).abs()
 
 
-def sloped(slope: float) -> Callable[..., Tensor]:
-    return partial(near, slope=slope)
-
-
 def dense(qkv: list[Tensor], lengths: list[int], scale: float, change: Callable[..., Tensor]) -> Tensor:
     """Compute attention in float64 with changed scores, those of a segment as one (H, L, L) tensor."""
     outs = []
@@ -162,7 +158,7 @@ def test_config_is_checked(wrong: object) -> None:
 # --- towers ---------------------------------------------------------------------------------------------------------
 
 GRID = [(1, 10, 6), (3, 4, 4), (1, 2, 18), (1, 20, 24)]
-STEEP = FlexConfig(score_mod=sloped(0.05))
+STEEP = FlexConfig(score_mod=partial(near, slope=0.05))
 
 
 def _dense_attention(

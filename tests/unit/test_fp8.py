@@ -47,12 +47,6 @@ def fp8_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     run_fp8_on_cpu(monkeypatch)
 
 
-def scales_of(model: Any) -> Scales:
-    tower = tower_of(model)
-    state: Any = state_of(tower)
-    return state.kept(state.snapshot(tower), tower.patch_embed.proj.weight.device)
-
-
 @both_towers
 def test_towers_are_near_and_say_so(fp8_on_cpu: None, model: Any) -> None:
     expected = run_tower(tower_of(model), GRID)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.fused_parts import fuse_only
+from support.patching import status_of
 from tiny import GRIDS, TINY, assert_close, run_tower, tower_of
 from torch import nn
 
@@ -18,19 +19,6 @@ from hf_vit_accel.ops import TABLE, mlp
 from hf_vit_accel.tower.state import state_of
 
 GRID = GRIDS["mixed"]
-
-
-def parts_of(model: Any) -> Any:
-    return family_of(tower_of(model)).parts(tower_of(model))
-
-
-def applies(model: Any) -> set[str]:
-    """Return the names of the operations that a tower has subjects for."""
-    return {operation.name for operation in TABLE if operation.subjects(parts_of(model))}
-
-
-def status_of(model: Any) -> Any:
-    return hf_vit_accel.status(model).towers[0]
 
 
 def test_windows_too_long_for_the_kernel_are_planned(references: list[str]) -> None:
@@ -154,7 +142,9 @@ def test_gpu_everything_that_applies_is_fused(model: Any, dtype: torch.dtype) ->
     hf_vit_accel.patch(model, strict=True)
     run_tower(tower_, GRID)
     status = status_of(model)
-    assert set(status.fused) == applies(model) and status.calls == 1
+    parts = family_of(tower_).parts(tower_)
+    assert set(status.fused) == {operation.name for operation in TABLE if operation.subjects(parts)}
+    assert status.calls == 1
     model.float()
     run_tower(tower_, GRID)
     assert status_of(model).fused == ("patch_embed",)

@@ -207,10 +207,6 @@ class Held(TorchDispatchMode):
         return result
 
 
-def held_by(tower: Any, pixels: torch.Tensor) -> Held:
-    return Held(pixels, *tower.parameters(), *tower.buffers())
-
-
 def nbytes(output: Any) -> int:
     return sum(tensor.nbytes for tensor in flat(output))
 
@@ -227,7 +223,7 @@ def test_bytes_beyond_the_outputs_are_a_pass_whatever_the_length(
         pixels = pixels_for(tower, grid)
         grid_thw = torch.tensor(grid)
         hf_vit_accel.patch(tower, max_rows=96, strict=True)
-        with torch.no_grad(), held_by(tower, pixels) as memory:
+        with torch.no_grad(), Held(pixels, *tower.parameters(), *tower.buffers()) as memory:
             for _ in range(2):
                 memory.peak = 0
                 beyond.append(-nbytes(tower(pixels, grid_thw=grid_thw)) + memory.peak)
