@@ -1,4 +1,4 @@
-"""Tables of README and docs, and README's chart: all are those of the JSON files in `benchmarks`."""
+"""Tables of README and docs, and README's chart, are those of the JSON files; SUPPORT.md says what is declared."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support_table import BLOCK, PAGES_WITH_BLOCKS, with_blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "docs" / "writers"))
@@ -95,3 +96,10 @@ def test_a_table_names_the_commit_of_its_file(table: str) -> None:
 def test_every_table_is_shown() -> None:
     shown = {place["name"] for path in tables.PAGES for place in tables.PLACE.finditer(path.read_text())}
     assert shown == {*tables.DECLARED, *tables.TEXTS}
+
+
+@pytest.mark.parametrize("path", PAGES_WITH_BLOCKS, ids=lambda path: path.name)
+def test_a_page_says_what_is_declared(path: Path) -> None:
+    text = path.read_text()
+    assert with_blocks(text) == text, "stale: run make support"
+    assert text.count("<!-- rows:") == text.count("<!-- end of rows -->") == len(BLOCK.findall(text)) > 0

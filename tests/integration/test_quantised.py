@@ -16,8 +16,7 @@ from support import quantised
 from support.changes import Change
 from support.cpu_graphs import SMALL, Recorder
 from support.cpu_graphs import status_of as graphs_of
-from support.exactness import mean_errors
-from support.patching import check_calls, check_stock, run, training_step
+from support.patching import check_calls, check_stock, mean_errors, run, training_step
 from support.tensors import flat
 from support.towers import alike
 from support.uses import prompt_with_labels

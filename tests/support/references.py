@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from hf_vit_accel.ops import activation, mlp, window_attention
+from hf_vit_accel.ops import PARTS, activation, mlp, window_attention
 from hf_vit_accel.ops.training import nodes
 from hf_vit_accel.tower import state as state_module
 from support.kernel_table import KERNELS, operation_modules
@@ -45,3 +45,12 @@ def references(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     attend_windows = recorded("window_attention", window_attention.window_attention_reference)
     put(monkeypatch, window_attention.WindowAttention, SimpleNamespace(apply=attend_windows))
     return called
+
+
+def fuse_only(monkeypatch: pytest.MonkeyPatch, names: Collection[str]) -> None:
+    """Build the other operations by the tower's modules, from the next `patch` on."""
+    build = state_module.build
+    left_out = {name: "left out here" for name in PARTS if name not in names}
+    monkeypatch.setattr(
+        state_module, "build", lambda parts, context, why_plain: build(parts, context, {**why_plain, **left_out})
+    )

@@ -7,7 +7,7 @@ import functools
 import importlib
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,6 @@ from support.cpu_graphs import Recorder
 from support.families import CLASSES, DIFFERENT, GRIDS, build, classes_like, inputs, run, shared_tower, trained
 from support.graphs import patch
 from support.interpreter import INTERPRETED
-from support.layers import one_node_a_layer
 from support.patching import assert_fast
 from support.towers import alike
 from tiny import assert_close, checkpoint_layers, largest_error, merged_of, randomise, relative_error
@@ -29,10 +28,15 @@ from torch.nn import Module, ModuleList
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_vit_accel
+from hf_vit_accel.backends.base import Attend, Backend, Plan, Request
+from hf_vit_accel.backends.sdpa import Sdpa
 from hf_vit_accel.families import FAMILIES, Block, Parts, family_of
-from hf_vit_accel.layout import Geometry
+from hf_vit_accel.layout import Geometry, Segments
 from hf_vit_accel.ops import TABLE, mlp
 from hf_vit_accel.ops.training import mlp as trained_mlp
+from hf_vit_accel.ops.training import nodes as nodes_module
+from hf_vit_accel.ops.training.nodes import OpWithBackward, layer_node_of
+from hf_vit_accel.ops.window_attention import WindowAttention
 from hf_vit_accel.tower.proof import prove
 
 
@@ -161,6 +165,33 @@ def test_rounding_is_that_of_stock(references: list[str], typical: Any) -> None:
     assert [(x.dtype, x.shape) for x in actual] == [(x.dtype, x.shape) for x in stock]
     for ours, theirs, true in zip(actual, stock, exact, strict=True):
         assert relative_error(ours, true) <= 1.1 * relative_error(theirs, true)
+
+
+def one_node_a_layer(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let `sdpa` attend by the kernel for windows in calls with gradients; return a list that grows with every node."""
+    nodes: list[int] = []
+    stock_plan = Sdpa.plan
+    stock_attend_layers = Sdpa.attend_layers
+
+    def plan(backend: Sdpa, segments: Segments, request: Request) -> Plan:
+        return (Backend.plan if request.grad else stock_plan)(backend, segments, request)
+
+    def attend_layers(backend: Sdpa, plan: Plan, layers: int, rotate: Attend) -> list[Attend]:
+        if not plan.request.grad:
+            return stock_attend_layers(backend, plan, layers, rotate)
+        settings = plan.tensors["cu_seqlens_S1"], plan.request.scale
+        return [OpWithBackward(function=WindowAttention, settings=settings)] * layers
+
+    def counted_layer_node_of(layer: object, attend: object) -> Callable[..., object] | None:
+        node = layer_node_of(layer, attend)
+        if node is not None:
+            nodes.append(len(nodes))
+        return node
+
+    monkeypatch.setattr(Sdpa, "plan", plan)
+    monkeypatch.setattr(Sdpa, "attend_layers", attend_layers)
+    monkeypatch.setattr(nodes_module, "layer_node_of", counted_layer_node_of)
+    return nodes
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="test_interpreted.py runs it")

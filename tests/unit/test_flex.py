@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.attention import HEADS, LAYOUTS, draw, exact, request, segments_of
 from support.cpu_graphs import SMALL, status_of
-from support.fused_parts import fuse_only
 from support.graphs import draw_grid, patch
 from support.patching import training_step
+from support.references import fuse_only
 from support.towers import alike, both_towers
 from tiny import assert_close, pixels_for, relative_error, run_tower, tower_of
 from torch import Tensor, nn

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.fused_parts import fuse_only
 from support.patching import status_of
+from support.references import fuse_only
 from tiny import GRIDS, TINY, assert_close, run_tower, tower_of
 from torch import nn
 

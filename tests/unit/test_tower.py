@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from support.exactness import check_error_bound
+from support.patching import check_error_bound
 from support.towers import ONE_TOWER, alike
 from tiny import (
     FAMILIES,

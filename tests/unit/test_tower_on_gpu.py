@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.exactness import check_error_bound
+from support.patching import check_error_bound
 from tiny import FAMILIES, GRIDS, TINY, assert_close, merged_of, pixels_for, relative_error, run_tower, tower_of
 from torch import nn
 
