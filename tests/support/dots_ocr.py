@@ -91,7 +91,8 @@ class VisionRotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", 10000.0**-exponents, persistent=False)
 
     def forward(self, seqlen: int) -> Tensor:
-        return torch.outer(torch.arange(seqlen).to(self.inv_freq), self.inv_freq)
+        steps = torch.arange(seqlen, device=self.inv_freq.device, dtype=self.inv_freq.dtype)
+        return torch.outer(steps, self.inv_freq)
 
 
 class Attention(nn.Module):
