@@ -20,7 +20,7 @@ from hf_vit_accel.engine.encoder import CalledBlock, Checkpoints
 from hf_vit_accel.engine.inputs import Inputs
 from hf_vit_accel.engine.route import Route, Spec
 from hf_vit_accel.families.base import Form, Parts
-from hf_vit_accel.layout import Geometry, Grid
+from hf_vit_accel.layout import Grid
 from hf_vit_accel.machine import Fault, raise_if_any
 
 HIDDEN_STATES_OF_STEP = "with gradients, hidden states are those that the layers take"
@@ -90,13 +90,10 @@ class Reading(Protocol):
     """A tower as it was read: see `tower.snapshot.Snapshot`."""
 
     parts: Parts
-    geometry: Geometry
-    full_layers: tuple[bool, ...]
     sharded_layers: dict[int, nn.Module]
     offloaded: bool
     unpredictable: str | None
     mixing: list[str]
-    called_linears: list[nn.Module]
     parameter_dicts: list[dict[str, Any]]
 
     def buffers(self) -> list[Tensor]: ...

@@ -239,7 +239,7 @@ class GraphStore(ABC, Generic[G]):
                 self.policy.count(())
                 return self._run_eagerly(Decision(reason=why))
             memory: list[object] = [plan.weights, *[buffer.data_ptr() for buffer in plan.reading.buffers()]]
-            if plan.reading.called_linears:
+            if spec.called_linears:
                 memory.append(plan.reading.called_memory())
             requires_grad: tuple[bool, ...] = ()
             if spec.request.grad:

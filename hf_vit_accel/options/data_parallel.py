@@ -121,7 +121,7 @@ class Sharing:
 
     def _assignment(self, plan: FastPlan, grid: Grid) -> Assignment:
         """Split a grid among the ranks."""
-        full_layers = plan.reading.full_layers
+        full_layers = plan.spec.full_layers
         return Assignment(grid, split(grid, self._ranks.size, full=sum(full_layers) / len(full_layers)))
 
     def _reasons_against(self, plan: FastPlan) -> list[str]:
