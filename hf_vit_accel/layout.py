@@ -94,43 +94,35 @@ class Segments:
 class VisionMetadata:
     """The sequence metadata of one call, on the host.
 
+    Arrays have the names of stock towers, and `inverse_index`.
+
     Args:
-        position_ids_T2: The (row, column) of every patch in its frame, int32, in packing order (merge blocks).
-        window: The segments of window layers; None for towers without windows, as in the next two fields.
-        window_index_M: The permutation of merged tokens that makes every window consecutive, int64.
-        inverse_index_M: The inverse of that permutation, int64.
-        interp_indices_TK: The entries of the position table that are blended, int32: K = 4 per patch, or 16 if
-            bicubic. None for towers without such a table.
-        interp_weights_TK: The weights of these entries, float32.
+        window: The segments of window layers; None for towers without windows.
+        of_rows: `position_ids` (T, 2), int32, the (row, column) of every patch in its frame, in packing order (merge
+            blocks). With a position table also `interp_indices` (T, K), int32, its entries that are blended, K = 4 for
+            every patch or 16 if bicubic, and `interp_weights` (T, K), float32.
+        of_tokens: With windows, `window_index` (M), int64, the permutation of merged tokens that makes every window
+            consecutive, and `inverse_index` (M), its inverse.
     """
 
     grid: Grid
     rows: int
     merged: int
     full: Segments
-    position_ids_T2: Array
     window: Segments | None = None
-    window_index_M: Array | None = None
-    inverse_index_M: Array | None = None
-    interp_indices_TK: Array | None = None
-    interp_weights_TK: Array | None = None
+    of_rows: Mapping[str, Array]
+    of_tokens: Mapping[str, Array]
 
     def segments(self) -> dict[Literal["full", "window"], Segments]:
         """Return the segments of every kind of layer."""
         return {"full": self.full} if self.window is None else {"full": self.full, "window": self.window}
 
     def arrays(self) -> dict[str, Array]:
-        """Return the arrays that the device needs, under the names of stock towers, and `inverse_index`."""
-        named: dict[str, Array | None] = {
-            "cu_seqlens": self.full.cu_seqlens_S1,
-            "position_ids": self.position_ids_T2,
-            "window_index": self.window_index_M,
-            "inverse_index": self.inverse_index_M,
-            "cu_window_seqlens": self.window.cu_seqlens_S1 if self.window else None,
-            "interp_indices": self.interp_indices_TK,
-            "interp_weights": self.interp_weights_TK,
-        }
-        return {name: array for name, array in named.items() if array is not None}
+        """Return the arrays that the device needs, by name."""
+        offsets = {"cu_seqlens": self.full.cu_seqlens_S1}
+        if self.window is not None:
+            offsets["cu_window_seqlens"] = self.window.cu_seqlens_S1
+        return {**offsets, **self.of_rows, **self.of_tokens}
 
 
 def build(grid: Grid, geometry: Geometry) -> VisionMetadata:
@@ -145,31 +137,28 @@ def build(grid: Grid, geometry: Geometry) -> VisionMetadata:
     full = Segments((lengths_S + geometry.class_tokens).astype(np.int32))
 
     positions = {size: _block_positions(*size, merge) for size in set(frames)}
-    position_ids_T2 = np.concatenate([positions[size] for size in frames])
+    of_rows = {"position_ids": np.concatenate([positions[size] for size in frames])}
+    if geometry.table is not None:
+        taps = {size: _interpolation(positions[size], *size, geometry) for size in set(frames)}
+        of_rows["interp_indices"] = np.concatenate([taps[size][0] for size in frames])
+        of_rows["interp_weights"] = np.concatenate([taps[size][1] for size in frames])
 
-    window = window_index_M = inverse_index_M = None
+    window = None
+    of_tokens: dict[str, Array] = {}
     if geometry.window is not None:
         window, window_index_M = _window_layout(frames, merge, geometry.window)
         inverse_index_M = np.empty_like(window_index_M)
         inverse_index_M[window_index_M] = np.arange(len(window_index_M))
-
-    interp_indices_TK = interp_weights_TK = None
-    if geometry.table is not None:
-        taps = {size: _interpolation(positions[size], *size, geometry) for size in set(frames)}
-        interp_indices_TK = np.concatenate([taps[size][0] for size in frames])
-        interp_weights_TK = np.concatenate([taps[size][1] for size in frames])
+        of_tokens = {"window_index": window_index_M, "inverse_index": inverse_index_M}
 
     return VisionMetadata(
         grid=grid,
         rows=rows_of(grid),
         merged=rows_of(grid) // merge**2,
         full=full,
-        position_ids_T2=position_ids_T2,
         window=window,
-        window_index_M=window_index_M,
-        inverse_index_M=inverse_index_M,
-        interp_indices_TK=interp_indices_TK,
-        interp_weights_TK=interp_weights_TK,
+        of_rows=of_rows,
+        of_tokens=of_tokens,
     )
 
 

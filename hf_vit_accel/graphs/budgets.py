@@ -12,7 +12,6 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
@@ -104,12 +103,6 @@ def pays(bins: Sequence[Bin], merge: int) -> bool:
     return replayed <= max(rows + _EAGER_GAP_ROWS, _EAGER_LEAST)
 
 
-ROW_ARRAYS = ("position_ids_T2", "interp_indices_TK", "interp_weights_TK")
-"""Arrays with an entry per row; their tail is zeros. (The runner clears the pixels' tail.)"""
-TOKEN_ARRAYS = ("window_index_M", "inverse_index_M")
-"""Permutations of merged tokens; their tail stays in place."""
-
-
 def pad_segments(segments: Segments, rows: int, count: int, max_seqlen: int) -> Segments:
     """Pad to `count` segments over `rows` rows: the segments, then the spare rows in even parts, then empty ones.
 
@@ -131,24 +124,23 @@ def pad_segments(segments: Segments, rows: int, count: int, max_seqlen: int) -> 
 
 
 def pad(metadata: VisionMetadata, geometry: Geometry, tokens: int, segments: int, max_seqlen: int) -> VisionMetadata:
-    """Return a layout's metadata, padded to the merged tokens of a budget, and in full layers to so many segments."""
+    """Return a layout's metadata, padded to the merged tokens of a budget, and in full layers to so many segments.
+
+    The tail of arrays with an entry per row is zeros. (The runner clears the pixels' tail.) That of permutations stays
+    in place.
+    """
     rows = tokens * geometry.merge**2
-    padded: dict[str, Any] = {}
-    for name in ROW_ARRAYS:
-        array = getattr(metadata, name)
-        if array is not None:
-            padded[name] = _extended(array, rows)
-    for name in TOKEN_ARRAYS:
-        array = getattr(metadata, name)
-        if array is not None:
-            padded[name] = _extended(array, tokens)
-            padded[name][len(array) :] = np.arange(len(array), tokens)
+    of_rows = {name: _extended(array, rows) for name, array in metadata.of_rows.items()}
+    of_tokens: dict[str, Array] = {}
+    for name, array in metadata.of_tokens.items():
+        of_tokens[name] = _extended(array, tokens)
+        of_tokens[name][len(array) :] = np.arange(len(array), tokens)
     window = metadata.window
     if window is not None and geometry.window is not None:
         windows = most_windows(tokens, segments, geometry.window)
         window = pad_segments(window, rows, windows, (geometry.window * geometry.merge) ** 2)
     full = pad_segments(metadata.full, rows, segments, max_seqlen)
-    return replace(metadata, rows=rows, merged=tokens, full=full, window=window, **padded)
+    return replace(metadata, rows=rows, merged=tokens, full=full, window=window, of_rows=of_rows, of_tokens=of_tokens)
 
 
 def _extended(array: Array, count: int) -> Array:

@@ -191,8 +191,8 @@ FAULTS = (
     Fault(
         "the last tokens of a padded layout are not permuted",
         "graphs/budgets.py",
-        "padded[name][len(array) :] = np.arange(len(array), tokens)",
-        "padded[name][len(array) - 4 :] = np.arange(len(array) - 4, tokens)",
+        "of_tokens[name][len(array) :] = np.arange(len(array), tokens)",
+        "of_tokens[name][len(array) - 4 :] = np.arange(len(array) - 4, tokens)",
         GRAPHS,
     ),
     Fault(

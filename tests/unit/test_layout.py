@@ -47,9 +47,9 @@ def test_segments_and_positions(grid) -> None:
     assert metadata.full.max_seqlen == int((offsets[1:] - offsets[:-1]).max())
     assert (metadata.full.count, metadata.full.rows) == (len(offsets) - 1, int(offsets[-1]))
     positions = vision_function("get_vision_position_ids")(grid_thw, MERGE)
-    assert torch.equal(torch.from_numpy(metadata.position_ids_T2).long(), positions)
+    assert torch.equal(torch.from_numpy(metadata.of_rows["position_ids"]).long(), positions)
     assert (metadata.rows, metadata.merged) == (len(positions), len(positions) // MERGE**2)
-    assert metadata.window is None and metadata.interp_indices_TK is None
+    assert metadata.window is None
     assert set(metadata.arrays()) == {"cu_seqlens", "position_ids"}
 
 
@@ -59,8 +59,8 @@ def test_segments_and_positions(grid) -> None:
 def test_windows(grid, window_size, patch) -> None:
     metadata = build(tuple(grid), Geometry(merge=MERGE, window=window_size // MERGE // patch))
     index, offsets = vision_function("get_vision_window_index")(torch.tensor(grid), MERGE, window_size, patch)
-    assert torch.equal(torch.from_numpy(metadata.window_index_M), index)
-    assert torch.equal(torch.from_numpy(metadata.inverse_index_M), torch.argsort(index))
+    assert torch.equal(torch.from_numpy(metadata.of_tokens["window_index"]), index)
+    assert torch.equal(torch.from_numpy(metadata.of_tokens["inverse_index"]), torch.argsort(index))
     assert torch.equal(torch.from_numpy(metadata.window.cu_seqlens_S1), offsets)
     assert metadata.window.max_seqlen == int((offsets[1:] - offsets[:-1]).max())
     assert set(metadata.segments()) == {"full", "window"}
@@ -79,8 +79,8 @@ def test_interpolation(grid, merge, side, taps, align_corners) -> None:
     indices, weights = vision_function("get_vision_interpolation_indices_and_weights")(
         torch.tensor(grid), side, mode=mode, align_corners=align_corners, spatial_merge_size=merge
     )
-    assert torch.equal(torch.from_numpy(metadata.interp_indices_TK).long(), indices)
-    assert torch.equal(torch.from_numpy(metadata.interp_weights_TK), weights), "bit for bit"
+    assert torch.equal(torch.from_numpy(metadata.of_rows["interp_indices"]).long(), indices)
+    assert torch.equal(torch.from_numpy(metadata.of_rows["interp_weights"]), weights), "bit for bit"
     offsets = vision_function("get_vision_cu_seqlens")(torch.tensor(grid), merge_temporal=True)
     assert torch.equal(torch.from_numpy(metadata.full.cu_seqlens_S1), offsets)
 
