@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from hf_vit_accel.backends import Replay, asked_for, backend_named, require
+from hf_vit_accel.backends import asked_for, backend_named, require
+from hf_vit_accel.backends.base import Replay
 from hf_vit_accel.config import Amax, FlexConfig, Fp8Config, GraphConfig, ReuseConfig, Settings, ranks_of
 from hf_vit_accel.families import FAMILIES_OF_COPIES, Family, Tower
 from hf_vit_accel.families.copies import CopyFamily

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_vit_accel.backends import BACKENDS, BackendUnavailableError, Choice, LayerKind, Replay
+from hf_vit_accel.backends import BACKENDS, BackendUnavailableError, Choice, LayerKind
+from hf_vit_accel.backends.base import Replay
 from hf_vit_accel.config import GraphConfig, Settings
 from hf_vit_accel.engine.route import Spec, choose
 from hf_vit_accel.families import FAMILIES, FAMILIES_OF_COPIES, Family, Tower

@@ -168,7 +168,7 @@ def _backend(backend: backends.Backend) -> tuple[str, ...]:
     )
 
 
-def _takes(needs: backends.Needs) -> tuple[str, str]:
+def _takes(needs: backends.base.Needs) -> tuple[str, str]:
     dtypes = [str(dtype).removeprefix("torch.") for dtype in needs.dtypes or ()]
     dim = [f"a multiple of {needs.head_dim_multiple}"] if needs.head_dim_multiple > 1 else []
     dim += [f"up to {needs.head_dim_max}"] if needs.head_dim_max else []

@@ -12,18 +12,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from types import MappingProxyType
 
-from hf_vit_accel.backends.base import (
-    Attend,
-    Backend,
-    BackendUnavailableError,
-    LayerKind,
-    Needs,
-    Plan,
-    Replay,
-    Request,
-    ScoreMod,
-    plan_alone,
-)
+from hf_vit_accel.backends.base import Backend, BackendUnavailableError, LayerKind, Request
 from hf_vit_accel.backends.cudnn_fp8 import CudnnFp8
 from hf_vit_accel.backends.flash_attention_3 import FlashAttention3
 from hf_vit_accel.backends.flash_attention_4 import FlashAttention4
@@ -35,21 +24,8 @@ from hf_vit_accel.backends.torch_varlen import TorchVarlen
 from hf_vit_accel.config import Settings
 from hf_vit_accel.layout import Segments
 from hf_vit_accel.machine import KERNELS
-from hf_vit_accel.ops.fp8.scales import Scales
 
-__all__ = [
-    "Attend",
-    "Backend",
-    "BackendUnavailableError",
-    "LayerKind",
-    "Needs",
-    "Plan",
-    "Replay",
-    "Request",
-    "Scales",
-    "ScoreMod",
-    "plan_alone",
-]
+__all__ = ["Backend", "BackendUnavailableError", "LayerKind", "Request"]
 
 BACKENDS: tuple[Backend, ...] = (
     FlashAttention3(),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_vit_accel import versions
-from hf_vit_accel.backends import Attend
+from hf_vit_accel.backends.base import Attend
 from hf_vit_accel.engine.route import Route
 from hf_vit_accel.families.base import Parts
 from hf_vit_accel.ops import LayerOps

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_vit_accel.backends import Attend, Choice, LayerKind, Plan, Replay, Request, plan_alone, resolve
+from hf_vit_accel.backends import Choice, LayerKind, Request, resolve
+from hf_vit_accel.backends.base import Attend, Plan, Replay, plan_alone
 from hf_vit_accel.config import Settings
 from hf_vit_accel.layout import Array, Geometry, Grid, Segments, VisionMetadata, build, pack, send, unpack
 from hf_vit_accel.machine import KERNELS, LRU, guarded, outside_modes

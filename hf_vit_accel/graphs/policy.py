@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hf_vit_accel.backends import Replay
+from hf_vit_accel.backends.base import Replay
 from hf_vit_accel.engine.route import Route
 from hf_vit_accel.graphs.budgets import Bin
 

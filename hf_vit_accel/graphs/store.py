@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_vit_accel import machine
-from hf_vit_accel.backends import Replay
+from hf_vit_accel.backends.base import Replay
 from hf_vit_accel.engine.call import Batch
 from hf_vit_accel.engine.route import Route, Routes, Spec
 from hf_vit_accel.graphs.budgets import Bin

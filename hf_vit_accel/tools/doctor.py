@@ -17,7 +17,7 @@ from torch import Tensor
 import hf_vit_accel
 from hf_vit_accel import backends, machine
 from hf_vit_accel.backends import Backend, LayerKind, Request
-from hf_vit_accel.backends.base import TRIAL_HEADS, trial_error
+from hf_vit_accel.backends.base import TRIAL_HEADS, plan_alone, trial_error
 from hf_vit_accel.layout import Segments
 from hf_vit_accel.versions import untested
 
@@ -166,7 +166,7 @@ def _check(backend: Backend, request: Request) -> Check:
     def attend(qkv_T3HD: Tensor) -> Tensor:
         qkv = qkv_T3HD.unbind(1)
         q_THD, k_THD, v_THD = qkv if request.packed else (x_THD.contiguous() for x_THD in qkv)
-        return backends.plan_alone(backend, segments, request).attend(q_THD, k_THD, v_THD)
+        return plan_alone(backend, segments, request).attend(q_THD, k_THD, v_THD)
 
     bound = BOUNDS[request.dtype]
     error: float | None = None

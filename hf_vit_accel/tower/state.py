@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from hf_vit_accel.backends import Request, Scales, asked_for
+from hf_vit_accel.backends import Request, asked_for
 from hf_vit_accel.backends.sdpa import Sdpa
 from hf_vit_accel.config import GraphConfig, Settings
 from hf_vit_accel.engine.call import HIDDEN_STATES_OF_STEP, Attempt, Encode, FastPlan, WeightMemory
@@ -22,6 +22,7 @@ from hf_vit_accel.graphs.training import TrainingRunner
 from hf_vit_accel.layout import Geometry
 from hf_vit_accel.machine import KERNELS, Fault, raise_if_any
 from hf_vit_accel.ops import PARTS, Context, Ops, build, why_not_triton
+from hf_vit_accel.ops.fp8.scales import Scales
 from hf_vit_accel.ops.window_attention import LONGEST
 from hf_vit_accel.options.data_parallel import Sharing
 from hf_vit_accel.options.passes import InPasses, OnePass

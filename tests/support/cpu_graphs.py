@@ -10,7 +10,8 @@ from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel import GraphConfig, backends
-from hf_vit_accel.backends import BACKENDS, Plan, Request
+from hf_vit_accel.backends import BACKENDS, Request
+from hf_vit_accel.backends.base import Plan
 from hf_vit_accel.backends.sdpa import Sdpa
 from hf_vit_accel.graphs import called, recorder, store
 from hf_vit_accel.layout import Segments

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_vit_accel.backends import Needs, base, cudnn_fp8
+from hf_vit_accel.backends import base, cudnn_fp8
 from hf_vit_accel.backends.cudnn_fp8 import CudnnFp8
 from hf_vit_accel.ops.fp8.quantize import dequantize_reference, quantize_reference, sample_reference
 from hf_vit_accel.ops.fp8.scales import E4M3
@@ -76,7 +76,7 @@ def graph_on_cpu(
 
 def run_fp8_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let FP8 attention run on any machine, by the functions above."""
-    monkeypatch.setattr(CudnnFp8, "needs", Needs(cuda=False, head_dim_multiple=8, head_dim_max=128, kernels=True))
+    monkeypatch.setattr(CudnnFp8, "needs", base.Needs(cuda=False, head_dim_multiple=8, head_dim_max=128, kernels=True))
     monkeypatch.setattr(CudnnFp8, "probe", lambda self: [])
     monkeypatch.setattr(CudnnFp8, "prepare", lambda self, plan: None)
     monkeypatch.setattr(base, "why_not_triton", lambda device, dtype: None)

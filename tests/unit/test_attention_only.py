@@ -15,7 +15,7 @@ from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel import FallbackError, FlexConfig
-from hf_vit_accel.backends import Plan
+from hf_vit_accel.backends.base import Plan
 from hf_vit_accel.engine import route as route_module
 from hf_vit_accel.families import family_of
 

@@ -19,16 +19,9 @@ from tiny import relative_error
 from torch import nn
 
 from hf_vit_accel import backends, machine
-from hf_vit_accel.backends import (
-    BACKENDS,
-    FP8,
-    Backend,
-    backend_named,
-    plan_alone,
-    resolve,
-)
+from hf_vit_accel.backends import BACKENDS, FP8, Backend, backend_named, resolve
 from hf_vit_accel.backends import flashinfer_cudnn as cudnn_backend
-from hf_vit_accel.backends.base import missing_requirements
+from hf_vit_accel.backends.base import missing_requirements, plan_alone
 from hf_vit_accel.backends.flash_attention_3 import FlashAttention3, causal_attention
 from hf_vit_accel.backends.flashinfer_cudnn import FlashinferCudnn, round_segments
 from hf_vit_accel.backends.torch_cudnn import TorchCudnn

@@ -26,8 +26,9 @@ from transformers.modeling_utils import AttentionInterface
 
 import hf_vit_accel
 from hf_vit_accel import BackendUnavailableError, FallbackError, FlexConfig, GraphConfig
-from hf_vit_accel.backends import BACKENDS, backend_named, plan_alone, resolve
+from hf_vit_accel.backends import BACKENDS, backend_named, resolve
 from hf_vit_accel.backends import flex as flex_backend
+from hf_vit_accel.backends.base import plan_alone
 from hf_vit_accel.backends.flex import Flex, block_mask
 from hf_vit_accel.layout import Segments
 from hf_vit_accel.ops import PARTS

@@ -21,7 +21,8 @@ from tiny import TINY, all_equal, largest_error, outputs_of, pixels_for, relativ
 
 import hf_vit_accel
 from hf_vit_accel import BackendUnavailableError, FallbackError, FlexConfig, Fp8Config, GraphConfig
-from hf_vit_accel.backends import FP8, Request, cudnn_fp8, plan_alone, resolve
+from hf_vit_accel.backends import FP8, Request, cudnn_fp8, resolve
+from hf_vit_accel.backends.base import plan_alone
 from hf_vit_accel.config import Amax, Settings
 from hf_vit_accel.graphs.budgets import pad_segments
 from hf_vit_accel.ops.embedding import rope_reference
