@@ -91,9 +91,3 @@ def test_flash_attention_that_is_wrong_in_bf16_alone_is_refused(monkeypatch: pyt
     monkeypatch.setattr(dots_ocr, "flash_attn_varlen_func", lambda *args, **options: 1.2 * original(*args, **options))
     with pytest.raises(ValueError, match="in bfloat16"):
         hf_vit_accel.patch(build(attention="flash_attention_2"), like=LIKE)
-
-
-def test_without_like_the_error_gives_the_line_to_write() -> None:
-    with pytest.raises(ValueError) as caught:
-        hf_vit_accel.patch(build())
-    assert 'hf_vit_accel.patch(model, like={"DotsVisionTransformer": "dots_ocr"})' in str(caught.value)

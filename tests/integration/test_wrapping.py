@@ -122,29 +122,6 @@ def test_functional_call_uses_the_given_parameters(shared: nn.Module, wrap: Call
     check_stock(shared, grid, before)
 
 
-@pytest.mark.parametrize("is_layout_cached", [True, False], ids=["cached layout", "new layout"])
-def test_gradients_of_a_functional_call(shared: nn.Module, is_layout_cached: bool) -> None:
-    tower = tower_of(shared)
-    grid = GRIDS["images"]
-    weights = {name: parameter.detach() * 1.25 for name, parameter in tower.named_parameters()}
-
-    def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
-        inputs = pixels_for(tower, grid), torch.tensor(grid)
-        return merged_of(functional_call(tower, parameters, inputs)).square().mean()
-
-    expected = torch.func.grad(loss)(weights)
-    own_gradients = gradients(tower, grid)
-    with hf_vit_accel.patched(shared):
-        if is_layout_cached:
-            tower(pixels_for(tower, grid), torch.tensor(grid))
-        results = torch.func.grad(loss)(weights)
-        check_calls(shared, int(is_layout_cached), 1, "parameters of a class of their own", "a transform of torch.func")
-        assert_close(gradients(tower, grid), own_gradients)  # no tensor of the transform was cached
-    tower.zero_grad()
-    assert results["blocks.0.attn.qkv.weight"].norm() > 0
-    assert_close(list(results.values()), list(expected.values()))
-
-
 # --- generate and features ------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch
 import transformers
 from support.composites import COMPOSITES
 from support.every_rank import GRIDS, VARIANTS, batch_of, check_evaluation, check_training
-from support.libraries import start_process_group
 from support.ranks import prove_towers, run_on_ranks
 from support.towers import alike
 from tiny import TINY, chat_inputs, randomise, tower_of
@@ -56,18 +54,6 @@ def test_variants_of_training(family: str, variant: str, wrapper: str, tmp_path:
 def test_sharded_models_are_evaluated(tmp_path: Path) -> None:
     prove_towers()
     run_on_ranks(check_evaluation, 2, tmp_path, 2, "qwen3_vl")
-
-
-def test_ddp_gets_a_gradient_of_every_parameter() -> None:
-    """DDP would refuse the second step after a batch of text, if the dummy gave the tower no gradients."""
-    with ExitStack() as stack:
-        start_process_group(stack)
-        model = hf_vit_accel.patch(TINY["qwen3_vl"].build().train(), every_rank=True)
-        parallel = nn.parallel.DistributedDataParallel(model)
-        for _ in range(2):
-            parallel(**batch_of(model, "none", 0)).loss.backward()
-        gradients = [parameter.grad for parameter in tower_of(model).parameters()]
-        assert all(gradient is not None and not gradient.any() for gradient in gradients)
 
 
 def calls_of(model: nn.Module, inputs: dict[str, Any]) -> list[list[list[int]]]:
@@ -186,8 +172,6 @@ def test_what_cannot_be_one_call_is_refused() -> None:
     assert not hf_vit_accel.status(model).towers[0].patched
     with pytest.raises(ValueError, match="pass the whole model"):
         hf_vit_accel.patch(tower_of(TINY["qwen2_vl"].build()), every_rank=True)
-    with pytest.raises(ValueError, match="expected every_rank to be True or False, got 'yes'"):
-        hf_vit_accel.patch(TINY["qwen2_vl"].build(), every_rank="yes")
     model = hf_vit_accel.patch(TINY["qwen2_vl"].build(), every_rank=True)
     with pytest.raises(ValueError, match=r"\['image_cu_seqlens'\] cannot be used; drop them"):
         model(**batch_of(model, "images", 0), image_cu_seqlens=torch.tensor([0, 4]))

@@ -225,10 +225,8 @@ def test_calibrate_wants_images(fp8_on_cpu: None, tmp_path: Path) -> None:
 # --- what is asked for ----------------------------------------------------------------------------------------------
 
 
-def test_patch_wants_a_config(fp8_on_cpu: None) -> None:
+def test_fp8_beside_a_score_mod_is_refused(fp8_on_cpu: None) -> None:
     model = TINY["qwen3_vl"].build()
-    with pytest.raises(ValueError, match="expected fp8 to be"):
-        hf_vit_accel.patch(model, fp8="e4m3")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="beside a score_mod"):
         hf_vit_accel.patch(model, fp8=True, attention=FlexConfig(score_mod=lambda score, b, h, q, k: score))
     assert state_of(tower_of(model)) is None

@@ -16,7 +16,6 @@ from torch import nn
 import hf_vit_accel
 from hf_vit_accel.families import family_of
 from hf_vit_accel.ops import TABLE, mlp
-from hf_vit_accel.tower.state import state_of
 
 GRID = GRIDS["mixed"]
 
@@ -29,13 +28,6 @@ def test_windows_too_long_for_the_kernel_are_planned(references: list[str]) -> N
     hf_vit_accel.patch(model)
     assert_close(run_tower(tower_of(model), [(1, 24, 20)]), expected)
     assert "window_attention" not in references and set(status_of(model).backends) == {"full", "window"}
-
-
-@pytest.mark.parametrize("bad", ["everything", {"norms"}, None, 1])
-def test_other_values_of_fuse_are_refused(model: nn.Module, bad: Any) -> None:
-    with pytest.raises(ValueError, match=r"expected fuse to be True or False, got "):
-        hf_vit_accel.patch(model, fuse=bad)
-    assert state_of(tower_of(model)) is None
 
 
 class Around(nn.Module):
