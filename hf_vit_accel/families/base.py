@@ -234,10 +234,6 @@ class Family:
         assert kind is not None
         return getattr(sys.modules[kind.__module__], self.output, None)
 
-    def trusted_classes(self, tower: nn.Module) -> frozenset[type]:
-        """Return the classes of other code than torch's and transformers' that a proof covers."""
-        return frozenset()
-
 
 FIELDS = ("last_hidden_state", "pooler_output", "deepstack_features")
 """The fields of an output class with our last rows, merged features and deepstack features."""

@@ -23,10 +23,6 @@ class CopyFamily(Family):
 
     copied: str = ""
 
-    def tower_class(self, module: nn.Module) -> type[nn.Module] | None:
-        """Return the class of a copy."""
-        return type(module)
-
     def trusted_classes(self, tower: nn.Module) -> frozenset[type]:
         """Return the classes of a copy's modules that its own package defines."""
         package = type(tower).__module__.partition(".")[0]

@@ -430,8 +430,9 @@ def _run_trials(
 ) -> tuple[Form | None, str | None]:
     """Compare a copy with our operations, in fp32 and in the dtypes of calls; return its form, and how it differs."""
     with torch.cuda.stream(stream):  # which may still write the weights
-        exact = Subject(clone_of(tower, torch.float32), family, CallDtypes(torch.float32), report=report)
-        own = None if dtypes == exact.dtypes else Subject(clone_of(tower), family, dtypes, report=report)
+        trusted = family.trusted_classes(tower)
+        exact = Subject(clone_of(tower, torch.float32), family, CallDtypes(torch.float32), trusted, report)
+        own = None if dtypes == exact.dtypes else Subject(clone_of(tower), family, dtypes, trusted, report)
         grids = grids_of(exact.tower, family)
         for trial in all_trials(grids):
             if not is_first and not trial.is_of_rounding:

@@ -151,7 +151,6 @@ class Subject:
         dtype = self.dtypes.autocast_dtype or weight.dtype
         names = ("num_heads", "head_dim", "scaling")
         heads, head_dim, scale = heads_of(parts, [getattr(parts.blocks[0].attention, name, None) for name in names])
-        trusted = self.family.trusted_classes(self.tower) | self.trusted
         context = Context(
             device=weight.device,
             dtype=dtype,
@@ -159,7 +158,7 @@ class Subject:
             reference=True,
             grad=True,
             classes=frozenset(type(module) for module in self.tower.modules()),
-            trusted=trusted,
+            trusted=self.trusted,
         )
         return Spec(
             geometry=self.family.geometry(self.tower),
