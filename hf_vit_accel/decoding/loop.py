@@ -431,12 +431,12 @@ class _ModelInLoop:
 
     def finish(self, output: Any) -> Any:
         """Count a call that ended, and return its output, whose cache is as stock would have left it."""
-        if self._due < 1 and self._reason is None:
-            self._reason = "no token after the first"
-        if self._reason is None:
-            self._steps.decoded += 1
-        else:
+        if self._reason is not None:
             self._steps.stock_reasons[self._reason] += 1
+        elif self._due < 1:
+            self._steps.prompts += 1
+        else:
+            self._steps.decoded += 1
         self._steps.encoded_again.update(self._why_encoded_again)
         if self._step is not None and not isinstance(output, Tensor):
             self._step.store(output[CACHE], is_kept=True)

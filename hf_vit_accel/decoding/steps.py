@@ -37,6 +37,7 @@ class DecodeSteps:
     def __init__(self) -> None:
         self._lock = Lock()
         self.decoded = 0
+        self.prompts = 0  # calls of one new token
         self.groups = 0  # forwards of prompts that were divided
         self.padded_reasons: dict[Hashable, str] = {}  # why stock's text model runs a prompt; empty where ours does
         self.stock_reasons: Counter[str] = Counter()
@@ -113,6 +114,8 @@ class DecodeSteps:
     def __str__(self) -> str:
         calls = f"{self.decoded} call{'s' * (self.decoded != 1)}"
         text = f"{calls} on a static cache ({len(self.kept)} held, {self._nbytes / 2**20:.0f} MiB)"
+        if self.prompts:
+            text += f", {self.prompts} of one new token"
         if self.groups:
             text += f", prompts in {self.groups} groups"
             padded = dict.fromkeys(reason for reason in self.padded_reasons.values() if reason)
