@@ -184,7 +184,7 @@ class Snapshot:
             inside = looked_through(module)
             index = layers.get(id(inside))
             is_checkpoint = CHECKPOINTED in module._modules
-            if is_checkpoint and (index is not None or inside in mergers):
+            if is_checkpoint and inside is not module and (index is not None or inside in mergers):
                 self.checkpoint_wrappers.setdefault(inside, module)
             if index is None:
                 continue
@@ -248,7 +248,8 @@ class Snapshot:
             yield f"FSDP2 shards a {type(self._sharded_others[0]).__name__}, which is no layer, by itself"
         for index, block in enumerate(self.parts.blocks):
             if block.module not in self.checkpoint_wrappers:
-                wrappers = [module for module in block.module.modules() if CHECKPOINTED in module._modules]
+                inside = list(block.module.modules())[1:]
+                wrappers = [module for module in inside if CHECKPOINTED in module._modules]
                 if wrappers:
                     yield f"a {type(wrappers[0]).__name__} is inside layer {index}"
                     break

@@ -6,6 +6,7 @@ import copy
 import functools
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     apply_activation_checkpointing,
     checkpoint_wrapper,
+    offload_wrapper,
 )
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -177,15 +179,44 @@ def wrap_attention(model: nn.Module) -> None:
         block.attn = checkpoint_wrapper(block.attn)
 
 
+def offload(model: nn.Module, check_fn: Callable[[nn.Module], bool] = is_block) -> None:
+    """Keep what gradients need on the host, as torch's wrapper beside that of checkpoints does."""
+    apply_activation_checkpointing(model, checkpoint_wrapper_fn=offload_wrapper, check_fn=check_fn)
+
+
 @pytest.mark.parametrize(
-    "wrap", [wrap_attention, functools.partial(wrap_blocks, context_fn=select_products)], ids=["attention", "selective"]
+    "wrap",
+    [wrap_attention, functools.partial(wrap_blocks, context_fn=select_products), offload],
+    ids=["attention", "selective", "offloaded"],
 )
 def test_other_checkpoints_are_left_to_stock(model: nn.Module, wrap: Callable[[nn.Module], None]) -> None:
     stock = copy.deepcopy(model)
     wrap(model)
     hf_vit_accel.patch(model)
     assert_close(gradients(tower_of(model), GRID), gradients(tower_of(stock), GRID))
-    check_calls(model, 0, 1, "CheckpointWrapper")
+    check_calls(model, 0, 1, "OffloadWrapper" if wrap is offload else "CheckpointWrapper")
+
+
+def is_merger(module: nn.Module) -> bool:
+    return is_block_or_merger(module) and not is_block(module)
+
+
+def test_mergers_in_other_wrappers_are_called(model: nn.Module) -> None:
+    """torchtitan's selective checkpoints: a merger of them runs as often as in stock, and is not checkpointed twice."""
+    stock = copy.deepcopy(model)
+    counts = []
+    for changed in (model, stock):
+        select = Mock(side_effect=select_products)
+        counts.append(select)
+        wrap_blocks(changed, check_fn=is_merger, context_fn=select)
+    hf_vit_accel.patch(model)
+    assert_close(gradients(tower_of(model), GRID), gradients(tower_of(stock), GRID))
+    check_calls(model, 1, 0)
+    assert counts[0].call_count == counts[1].call_count > 0
+
+
+def test_offloaded_mergers_are_called(model: nn.Module) -> None:
+    check_gradients(model, functools.partial(offload, check_fn=is_merger))
 
 
 def compile_parts(model: nn.Module) -> None:
