@@ -140,16 +140,6 @@ def test_a_proof_that_could_not_run_is_tried_again(tower: nn.Module, monkeypatch
     assert moment.attempts == 2
 
 
-def test_a_tower_that_may_move_to_a_gpu_does_not_warn(tower: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A `Trainer` moves models that were patched on the CPU; Liger's rotation runs on a GPU only."""
-    Moment(monkeypatch)
-    monkeypatch.setattr(machine, "has_cuda", lambda: True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        hf_vit_accel.patch(tower)
-    assert "no twin now" in hf_vit_accel.status(tower).towers[0].against_fast[0]
-
-
 @pytest.mark.usefixtures("nothing_proven")
 def test_missing_parts_are_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     tower = tower_of(TINY["qwen2_vl"].build())

@@ -87,12 +87,7 @@ def replaced() -> nn.Module:
 
 UNKNOWN: dict[str, Callable[[], nn.Module]] = {
     "a TransformerEncoderLayer is inside": lambda: nn.TransformerEncoderLayer(WIDTH, 2, WIDTH),
-    "a MultiheadAttention is inside": lambda: nn.MultiheadAttention(WIDTH, 2),
     "a BatchNorm1d is inside": lambda: nn.BatchNorm1d(WIDTH),
-    "a GroupNorm is inside": lambda: nn.GroupNorm(2, WIDTH),
-    "a Conv1d is inside": lambda: nn.Conv1d(WIDTH, WIDTH, 1),
-    "a LSTM is inside": lambda: nn.LSTM(WIDTH, WIDTH),
-    "a Softmax is inside": lambda: nn.Softmax(dim=0),
     "a LayerNorm((6, 8), eps=1e-05, elementwise_affine=True": lambda: nn.LayerNorm((6, WIDTH)),
     "a OwnLinear is inside": lambda: OwnLinear(WIDTH, WIDTH),
     "a test_rows.Own is neither torch's nor transformers'": lambda: Own(nn.Linear(WIDTH, WIDTH)),
