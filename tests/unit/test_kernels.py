@@ -1,4 +1,6 @@
-"""Compare every kernel with its plain-torch reference: interpreted on a CPU, compiled at real shapes on a GPU.
+"""Compare kernels with their plain-torch references: interpreted on a CPU, compiled at real shapes on a GPU.
+
+`test_backward.py` has those that trained operations launch, too.
 
 The interpreter truncates to bf16 where hardware rounds, and cannot multiply it: on a CPU kernels run in fp16.
 """
