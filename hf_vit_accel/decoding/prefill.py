@@ -70,12 +70,14 @@ def check_features(model: Model, features: Mapping[str, Any]) -> None:
     width = model.config.get_text_config().hidden_size
     indexes = getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None) or ()
     for modality, output in features.items():
-        layers = output.get("deepstack_features") or ()
+        of_layers = output.get("deepstack_features")
+        layers = of_layers or ()
         widths: set[int] = set()
         for of_layer in (output.pooler_output, *layers):
             tensors = [of_layer] if isinstance(of_layer, Tensor) else of_layer
             widths.update(tensor.shape[-1] for tensor in tensors)
-        if widths - {width} or len(layers) != len(indexes):
+        # A tower with fewer blocks never reaches some of its deepstack layers.
+        if widths - {width} or len(layers) > len(indexes) or (of_layers is None and indexes):
             raise ValueError(
                 f"expected features of width {width} and of {len(indexes)} deepstack layers for {modality}s, got "
                 f"{sorted(widths)} and {len(layers)}: encode them with the model that decodes."

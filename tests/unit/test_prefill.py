@@ -288,6 +288,20 @@ def test_features_of_another_model_are_errors() -> None:
             model.generate(**inputs, custom_generate=functools.partial(graphed_decoding, features=features))
 
 
+@pytest.mark.parametrize("layers", [0, 1])
+def test_features_of_a_tower_that_ends_before_a_deepstack_layer(layers: int) -> None:
+    """Qwen3-VL that is loaded with a smaller `depth` of its tower: its config still lists every deepstack layer."""
+    model = MODELS["qwen3_vl"].build()
+    model._supports_mm_encoder_outputs = lambda: False
+    tower = tiny.tower_of(model)
+    del tower.blocks[tower.deepstack_visual_indexes[layers] :]
+    inputs = ragged(model, 30, 40, 50)
+    features = features_of(model, inputs)
+    assert len(features["image"].deepstack_features) == layers
+    compare(model, inputs, max_new_tokens=9, custom_generate=functools.partial(graphed_decoding, features=features))
+    assert not steps_of(model).encoded_again
+
+
 def test_indices_are_on_the_host_whatever_the_default_device() -> None:
     with torch.device("meta"):
         indices = on_device([2, 0], torch.device("cpu"))
