@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import _lru_cache_wrapper, cached_property, lru_cache
 from operator import attrgetter
-from types import BuiltinFunctionType, CodeType, NoneType
+from types import BuiltinFunctionType, CodeType, FunctionType, NoneType
 from typing import Any, TypeAlias
 
 import torch
@@ -145,11 +145,10 @@ def read_model(model: Model) -> Reading:
 
 def declared_texts(model: nn.Module) -> dict[str, Model]:
     """Return the declared text models inside a model by their paths."""
-    kinds = {path: type(module) for path, module in model.named_modules()}
     return {
-        path: model.get_submodule(path)
-        for path, kind in kinds.items()
-        if kind.__name__ in _TEXTS and _is_upstream(kind)
+        path: module
+        for path, module in model.named_modules()
+        if type(module).__name__ in _TEXTS and _is_upstream(type(module))
     }
 
 
@@ -212,11 +211,11 @@ def _home_of(function: Any) -> str:
     return "" if code is None else f"{function.__globals__['__name__']}.{code.co_qualname}"
 
 
-def refuse(reasons: dict[str, Any], where: str = "") -> None:
+def refuse(reasons: dict[str, Any]) -> None:
     """Raise `UnservedError` with the first reason that holds."""
     for reason, is_so in reasons.items():
         if is_so:
-            raise UnservedError(reason + where)
+            raise UnservedError(reason)
 
 
 def _check_functions(file: str, names: frozenset[str]) -> None:
@@ -307,18 +306,19 @@ def _read_modules(reading: Reading, around: dict[str, Model]) -> None:
             known[kind] = (is_own_call or owner is nn.Module) and (module is model or _is_upstream(kind))
             if _is_upstream(kind):
                 _check_functions(kind.__module__, _names_in(kind))
-        _check_module(name, module, known[kind], may_have_forward=module is model)
+        reason = _reason_against(module, known[kind], may_have_forward=module is model)
+        if reason is not None:
+            raise UnservedError(f"{reason} on {name}")
         if module is reading.text or module in around.values():
             continue
         attributes = vars(module)
-        state[name] = kind
-        for key in _names_in(kind) & attributes.keys():
-            state[f"{name}.{key}"] = _fingerprint(attributes[key])
-        tensors = (*module._parameters.values(), *module._buffers.values())
-        reading.weights += [_fingerprint(tensor) for tensor in tensors]
+        keys = _names_in(kind) & attributes.keys()
+        state[name] = kind, *[(key, _fingerprint(attributes[key])) for key in keys]
+        parameters = module._parameters.values()
+        reading.weights += [_fingerprint(tensor) for tensor in (*parameters, *module._buffers.values())]
         if module is not reading.head:
-            reading.devices.update(tensor.device for tensor in module._parameters.values() if tensor is not None)
-        if not attributes.keys().isdisjoint(_SWITCHES):
+            reading.devices.update([tensor.device for tensor in parameters if tensor is not None])
+        if is_adapter(module):
             reading.switches.add("an adapter", attributes.get, _SWITCHES)
     reading.switches.add("a hook", attrgetter("next_id"), [RemovableHandle])
     reading.switches.remember()
@@ -329,17 +329,19 @@ def _is_upstream(kind: type) -> bool:
     return kind.__module__.startswith(_UPSTREAM) and vars(sys.modules[kind.__module__]).get(kind.__name__) is kind
 
 
-def _check_module(name: str, module: nn.Module, is_known: bool, may_have_forward: bool) -> None:
-    """Raise `UnservedError` if a step would not do what a module does, unless its class `is_known`."""
-    is_called = is_known or is_adapter(module) or _is_quantised(module)
-    reasons = {
-        "torch.compile": module._compiled_call_impl is not None,
-        "a forward of its own": not may_have_forward and has_other_forward(module),
-        "a forward hook": _has_other_hooks(module),
-        "dropout": isinstance(module, nn.Dropout) and module.training and module.p > 0,
-        f"a module of class {type(module).__name__}": not is_called,
-    }
-    refuse(reasons, f" on {name}")
+def _reason_against(module: nn.Module, is_known: bool, may_have_forward: bool) -> str | None:
+    """Return why a step would not do what a module does; None if it would, as where its class `is_known`."""
+    if module._compiled_call_impl is not None:
+        return "torch.compile"
+    if not may_have_forward and has_other_forward(module):
+        return "a forward of its own"
+    if _has_other_hooks(module):
+        return "a forward hook"
+    if isinstance(module, nn.Dropout) and module.training and module.p > 0:
+        return "dropout"
+    if not (is_known or is_adapter(module) or _is_quantised(module)):
+        return f"a module of class {type(module).__name__}"
+    return None
 
 
 def has_other_forward(module: nn.Module) -> bool:
@@ -380,16 +382,24 @@ def _is_quantised(module: nn.Module) -> bool:
 
 def _fingerprint(value: Any) -> Any:
     """Return a value that changes with what a captured step may have read of a weight or an attribute."""
-    kind = type(value)  # `isinstance` would ask configs for their `__class__`, which is slow
-    if issubclass(kind, int | float | str | NoneType):
-        return value
+    kind: Any = type(value)  # `isinstance` would ask configs for their `__class__`, which is slow
+    return _fingerprint_for(kind)(value)
+
+
+@lru_cache(maxsize=256)
+def _fingerprint_for(kind: Any) -> Callable[[Any], Any]:
+    """Return the function that computes fingerprints of values of a class: a model has 1,000 values of ten classes."""
+    if issubclass(kind, int | float | str | NoneType | torch.dtype | FunctionType):
+        return lambda value: value
     if hasattr(kind, "__tensor_flatten__"):  # quantised
-        return tuple(_fingerprint(getattr(value, name)) for name in value.__tensor_flatten__()[0])
+        return lambda value: tuple([_fingerprint(getattr(value, name)) for name in value.__tensor_flatten__()[0]])
     if issubclass(kind, Tensor):
-        return value.data_ptr(), value.dtype, value.shape, value.stride()
-    if issubclass(kind, dict | list | tuple | set):
-        return tuple(_fingerprint(item) for item in (value.items() if issubclass(kind, dict) else value))
-    return kind
+        return lambda value: (value.data_ptr(), value.dtype, value.shape, value.stride())
+    if issubclass(kind, dict):
+        return lambda value: tuple([_fingerprint(item) for item in value.items()])
+    if issubclass(kind, list | tuple | set):
+        return lambda value: tuple([_fingerprint(item) for item in value])
+    return lambda value: kind
 
 
 @lru_cache(maxsize=256)
@@ -401,4 +411,4 @@ def _names_in(kind: Any) -> frozenset[str]:
         function: Any = value.fget if isinstance(value, property) else value
         code = getattr(inspect.unwrap(function), "__code__", None)
         names.update(code.co_names if isinstance(code, CodeType) else ())
-    return frozenset(names - vars(nn.Module()).keys())
+    return frozenset(names - vars(nn.Module()).keys() - {"in_features", "out_features"})  # weights have these sizes

@@ -22,9 +22,11 @@ from support import copies
 from support.decoding import both, counts_of
 from support.recorded_ops import OperationRecorder
 from support.towers import SHALLOW
+from test_text_layers import compare, counts
 from tiny import TINY, assert_close, outputs_of, pixels_for, randomise, tower_of
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import prune
 
 import hf_vit_accel
 from hf_vit_accel import GraphConfig, ReuseConfig
@@ -169,6 +171,73 @@ def remove_a_layer(part: Part) -> None:
     part.root.blocks = part.layers[:1]
 
 
+def assign_state(part: Part) -> None:
+    state = {name: x * 1.5 for name, x in part.root.state_dict().items()}
+    part.root.load_state_dict(state, assign=True)
+
+
+def other(module: Any) -> Any:
+    """Return a copy of a module with other weights."""
+    module = copy.deepcopy(module)
+    for weight in module.parameters():
+        weight.data.mul_(-1.5)
+    return module
+
+
+def replace_text(part: Part) -> None:
+    part.root.model.language_model = other(part.root.model.language_model)
+    hf_vit_accel.patch(part.root, text=True)
+
+
+def remove_a_layer_of_text(part: Part) -> None:
+    text = part.root.model.language_model
+    del text.layers[0]
+    text.config.num_hidden_layers = len(text.layers)
+    text.config.layer_types = ["full_attention"] * len(text.layers)
+    for index, layer in enumerate(text.layers):
+        layer.self_attn.layer_idx = index
+
+
+def prune_weight(part: Part) -> None:
+    linear = getattr(part.attention, part.linear)
+    prune.l1_unstructured(linear, "weight", 0.9)  # sets a hook
+    prune.remove(linear, "weight")
+
+
+def set_plain_weight(part: Part) -> None:
+    """FSDP of torch 1 shows gathered weights as tensors that are no parameters, others in every forward."""
+    linear = getattr(part.attention, part.linear)
+    weight = linear.weight.detach() * 1.5
+    del linear.weight
+    linear.weight = weight
+
+
+def replace_parameters(part: Part) -> None:
+    """ZeRO-3 of DeepSpeed sets dictionaries of its own."""
+    linear = getattr(part.attention, part.linear)
+    vars(linear)["_parameters"] = OrderedDict(weight=nn.Parameter(linear.weight.detach() * 1.5), bias=linear.bias)
+
+
+class Computing(nn.Module):
+    """A linear of 8 bits, with a dtype to compute in, as bitsandbytes' `Linear4bit`."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight = nn.Parameter((linear.weight * 200).to(torch.int8), requires_grad=False)
+        self.compute_dtype = torch.float32
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x.to(self.compute_dtype), self.weight.to(self.compute_dtype) / 200).to(x.dtype)
+
+
+def hold_function(part: Part) -> None:
+    """Qwen3.5 of transformers 5.4 to 5.10 does. Users replace those of flash-linear-attention by torch's."""
+    mlp = part.layers[0].mlp
+    del mlp.act_fn
+    mlp.act_fn = scaled(abs)
+
+
 @contextmanager
 def patched_function(part: Part) -> Iterator[None]:
     """Replace a function of the file, as Liger's patches of transformers do."""
@@ -253,6 +322,24 @@ ONCE: dict[str, Change] = {
     "layers with windows, in place": lambda part: part.root.fullatt_block_indexes.append(0),
 }
 """Changes of towers that every way of calling sees by the same means as others: they run eagerly alone."""
+OF_TEXTS: dict[str, Change] = {
+    "a state assigned": assign_state,
+    "a larger vocabulary": lambda part: part.root.resize_token_embeddings(80),
+    "a head": lambda part: setattr(part.root, "lm_head", other(part.root.lm_head)),
+    "a text model": replace_text,
+    "a layer less": remove_a_layer_of_text,
+    "a weight pruned": prune_weight,
+    "a weight that is no parameter": set_plain_weight,
+    "a dictionary of parameters": replace_parameters,
+    "a dtype": lambda part: setattr(part.attention.o_proj, "compute_dtype", torch.bfloat16),
+    "a function": lambda part: setattr(part.layers[0].mlp, "act_fn", scaled(nn.functional.silu)),
+}
+BEFORE: dict[str, Change] = {
+    "a weight that is no parameter": set_plain_weight,
+    "a dtype": lambda part: setattr(part.attention, "o_proj", Computing(part.attention.o_proj)),
+    "a function": hold_function,
+}
+"""What a text model has before a change."""
 OF_THE_PROCESS: dict[str, Callable[[Part], AbstractContextManager[None]]] = {
     "a function of the file": patched_function,
     "a method of a class": patched_method,
@@ -388,18 +475,23 @@ def test_no_call_of_a_tower_is_stale(recorded: type[OperationRecorder], consumer
     assert why is None or any(why in reason for reason in status.fallbacks), str(status)
 
 
-@pytest.mark.parametrize("name", [name for name in (*CHANGES, *OF_THE_PROCESS) if "adapter" not in name])
+@pytest.mark.parametrize("name", [x for x in (*CHANGES, *OF_TEXTS, *OF_THE_PROCESS) if "adapter" not in x])
 def test_no_decoded_token_is_stale(recorder: type[OperationRecorder], name: str) -> None:
-    """`test_decode_steps.py` has the changes of adapters."""
+    """Nor hidden states under `text=True`. `test_decode_steps.py` has the changes of adapters."""
     model = TINY["qwen3_vl"].build()
     inputs = {"input_ids": torch.tensor([[5, 6, 7, 8], [9, 4, 3, 3]])}
     options = dict(max_new_tokens=9, output_logits=True, return_dict_in_generate=True)
-    before = both(model, inputs, **options)
-    assert counts_of(model).static_calls == 1 and recorder.replays > 0
     part = part_of_text(model)
+    BEFORE.get(name, lambda part: None)(part)
+    hf_vit_accel.patch(model, text=True)
+    before = both(model, inputs, **options)
+    compare(model, inputs)
+    assert counts_of(model).static_calls == 1 and recorder.replays > 0 and counts(model)[0] == 1
     with OF_THE_PROCESS[name](part) if name in OF_THE_PROCESS else nullcontext():
-        if name in CHANGES:
-            CHANGES[name](part)
+        if name not in OF_THE_PROCESS:
+            (CHANGES | OF_TEXTS)[name](part)
         after = both(model, inputs, **options)
+        compare(model, inputs)
     is_seen = name != "another dtype"  # logits are in fp32 always
     assert differs(list(after.logits), list(before.logits)) == is_seen, "the change matters"
+    assert name not in OF_TEXTS or counts_of(model).static_calls == 2, str(counts_of(model))

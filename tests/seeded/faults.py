@@ -546,6 +546,20 @@ FAULTS = (
     ),
     # --- decoding ---
     Fault(
+        "a weight in other memory goes unseen",
+        "decoding/text_models.py",
+        "(value.data_ptr(), value.dtype,",
+        "(value.dtype,",
+        "tests/integration/test_changes.py -k decoded",
+    ),
+    Fault(
+        "another function of a module goes unseen",
+        "decoding/text_models.py",
+        "NoneType | torch.dtype | FunctionType",
+        "NoneType | torch.dtype",
+        "tests/integration/test_changes.py -k decoded",
+    ),
+    Fault(
         "rows that share an axis overlap",
         "decoding/room.py",
         "begin += _padded(length + after)",
