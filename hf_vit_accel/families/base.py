@@ -280,7 +280,10 @@ def form_of(output: Any, rows: int) -> Form:
     if type(output) is tuple and len(output) == 2 and isinstance(output[0], Tensor) and isinstance(output[1], list):
         return Form(tuple)
     if isinstance(output, ModelOutput) and output:
-        return Form(type(output), tuple(name for name in FIELDS if name in output))
+        fields = tuple(name for name in FIELDS if name in output)
+        others = output.keys() - fields
+        if not others or (others == {"hidden_states"} and output["hidden_states"]):
+            return Form(type(output), fields)
     raise ValueError(f"its forward returns a {type(output).__name__} of an unknown form")
 
 

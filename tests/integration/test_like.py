@@ -106,6 +106,14 @@ def test_a_sabotaged_copy_is_refused_with_the_number(name: str) -> None:
 
 
 @quick
+def test_a_copy_that_returns_more_fields_is_refused() -> None:
+    """Our operations would return one field less, though all tensors are equal."""
+    tower = build(copies.ReturnsAnEmptyField)
+    with pytest.raises(ValueError, match="returns a BaseModelOutputWithPooling of an unknown form"):
+        hf_vit_accel.patch(tower, like={"ReturnsAnEmptyField": "qwen2_vl"})
+
+
+@quick
 def test_a_copy_that_acts_in_bf16_is_refused_in_bf16_alone() -> None:
     """fp32 calls are fast; the first call in bf16 runs the proof for that dtype."""
     tower = build(copies.ActsInBf16, depth=6)  # bfloat16 shows it in a deep tower alone

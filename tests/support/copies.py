@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from tiny import randomise
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
 
 from support.tensors import flat
 
@@ -139,6 +139,14 @@ globals().update({name: _acting(name, *how) for name, how in ACTING.items()})
 class ScalesABit(OlderCopyOfQwen2):
     def forward(self, hidden_states: Tensor, grid_thw: Tensor) -> Output:
         return self.features(hidden_states, grid_thw) * 1.001
+
+
+class ReturnsAnEmptyField(CopyOfQwen2):
+    """Returns a field that holds nothing, as models do that collect attentions into a tuple."""
+
+    def forward(self, hidden_states: Tensor, grid_thw: Tensor) -> Output:
+        output = self.copied_forward(hidden_states, grid_thw)
+        return BaseModelOutputWithPooling(output.last_hidden_state, output.pooler_output, attentions=())
 
 
 class RollingBlock(QWEN3.Qwen3VLVisionBlock):
