@@ -162,7 +162,8 @@ def watch_state(watch: Watch, tower: nn.Module) -> None:
     for owner in dict.fromkeys(owner for module in tower.modules() for owner in type(module).__mro__):
         values += _constants_of(watch, owner)
     for module in tower.modules():
-        names = names_in_class(type(module)) & vars(module).keys() - vars(nn.Module()).keys()
+        # A copy may call `super().forward`. A forward on an instance is watched with the modules, or ours.
+        names = names_in_class(type(module)) & vars(module).keys() - vars(nn.Module()).keys() - {"forward"}
         values += [(name, vars(module)[name]) for name in names if not isinstance(vars(module)[name], Tensor)]
     holders: dict[int, Any] = {}
     for name, value in values:

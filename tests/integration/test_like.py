@@ -260,6 +260,9 @@ def test_a_copy_is_served(family: str, version: str) -> None:
     assert (status.calls, status.stock_calls, status.against_fast) == (4, 0, ())
     assert (status.family, status.like) == (family, kind.__name__)
     assert "largest relative errors: outputs in float32" in str(status)
+    hf_vit_accel.patch(tower, like={kind.__name__: family}, max_rows=64)
+    assert_close(run(tower), run(stock), 3e-6)
+    assert status_of(tower).stock_calls == 0
     hf_vit_accel.unpatch(tower)
     assert_close(run(tower), run(stock), 0.0)
 

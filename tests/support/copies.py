@@ -48,26 +48,20 @@ QWEN3 = file_of("qwen3_vl")
 class CopyOfQwen2(QWEN2.Qwen2VisionTransformerPretrainedModel):
     """A copy of Qwen2-VL's tower."""
 
-    copied_forward = QWEN2.Qwen2VisionTransformerPretrainedModel.forward
-
 
 class CopyOfQwen25(QWEN25.Qwen2_5_VisionTransformerPretrainedModel):
     """A copy of Qwen2.5-VL's tower."""
 
-    copied_forward = QWEN25.Qwen2_5_VisionTransformerPretrainedModel.forward
-
 
 class CopyOfQwen3(QWEN3.Qwen3VLVisionModel):
     """A copy of Qwen3-VL's tower."""
-
-    copied_forward = QWEN3.Qwen3VLVisionModel.forward
 
 
 class OfTensors:
     """The results of transformers 4.57: merged features, in a tuple with those of deepstack."""
 
     def features(self: Any, hidden_states: Tensor, grid_thw: Tensor) -> Output:
-        output = self.copied_forward(hidden_states, grid_thw)
+        output = super().forward(hidden_states, grid_thw)
         if isinstance(output, Tensor | tuple):
             return output
         deep = output.get("deepstack_features")
@@ -286,14 +280,12 @@ MERGES_NOTHING = file_of("qwen2_vl", (("self.merger(hidden_states)", "hidden_sta
 class WithoutMerger(MERGES_NOTHING.Qwen2VisionTransformerPretrainedModel):
     """Has no merger, and names its pixels otherwise."""
 
-    copied_forward = MERGES_NOTHING.Qwen2VisionTransformerPretrainedModel.forward
-
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         del self.merger
 
     def forward(self, pixel_values: Tensor, grid_thw: Tensor, scale: float = 1.0) -> Output:
-        rows = flat(self.copied_forward(pixel_values, grid_thw))[0]
+        rows = flat(super().forward(pixel_values, grid_thw))[0]
         return BaseModelOutput(last_hidden_state=rows * scale)
 
 
