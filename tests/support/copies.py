@@ -139,7 +139,7 @@ class ReturnsAnEmptyField(CopyOfQwen2):
     """Returns a field that holds nothing, as models do that collect attentions into a tuple."""
 
     def forward(self, hidden_states: Tensor, grid_thw: Tensor) -> Output:
-        output = self.copied_forward(hidden_states, grid_thw)
+        output = super().forward(hidden_states, grid_thw)
         return BaseModelOutputWithPooling(output.last_hidden_state, output.pooler_output, attentions=())
 
 
