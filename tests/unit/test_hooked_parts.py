@@ -74,6 +74,17 @@ def test_hooks_see_and_change_what_stocks_do(tower: Any) -> None:
     assert_fast(tower, 3)
 
 
+def test_a_hook_on_a_part_that_is_not_called_by_itself_sends_the_call_to_stock(tower: Any) -> None:
+    stock, tower = both_of(tower)
+    calls = []
+    for each in (stock, tower):
+        each.rotary_pos_emb.register_forward_hook(lambda module, _, output: calls.append(module))
+    assert_close(run_tower(tower, GRID), run_tower(stock, GRID))
+    assert set(calls) == {stock.rotary_pos_emb, tower.rotary_pos_emb}
+    [reason] = hf_vit_accel.status(tower).towers[0].fallbacks
+    assert reason == "hooks on rotary_pos_emb"
+
+
 def test_gradients_through_hooks_are_stocks(tower: Any) -> None:
     stock, tower = both_of(tower)
     results = []
