@@ -43,6 +43,7 @@ def file_of(family: str, edits: tuple[tuple[str, str], ...] = ()) -> Any:
 QWEN2 = file_of("qwen2_vl")
 QWEN25 = file_of("qwen2_5_vl")
 QWEN3 = file_of("qwen3_vl")
+RMS_NORM: Any = getattr(QWEN25, "Qwen2_5_VLRMSNorm", None) or QWEN25.Qwen2RMSNorm  # the latter in transformers 4.57
 
 
 class CopyOfQwen2(QWEN2.Qwen2VisionTransformerPretrainedModel):
@@ -140,6 +141,8 @@ class ReturnsAnEmptyField(CopyOfQwen2):
 
     def forward(self, hidden_states: Tensor, grid_thw: Tensor) -> Output:
         output = super().forward(hidden_states, grid_thw)
+        if isinstance(output, Tensor):  # of transformers 4.57
+            return BaseModelOutputWithPooling(pooler_output=output, attentions=())
         return BaseModelOutputWithPooling(output.last_hidden_state, output.pooler_output, attentions=())
 
 
@@ -236,7 +239,7 @@ class StopsGradientsOfFiveImages(OlderCopyOfQwen2):
         return self.features(hidden_states, grid_thw)
 
 
-class OtherEpsilonNorm(QWEN25.Qwen2_5_VLRMSNorm):
+class OtherEpsilonNorm(RMS_NORM):
     """Adds another epsilon than the one that it names."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
