@@ -153,9 +153,9 @@ def encode(
             x_TE, delta_TE = _keep_state(route, x_TE, delta_TE, states, state_slices)
         if index in ops.deepstack:
             merge = ops.deepstack[index]
-            checkpoint = checkpoints.get(ops.parts.deepstack[index])
-            if checkpoint is not None:
-                merge = _checkpointed(merge, checkpoint)
+            merger_checkpoint = checkpoints.get(ops.parts.deepstack[index])
+            if merger_checkpoint is not None:
+                merge = _checkpointed(merge, merger_checkpoint)
             x_TE, merged = merge(x_TE, delta_TE)
             merged_by_layer.append(deepstack_slices[len(merged_by_layer)].copy_(merged) if output_slices else merged)
             del merged
@@ -163,9 +163,9 @@ def encode(
         if after_layer is not None:
             x_TE, delta_TE = after_layer(index, (x_TE, delta_TE))
     finish = ops.finish
-    checkpoint = None if ops.parts.merger is None else checkpoints.get(ops.parts.merger)
-    if ops.merge is not None and checkpoint is not None:
-        finish = ops.finish_by(_checkpointed(ops.merge, checkpoint))
+    merger_checkpoint = None if ops.parts.merger is None else checkpoints.get(ops.parts.merger)
+    if ops.merge is not None and merger_checkpoint is not None:
+        finish = ops.finish_by(_checkpointed(ops.merge, merger_checkpoint))
     outputs = list(finish(x_TE, delta_TE))
     if window_index_M is not None:
         outputs[-1] = outputs[-1][tensors["inverse_index"]]

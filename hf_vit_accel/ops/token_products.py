@@ -183,7 +183,8 @@ def _products_kernel(
 def is_faster(tokens: int, weights: Sequence[Tensor]) -> bool:
     """Return whether `token_products` is faster than a library, as measured with the weights of 7B and 8B (H200).
 
-    With many tokens it has to run in one go, and needs the shared memory of data centres' GPUs.
+    With many tokens all programs have to run at once. Other GPUs than Hopper's have less shared memory, or were not
+    measured.
     """
     if tokens <= MOST_TOKENS:
         return tokens == 1 or len(weights) > 1
@@ -193,7 +194,7 @@ def is_faster(tokens: int, weights: Sequence[Tensor]) -> bool:
         return False
     programs, of_tokens = _grid(tokens, width, [len(weight_FE) for weight_FE in weights])
     is_one_wave = programs * of_tokens <= machine.multiprocessors(device)
-    return is_one_wave and machine.cuda_capability(device.index)[0] in (9, 10)
+    return is_one_wave and machine.cuda_capability(device.index)[0] == 9
 
 
 def token_products(x_TE: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:

@@ -118,7 +118,7 @@ FAULTS = (
     Fault(
         "a merger under a checkpoint wrapper keeps what its gradient needs",
         "engine/encoder.py",
-        "finish = ops.finish_by(_checkpointed(ops.merge, checkpoint))",
+        "finish = ops.finish_by(_checkpointed(ops.merge, merger_checkpoint))",
         "finish = ops.finish",
         "tests/integration/test_checkpoint_functions.py",
     ),

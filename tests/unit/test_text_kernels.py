@@ -12,13 +12,16 @@ from support.interpreter import INTERPRETED
 from support.towers import alike
 from test_prefill import batch
 from tiny import TINY
+from torch._subclasses import FakeTensorMode
 
 import hf_vit_accel
+from hf_vit_accel import machine
 from hf_vit_accel.decoding import layers
 from hf_vit_accel.decoding.steps import steps_of
 from hf_vit_accel.decoding.text_models import read_model
 from hf_vit_accel.ops.place_heads import Cache, Norms, place_heads, place_heads_reference
 from hf_vit_accel.ops.token_products import (
+    is_faster,
     token_products,
     token_products_reference,
     token_swiglu,
@@ -101,6 +104,33 @@ def test_products_of_few_tokens(device: str, tokens: int, width: int, outputs: t
     expected = token_products_reference(x.double(), [weight.double() for weight in weights], wide)
     for result, of_reference in zip(token_products(x, weights, biases), expected, strict=True):
         assert_rounded(result, of_reference)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sizes", "capability", "expected"),
+    [
+        (1, [4096], 8, True),
+        (2, [4096], 9, False),
+        (32, [4096, 1024, 1024], 8, True),
+        (33, [4096, 1024, 1024], 9, True),
+        (33, [4096], 9, False),
+        (256, [4096, 1024, 1024], 9, True),
+        (257, [4096, 1024, 1024], 9, False),  # two waves
+        (384, [3584, 512, 512], 9, True),
+        (64, [4096, 1024, 1024], 8, False),
+        (64, [4096, 1024, 1024], 10, False),
+    ],
+)
+def test_products_take_the_kernel_where_it_was_measured_to_be_faster(
+    tokens: int, sizes: list[int], capability: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(machine, "cuda_capability", lambda index: (capability, 0))
+    with FakeTensorMode():
+        weights = [torch.empty(size, 4096, device="cuda:0") for size in sizes]
+        narrow = [torch.empty(size, 4090, device="cuda:0") for size in sizes]
+        assert is_faster(tokens, weights) == expected
+        assert not is_faster(64, narrow)
 
 
 @pytest.mark.parametrize("device", DEVICES)
