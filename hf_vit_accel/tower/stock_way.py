@@ -34,7 +34,7 @@ class Way(Enum):
 
     `forward.Reasons.stock` sends a call the way STOCK, `metadata` the way METADATA: stock calls the blocks one by one.
     `status` counts ATTENTION as fast calls if a backend of ours has attended in any call of this layout. A copy never
-    goes METADATA, since its forward may take none.
+    goes METADATA, since its forward may take none, and neither does a tower on several devices.
     """
 
     METADATA = "through the stock forward, with our metadata and attention"
@@ -72,7 +72,9 @@ def decide_metadata(
 ) -> StockPlan:
     """Return the plan of a call whose blocks are called one by one, on our metadata and attention."""
     settings = state.settings
-    if isinstance(state.family, CopyFamily):  # its forward may take no metadata
+    # A copy's forward may take no metadata. Ours is on one device, transformers' window_index on the CPU, which
+    # serves parts on every device.
+    if isinstance(state.family, CopyFamily) or len({parameter.device for parameter in tower.parameters()}) > 1:
         return decide_stock(state, reasons_metadata, instead_of=plan)
     route = state.routes.get(plan.inputs.grid, plan.spec)
     reasons = [*reasons_metadata, *route.unmet]

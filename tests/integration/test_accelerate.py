@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from accelerate import cpu_offload
+from accelerate import cpu_offload, dispatch_model
 from accelerate.hooks import (
     AlignDevicesHook,
     ModelHook,
@@ -112,6 +112,34 @@ def test_hooks_that_align_to_several_places_go_the_stock_way(model: nn.Module, p
     align(tower, places)
     assert_close(run(tower, grid), expected)
     assert state_of(tower).fast_calls == 0 and "accelerate hooks on " in status_of(model).against_fast[0]
+
+
+def test_a_tower_that_device_map_spreads_over_devices_gets_no_metadata_of_ours(model: nn.Module) -> None:
+    """`device_map="auto"` splits a small model on several GPUs inside its tower. Our indices are on one of them."""
+    tower = tower_of(model)
+    grid = GRIDS["mixed"]
+    expected = run(tower, grid)
+    hf_vit_accel.patch(model)
+    cpu_offload(tower.blocks[1], execution_device="cpu")
+    assert_close(run(tower, grid), expected)
+    assert "parameters on several devices" in status_of(model).against_fast
+    assert state_of(tower).metadata_calls == state_of(tower).fast_calls == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("second", ["merger", "blocks.1"])
+def test_gpu_device_map_splits_a_tower(model: nn.Module, second: str) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    tower = tower_of(model)
+    grid = GRIDS["mixed"]
+    expected = run(tower, grid)
+    hf_vit_accel.patch(model)
+    parts = [name for name, _ in tower.named_children() if name != "blocks"]
+    places = dict.fromkeys([*parts, *(f"blocks.{layer}" for layer in range(len(tower.blocks)))], 0)
+    dispatch_model(tower, places | {second: 1})
+    assert_close(run(tower, grid), expected, 1e-2)
+    assert "parameters on several devices" in status_of(model).against_fast
 
 
 @pytest.mark.parametrize("patched_when", ["before", "meanwhile", "after"])
