@@ -152,7 +152,8 @@ def reason_not_one_call(model: Model) -> str | None:
 class Method:
     """Replacement for a method of a model. Behaves like the bound method, and holds the model weakly.
 
-    So a deleted model is freed at once. A copy of the model gets methods of its own.
+    So a deleted model is freed at once. A copy of the model gets methods of its own. A method that is copied alone, as
+    a data loader pickles it for its workers, holds its copy of the model.
     """
 
     def __init__(self, model: Model, name: str) -> None:
@@ -161,7 +162,13 @@ class Method:
         self.__signature__ = inspect.signature(getattr(type(model), name).__get__(model))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.__self__, self.__name__)
+        return Method.__new__, (Method,), (self.__self__, self.__name__)
+
+    def __setstate__(self, state: tuple[Model, str]) -> None:
+        model, name = state
+        Method.__init__(self, model, name)
+        if vars(model):  # a model that is being copied with its methods gets its attributes after them
+            self._copied_model = model
 
     @property
     def __self__(self) -> Model:

@@ -19,6 +19,7 @@ import tiny
 import torch
 from support.changes import through_pickle
 from support.composites import COMPOSITES
+from support.tensors import flat
 from support.towers import alike
 from tiny import TINY, left_padded, tower_of
 from torch import nn
@@ -267,8 +268,11 @@ def test_copies_of_a_model_have_their_own_positions(duplicate: Model) -> None:
     assert status_of(model).calls == 2
 
 
-def test_a_deleted_model_is_freed_at_once() -> None:
-    model = hf_vit_accel.patch(TINY["qwen2_vl"].build(fresh=True))
+@pytest.mark.parametrize(
+    "duplicate", [lambda model: model, copy.deepcopy, through_pickle], ids=["itself", "deepcopy", "pickle"]
+)
+def test_a_deleted_model_is_freed_at_once(duplicate: Model) -> None:
+    model = duplicate(hf_vit_accel.patch(TINY["qwen2_vl"].build(fresh=True)))
     method = model.model.get_rope_index
     reference = weakref.ref(model.model)
     gc.collect()
@@ -305,6 +309,23 @@ def test_an_override_runs_as_it_is() -> None:
     status = status_of(model)
     assert status.calls == 0 and "get_rope_index" in status.unknown
     assert "get_rope_index is not transformers' own" in str(status)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, through_pickle])
+@pytest.mark.parametrize("name", ["get_rope_index", "get_image_features"])
+def test_a_method_that_is_copied_alone_keeps_its_copy_of_the_model(duplicate: Model, name: str) -> None:
+    """A collator may hold `model.get_rope_index` alone; a data loader pickles it for its workers."""
+    model = hf_vit_accel.patch(TINY["qwen2_5_vl"].build()).model
+    method = getattr(model, name)
+    twin = duplicate(method)
+    gc.collect()
+    assert twin.__self__ is not model
+    assert vars(twin.__self__)[name] is twin
+    names = around.parameters_of(getattr(type(model), name))
+    batch = {parameter: x for parameter, x in left_padded(model).items() if parameter in names}
+    with torch.no_grad():
+        for ours, expected in zip(flat(twin(**batch)), flat(method(**batch)), strict=True):
+            assert torch.equal(ours, expected)
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, through_pickle])
