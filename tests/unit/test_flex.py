@@ -146,16 +146,6 @@ def test_only_flex_applies_a_score_mod(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve("flex", call)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [3, "near", lambda score: score, lambda a, b, c, d, e, f: a],
-    ids=["a number", "a name", "of one", "of six"],
-)
-def test_config_is_checked(wrong: object) -> None:
-    with pytest.raises(ValueError, match="expected score_mod to be a function of"):
-        FlexConfig(score_mod=wrong)
-
-
 # --- towers ---------------------------------------------------------------------------------------------------------
 
 GRID = [(1, 10, 6), (3, 4, 4), (1, 2, 18), (1, 20, 24)]

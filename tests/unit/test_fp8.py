@@ -20,7 +20,7 @@ from support.towers import both_towers
 from tiny import TINY, all_equal, largest_error, outputs_of, pixels_for, relative_error, run_tower, tower_of
 
 import hf_vit_accel
-from hf_vit_accel import BackendUnavailableError, FallbackError, FlexConfig, Fp8Config, GraphConfig
+from hf_vit_accel import BackendUnavailableError, FallbackError, Fp8Config, GraphConfig
 from hf_vit_accel.backends import FP8, Request, cudnn_fp8, resolve
 from hf_vit_accel.backends.base import plan_alone
 from hf_vit_accel.config import Amax, Settings
@@ -223,13 +223,6 @@ def test_calibrate_wants_images(fp8_on_cpu: None, tmp_path: Path) -> None:
 
 
 # --- what is asked for ----------------------------------------------------------------------------------------------
-
-
-def test_fp8_beside_a_score_mod_is_refused(fp8_on_cpu: None) -> None:
-    model = TINY["qwen3_vl"].build()
-    with pytest.raises(ValueError, match="beside a score_mod"):
-        hf_vit_accel.patch(model, fp8=True, attention=FlexConfig(score_mod=lambda score, b, h, q, k: score))
-    assert state_of(tower_of(model)) is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")

@@ -169,28 +169,6 @@ def test_the_bound_on_windows_is_never_exceeded_and_reached(items: list[tuple[in
     assert thin.window.count == budgets.most_windows(thin.merged, 4, side)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        dict(max_tokens=0),
-        dict(max_tokens=1.5),
-        dict(exact_after=-1),
-        dict(max_graphs=0),
-        dict(max_bytes=True),
-        dict(budgets=()),
-        dict(budgets=(4, 4)),
-        dict(budgets=(8, 4)),
-        dict(budgets=(0, 4)),
-        dict(budgets=(True, 4)),
-        dict(budgets=5),
-    ],
-    ids=str,
-)
-def test_settings_are_checked(wrong: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="expected "):
-        GraphConfig(**wrong)
-
-
 # --- on a GPU -------------------------------------------------------------------------------------------------------
 
 CAPTURABLE = [backend.name for backend in BACKENDS if backend.replays_other_layouts]
