@@ -88,12 +88,11 @@ BNB = dict(needs=("bitsandbytes",))
 LIGER = dict(needs=("liger_kernel",), obstacle=no_gpu, use=uses.features, bound=1e-4)
 RUN_IN_BF16 = dict(exact=False, bound=2e-2)
 
-PLAIN = (
+ROWS: tuple[Row, ...] = (
+    # plain
     fast("nothing"),
     fast("nothing, `generate`", use=uses.generated),
-)
-
-ADAPTED = (
+    # adapted
     fast("PEFT LoRA on the tower", libraries.lora(TOWER_LINEARS), **PEFT),
     fast("PEFT LoRA on the tower, merged", libraries.lora(TOWER_LINEARS, "merge"), **PEFT),
     fast("PEFT LoRA on the tower, unmerged", libraries.lora(TOWER_LINEARS, "merge", "unmerge"), **PEFT),
@@ -102,18 +101,14 @@ ADAPTED = (
     fast("PEFT LoRA on `patch_embed.proj`", libraries.lora(r".*patch_embed.proj"), unfused="Conv3d", **PEFT),
     fast("PEFT LoRA on the language model", libraries.lora(TEXT_LINEARS), **PEFT),
     fast("PEFT LoRA on the language model, trained", libraries.lora(TEXT_LINEARS), use=uses.gradients, **PEFT),
-)
-
-QUANTISED = (
+    # quantised
     fast("Linears replaced by int8 ones", quantised.int8_linears),
     fast("weights replaced by a tensor subclass", quantised.int8_weights),
     fast("bitsandbytes, 4 bit", quantised.bitsandbytes_4bit, **BNB),
     fast("bitsandbytes, 8 bit", quantised.bitsandbytes_8bit, **BNB, bound=2e-2),
     fast("torchao, int8 weights", quantised.torchao_int8, needs=("torchao",)),
     fast("quanto, int8 weights", quantised.quanto_int8, needs=("optimum.quanto",)),
-)
-
-PLACED = (
+    # placed on devices and ranks
     fast("`device_map`, the tower on one device", libraries.dispatched),
     stock("CPU offload", libraries.offloaded, "accelerate hooks on patch_embed"),
     fast("DDP", libraries.ddp),
@@ -121,15 +116,11 @@ PLACED = (
     fast("FSDP2 over the model", libraries.fsdp(blocks=False), use=uses.answers),
     fast("FSDP2 over every block", libraries.fsdp(blocks=True), use=uses.answers),
     fast("FSDP2 over every block, trained", libraries.fsdp(blocks=True), use=uses.gradients),
-)
-
-COMPILED = (
+    # compiled
     fast("`torch.compile(model)`", libraries.compiled_model, use=uses.answer_to_one_image, slow=True),
     fast("`torch.compile(model.visual)`", libraries.compiled_tower, use=uses.features_of_two_sizes, slow=True),
     fast("`model.visual.compile()`", libraries.compiled_in_place, use=uses.features_of_two_sizes, slow=True),
-)
-
-TRAINED = (
+    # trained
     fast("trained", use=uses.gradients),
     fast("trained with the tower frozen", changes.frozen, use=uses.gradients),
     fast("gradient checkpointing", changes.checkpointed(reentrant=False), use=uses.gradients),
@@ -159,17 +150,13 @@ TRAINED = (
         **PEFT,
         **RUN_IN_BF16,
     ),
-)
-
-CAST = (
+    # cast
     fast("autocast", use=uses.under_autocast(uses.answers), bound=2e-2),
     fast("`.to(torch.bfloat16)`", changes.by(lambda model: model.to(torch.bfloat16)), bound=2e-2),
     fast("`.half()`", changes.by(lambda model: model.half()), bound=2e-2),
     fast("`.half().float()`", changes.by(lambda model: model.half().float())),
     fast("`.double()`", changes.by(lambda model: model.double())),
-)
-
-COPIED = (
+    # copied
     fast("`deepcopy`", changes.by(copy.deepcopy)),
     fast("`pickle`", changes.by(changes.through_pickle)),
     fast("`torch.save` and `torch.load`", changes.by(changes.through_torch_save)),
@@ -177,9 +164,7 @@ COPIED = (
     unpatched("`save_pretrained` and loaded", changes.through_save_pretrained),
     fast("`load_state_dict`", changes.other_weights(assign=False)),
     fast("`load_state_dict(assign=True)`", changes.other_weights(assign=True)),
-)
-
-SWITCHED = (
+    # switched
     fast('`set_attn_implementation("eager")`', changes.attending_by("eager"), orders=(BEFORE,)),
     unpatched('`set_attn_implementation("eager")`', changes.attending_by("eager")),
     fast("`set_attn_implementation` for the text", changes.attending_by({"text_config": "eager"})),
@@ -193,9 +178,7 @@ SWITCHED = (
     fast("a hook on the tower", changes.hooked("")),
     fast("a hook on a block", changes.hooked("blocks.1")),
     fast("a hook on a Linear", changes.hooked("blocks.1.attn.proj")),
-)
-
-OPERATIONS_REPLACED = (
+    # operations replaced
     fast("norms' forwards bound by another library (as Liger and `kernels` do)", libraries.norms_bound),
     stock(
         "the rotation replaced in transformers' module (as Liger does for Qwen3-VL)",
@@ -212,19 +195,6 @@ OPERATIONS_REPLACED = (
         slow=True,
         orders=(BEFORE,),
     ),
-)
-
-ROWS: tuple[Row, ...] = (
-    *PLAIN,
-    *ADAPTED,
-    *QUANTISED,
-    *PLACED,
-    *COMPILED,
-    *TRAINED,
-    *CAST,
-    *COPIED,
-    *SWITCHED,
-    *OPERATIONS_REPLACED,
 )
 
 # Ways whose tests need more than a row says: the outcome, and the test that shows it.

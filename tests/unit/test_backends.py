@@ -6,24 +6,23 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from support.attention import HEADS, LAYOUTS, draw, exact, request, segments_of
+from support.attention import LAYOUTS, draw, exact, request, segments_of
+from support.faults import Flashinfer
 from support.towers import alike
 from tiny import relative_error
 from torch import nn
 
 from hf_vit_accel import backends, machine
-from hf_vit_accel.backends import BACKENDS, FP8, Backend, backend_named, resolve
+from hf_vit_accel.backends import BACKENDS, FP8, Backend, backend_named
 from hf_vit_accel.backends import flashinfer_cudnn as cudnn_backend
 from hf_vit_accel.backends.base import missing_requirements, plan_alone
 from hf_vit_accel.backends.flash_attention_3 import FlashAttention3, causal_attention
-from hf_vit_accel.backends.flashinfer_cudnn import FlashinferCudnn, round_segments
+from hf_vit_accel.backends.flashinfer_cudnn import FlashinferCudnn
 from hf_vit_accel.backends.torch_cudnn import TorchCudnn
 from hf_vit_accel.decoding.layers import CausalAttention
 
@@ -112,38 +111,11 @@ def test_cudnn_plans_are_built_once_per_class_of_layouts() -> None:
     assert cudnn_backend.CUDNN_PLANS.misses == before + 1
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_cudnn_offsets_address_every_row_of_every_layout(name: str) -> None:
-    """Follow offsets and lengths as cuDNN does: every row is read and written exactly once."""
-    lengths = LAYOUTS[name]
-    plan = FlashinferCudnn().plan(segments_of(lengths), request(dtype=torch.bfloat16, packed=True))
-    width = HEADS * 80
-    rows = sum(lengths)
-    assert plan.host["max_seqlen"] >= max(lengths)
-    declared = plan.arrays["lengths"]
-    assert declared.shape == (round_segments(len(lengths)), 1, 1, 1) and declared.dtype == np.int32
-    for name, stride in (("dense", width), ("packed", 3 * width)):
-        offsets = plan.arrays[name]
-        assert offsets.shape == (len(declared) + 1, 1, 1, 1) and offsets.dtype == np.int32
-        touched = np.zeros(rows, dtype=int)
-        for offset, length in zip(offsets.ravel()[:-1], declared.ravel(), strict=True):
-            assert offset % stride == 0
-            row = int(offset) // stride
-            touched[row : row + length] += 1
-        assert (touched == 1).all()
-        assert (np.diff(offsets.ravel()) >= 0).all() and offsets.ravel()[-1] == rows * stride
-
-
-def test_cudnn_refuses_rows_beyond_int32_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
-    call = replace(request(dtype=torch.bfloat16, packed=True), heads=16)
-    assert not FlashinferCudnn().reasons_against_layout(segments_of([400_000, 159_240]), call)
-    (why,) = FlashinferCudnn().reasons_against_layout(segments_of([400_000, 159_241]), call)
-    assert why == "559241 rows, its int32 offsets reach 559240"
-    plan = FlashinferCudnn().plan(segments_of([400_000, 159_240]), call)
-    assert (np.diff(plan.arrays["packed"].ravel()) >= 0).all()
-    monkeypatch.setattr(FlashinferCudnn, "reasons_against", lambda self, request: [])
-    choice = resolve("flashinfer_cudnn", call, segments_of([400_000, 159_241]))
-    assert choice.backend.name != "flashinfer_cudnn" and choice.rejected["flashinfer_cudnn"] == (why,)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_cudnn_reads_and_writes_every_row_of_every_layout(flashinfer: Flashinfer, layout: str) -> None:
+    """The stand-in attends by offsets and lengths, as cuDNN does."""
+    for packed in (True, False):
+        check(FlashinferCudnn(), LAYOUTS[layout], 80, torch.float32, "cpu", packed)
 
 
 def fake_machine(
@@ -188,13 +160,6 @@ def test_every_gpu_is_asked_for_its_own_capability(monkeypatch: pytest.MonkeyPat
             assert "compute capability is 7.5" in reasons[0][0] and not reasons[1], (backend.name, reasons)
             assert bool(missing_requirements(backend.needs)) == (current == 0)
     machine.reset()
-
-
-def test_a_named_backend_comes_first_and_its_rejection_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_machine(monkeypatch)
-    assert resolve("flashinfer_cudnn", request("cuda", torch.bfloat16)).backend.name == "flashinfer_cudnn"
-    choice = resolve("flashinfer_cudnn", request("cuda", torch.float32))
-    assert choice.backend.name == "sdpa" and "float32" in choice.rejected["flashinfer_cudnn"][0]
 
 
 def test_rules_of_auto_name_backends_and_cite_a_measurement() -> None:
