@@ -22,15 +22,9 @@ from support.decoding import both, counts_of
 from support.recorded_ops import OperationRecorder
 from support.towers import alike
 from tiny import TINY
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedModel,
-    StaticCache,
-    StoppingCriteriaList,
-)
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StaticCache, StoppingCriteriaList
 from transformers.generation import utils as generation_utils
-from transformers.generation.streamers import BaseStreamer, TextIteratorStreamer
+from transformers.generation.streamers import TextIteratorStreamer
 
 import hf_vit_accel
 from hf_vit_accel import graphed_decoding
@@ -188,17 +182,11 @@ def test_forwards_of_stock_are_as_many_as_without_running_ahead(model: Any) -> N
     assert len(calls) == 2 * (ours.shape[1] - 4) and counts_of(model).static_calls == 1
 
 
-class Streamer(BaseStreamer):
-    """Collect the calls of a streamer."""
+class Tokenizer:
+    """Decode tokens to their numbers."""
 
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.calls.append(value.tolist())
-
-    def end(self) -> None:
-        self.calls.append("end")
+    def decode(self, ids: list[int], **kwargs: object) -> str:
+        return "".join(f"{int(token)} " for token in ids)
 
 
 @both_ways
@@ -210,40 +198,29 @@ class Streamer(BaseStreamer):
         *alike(("generate", {}), ("generate", {"do_sample": True}), ("partial", {}), ("partial", {"use_cache": False})),
     ],
 )
-def test_a_streamer_gets_what_it_gets_from_stock(model: Any, kwargs: dict[str, Any], by: str) -> None:
+def test_a_reader_of_text_in_another_thread_gets_all_of_it(model: Any, kwargs: dict[str, Any], by: str) -> None:
     """`generate` passes no streamer on to a function, and a `TextIteratorStreamer` would wait for ever."""
-    inputs = text([5, 6, 7, 8])
-    stock = Streamer()
-    ours = Streamer()
-    torch.manual_seed(0)
-    model.generate(**inputs, max_new_tokens=10, streamer=stock, **kwargs)
-    torch.manual_seed(0)
-    ways: dict[str, dict[str, Any]] = {
-        "generate": {"streamer": ours, "custom_generate": graphed_decoding},
-        "partial": {"custom_generate": functools.partial(graphed_decoding, streamer=ours)},
-    }
-    model.generate(**inputs, max_new_tokens=10, **ways[by], **kwargs)
-    assert ours.calls == stock.calls and len(ours.calls) > 5
-    with pytest.raises(ValueError, match="stream beams"):
-        model.generate(**inputs, num_beams=2, **ways[by])
 
+    def to(streamer: Any, way: str) -> dict[str, Any]:
+        if way == "partial":
+            return {"custom_generate": functools.partial(graphed_decoding, streamer=streamer)}
+        return {"streamer": streamer, "custom_generate": graphed_decoding if way == "generate" else None}
 
-def test_a_reader_of_text_in_another_thread_gets_all_of_it(model: Any) -> None:
-    """As servers stream: `Thread(target=model.generate, kwargs=...)`, then `for text in streamer`."""
-
-    class Tokenizer:
-        def decode(self, ids: list[int], **kwargs: object) -> str:
-            return "".join(f"{int(token)} " for token in ids)
-
-    texts = []
-    for custom_generate in (None, graphed_decoding):
+    def stream(way: str) -> str:
         streamer = TextIteratorStreamer(Tokenizer(), timeout=60)
-        arguments = text([5, 6, 7, 8]) | dict(max_new_tokens=12, streamer=streamer, custom_generate=custom_generate)
+        torch.manual_seed(0)
+        arguments = text([5, 6, 7, 8]) | dict(max_new_tokens=10) | to(streamer, way) | kwargs
         thread = threading.Thread(target=model.generate, kwargs=arguments)
         thread.start()
-        texts.append("".join(streamer))
+        streamed = "".join(streamer)
         thread.join()
-    assert texts[0] == texts[1] and counts_of(model).static_calls == 1
+        return streamed
+
+    expected = stream("stock")
+    assert stream(by) == expected and len(expected.split()) > 5
+    silent = SimpleNamespace(put=lambda ids: None, end=lambda: None)
+    with pytest.raises(ValueError, match="stream beams"):
+        model.generate(**text([5, 6, 7, 8]), num_beams=2, **to(silent, by))
 
 
 def test_frameworks_that_call_generate_get_it_from_a_partial(model: Any) -> None:
@@ -269,12 +246,8 @@ def test_ranks_in_step_decode_by_stock(model: Any) -> None:
 def test_stock_decodes_a_call_without_a_static_step(model: Any) -> None:
     inputs = text([5, 6, 7])
     both(model, inputs, max_new_tokens=5)
-    both(
-        model,
-        inputs,
-        max_new_tokens=12,
-        **{f"make_{CACHE}": lambda: StaticCache(config=model.config, max_cache_len=128)},
-    )
+    static_cache = {f"make_{CACHE}": lambda: StaticCache(config=model.config, max_cache_len=128)}
+    both(model, inputs, max_new_tokens=12, **static_cache)
     for attention in (layer.self_attn for layer in model.model.language_model.layers):
         attention.attention_dropout = 0.1
     both(model.train(), inputs, max_new_tokens=9)
