@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -55,48 +56,57 @@ def hook(tower: Any, names: list[Any] | None = None) -> tuple[list[Tensor], list
     return seen, handles
 
 
+def compare(tower: Any, run: Callable[[Any], list[Tensor]], calls: int | None = None) -> None:
+    """Run the same on a stock tower and a patched one: the results are equal, and so many calls fast."""
+    expected = run(copy.deepcopy(tower))
+    hf_vit_accel.patch(tower)
+    assert_close(run(tower), expected)
+    if calls is not None:
+        assert_fast(tower, calls)
+
+
 def test_hooks_see_and_change_what_stocks_do(tower: Any) -> None:
-    stock, tower = both_of(tower)
-    unhooked = run_tower(tower, GRID)
-    expected_names: list[Any] = []
-    names: list[Any] = []
-    expected_seen, _ = hook(stock, expected_names)
-    seen, handles = hook(tower, names)
-    expected = run_tower(stock, GRID)
-    assert_close(run_tower(tower, GRID), expected)
-    assert_close(seen, expected_seen)
-    assert names == expected_names, "the keyword arguments are those of stock"
-    for handle in handles:
-        handle.remove()
-    count = len(seen)
-    assert_close(run_tower(tower, GRID), unhooked)
-    assert len(seen) == count
-    assert_fast(tower, 3)
+    names: dict[Any, list[Any]] = {}
+
+    def run(each: Any) -> list[Tensor]:
+        unhooked = run_tower(each, GRID)
+        seen, handles = hook(each, names.setdefault(each, []))
+        outputs = run_tower(each, GRID)
+        for handle in handles:
+            handle.remove()
+        count = len(seen)
+        assert_close(run_tower(each, GRID), unhooked)
+        assert len(seen) == count
+        return [*outputs, *seen]
+
+    compare(tower, run, calls=3)
+    expected_names, actual_names = names.values()
+    assert actual_names == expected_names, "the keyword arguments are those of stock"
 
 
 def test_a_hook_on_a_part_that_is_not_called_by_itself_sends_the_call_to_stock(tower: Any) -> None:
-    stock, tower = both_of(tower)
     calls = []
-    for each in (stock, tower):
+
+    def run(each: Any) -> list[Tensor]:
         each.rotary_pos_emb.register_forward_hook(lambda module, _, output: calls.append(module))
-    assert_close(run_tower(tower, GRID), run_tower(stock, GRID))
-    assert set(calls) == {stock.rotary_pos_emb, tower.rotary_pos_emb}
+        return run_tower(each, GRID)
+
+    compare(tower, run)
+    assert len(set(calls)) == 2
     [reason] = hf_vit_accel.status(tower).towers[0].fallbacks
     assert reason == "hooks on rotary_pos_emb"
 
 
 def test_gradients_through_hooks_are_stocks(tower: Any) -> None:
-    stock, tower = both_of(tower)
-    results = []
-    for each in (stock, tower):
+    def run(each: Any) -> list[Tensor]:
         seen: list[Tensor] = []
         hook(each)
         for part in parts_of(each):
-            part.register_full_backward_hook(lambda _, __, dout, seen=seen: seen.extend(tensors_in(dout)))
-            part.register_full_backward_pre_hook(lambda _, dout, seen=seen: seen.extend(tensors_in(dout)))
-        results.append([*training_step(each, GRID), *seen])
-    assert_close(results[1], results[0])
-    assert_fast(tower, 1)
+            part.register_full_backward_hook(lambda _, __, dout: seen.extend(tensors_in(dout)))
+            part.register_full_backward_pre_hook(lambda _, dout: seen.extend(tensors_in(dout)))
+        return [*training_step(each, GRID), *seen]
+
+    compare(tower, run, calls=1)
 
 
 def test_hooked_calls_are_neither_cut_nor_reused(tower: Any) -> None:
@@ -113,11 +123,6 @@ def test_hooked_calls_are_neither_cut_nor_reused(tower: Any) -> None:
     assert (status.calls, len(calls)) == (1, 1) and status.fallbacks == expected
 
 
-def both_of(tower: Any) -> tuple[Any, Any]:
-    stock = copy.deepcopy(tower)
-    return stock, hf_vit_accel.patch(tower) and tower
-
-
 @pytest.mark.parametrize("name", ["cu_seqlens", "position_embeddings"])
 def test_changed_arguments_reach_the_block(tower: Any, name: str) -> None:
     """Let layer 1 attend over all rows, or turn its positions around."""
@@ -127,46 +132,40 @@ def test_changed_arguments_reach_the_block(tower: Any, name: str) -> None:
             return args, kwargs | {name: kwargs[name][[0, -1]]}
         return args, kwargs | {name: tuple(table.flip(0) for table in kwargs[name])}
 
-    stock, tower = both_of(tower)
-    unchanged = run_tower(tower, GRID)
-    for each in (stock, tower):
+    def run(each: Any) -> list[Tensor]:
+        unchanged = run_tower(each, GRID)
         each.blocks[1].register_forward_pre_hook(change, with_kwargs=True)
-    expected = run_tower(stock, GRID)
-    assert_close(run_tower(tower, GRID), expected)
-    assert any(not torch.allclose(*pair, atol=1e-3) for pair in zip(expected, unchanged, strict=True))
-    assert_fast(tower, 2)
+        outputs = run_tower(each, GRID)
+        assert any(not torch.allclose(*pair, atol=1e-3) for pair in zip(outputs, unchanged, strict=True))
+        return outputs
+
+    compare(tower, run, calls=2)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_hooked_block_is_checkpointed_once(tower: Any, reentrant: bool) -> None:
-    stock, tower = both_of(tower)
-    results = []
-    for each in (stock, tower):
+    def run(each: Any) -> list[Tensor]:
         checkpoint_layers(each.train(), reentrant=reentrant)
-        for part in parts_of(each)[:3]:
-            part._forward_hooks.clear()
         seen: list[Tensor] = []
         for module in (each.blocks[0], each.blocks[2], each.blocks[2].mlp):
-            module.register_forward_hook(lambda _, __, output, seen=seen: seen.extend(tensors_in([output])))
-        results.append([*training_step(each, GRID), *seen])
-    assert_close(results[1], results[0])
+            module.register_forward_hook(lambda _, __, output: seen.extend(tensors_in([output])))
+        return [*training_step(each, GRID), *seen]
+
+    compare(tower, run)
 
 
 def test_a_steering_vector_learns_on_a_frozen_tower(tower: Any) -> None:
     """A hook adds a trained vector to the rows of layer 0: nothing of the tower itself requires a gradient."""
-    stock, tower = both_of(tower)
-    results = []
-    for each in (stock, tower):
-        each.requires_grad_(False)
-        weight = each.blocks[0].norm1.weight
+
+    def run(each: Any) -> list[Tensor]:
+        weight = each.requires_grad_(False).blocks[0].norm1.weight
         vector = torch.linspace(-1, 1, len(weight)).requires_grad_()
-        each.blocks[0].register_forward_hook(lambda _, __, output, vector=vector: output + vector)
+        each.blocks[0].register_forward_hook(lambda _, __, output: output + vector)
         outputs = outputs_of(each(pixels_for(each, GRID), grid_thw=torch.tensor(GRID)))
         sum(output.square().mean() for output in outputs).backward()
-        results.append([*(output.detach() for output in outputs), vector.grad])
-    assert results[1][-1] is not None
-    assert_close(results[1], results[0])
-    assert_fast(tower, 1)
+        return [*(output.detach() for output in outputs), vector.grad]
+
+    compare(tower, run, calls=1)
 
 
 def test_fewer_rows_are_refused(tower: Any) -> None:
@@ -181,12 +180,11 @@ def test_fewer_rows_are_refused(tower: Any) -> None:
 def test_kept_rows_stay(tower: Any, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep inputs and outputs without a copy, and return an input: later layers do not write to them."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # stock's convolution would use it
-    stock, tower = both_of(tower.to(device))
-    results = []
-    for each in (stock, tower):
+
+    def run(each: Any) -> list[Tensor]:
         kept: list[Tensor] = []
-        each.blocks[0].register_forward_hook(lambda _, args, output, kept=kept: kept.extend([args[0], output]))
-        each.blocks[2].register_forward_hook(lambda _, args, output, kept=kept: kept.append(args[0]) or args[0])
-        results.append([*run_tower(each, GRID), *kept])
-    assert_close(results[1], results[0])
-    assert_fast(tower, 1)
+        each.blocks[0].register_forward_hook(lambda _, args, output: kept.extend([args[0], output]))
+        each.blocks[2].register_forward_hook(lambda _, args, output: kept.append(args[0]) or args[0])
+        return [*run_tower(each, GRID), *kept]
+
+    compare(tower.to(device), run, calls=1)
