@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from support import attention_only
 from support.composites import COMPOSITES, left_padded
-from tiny import TINY, assert_close
+from tiny import IMAGE, TINY, assert_close, chat_inputs, randomise
 from torch import nn
 
 import hf_vit_accel
@@ -83,6 +84,35 @@ def test_a_tower_two_levels_down_by_name() -> None:
         assert state_of(tower) is not None
         hf_vit_accel.unpatch(model)
         assert {part.config._attn_implementation for part in parts.values()} == {"sdpa"}
+
+
+def test_a_config_that_names_the_attention(tmp_path: Path) -> None:
+    """verl's `override_config` sets attributes of a config that has another attention, and loads with it."""
+    stock = TINY["qwen2_5_vl"].build()
+    stock.save_pretrained(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path, attn_implementation="sdpa")
+    config.vision_config._attn_implementation = AUTO
+    model = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path, config=config)
+    inputs = chat_inputs(stock, [(1, 8, 6), (1, 4, 10)])
+    with torch.no_grad():
+        assert_close([model(**inputs).logits], [stock(**inputs).logits])
+    assert names(model)["text_config"] == "sdpa"
+    [status] = hf_vit_accel.status(model).towers
+    assert (status.calls, status.stock_calls) == (1, 0)
+
+
+def test_cosmos3_omni_holds_qwen3_vls_tower() -> None:
+    if not hasattr(transformers, "Cosmos3OmniConfig"):
+        pytest.skip("this transformers has no Cosmos3-Omni")
+    tiny = TINY["qwen3_vl"]
+    tokens = dict(image_token_id=IMAGE, video_token_id=61, vision_start_token_id=62, vision_end_token_id=63)
+    config = transformers.Cosmos3OmniConfig(vision_config=tiny.vision, text_config=tiny.text, **tokens)
+    model = randomise(transformers.Cosmos3OmniForConditionalGeneration._from_config(config).eval())
+    inputs = chat_inputs(tiny.build(), [(1, 4, 6), (1, 8, 8)])
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        assert_close([hf_vit_accel.patch(model, strict=True)(**inputs).logits], [expected])
+    assert [tower.calls for tower in hf_vit_accel.status(model).towers] == [1]
 
 
 def test_every_family_has_a_composite() -> None:
