@@ -45,7 +45,7 @@ class Holder:
 
 
 class OfOneScale(nn.Linear):
-    """Scale all rows of a call by the largest value, and round: float8 and 8-bit linears do the like."""
+    """Scale all rows of a call by the largest value, and round: float8 and dynamic 8-bit linears do the like."""
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         scale = rows.detach().abs().amax() / 127
@@ -203,15 +203,3 @@ def test_a_linear_whose_kernel_rounds_otherwise_for_few_rows_runs_in_passes() ->
         tower(pixels_for(tower, GRID).bfloat16(), grid_thw=torch.tensor(GRID))
     [status] = hf_vit_accel.status(model).towers
     assert status.passes is not None, status
-
-
-def test_dynamic_quantisation_mixes_rows() -> None:
-    """Its scale depends on all rows of a call."""
-    model = TINY["qwen2_5_vl"].build().eval()
-    with pytest.warns(DeprecationWarning):
-        blocks = torch.ao.quantization.quantize_dynamic(tower_of(model).blocks, {nn.Linear}, dtype=torch.qint8)
-    tower_of(model).blocks = blocks
-    tower = tower_of(hf_vit_accel.patch(model, max_rows=40))
-    with torch.no_grad():
-        tower(pixels_for(tower, GRID), grid_thw=torch.tensor(GRID))
-    assert hf_vit_accel.status(model).towers[0].passes is None

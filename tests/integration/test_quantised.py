@@ -5,7 +5,6 @@ Stand-ins of the same shape run everywhere, bitsandbytes, torchao and quanto whe
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -174,23 +173,6 @@ def test_gradients_through_called_modules_are_those_of_stock(model: nn.Module, w
     hf_vit_accel.patch(model)
     assert_close(training_step(tower, grid), expected, 1e-4)
     check_calls(model, 1, 0)
-
-
-def test_a_weight_that_is_quantised_after_patching_is_used(model: nn.Module) -> None:
-    """`quantize_(model)` of torchao changes weights, and no module."""
-    tower = tower_of(model)
-    grid = GRIDS["images"]
-    plain = copy.deepcopy(model)
-    hf_vit_accel.patch(model)
-    assert_close(run(tower, grid), run(tower_of(plain), grid))
-    for quantised_model in (model, plain):
-        for block in tower_of(quantised_model).blocks[1:3]:
-            weight = quantised.Int8Weight(block.attn.qkv.weight.detach() * 1.5)
-            block.attn.qkv.weight = nn.Parameter(weight, requires_grad=False)
-    expected = run(tower_of(plain), grid)
-    assert_close(run(tower, grid), expected)
-    check_calls(model, 2, 0)
-    check_stock(model, grid, expected)
 
 
 def known(name: str, forward: Callable[[nn.Linear, torch.Tensor], torch.Tensor] | None = None) -> type:
