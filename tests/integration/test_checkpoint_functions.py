@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from support.patching import check_calls, gradients, run
-from support.towers import ONE_TOWER
+from support.towers import ONE_TOWER, TOWERS
 from tiny import (
     GRIDS,
     TINY,
@@ -91,8 +91,11 @@ def always_reentrant(*args: Any, use_reentrant: bool | None = None, **kwargs: An
     return checkpoint(*args, use_reentrant=True, **kwargs)
 
 
-@pytest.mark.parametrize("max_rows", [None, 64])
-def test_a_checkpoint_function_may_ignore_what_it_is_told(model: nn.Module, max_rows: int | None) -> None:
+@pytest.mark.parametrize(("is_told", "max_rows"), [(True, None), (False, None), (False, 64)])
+@pytest.mark.parametrize("model", TOWERS, indirect=True)
+def test_layers_behind_frozen_embeddings_are_trained_under_reentrant_checkpoints(
+    model: nn.Module, is_told: bool, max_rows: int | None
+) -> None:
     """ms-swift's LoRA on a tower: transformers says `use_reentrant=False`, and its function re-enters regardless."""
     results = []
     for changed in (copy.deepcopy(model), model):  # the first without checkpoints: stock's embeddings require gradients
@@ -100,9 +103,10 @@ def test_a_checkpoint_function_may_ignore_what_it_is_told(model: nn.Module, max_
         tower.requires_grad_(False)
         tower.blocks.requires_grad_(True)
         if changed is model:
-            checkpoint_layers(changed, reentrant=False)
+            checkpoint_layers(changed, reentrant=is_told)
             for block in tower.blocks:
-                block._gradient_checkpointing_func = functools.partial(always_reentrant, use_reentrant=False)
+                if not is_told:
+                    block._gradient_checkpointing_func = functools.partial(always_reentrant, use_reentrant=False)
             hf_vit_accel.patch(model, max_rows=max_rows)
         outputs = outputs_of(tower(pixels_for(tower, GRID), grid_thw=torch.tensor(GRID)))
         torch.stack([output.square().mean() for output in outputs]).sum().backward()

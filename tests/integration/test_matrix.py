@@ -14,9 +14,8 @@ import pytest
 import torch
 from support.matrix import BEFORE, ELSEWHERE, ROWS, Row, why_not_here
 from support.tensors import Output, flat
-from tiny import FAMILIES, GRIDS, TINY, assert_close, checkpoint_layers, merged_of, pixels_for, tower_of
+from tiny import FAMILIES, GRIDS, TINY, assert_close, pixels_for, tower_of
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import hf_vit_accel
 from hf_vit_accel.tower.forward import AcceleratedForward
@@ -92,76 +91,6 @@ def test_ways_tested_elsewhere_are(name: str) -> None:
     _, place = ELSEWHERE[name]
     file, _, test = place.partition("::")
     assert f"\ndef {test}(" in (Path(__file__).parents[1] / file).read_text()
-
-
-# --- checkpointing and frozen parts -------------------------------------------------------------------------------
-
-
-def train_head(model: nn.Module, *, reentrant: bool) -> list[torch.Tensor] | None:
-    """Train a checkpointed head on a frozen tower's features, which require gradients by a hook on its inputs.
-
-    Returns:
-        Features and the head's gradients; None where the features require no gradients.
-    """
-    model.enable_input_require_grads()  # `gradient_checkpointing_enable` calls it for PEFT and where it is reentrant
-    tower = tower_of(model).requires_grad_(False)
-    grid = GRIDS["mixed"]
-    torch.manual_seed(0)
-    head = nn.Linear(32, 4)
-    features = merged_of(tower(pixels_for(tower, grid), grid_thw=torch.tensor(grid)))
-    if not features.requires_grad:
-        return None
-    features.mul_(1.0)  # programs may write to what stock returns
-    checkpoint(head, features, use_reentrant=reentrant).square().sum().backward()
-    return [features.detach(), head.weight.grad, head.bias.grad]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpointed_head_on_a_frozen_tower_is_trained(family: str, reentrant: bool) -> None:
-    """The features require gradients where stock's do: not in Qwen3-VL, whose patch embedding gets no hook."""
-    expected = train_head(TINY[family].build(), reentrant=reentrant)
-    model = hf_vit_accel.patch(TINY[family].build())
-    results = train_head(model, reentrant=reentrant)
-    tower = tower_of(model)
-    assert (state_of(tower).fast_calls, state_of(tower).stock_calls) == (1, 0)
-    if family == "qwen3_vl":
-        assert results is expected is None
-        return
-    assert_close(results, expected)
-    model.disable_input_require_grads()
-    grid = GRIDS["mixed"]
-    assert not merged_of(tower(pixels_for(tower, grid), grid_thw=torch.tensor(grid))).requires_grad
-
-
-def train_layers(model: nn.Module, *, patched: bool, checkpoints: bool) -> list[torch.Tensor | None]:
-    """Train a tower whose embeddings are frozen; return the gradients of its blocks."""
-    model.train()
-    tower = tower_of(model)
-    grid = GRIDS["mixed"]
-    if patched:
-        hf_vit_accel.patch(model)
-    if checkpoints:
-        checkpoint_layers(model, reentrant=True)
-    for name in ("patch_embed", "pos_embed"):
-        if hasattr(tower, name):
-            getattr(tower, name).requires_grad_(False)
-    features = merged_of(tower(pixels_for(tower, grid), grid_thw=torch.tensor(grid)))
-    features.square().sum().backward()
-    if patched:
-        assert (state_of(tower).fast_calls, state_of(tower).stock_calls) == (1, 0)
-    return [parameter.grad for parameter in tower.blocks.parameters()]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_layers_behind_frozen_embeddings_are_trained_under_reentrant_checkpoints(family: str) -> None:
-    """Stock Qwen3-VL gives them no gradients, which trains nothing; ours are those without checkpoints."""
-    exact = train_layers(TINY[family].build(), patched=False, checkpoints=False)
-    stock = train_layers(TINY[family].build(), patched=False, checkpoints=True)
-    has_gradients = [gradient is not None for gradient in stock]
-    assert has_gradients == [family != "qwen3_vl"] * len(stock)
-    results = train_layers(TINY[family].build(), patched=True, checkpoints=True)
-    assert_close(results, exact, 1e-4)
 
 
 # --- torch.compile ----------------------------------------------------------------------------------------------------
