@@ -24,56 +24,48 @@ Place = str | torch.device | None
 
 
 class Recorder(ModelHook):
-    """Count forwards, before and after."""
+    """Record what is called."""
 
     def __init__(self) -> None:
-        self.before = self.after = 0
+        self.calls: list[str] = []
 
     def pre_forward(self, module: nn.Module, *args: object, **kwargs: object) -> tuple[tuple, dict]:
-        self.before += 1
+        self.calls.append("before")
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: object) -> object:
-        self.after += 1
+        self.calls.append("after")
         return output
 
 
-@pytest.mark.parametrize(
-    ("when", "undo"),
-    [("hooked before", "patch first"), ("hooked after", "hook first"), ("hooked after", "patch first")],
-)
-def test_accelerate_hooks_on_the_tower_keep_the_fast_path(model: nn.Module, when: str, undo: str) -> None:
+@pytest.mark.parametrize("undo", ["patch first", "hook first"])
+def test_accelerate_hooks_on_the_tower_keep_the_fast_path(model: nn.Module, undo: str) -> None:
+    """`test_wrapped_forward.py` has hooks that were added before."""
     tower = tower_of(model)
     grid = GRIDS["images"]
     recorder = Recorder()
     expected = run(tower, grid)
     class_forward = type(tower).forward
-    if when == "hooked after":
-        hf_vit_accel.patch(model)
+    hf_vit_accel.patch(model)
     add_hook_to_module(tower, AlignDevicesHook(execution_device="cpu", io_same_device=True))
-    if when == "hooked before":
-        hf_vit_accel.patch(model)
     add_hook_to_module(tower, recorder, append=True)  # takes the first hook off and both on again
     assert_close(run(tower, grid), expected)
     check_calls(model, 1, 0)
-    assert (recorder.before, recorder.after) == (1, 1) and not status_of(model).against_fast
+    assert recorder.calls == ["before", "after"] and not status_of(model).against_fast
     if undo == "hook first":
         remove_hook_from_module(tower)
         assert isinstance(vars(tower)["forward"], AcceleratedForward) and "_old_forward" not in vars(tower)
         assert_close(run(tower, grid), expected)
         check_calls(model, 2, 0)
         check_stock(model, grid, expected)
-        assert recorder.before == 1
+        assert len(recorder.calls) == 2
     else:
         check_stock(model, grid, expected)
-        assert recorder.before == recorder.after == 2, "the hook outlives the patch"
+        assert len(recorder.calls) == 4, "the hook outlives the patch"
         assert tower._old_forward.__func__ is class_forward and tower._old_forward.__self__ is tower
         remove_hook_from_module(tower)
     assert getattr(vars(tower).get("forward", class_forward), "__func__", class_forward) is class_forward
     assert_close(run(tower, grid), expected, 0.0)
-    hf_vit_accel.patch(model, strict=True)
-    assert_close(run(tower, grid), expected)
-    check_calls(model, 1, 0)
 
 
 def align(tower: nn.Module, places: dict[str, Place]) -> None:
@@ -148,8 +140,6 @@ def test_after_offloading_the_fast_path_is_used_again(model: nn.Module, patched_
     tower = tower_of(model)
     grid = GRIDS["mixed"]
     expected = run(tower, grid)
-    with hf_vit_accel.patched(model):
-        fused = status_of(model).fused
     if patched_when == "before":
         hf_vit_accel.patch(model)
         run(tower, grid)
@@ -160,10 +150,8 @@ def test_after_offloading_the_fast_path_is_used_again(model: nn.Module, patched_
     remove_hook_from_submodules(model)
     if patched_when == "after":
         hf_vit_accel.patch(model)
-    calls = state_of(tower).fast_calls
-    stock_calls = state_of(tower).stock_calls
+    calls = status_of(model).calls
     assert_close(run(tower, grid), expected)
-    assert not status_of(model).against_fast
-    assert status_of(model).fused == fused and "patch_embed" in fused
-    assert (state_of(tower).fast_calls, state_of(tower).stock_calls) == (calls + 1, stock_calls)
+    assert status_of(model).calls == calls + 1 and not status_of(model).against_fast
+    assert "patch_embed" in status_of(model).fused
     check_stock(model, grid, expected)
