@@ -140,31 +140,12 @@ def other_config(config: Any) -> Any:
     return config
 
 
-def set_epsilon_of_merger(part: Part) -> None:
-    merger = part.root.merger
-    (getattr(merger, "ln_q", None) or merger.norm).eps = 0.5
-
-
-def set_heads(part: Part) -> None:
-    """Give all layers one head of twice the width."""
-    for layer in part.layers:
-        layer.attn.num_heads = 1
-        layer.attn.head_dim *= 2
-    part.rotary.inv_freq = torch.cat([part.rotary.inv_freq, part.rotary.inv_freq / 2])
-
-
 def set_heads_of_a_layer(part: Part) -> None:
     width = part.attention.head_dim
     part.attention.qkv = nn.Linear(part.attention.qkv.in_features, 3 * width)
     part.attention.proj = nn.Linear(width, 2 * width)
     part.attention.num_heads = 1
     randomise(part.attention)
-
-
-def set_interpolation(part: Part) -> None:
-    if not hasattr(part.root, "interpolation_align_corners"):
-        pytest.skip("this transformers interpolates in one way")
-    part.root.interpolation_align_corners = False
 
 
 def remove_a_layer(part: Part) -> None:
@@ -311,10 +292,7 @@ OF_TOWERS: dict[str, Change] = {
     "layers in another order": lambda part: part.layers.insert(0, part.layers.pop(1)),
 }
 ONCE: dict[str, Change] = {
-    "an epsilon of the merger": set_epsilon_of_merger,
-    "heads": set_heads,
     "heads of a layer": set_heads_of_a_layer,
-    "interpolation": set_interpolation,
     "the class of a layer": set_class_of_layer,
     "fewer layers": remove_a_layer,
     "a window's size": lambda part: setattr(part.root, "window_size", 16),
@@ -364,7 +342,6 @@ WHY = {
     "the config": "two values of spatial_merge_size",
     "an attribute": "scale attention differently",
     "heads of a layer": "layers have different heads",
-    "interpolation": "positions are interpolated in a way that is not known",
     "the class of a layer": "layer 0 has a Mine",
     "a global hook": "global module hooks",
     "a function of the file": "relative error",
