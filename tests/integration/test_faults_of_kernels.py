@@ -6,8 +6,10 @@ References stand in for all other kernels, and a recorder replays graphs by runn
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -134,9 +136,7 @@ def test_threads_that_meet_a_fault_at_once(
     break_kernel: BreakKernel, stock_models: StockModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, expected = stock_models["qwen2_vl"]
-    tower = tower_of(model)
     together = threading.Barrier(3)
-    failures: list[BaseException] = []
     launches = break_kernel("add_norm_", LAUNCH_ERRORS["the GPU is not known"])
     launch = KERNELS["add_norm_"].function
 
@@ -146,20 +146,11 @@ def test_threads_that_meet_a_fault_at_once(
 
     put(monkeypatch, launch, slow)
     hf_vit_accel.patch(model)
-
-    def work() -> None:
-        try:
-            for _ in range(3):
-                assert_close(run_tower(tower, GRID), expected)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures and launches.tried == 3 and faults_of(model) == {machine.KERNELS}
+    with ThreadPoolExecutor(3) as threads:
+        results = list(threads.map(lambda _: [run_tower(tower_of(model), GRID) for _ in range(3)], range(3)))
+    for outputs in itertools.chain(*results):
+        assert_close(outputs, expected)
+    assert launches.tried == 3 and faults_of(model) == {machine.KERNELS}
 
 
 # --- faults with CUDA graphs ------------------------------------------------------------------------------------------

@@ -96,23 +96,13 @@ def test_the_metadata_says_what_an_index_shows(built: tuple[Path, Path]) -> None
     readme = (ROOT / "README.md").read_text()
     shown = str(fields.get_payload())
     home = urls["Repository"]
-    version = hf_vit_accel.__version__
-    assert not re.search(r"^\[[^\]]+\]: |<(img|a)\b", readme, re.MULTILINE), (
-        "the build makes inline links absolute only"
-    )
+    assert not re.search(r"^\[[^\]]+\]: |<(img|a)\b", readme, re.MULTILINE), "only inline links become absolute"
     links = re.findall(r"\]\(([^)]+)\)", shown)
-    assert len(links) == len(re.findall(r"\]\(", readme)) > 10
-    for target in links:
-        kind = "raw" if target.endswith((".png", ".svg")) else "blob"
-        base = f"{home}/{kind}/v{version}/"
-        workflow = target.removeprefix(f"{home}/actions/workflows/").removesuffix("/badge.svg")
-        if target.startswith(f"{home}/actions/"):
-            assert (ROOT / ".github" / "workflows" / workflow).is_file()
-        elif not target.startswith("https://img.shields.io/badge/"):
-            assert target.startswith(base), f"{target} leads nowhere from an index page"
-            assert (ROOT / target.removeprefix(base).partition("#")[0]).is_file()
-    relative = re.sub(re.escape(home) + r"/(raw|blob)/v[^/]+/", "", shown).replace(f"{home}/actions/", "../../actions/")
-    assert relative.strip() == readme.strip()
+    assert len(links) > 10 and all(link.startswith("https://") for link in links)
+    assert not [link for link in links if "/blob/" in link and link.endswith((".png", ".svg"))]
+    version = re.escape(hf_vit_accel.__version__)
+    relative = re.sub(re.escape(home) + f"/(raw|blob)/v{version}/", "", shown)
+    assert relative.replace(f"{home}/actions/", "../../actions/").strip() == readme.strip()
 
 
 def test_version_changelog_and_citation_agree() -> None:

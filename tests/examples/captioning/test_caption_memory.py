@@ -22,7 +22,6 @@ from captioner.batches import Bounds
 from captioner.model import Captioner
 from captioner.pictures import read_image
 from captioner.processors import limit_pixels, load_processor, reduced
-from captioner.worker import started_ahead
 from PIL import Image
 from programs import CAPTIONERS, draw, encode
 from support.towers import alike
@@ -146,17 +145,6 @@ def test_pixels_are_limited_as_qwens_are() -> None:
         limit_pixels(processor, 50_000, None)
 
 
-def test_one_batch_is_started_ahead_and_all_come_in_order() -> None:
-    started: list[int] = []
-
-    def start(batch: int) -> int:
-        started.append(batch)
-        return batch
-
-    for count, batch in enumerate(started_ahead(range(9), start)):
-        assert batch == count and started == list(range(min(count + 2, 9)))
-
-
 @pytest.mark.parametrize("family", alike("qwen3_vl", "qwen2_5_vl", "qwen2_vl"))
 def test_memory_is_planned_from_what_is_free(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row's keys, values, pixels and features, as the model itself makes them."""
@@ -238,8 +226,6 @@ def test_pixels_are_in_the_models_dtype_and_shared_by_prompts(processor: Process
     sent = captioner.send([[part] for part in inputs])
     assert sent[0]["pixel_values"] is sent[1]["pixel_values"]
     assert not torch.equal(sent[0]["input_ids"], sent[1]["input_ids"])
-    text_inputs = processor(text=[" "], images=None, return_tensors="pt")
-    assert "pixel_values" not in text_inputs
 
 
 def test_pixels_are_complete_where_texts_find_no_memory(
