@@ -12,15 +12,7 @@ import pytest
 import torch
 from support.patching import check_calls, gradients, run
 from support.towers import ONE_TOWER, TOWERS
-from tiny import (
-    GRIDS,
-    TINY,
-    assert_close,
-    checkpoint_layers,
-    outputs_of,
-    pixels_for,
-    tower_of,
-)
+from tiny import GRIDS, TINY, assert_close, checkpoint_layers, outputs_of, pixels_for, tower_of
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,

@@ -9,15 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import (
-    GRIDS,
-    assert_close,
-    merged_of,
-    outputs_of,
-    pixels_for,
-    relative_error,
-    run_tower,
-)
+from tiny import GRIDS, assert_close, merged_of, outputs_of, pixels_for, relative_error, run_tower
 from torch import nn
 from transformers import modeling_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward

@@ -11,17 +11,7 @@ import torch
 from support.patching import WAYS, Grid, check_calls, check_stock, gradients, patch_by, run, status_of
 from support.tensors import Output, flat
 from support.towers import ONE_TOWER, TOWERS
-from tiny import (
-    GRIDS,
-    TINY,
-    assert_close,
-    chat_inputs,
-    left_padded,
-    merged_of,
-    pixels_for,
-    relative_error,
-    tower_of,
-)
+from tiny import GRIDS, TINY, assert_close, chat_inputs, left_padded, merged_of, pixels_for, relative_error, tower_of
 from torch import nn
 from torch.func import functional_call
 

@@ -12,15 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 from programs import CAPTIONERS, words
-from support_captioning import (
-    MODEL,
-    batch_caption,
-    caption,
-    captions_in,
-    load_once,
-    merged,
-    put,
-)
+from support_captioning import MODEL, batch_caption, caption, captions_in, load_once, merged, put
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig
 
 import hf_vit_accel
