@@ -20,13 +20,6 @@ import hf_vit_accel
 pytestmark = pytest.mark.usefixtures("quick")
 
 
-@pytest.fixture
-def photos(tmp_path: Path) -> Path:
-    """Draw two scenes."""
-    put(tmp_path / "photos", "a.png", "b.png")
-    return tmp_path / "photos"
-
-
 # --- the model is named -------------------------------------------------------------------------------------------
 
 
@@ -49,7 +42,7 @@ def test_a_revision_of_the_hub_is_another_run(photos: Path, output: Path, monkey
     assert "org/name (revision 2222bbbb)" in words(caption(photos, output, model="org/name"))
     assert "0 of them to caption" in words(caption(photos, output, model="org/name"))
     printed = words(caption(photos, output, "--revision=v1", model="org/name"))
-    assert "2 of them to caption" in printed and "a new run: revision changed" in printed
+    assert "3 of them to caption" in printed and "a new run: revision changed" in printed
     assert commits == ["2222bbbb", "1111aaaa"]  # a commit, since a branch may move between the loads of two processes
 
 
@@ -69,14 +62,14 @@ def test_files_that_are_passed_over_are_reported(photos: Path, output: Path, tmp
     (photos / "IMG_0002.CR2").touch()
     done = caption(photos, output)
     printed = words(done)
-    assert done.exit_code == 0 and captions_in(output).keys() == {"a.png", "b.png", "linked.png"}
+    assert done.exit_code == 0 and captions_in(output).keys() == {"a.png", "b.png", "0/c.png", "linked.png"}
     assert "2 linked folders (name them to search them)" in printed and "part0" in printed
     assert "1 links to nowhere" in printed and "gone.jpg" in printed
     assert "1 files without a suffix" in printed and "IMG_0001" in printed
     assert "1 macOS's notes on files" in printed and "1 shards" in printed and "notes.md" not in printed
     assert "1 .cr2 files" in printed and "IMG_0002.CR2" in printed
     named = words(caption([photos, photos / "part0"], output, f"--root={photos}"))
-    assert "5 items, 2 of them to caption" in named
+    assert "6 items, 2 of them to caption" in named
 
 
 def test_folders_that_cannot_be_listed_are_reported(
@@ -92,7 +85,7 @@ def test_folders_that_cannot_be_listed_are_reported(
 
     monkeypatch.setattr(os, "scandir", refuse)
     printed = words(caption(photos, output))
-    assert "2 items" in printed and "1 unreadable folders (Permission denied)" in printed and "closed" in printed
+    assert "3 items" in printed and "1 unreadable folders (Permission denied)" in printed and "closed" in printed
 
 
 # --- a run is known by the checkpoint's content ------------------------------------------------------------------
@@ -110,12 +103,12 @@ def test_a_touched_or_moved_model_is_the_same_and_another_is_not(photos: Path, o
     config = json.loads((model / "generation_config.json").read_text())
     (model / "generation_config.json").write_text(json.dumps(config | {"repetition_penalty": 1.5}))
     printed = words(caption(photos, output, model=model))
-    assert "2 of them to caption" in printed and "a new run: files changed" in printed
+    assert "3 of them to caption" in printed and "a new run: files changed" in printed
     weights = bytearray((model / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (model / "model.safetensors").write_bytes(weights)
     printed = words(caption(photos, output, "--dry-run", model=model))
-    assert "2 of them to caption" in printed
+    assert "3 of them to caption" in printed
 
 
 # --- what ends, and how ----------------------------------------------------------------------------------
@@ -172,7 +165,7 @@ def test_a_field_that_no_picture_has_is_refused_before_a_model_is_loaded(
 def test_a_field_that_one_picture_has_is_asked(photos: Path, output: Path) -> None:
     (photos / "b.json").write_text('{"title": "a star"}')
     done = caption(photos, output, prompt="describe {title} .")
-    assert "error, 1 x UnknownField: the prompt names {title}" in words(done)
+    assert "error, 2 x UnknownField: the prompt names {title}" in words(done)
     assert captions_in(output).keys() == {"b.png"}
     (photos / "b.json").unlink()
     put(photos, "c.png")
@@ -180,7 +173,7 @@ def test_a_field_that_one_picture_has_is_asked(photos: Path, output: Path) -> No
     assert done.exit_code == 1 and captions_in(output).keys() == {"b.png"}
     (photos / "b.json").write_text('{"title": ')  # metadata that cannot be read are not called unknown
     another = output.with_name("another")
-    assert caption(photos, another, prompt="describe {title} .").exit_code == 1 and len(merged(another)) == 3
+    assert caption(photos, another, prompt="describe {title} .").exit_code == 1 and len(merged(another)) == 4
 
 
 def test_a_model_that_cannot_be_patched_is_refused_in_one_sentence(

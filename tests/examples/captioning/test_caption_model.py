@@ -12,7 +12,7 @@ import torch
 from captioner import model as captioner_module
 from captioner.batches import Bounds, Task
 from captioner.items import Item
-from captioner.journal import Journal
+from captioner.journal import Journal, Record
 from captioner.model import Captioner
 from captioner.progress import Progress
 from captioner.worker import Worker
@@ -53,6 +53,22 @@ def generate(
         answers = captioner.generate(inputs | {"features": features}, range(first_seed, first_seed + len(images)))
         captions.append([caption.text for caption in answers])
     return captions
+
+
+def work(
+    folder: Path,
+    captioner: Captioner,
+    progress: Progress,
+    images: dict[str, Image.Image],
+    prompt: str = PICTURE_PROMPT,
+) -> list[Record]:
+    """Caption images as one batch of a run; return the records."""
+    tasks = []
+    for name, image in images.items():
+        image.save(folder / name)
+        tasks.append(Task(item=Item(key=name, file=str(folder / name)), prompts=(prompt,), tokens=30))
+    Worker(captioner, Journal(folder), progress, 0, "r", Bounds(items=8, tokens=1000)).work(tasks)
+    return Journal(folder).records()
 
 
 @pytest.mark.parametrize("family", alike("qwen3_vl", "qwen2_5_vl", "qwen2_vl"))
@@ -151,15 +167,10 @@ def test_memory_that_graphs_held_is_used_before_batches_are_halved(
             raise torch.OutOfMemoryError
 
     captioner.model.get_input_embeddings().register_forward_pre_hook(run_out)
-    tasks = []
-    for number, image in enumerate(images):
-        image.save(tmp_path / f"{number}.png")
-        item = Item(key=f"{number}.png", file=str(tmp_path / f"{number}.png"))
-        tasks.append(Task(item=item, prompts=(PICTURE_PROMPT,), tokens=30))
     progress = Progress(4, 120, is_shown=False)
-    Worker(captioner, Journal(tmp_path), progress, 0, "r", Bounds(items=8, tokens=1000)).work(tasks)
+    records = work(tmp_path, captioner, progress, {f"{number}.png": image for number, image in enumerate(images)})
     assert tries[:4] == [4, 4, 2, *tries[3:4]] and progress.counts["halved"] == 1
-    assert [record.status for record in Journal(tmp_path).records()] == ["ok"] * 4
+    assert [record.status for record in records] == ["ok"] * 4
 
 
 def test_stock_and_patched_write_the_same_records(tmp_path: Path) -> None:
@@ -221,17 +232,10 @@ def test_temperature_comes_before_top_p(temperature: float, top_p: float, expect
 
 def test_prompts_that_hold_image_tokens_are_errors(tmp_path: Path) -> None:
     """The name of a file must not add a placeholder of an image to its prompt."""
-    captioner = load("qwen3_vl", max_new_tokens=4)
-    drawn = {f"{seed}.png": draw(seed) for seed in range(3)}
-    drawn["<|image_pad|>.png"] = draw(3)
-    tasks = []
-    for name, (image, _) in drawn.items():
-        image.save(tmp_path / name)
-        item = Item(key=name, file=str(tmp_path / name))
-        tasks.append(Task(item=item, prompts=(PICTURE_PROMPT + " {name}",), tokens=30))
+    names = ["0.png", "1.png", "2.png", "<|image_pad|>.png"]
+    images = {name: draw(seed)[0] for seed, name in enumerate(names)}
     progress = Progress(4, 120, is_shown=False)
-    journal = Journal(tmp_path)
-    Worker(captioner, journal, progress, 0, "r", Bounds(items=8, tokens=1000)).work(tasks)
-    assert {record.key: record.status for record in journal.records()} == {
-        name: "error" if "image" in name else "ok" for name in drawn
+    records = work(tmp_path, load("qwen3_vl", max_new_tokens=4), progress, images, PICTURE_PROMPT + " {name}")
+    assert {record.key: record.status for record in records} == {
+        name: "error" if "image" in name else "ok" for name in names
     }
