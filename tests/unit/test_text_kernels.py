@@ -19,6 +19,7 @@ from hf_vit_accel import machine
 from hf_vit_accel.decoding import layers
 from hf_vit_accel.decoding.steps import steps_of
 from hf_vit_accel.decoding.text_models import read_model
+from hf_vit_accel.ops.mlp import is_faster_in_one_launch
 from hf_vit_accel.ops.place_heads import Cache, Norms, place_heads, place_heads_reference
 from hf_vit_accel.ops.token_products import (
     is_faster,
@@ -131,6 +132,25 @@ def test_products_take_the_kernel_where_it_was_measured_to_be_faster(
         narrow = [torch.empty(size, 4090, device="cuda:0") for size in sizes]
         assert is_faster(tokens, weights) == expected
         assert not is_faster(64, narrow)
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape", "capability", "expected"),
+    [
+        (8192, (18944, 3584), 9, True),
+        (8191, (18944, 3584), 9, False),
+        (8192, (18944, 3584), 10, False),
+        (8192, (3424, 1280), 9, False),
+        (8192, (18940, 3584), 9, False),
+    ],
+)
+def test_a_swiglu_of_many_rows_is_one_kernel_where_it_was_measured_to_be_faster(
+    rows: int, shape: tuple[int, int], capability: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(machine, "cuda_capability", lambda index: (capability, 0))
+    with FakeTensorMode():
+        assert is_faster_in_one_launch(rows, torch.empty(shape, device="cuda:0")) == expected
 
 
 @pytest.mark.parametrize("device", DEVICES)
