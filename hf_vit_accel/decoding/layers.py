@@ -26,6 +26,7 @@ from hf_vit_accel.decoding.text_models import Model, Reading, refuse
 from hf_vit_accel.ops.activation import swiglu
 from hf_vit_accel.ops.add_norm import add_norm_rows
 from hf_vit_accel.ops.launch import why_not_triton
+from hf_vit_accel.ops.mlp import is_faster_in_one_launch, linear_swiglu
 from hf_vit_accel.ops.place_heads import Cache, Norms, place_heads, rotated
 from hf_vit_accel.ops.token_products import MOST_TOKENS, is_faster, token_products, token_swiglu
 
@@ -57,6 +58,11 @@ class Slots:
         return layer.keys, layer.values, self.rows_T, self.slots_T
 
 
+def sent(host: Tensor, device: torch.device) -> Tensor:
+    """Send a tensor of the host to a device. The host does not wait for the work that is queued there."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
 class CausalAttention:
     """Attention of packed tokens, each to those before it in its row.
 
@@ -67,9 +73,9 @@ class CausalAttention:
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         self._lengths = list(lengths)
         self._longest = max(self._lengths)
-        ends_G = torch.tensor(self._lengths, device=device).cumsum(0)
-        self._cu_seqlens_G1 = nn.functional.pad(ends_G, (1, 0)).int()
-        self.last_G = ends_G - 1
+        cu_seqlens_G1 = sent(torch.tensor([0, *self._lengths], device="cpu").cumsum(0), device)
+        self._cu_seqlens_G1 = cu_seqlens_G1.int()
+        self.last_G = cu_seqlens_G1[1:] - 1
         """The last token of every row."""
 
     def __call__(self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scale: float) -> Tensor:
@@ -269,8 +275,12 @@ class _Layers:
             return cast(Tensor, mlp(rows_BTE))
         gate, up = mlp.gate_proj, mlp.up_proj
         are_plain = all(_is_plain(linear, rows_BTE.dtype) and linear.bias is None for linear in (gate, up))
-        if are_plain and rows_BTE.shape[:2].numel() <= MOST_TOKENS:
+        tokens = rows_BTE.shape[:2].numel()
+        if are_plain and tokens <= MOST_TOKENS:
             inner_TF = token_swiglu(rows_BTE.flatten(0, 1).contiguous(), gate.weight, up.weight)
+        elif are_plain and _is_plain(mlp.down_proj, rows_BTE.dtype) and is_faster_in_one_launch(tokens, gate.weight):
+            weights = gate.weight, up.weight, None, None, mlp.down_proj.weight
+            inner_TF = linear_swiglu(rows_BTE.flatten(0, 1).contiguous(), *weights)[0]
         else:
             gate_BTF, up_BTF = gate(rows_BTE), up(rows_BTE)
             if not _have_one_dtype(gate_BTF, up_BTF, rows_BTE):
