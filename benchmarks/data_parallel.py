@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hf_vit_accel
-from hf_vit_accel.families.base import named_tensors
+from hf_vit_accel.families.interface import named_tensors
 from hf_vit_accel.options.split import Assignment, cost, split
 from hf_vit_accel.tools.bench import timing
 from hf_vit_accel.tools.bench.measure import draw_pixels

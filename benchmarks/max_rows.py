@@ -20,7 +20,7 @@ from measuring import DEVICE, Row, largest_error, measure_models, time_set_ups
 from torch import nn
 
 import hf_vit_accel
-from hf_vit_accel.families.base import named_tensors
+from hf_vit_accel.families.interface import named_tensors
 from hf_vit_accel.options.passes import AUTO_ROWS, cut
 from hf_vit_accel.tools.bench.measure import draw_pixels
 from hf_vit_accel.tools.bench.towers import build_tower

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from hf_vit_accel import machine
-from hf_vit_accel.families.base import named_tensors
+from hf_vit_accel.families.interface import named_tensors
 from hf_vit_accel.layout import rows_of
 from hf_vit_accel.tools.bench.timing import Step, milliseconds, nothing, time_in_turns
 from hf_vit_accel.tools.bench.towers import weight_of

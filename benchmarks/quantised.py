@@ -30,7 +30,7 @@ from measuring import (
 from torch import nn
 
 from hf_vit_accel import patch, status
-from hf_vit_accel.families.base import named_tensors
+from hf_vit_accel.families.interface import named_tensors
 from hf_vit_accel.layout import rows_of
 from hf_vit_accel.tools.bench.towers import SIZES, build_tower
 

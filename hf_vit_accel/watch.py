@@ -15,6 +15,7 @@ from collections.abc import (
     MutableSet,
     Sequence,
 )
+from itertools import repeat
 from operator import attrgetter, itemgetter
 from types import FunctionType, ModuleType
 from typing import Any
@@ -47,10 +48,19 @@ class Watch:
         self._names: dict[int, tuple[Attributes, dict[str, None]]] = {}
         self._reads: list[tuple[str, Read, Iterable[Any]]] = []
         self._values: list[list[object]] = [[]]  # nothing is remembered, so nothing is unchanged
+        self._attributes: list[tuple[str, Callable[[], object], tuple[str, ...], list[object]]] = (
+            [] if base is None else list(base._attributes)
+        )
 
     def add(self, name: str, read: Read, owners: Iterable[Any]) -> None:
         """Watch the value that `read` returns for each owner. Where `read` is C code, so is the comparison."""
         self._added.append((name, read, owners))
+
+    def add_attributes(self, name: str, get_owner: Callable[[], object], attributes: Iterable[str]) -> None:
+        """Watch the values of attributes, or that there are none, of an object that the watch need not hold."""
+        attributes = tuple(attributes)
+        values = list(map(vars(get_owner()).get, attributes, repeat(_ABSENT)))
+        self._attributes.append((name, get_owner, attributes, copied(values)))
 
     def read(self, module: nn.Module, name: str, default: object = None) -> Any:
         """Return an attribute of a module that is no weight, and watch it."""
@@ -82,6 +92,9 @@ class Watch:
     def unchanged(self) -> bool:
         """Return whether all values are as they were remembered."""
         try:
+            for _, get_owner, attributes, former in self._attributes:
+                if list(map(vars(get_owner()).get, attributes, repeat(_ABSENT))) != former:
+                    return False
             return [list(map(read, owners)) for _, read, owners in self._reads] == self._values
         except _NOT_COMPARABLE:
             return False
@@ -95,6 +108,11 @@ class Watch:
                     return f"{name}{_key_in(now, former)} changed"
             except _NOT_COMPARABLE:
                 return f"{name} changed"
+        for name, get_owner, attributes, former in self._attributes:
+            owned = vars(get_owner())
+            for attribute, value in zip(attributes, former, strict=True):
+                if _differs(owned.get(attribute, _ABSENT), value):
+                    return f"{name} {attribute!r} changed"
         return None
 
 
@@ -117,12 +135,6 @@ class OurHooks:
             handle.remove()
 
 
-def attributes_of(get_owner: Callable[[], object], names: frozenset[str]) -> Attributes:
-    """Return those attributes of an object that have one of these names."""
-    attributes = vars(get_owner())
-    return {name: attributes[name] for name in attributes.keys() & names}
-
-
 def stamp_of(tensor: Tensor) -> tuple[int, Tensor, int, int | None]:
     """Return what changes when another tensor takes this one's place, or other memory, or is written to.
 
@@ -134,6 +146,14 @@ def stamp_of(tensor: Tensor) -> tuple[int, Tensor, int, int | None]:
 def version_of(tensor: Tensor) -> int | None:
     """Return how often a tensor was written to; None for one of inference mode, whose writes torch does not count."""
     return None if tensor.is_inference() else tensor._version
+
+
+def _differs(now: object, former: object) -> bool:
+    """Return whether two values are neither the same nor equal; tensors are never compared."""
+    try:
+        return [now] != [former]
+    except _NOT_COMPARABLE:
+        return True
 
 
 def _key_in(now: list[object], former: list[object]) -> str:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_vit_accel.engine.encoder import CalledBlock, Checkpoints
-from hf_vit_accel.engine.inputs import Inputs
 from hf_vit_accel.engine.route import Route, Spec
-from hf_vit_accel.families.base import Form, Parts
+from hf_vit_accel.families.base import Parts
+from hf_vit_accel.families.interface import Form, Inputs
 from hf_vit_accel.layout import Grid
 from hf_vit_accel.machine import Fault, raise_if_any
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType, MethodType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from hf_vit_accel import versions
 from hf_vit_accel.backends.base import Attend
 from hf_vit_accel.engine.route import Route
-from hf_vit_accel.families.base import Parts
 from hf_vit_accel.ops import LayerOps
 from hf_vit_accel.ops.base import AddThen
 
@@ -55,16 +53,6 @@ class Checkpoint:
 
 Checkpoints = Mapping[nn.Module, Checkpoint]
 """The blocks and mergers that stock runs again in the backward, and how."""
-
-
-def checkpoints_of(parts: Parts, wrappers: Mapping[nn.Module, Any]) -> Checkpoints:
-    """Return the checkpoints of a tower. `wrappers` are those around blocks and mergers."""
-    checkpoints = {module: Checkpoint(wrapper.checkpoint_fn, module) for module, wrapper in wrappers.items()}
-    for block in parts.blocks:
-        module = block.module
-        if module not in checkpoints and module.training and getattr(module, "gradient_checkpointing", False):
-            checkpoints[module] = Checkpoint(module._gradient_checkpointing_func, module)
-    return checkpoints
 
 
 CalledBlock = partial[Tensor]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hf_vit_accel import machine
 from hf_vit_accel.families import Family, Model, Tower, find_towers
-from hf_vit_accel.families.base import FIELDS, Form
+from hf_vit_accel.families.interface import FIELDS, Form
 from hf_vit_accel.model.host import Arguments, Result
 from hf_vit_accel.tower import fsdp
 from hf_vit_accel.tower.state import state_of

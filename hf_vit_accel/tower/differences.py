@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hf_vit_accel.families.base import Form
+from hf_vit_accel.families.interface import Form
 
 _BOUND = 1e-4
 """Largest relative error of outputs in fp32: 32 layers of other roundings differ by 1e-6 to 1e-5."""

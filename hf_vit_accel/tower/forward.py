@@ -24,10 +24,9 @@ from torch.jit._trace import is_tracing
 from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from hf_vit_accel.engine import inputs
 from hf_vit_accel.engine.call import Attempt, Batch, FastPlan, WeightMemory
-from hf_vit_accel.engine.encoder import CalledBlock, checkpoints_of
-from hf_vit_accel.families import Family, Tower
+from hf_vit_accel.engine.encoder import CalledBlock
+from hf_vit_accel.families import Family, Tower, interface
 from hf_vit_accel.families.copies import CopyFamily
 from hf_vit_accel.graphs import memory
 from hf_vit_accel.machine import KERNELS, Fault, autocast_dtype, raise_if_any, reasons_fake, reasons_untraceable
@@ -374,7 +373,7 @@ def decide(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) ->
     is_warming = state.warming == threading.get_ident()
     if state.read_grid is not None and not (reasons.hidden_states or reasons.hooked_parts or is_warming):
         read_grid = partial(state.read_grid, snapshot, parameters, weights, state.faults.get(KERNELS))
-    call = inputs.read(snapshot.expected, read_grid, *args, **kwargs)
+    call = interface.read(snapshot.expected, read_grid, *args, **kwargs)
     if call is None:
         why_not_read = "arguments are missing, or pixel values are in a shape or of a class of their own"
         return stock_way.decide_stock(state, [why_not_read])
@@ -420,7 +419,7 @@ def decide(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) ->
         parameters=parameters,
         weights=weights,
         spec=spec,
-        checkpoints=checkpoints_of(snapshot.parts, snapshot.checkpoint_wrappers) if grad else {},
+        checkpoints=snapshot.checkpoints() if grad else {},
         called=called,
         is_hooked=bool(reasons.hooked_parts),
         outputs_require_grad=grad_mode and not grad and snapshot.outputs_require_grad(),

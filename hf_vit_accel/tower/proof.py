@@ -31,8 +31,8 @@ from hf_vit_accel import machine, versions
 from hf_vit_accel.engine.encoder import encode
 from hf_vit_accel.engine.route import ROUTE, make_route
 from hf_vit_accel.families import Config, Family, Tower
-from hf_vit_accel.families.base import Form, named_tensors
 from hf_vit_accel.families.copies import CopyFamily
+from hf_vit_accel.families.interface import Form, named_tensors
 from hf_vit_accel.machine import one_line
 from hf_vit_accel.tower.code import Code, watch_state
 from hf_vit_accel.tower.differences import CallDtypes, Report, Results, furthest

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from hf_vit_accel.backends import Request
 from hf_vit_accel.engine.call import WeightMemory
-from hf_vit_accel.engine.inputs import Expected
+from hf_vit_accel.engine.encoder import Checkpoint, Checkpoints
 from hf_vit_accel.engine.route import Spec
 from hf_vit_accel.families import Family, Parts, Tower
-from hf_vit_accel.families.base import heads_of
+from hf_vit_accel.families.base import Part, heads_of
 from hf_vit_accel.families.copies import CopyFamily
+from hf_vit_accel.families.interface import Expected
 from hf_vit_accel.layout import Geometry
 from hf_vit_accel.machine import is_upstream
 from hf_vit_accel.ops.base import accelerate_device, class_of_own_weight, reasons_replaced
@@ -32,7 +33,7 @@ from hf_vit_accel.tower import fsdp, proof
 from hf_vit_accel.tower.code import names_of_method, watch_methods
 from hf_vit_accel.tower.exchanged import exchanged_modules, row_wise_modules
 from hf_vit_accel.tower.wrappers import CHECKPOINTED, looked_through, module_inside
-from hf_vit_accel.watch import Watch, attributes_of, watch_called
+from hf_vit_accel.watch import Watch, watch_called
 
 # Read from every module at every call: code that sets hooks aside may put another dict in their place.
 HOOKS = tuple(map(itemgetter, ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")))
@@ -174,7 +175,7 @@ class Snapshot:
 
     def _read_layers(self) -> None:
         """Find the wrappers of checkpointing and FSDP2 around layers and mergers, and what a layer's place can call."""
-        self.checkpoint_wrappers: dict[nn.Module, nn.Module] = {}
+        self.checkpoint_wrappers: dict[nn.Module, Part] = {}
         self.sharded_layers: dict[int, nn.Module] = {}
         self.callable_blocks: dict[int, nn.Module] = {}
         blocks = () if self.reasons_stock else self.parts.blocks
@@ -290,7 +291,7 @@ class Snapshot:
         )
         # A tensor there is what a hook keeps of a call.
         names -= {name for name, value in vars(tower).items() if isinstance(value, Tensor)}
-        fields = frozenset(vars(tower.config).keys() - _FIELDS_OF_A_CALL)
+        fields = vars(tower.config).keys() - _FIELDS_OF_A_CALL
         config_of = partial(getattr, weakref.proxy(tower), "config")
         watch.add("the tower's class", attrgetter("__class__"), [weakref.proxy(tower)])
         watch.add("the class of a module", type, self._modules)
@@ -304,8 +305,8 @@ class Snapshot:
         if is_of_device or self.proof.key.device_type != "cpu" or not self.proof.is_verdict:
             complete = [parameters for parameters in self._own if all(value is not None for value in parameters)]
             watch.add("the device or the dtype", _PLACE, next(iter(complete), ()))
-        watch.add("the tower's attribute", partial(attributes_of, weakref.ref(tower)), [names])
-        watch.add("the config's field", partial(attributes_of, config_of), [fields])
+        watch.add_attributes("the tower's attribute", weakref.ref(tower), names)
+        watch.add_attributes("the config's field", config_of, fields)
         watch.remember()
 
     def can_return(self) -> bool:
@@ -385,6 +386,17 @@ class Snapshot:
         """Return whether a module inside is in training mode."""
         return any(attributes["training"] for attributes in self.attributes_inside)
 
+    def checkpoints(self) -> Checkpoints:
+        """Return how blocks and mergers run again in the backward: by their wrappers, or as blocks are set now."""
+        checkpoints: dict[nn.Module, Checkpoint] = {}
+        for module, wrapper in self.checkpoint_wrappers.items():
+            checkpoints[module] = Checkpoint(wrapper.checkpoint_fn, module)
+        for block in self.parts.blocks:
+            module = block.module
+            if module not in checkpoints and module.training and getattr(module, "gradient_checkpointing", False):
+                checkpoints[module] = Checkpoint(module._gradient_checkpointing_func, module)
+        return checkpoints
+
     def outputs_require_grad(self) -> bool:
         """Return whether a hook of transformers makes the tower's outputs require gradients, whatever is trained.
 
@@ -413,7 +425,7 @@ _FIELDS_OF_A_CALL |= {"_attn_implementation", "_attn_implementation_internal"}
 
 
 _READ_AT_EVERY_CALL = {"gradient_checkpointing", "_gradient_checkpointing_func"}
-"""Attributes that `checkpoints_of` reads at every call. Trainers switch them at every step."""
+"""Attributes that `Snapshot.checkpoints` reads at every call. Trainers switch them at every step."""
 _BASE_NAMES = {
     *("config", "generation_config", "name_or_path", "warnings_issued", "_hf_vit_accel", "_hf_vit_accel_hooks"),
     *_READ_AT_EVERY_CALL,

@@ -15,10 +15,10 @@ from torch.jit._trace import is_tracing
 from hf_vit_accel import versions
 from hf_vit_accel.engine.call import Attempt, FastPlan
 from hf_vit_accel.engine.encoder import CalledBlock
-from hf_vit_accel.engine.inputs import Inputs
 from hf_vit_accel.engine.route import ROUTE, Route, Spec
 from hf_vit_accel.families import Tower
 from hf_vit_accel.families.copies import CopyFamily
+from hf_vit_accel.families.interface import Inputs
 from hf_vit_accel.layout import Grid
 from hf_vit_accel.machine import raise_if_any
 from hf_vit_accel.tower.attention import reasons_custom_attention

@@ -20,7 +20,8 @@ from hf_vit_accel.config import Settings
 from hf_vit_accel.engine.encoder import encode
 from hf_vit_accel.engine.route import Spec, make_route
 from hf_vit_accel.families import Family, Parts, Tower
-from hf_vit_accel.families.base import form_of, heads_of, named_tensors
+from hf_vit_accel.families.base import heads_of
+from hf_vit_accel.families.interface import form_of, named_tensors
 from hf_vit_accel.layout import Grid, rows_of
 from hf_vit_accel.ops import Context, build
 from hf_vit_accel.tower.differences import (

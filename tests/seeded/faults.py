@@ -122,7 +122,7 @@ _BY_FILE: dict[str, dict[str, tuple[str, str, str]]] = {
             "tests/unit/test_attention_only.py",
         ),
     },
-    "engine/inputs.py": {
+    "families/interface.py": {
         "pixels of another grid are taken": (
             "if rows != pixels.shape[0]:",
             "if rows < 0:",
@@ -348,6 +348,16 @@ _BY_FILE: dict[str, dict[str, tuple[str, str, str]]] = {
         ),
     },
     "tower/snapshot.py": {
+        "a changed attribute of the tower goes unseen": (
+            'watch.add_attributes("the tower\'s attribute", weakref.ref(tower), names)',
+            "pass",
+            CHANGES,
+        ),
+        "a changed field of the config goes unseen": (
+            'watch.add_attributes("the config\'s field", config_of, fields)',
+            "pass",
+            CHANGES,
+        ),
         "an attribute that appears goes unseen": (
             'watch.add("the number of a module\'s attributes", len, self.attributes_inside)',
             "pass",

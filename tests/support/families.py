@@ -14,7 +14,7 @@ from tiny import randomise
 from torch import nn
 
 from hf_vit_accel.families import FAMILIES, Family, family_of
-from hf_vit_accel.families.base import named_tensors
+from hf_vit_accel.families.interface import named_tensors
 
 Grid = list[tuple[int, int, int]]
 

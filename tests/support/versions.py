@@ -20,7 +20,7 @@ from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel.families import Tower
-from hf_vit_accel.families.base import named_tensors
+from hf_vit_accel.families.interface import named_tensors
 from support.families import CLASSES, GRIDS, inputs, run, trained
 
 RECORD = Path(__file__).parents[1] / "versions.json"

@@ -35,7 +35,7 @@ IMPORTS = {
     "api": "backends config decoding families layout machine model status tower",
     "calibration": "api backends config status tower",
     "__init__": "api backends calibration config decoding machine model options status tower",
-    "tools": "__init__ api backends config engine families graphs layout machine tower versions",
+    "tools": "__init__ api backends config families graphs layout machine tower versions",
     "__main__": "tools",
 }
 """The rooms, and which rooms above it each of them imports."""

@@ -93,16 +93,17 @@ def normed(norm: AddThen, product: Apply, width: int | None = None) -> AddThen:
     norm_node = _unguarded(norm)
     product_node = _unguarded(product)
 
-    def to_rows(normed_TE: Rows) -> Rows:
-        return normed_TE if width is None else normed_TE.view(-1, width)
-
     def run_trained(x_TE: Rows, delta_TE: Rows | None) -> tuple[Rows, Rows]:
         sum_TE, normed_TE, recipe = norm_node.with_recipe(x_TE, delta_TE)
-        return sum_TE, product_node(to_rows(normed_TE), recipe=recipe)
+        if width is not None:
+            normed_TE = normed_TE.view(-1, width)
+        return sum_TE, product_node(normed_TE, recipe=recipe)
 
     def run(x_TE: Rows, delta_TE: Rows | None) -> tuple[Rows, Rows]:
         sum_TE, normed_TE = norm(x_TE, delta_TE)
-        return sum_TE, product(to_rows(normed_TE))
+        if width is not None:
+            normed_TE = normed_TE.view(-1, width)
+        return sum_TE, product(normed_TE)
 
     is_trained = isinstance(norm_node, NormWithBackward) and isinstance(product_node, OpWithBackward | ProductThen)
     return run_trained if is_trained else run

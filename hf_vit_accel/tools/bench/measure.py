@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from hf_vit_accel import machine
-from hf_vit_accel.engine.inputs import Expected, read
 from hf_vit_accel.families import Tower
+from hf_vit_accel.families.interface import Expected, read
 from hf_vit_accel.layout import Grid, rows_of
 from hf_vit_accel.tools.bench.timing import nothing, time_in_turns
 from hf_vit_accel.tools.bench.towers import family_of_tower, weight_of

@@ -1,4 +1,4 @@
-"""The two inputs of a tower, checked once against each other and against the tower.
+"""The interface of a tower: its two inputs, checked once against each other and against the tower, and its outputs.
 
 `T` packed patch rows, `P` pixels of a patch, `N` images and videos.
 """
@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils.generic import ModelOutput
 
 from hf_vit_accel.layout import Grid
 
@@ -147,3 +149,69 @@ def _describe(value: object) -> str:
     if value.is_nested or value.layout != torch.strided:
         return "a nested tensor" if value.is_nested else f"a tensor of layout {value.layout}"
     return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+
+
+FIELDS = ("last_hidden_state", "pooler_output", "deepstack_features")
+"""The fields of an output class with our last rows, merged features and deepstack features."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form in which the forward of a tower returns its tensors.
+
+    Attributes:
+        kind: The class of the result: a tensor, a tuple of features and deepstack features, or an output of fields.
+        fields: The fields of an output that are set.
+        index: Which of our tensors is returned where only one is: 0 for the last rows, 1 for merged features.
+    """
+
+    kind: type
+    fields: tuple[str, ...] = ()
+    index: int = 1
+
+    def build(self, tensors: list[Tensor], states: int = 0) -> Any:
+        """Return our last rows, merged features and deepstack features in this form.
+
+        Behind them may follow so many `states`: the rows that each layer takes. The last rows end the hidden states.
+        """
+        if states:
+            output = self.build(tensors[:-states])
+            output["hidden_states"] = (*tensors[-states:], tensors[0])
+            return output
+        if self.kind is Tensor and len(tensors) <= self.index:
+            raise ValueError("it returns merged features, but has no merger that is known")
+        if self.kind is Tensor:
+            return tensors[self.index]
+        if self.kind is tuple:
+            return tensors[1], tensors[2:]
+        values: dict[str, object] = dict(zip(FIELDS, tensors[:2]))  # noqa: B905
+        values[FIELDS[2]] = tensors[2:]
+        return self.kind(**{name: values[name] for name in self.fields})
+
+
+def form_of(output: Any, rows: int) -> Form:
+    """Return the form of the output for so many rows of pixels; raise ValueError for one that no tower has."""
+    if isinstance(output, Tensor):
+        return Form(Tensor, index=int(output.shape[0] != rows))
+    if type(output) is tuple and len(output) == 2 and isinstance(output[0], Tensor) and isinstance(output[1], list):
+        return Form(tuple)
+    if isinstance(output, ModelOutput) and output:
+        fields = tuple(name for name in FIELDS if name in output)
+        others = output.keys() - fields
+        if not others or (others == {"hidden_states"} and output["hidden_states"]):
+            return Form(type(output), fields)
+    raise ValueError(f"its forward returns a {type(output).__name__} of an unknown form")
+
+
+def named_tensors(output: Any) -> dict[str, Tensor]:
+    """Return every tensor of a tower's output by name: a bare tensor, a pair with deepstack features, or fields."""
+    if isinstance(output, Tensor):
+        return {"features": output}
+    fields = zip(("features", "deepstack features"), output) if type(output) is tuple else output.items()  # noqa: B905
+    tensors: dict[str, Tensor] = {}
+    for name, value in fields:
+        if isinstance(value, Tensor):
+            tensors[name] = value
+        else:
+            tensors |= {f"{name} {index}": tensor for index, tensor in enumerate(value)}
+    return tensors
