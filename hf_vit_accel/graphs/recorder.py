@@ -166,10 +166,10 @@ class CudaRecorder:
         stream = torch.cuda.current_stream(self._device)
         if self._last_stream is not None and self._last_stream != stream:
             stream.wait_event(self._event)
+        self._last_stream = stream
 
     def done(self) -> None:
-        """Mark the static buffers as free for the next `wait`."""
-        self._last_stream = torch.cuda.current_stream(self._device)
+        """Mark the static buffers as free for the next `wait`, on the stream of the last one."""
         self._event.record(self._last_stream)
 
     def settle(self) -> None:

@@ -39,10 +39,23 @@ _BYTES_PER_VALUE = 36
 
 @dataclass(kw_only=True, eq=False)
 class _Graph(StoredGraph):
-    """A graph of inference, with the rows of every output for one merged token. The tail of its pixels is zeros."""
+    """A graph of inference. The tail of its pixels is zeros.
+
+    Attributes:
+        packed: The arrays of a layout, which the graph reads. Only `set_layout` writes them.
+        packed_route: The route whose arrays they are.
+        rows_per_token: The rows of every output for one merged token.
+    """
 
     packed: Tensor
+    packed_route: Route
     rows_per_token: list[int]
+
+    def set_layout(self, route: Route) -> None:
+        """Copy the arrays of a route to where the graph reads them, unless they are there already."""
+        if self.packed_route is not route:
+            self.packed.copy_(route.packed)
+            self.packed_route = route
 
 
 class Runner(GraphStore[_Graph]):
@@ -68,7 +81,7 @@ class Runner(GraphStore[_Graph]):
 
     def static_buffers(self) -> list[Tensor]:
         """List the tensors that the next call writes before a graph reads them."""
-        return [*self._arena.values(), *(graph.packed for graph in self._graphs.values())]
+        return list(self._arena.values())
 
     def budgets_of(self, merge: int) -> tuple[int, ...]:
         """Return the budgets in a tower's own tokens."""
@@ -189,6 +202,7 @@ class Runner(GraphStore[_Graph]):
             grid=metadata.grid if bin_.budget is None else None,
             route=bound,
             packed=packed,
+            packed_route=route,
             pixels_TP=pixels_TP,
             outputs=outputs,
             rows_per_token=[len(output) * per_token // metadata.rows for output in outputs],
@@ -197,35 +211,47 @@ class Runner(GraphStore[_Graph]):
         )
 
     def _replay(self, decision: Decision, graphs: list[_Graph], batch: Batch) -> list[Tensor]:
-        """Replay the bins one after the other, and join their outputs."""
-        pixels_TP = batch.pixels_TP
+        """Replay a pass in its own shape, or its bins one after the other."""
         recorder = self._recorder  # if memory runs out, the store drops it
+        recorder.wait()
+        try:
+            if decision.replay == "padded":
+                return self._replay_bins(decision, graphs, batch.pixels_TP)
+            (route,) = decision.routes
+            (graph,) = graphs
+            graph.set_layout(route)
+            graph.pixels_TP.copy_(batch.pixels_TP)
+            graph.replay()
+            self._rows_called += route.metadata.rows
+            self._rows_replayed += route.metadata.rows
+            return [output.clone() for output in graph.outputs]
+        finally:
+            recorder.done()
+
+    def _replay_bins(self, decision: Decision, graphs: list[_Graph], pixels_TP: Tensor) -> list[Tensor]:
+        """Replay padded bins, and join their outputs."""
         tokens = sum(bin_.tokens for bin_ in decision.bins)
         results: list[Tensor] = []
         start = 0
-        recorder.wait()
-        try:
-            for bin_, route, graph in zip(decision.bins, decision.routes, graphs, strict=True):
-                rows = bin_.tokens * route.spec.geometry.merge**2
-                first_row = start * route.spec.geometry.merge**2
-                graph.packed.copy_(route.packed)
-                graph.pixels_TP[:rows].copy_(pixels_TP[first_row : first_row + rows])
-                if rows < len(graph.pixels_TP):
-                    graph.pixels_TP[rows:].zero_()
-                graph.replay()
-                for index, (static, per_token) in enumerate(zip(graph.outputs, graph.rows_per_token, strict=True)):
-                    fresh = static[: bin_.tokens * per_token]
-                    if len(decision.bins) == 1:
-                        results.append(fresh.clone())
-                        continue
-                    if start == 0:
-                        results.append(static.new_empty(tokens * per_token, *static.shape[1:]))
-                    results[index][start * per_token :][: len(fresh)].copy_(fresh)
-                start += bin_.tokens
-                self._rows_called += rows
-                self._rows_replayed += len(graph.pixels_TP)
-        finally:
-            recorder.done()
+        for bin_, route, graph in zip(decision.bins, decision.routes, graphs, strict=True):
+            rows = bin_.tokens * route.spec.geometry.merge**2
+            first_row = start * route.spec.geometry.merge**2
+            graph.set_layout(route)
+            graph.pixels_TP[:rows].copy_(pixels_TP[first_row : first_row + rows])
+            if rows < len(graph.pixels_TP):
+                graph.pixels_TP[rows:].zero_()
+            graph.replay()
+            for index, (static, per_token) in enumerate(zip(graph.outputs, graph.rows_per_token, strict=True)):
+                fresh = static[: bin_.tokens * per_token]
+                if len(decision.bins) == 1:
+                    results.append(fresh.clone())
+                    continue
+                if start == 0:
+                    results.append(static.new_empty(tokens * per_token, *static.shape[1:]))
+                results[index][start * per_token :][: len(fresh)].copy_(fresh)
+            start += bin_.tokens
+            self._rows_called += rows
+            self._rows_replayed += len(graph.pixels_TP)
         return results
 
 

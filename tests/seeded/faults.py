@@ -131,7 +131,17 @@ _BY_FILE: dict[str, dict[str, tuple[str, str, str]]] = {
         "frames that pad a batch count as images": ("if t or h < 0 or w < 0])", "])", TOWER),
     },
     "graphs/runner.py": {
-        "arrays of the layout are not copied before a replay": ("graph.packed.copy_(route.packed)", "pass", GRAPHS),
+        "arrays of the layout are not copied before a replay": ("self.packed.copy_(route.packed)", "pass", GRAPHS),
+        "arrays of another layout of the same spec are not copied": (
+            "if self.packed_route is not route:",
+            "if self.packed_route.spec is not route.spec:",
+            GRAPHS,
+        ),
+        "outputs are those of the graph of a layout, not copies": (
+            "return [output.clone() for output in graph.outputs]",
+            "return list(graph.outputs)",
+            GRAPHS,
+        ),
         "pixels of the last call stay behind those of this one": ("graph.pixels_TP[rows:].zero_()", "pass", GRAPHS),
         "outputs are those of the graph, not copies": (
             "results.append(fresh.clone())",

@@ -92,6 +92,19 @@ def test_the_next_call_frees_replaced_modules(on_cpu: type[Recorder], references
     assert replaced and not any(parameter() is not None for parameter in replaced)
 
 
+@pytest.mark.parametrize("exact_after", [0, 1], ids=["padded", "exact"])
+def test_a_graph_serves_layouts_of_equal_sizes(on_cpu: type[Recorder], model: nn.Module, exact_after: int) -> None:
+    """It reads the positions of the layout that it replays, and those of the former one no longer."""
+    tower = tower_of(model)
+    strip: Grid = [(1, 2, 24)]
+    expected = {tuple(grid): run_tower(tower, grid) for grid in (IMAGE, strip)}
+    patch(model, GraphConfig(max_tokens=128, exact_after=exact_after))
+    for grid in (IMAGE, strip, strip, IMAGE, IMAGE):
+        assert_close(run_tower(tower, grid), expected[tuple(grid)])
+    status = status_of(model)
+    assert status.captures <= 2 and status.replays == 5  # windows of a strip are others
+
+
 def test_inference_mode_does_not_spoil_the_buffers(on_cpu: type[Recorder], model: nn.Module) -> None:
     tower = tower_of(model)
     expected = run_tower(tower, IMAGE)
