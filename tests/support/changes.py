@@ -28,9 +28,6 @@ def by(function: Callable[[nn.Module], nn.Module]) -> Change:
     return lambda model, _: function(model)
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
-
-
 def frozen(model: nn.Module, _: ExitStack) -> nn.Module:
     tower_of(model).requires_grad_(False)
     return model
@@ -46,9 +43,6 @@ def checkpointed(*, reentrant: bool, freeze: bool = False) -> Change:
         return model.train()
 
     return change
-
-
-# --- copies and weights -----------------------------------------------------------------------------------------------
 
 
 def through_pickle(model: nn.Module) -> nn.Module:
@@ -80,9 +74,6 @@ def other_weights(*, assign: bool) -> Change:
         return model
 
     return change
-
-
-# --- switches and hooks -----------------------------------------------------------------------------------------------
 
 
 def attending_by(implementation: str | dict[str, str]) -> Change:

@@ -82,8 +82,6 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, error: 
     monkeypatch.setattr(owner, name, call)
 
 
-# --- FlashInfer and cuDNN ---------------------------------------------------------------------------------------------
-
 PREFILL = "flashinfer.cudnn.prefill"
 
 
@@ -128,9 +126,6 @@ def install_flashinfer(monkeypatch: pytest.MonkeyPatch) -> Flashinfer:
     monkeypatch.setattr(cudnn_backend.FlashinferCudnn, "needs", needs)
     monkeypatch.setattr(cudnn_backend, "cudnn_plan_for", lambda *arguments: fake.plan(*arguments))
     return fake
-
-
-# --- kernels ----------------------------------------------------------------------------------------------------------
 
 
 class Launches:

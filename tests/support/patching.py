@@ -89,8 +89,6 @@ def gradients(tower: nn.Module, grid: Grid, forward: Callable[..., Output] | Non
     return [pixels.grad, *(parameter.grad for parameter in tower.parameters())]
 
 
-# --- errors of stock in the same dtype ------------------------------------------------------------------------------
-
 SEEDS = range(5)
 
 

@@ -13,7 +13,6 @@ from types import MethodType
 from typing import Any
 
 import torch
-from tiny import tower_of
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLVisionAttention
@@ -132,13 +131,6 @@ def bind(module: nn.Module, kind: type[nn.Module]) -> None:
         module.variance_epsilon = module.eps
     module.in_place = True
     vars(module)["forward"] = MethodType(kind.forward, module)
-
-
-def bind_norms(model: nn.Module, kind: type[nn.Module]) -> None:
-    """Bind a forward to the norms of all blocks, as `apply_liger_kernel_to_qwen2_5_vl(model=model)` does."""
-    for block in tower_of(model).blocks:
-        bind(block.norm1, kind)
-        bind(block.norm2, kind)
 
 
 @contextmanager

@@ -41,9 +41,6 @@ def prompt_with_labels(model: nn.Module) -> dict[str, torch.Tensor]:
     return inputs | {"labels": inputs["input_ids"]}
 
 
-# --- called without gradients -----------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def answers(model: nn.Module) -> list[torch.Tensor]:
     """Call the complete model through all its wrappers; return the logits."""
@@ -95,9 +92,6 @@ def under_autocast(use: Use) -> Use:
             return use(model)
 
     return use_under_autocast
-
-
-# --- trained ----------------------------------------------------------------------------------------------------------
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:

@@ -128,10 +128,9 @@ def _again(model: Any) -> None:
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "two adapters": _again,
-    "merged for good": lambda model: model.merge_and_unload(),
     "deleted": lambda model: (_again(model), model.set_adapter("second"), model.delete_adapter("default")),
 }
-"""`test_toggles.py` switches adapters, and merges them."""
+"""`test_toggles.py` switches adapters, and merges them; the matrix unloads them."""
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -143,10 +142,8 @@ def test_changes_between_calls_take_effect(change: str, called: list[str]) -> No
         CHANGES[change](lora_model)
     check(model, other, grad=False)
     after = step(model, grad=False)
-    moved = max(relative_error(after[name], before[name]) for name in before) > 1e-3
-    assert moved == (change != "merged for good")
-    if change != "merged for good":  # nothing is trained then
-        check(model, other)
+    assert max(relative_error(after[name], before[name]) for name in before) > 1e-3
+    check(model, other)
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])

@@ -1,28 +1,16 @@
-"""Test the attention function that transformers calls by our names: masks of text, plans, heads, offsets, dropout."""
+"""Test the attention function that transformers calls by our names: plans, offsets, dropout, attentions."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from support.saved import Saved
-from tiny import GRIDS, assert_close, left_padded, merged_of, outputs_of, pixels_for, run_tower, tower_of
+from tiny import GRIDS, assert_close, merged_of, outputs_of, pixels_for, run_tower, tower_of
 
 import hf_vit_accel
 from hf_vit_accel.tower.state import state_of
 
 AUTO = "flash_vit_auto"
-
-
-def test_the_text_decoder_keeps_its_padding_mask(saved: Saved) -> None:
-    """The name reaches the text, too. `tests/integration/test_composites.py` has every other way and model."""
-    stock = saved.load()
-    inputs = left_padded(stock)
-    expected = stock(**inputs).logits
-    model = saved.load(attn_implementation=AUTO)
-    mask = inputs["attention_mask"].bool()
-    assert_close([model(**inputs).logits[mask]], [expected[mask]], 1e-5)
-    unmasked = dict(inputs, attention_mask=torch.ones_like(inputs["attention_mask"]))
-    assert not torch.allclose(stock(**unmasked).logits[mask], expected[mask], atol=1e-2), "the mask matters here"
 
 
 def test_a_stock_tower_under_our_name_is_right_without_plans(saved: Saved) -> None:

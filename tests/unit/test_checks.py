@@ -17,9 +17,6 @@ from hf_vit_accel import ReuseConfig
 GRID = GRIDS["mixed"]
 
 
-# --- hooks ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_reason_counts_once_a_call(tower: nn.Module) -> None:
     """DeepSpeed's ZeRO-3 sets hooks of both kinds on every module, and names its parameters."""
     for parameter in tower.parameters():
@@ -34,9 +31,6 @@ def test_a_reason_counts_once_a_call(tower: nn.Module) -> None:
     assert status.stock_calls == 1 and set(status.fallbacks.values()) == {1}
     assert len(set(status.against_fast)) == len(status.against_fast)
     assert any("ZeRO-3" in reason for reason in status.against_fast)
-
-
-# --- options --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{}, {"return_dict": True}, {"return_dict": False}], ids=str)
@@ -57,9 +51,6 @@ def test_outputs_are_returned_as_the_config_says(tower: nn.Module, options: dict
         assert_close(flat(output), flat(expected))
 
 
-# --- attention functions --------------------------------------------------------------------------------------------
-
-
 def test_an_attention_that_the_user_sets_is_not_taken_back(tower: nn.Module) -> None:
     """Another reading of the tower changes no name."""
     hf_vit_accel.patch(tower)
@@ -68,9 +59,6 @@ def test_an_attention_that_the_user_sets_is_not_taken_back(tower: nn.Module) -> 
     tower.blocks[0].mlp = copy.deepcopy(tower.blocks[0].mlp)
     run_tower(tower, GRID)
     assert tower.config._attn_implementation == "sdpa"
-
-
-# --- changes that do not --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -103,9 +91,6 @@ def test_status_names_the_attribute_that_changed() -> None:
     status = hf_vit_accel.status(tower).towers[0]
     assert (status.rebuilds, status.rebuild_reason) == (1, "the tower's attribute 'window_size' changed")
     assert "rebuilt    1 x, last because the tower's attribute 'window_size' changed" in str(status)
-
-
-# --- towers that stay stock -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("nothing_said")

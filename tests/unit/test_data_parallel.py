@@ -39,9 +39,6 @@ from hf_vit_accel import GraphConfig
 from hf_vit_accel.config import Settings
 from hf_vit_accel.tower.state import state_of
 
-# --- outputs and gradients --------------------------------------------------------------------------------------------
-
-
 ONE_SMALL_IMAGE_EACH: Grid = [(1, 2, 2), (1, 2, 2)]
 """An image for each of two ranks; a third rank has no share."""
 
@@ -117,9 +114,6 @@ def test_each_rank_replays_the_steps_of_its_share(references: list[str], on_cpu:
     on_ranks(check_replayed_steps, 2)
 
 
-# --- equal images -----------------------------------------------------------------------------------------------------
-
-
 def check_copies_on_one_rank(rank: int) -> None:
     """Rank 0 has two equal images at every call, rank 1 at the first and third."""
     tower = tower_of(two_layers("qwen3_vl").build()).requires_grad_(False)
@@ -137,9 +131,6 @@ def check_copies_on_one_rank(rank: int) -> None:
 def test_features_are_not_kept_across_calls() -> None:
     with pytest.raises(ValueError, match="does not work with data_parallel"):
         Settings(ranks=object(), reuse=hf_vit_accel.ReuseConfig(across_calls=True))
-
-
-# --- groups -----------------------------------------------------------------------------------------------------------
 
 
 def check_ddp_over_other_ranks(rank: int) -> None:
@@ -201,8 +192,6 @@ def test_without_a_group() -> None:
     run_tower(tower_of(hf_vit_accel.patch(model)), GRIDS["mixed"])
     assert sharing_of(model) is None
 
-
-# --- passes, reuse and replays around shared calls --------------------------------------------------------------------
 
 OPTIONS = [(40, True, False), (40, False, SMALL), (None, True, SMALL), (40, True, SMALL)]
 """Values of max_rows, reuse and cuda_graphs. Each option alone has tests of its own."""

@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from support.cpu_graphs import SMALL, Recorder, status_of
 from support.graphs import Grid, draw_grid, patch
 from tiny import GRIDS, TINY, all_equal, assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
@@ -25,13 +23,9 @@ import hf_vit_accel
 from hf_vit_accel import FallbackError, GraphConfig, backends
 from hf_vit_accel.backends import BACKENDS
 from hf_vit_accel.graphs import budgets, runner
-from hf_vit_accel.layout import Geometry, build
 
 Tensors = list[torch.Tensor]
 IMAGE: Grid = [(1, 6, 8)]
-
-
-# --- what runs eagerly ------------------------------------------------------------------------------------------------
 
 
 def test_strict_holds_for_replays(on_cpu: type[Recorder], model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,9 +45,6 @@ def test_on_cpu_graphs_are_left_out_and_counted(model: nn.Module) -> None:
     hf_vit_accel.patch(model, cuda_graphs=True)
     run_tower(tower_of(model), IMAGE)
     assert status_of(model).eager == {"the tensors are on cpu, CUDA graphs need cuda": 1}
-
-
-# --- what is stored ---------------------------------------------------------------------------------------------------
 
 
 def test_a_deleted_model_is_freed(on_cpu: type[Recorder]) -> None:
@@ -154,9 +145,6 @@ def test_warmup_needs_graphs_or_sizes() -> None:
             hf_vit_accel.warmup(model, sizes)
 
 
-# --- sizes and settings ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("largest", [1, 4, 5, 64, 1280, 4096])
 def test_the_ladder_pads_little(largest: int) -> None:
     steps = budgets.ladder(largest)
@@ -166,20 +154,6 @@ def test_the_ladder_pads_little(largest: int) -> None:
         padded = np.array(steps)[np.searchsorted(steps, tokens)]
         assert (padded / tokens).max() < 1.25 and (padded / tokens).mean() < 1.12
         assert (padded - tokens)[tokens > 512].max(initial=0) < 64
-
-
-ITEMS = st.tuples(st.integers(1, 4), st.integers(1, 20), st.integers(1, 20))
-
-
-@given(st.lists(ITEMS, min_size=1, max_size=6), st.integers(1, 5))
-def test_the_bound_on_windows_is_never_exceeded_and_reached(items: list[tuple[int, int, int]], side: int) -> None:
-    grid = tuple((t, 2 * h, 2 * w) for t, h, w in items)
-    metadata = build(grid, Geometry(merge=2, window=side))
-    assert metadata.window is not None
-    assert metadata.window.count <= budgets.most_windows(metadata.merged, metadata.full.count, side)
-    thin = build(tuple((1, 2, 2 * (side * k + 1)) for k in range(1, 5)), Geometry(merge=2, window=side))
-    assert thin.window is not None
-    assert thin.window.count == budgets.most_windows(thin.merged, 4, side)
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------

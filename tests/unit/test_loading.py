@@ -126,9 +126,6 @@ def test_a_typo_of_our_names_adds_a_note_to_the_error_of_transformers(typo: str,
     assert error.value.__notes__ == [f"Did you mean '{meant}', of hf_vit_accel?"]
 
 
-# --- towers of other classes, and errors ------------------------------------------------------------------------------
-
-
 class Wrapper(Qwen2VLPreTrainedModel):
     """A model with the config of its tower: of a known class, or of one like remote code brings."""
 

@@ -19,8 +19,6 @@ from hf_vit_accel import FallbackError
 from hf_vit_accel.layout import rows_of
 from hf_vit_accel.options import data_parallel
 
-# --- ranks whose pixels or weights differ -----------------------------------------------------------------------------
-
 
 def pixels_of_two_ranks(pixels: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return pixels that differ on rank 1, as pairs: of most ranks, of rank 1."""
@@ -107,9 +105,6 @@ def check_hooks_inside(rank: int) -> None:
         assert_close(run_tower(tower, MIXED), expected)
     assert seen == [rows_of(MIXED)] * (2 * rank), "hooks see each call with all its rows"
     assert sharing_of(model) == f"rank {rank} of 2, 2 calls encoded by each rank alone"
-
-
-# --- calls that are not shared ----------------------------------------------------------------------------------------
 
 
 def patched_model() -> nn.Module:

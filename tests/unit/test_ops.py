@@ -51,9 +51,6 @@ def surround(tower: nn.Module, name: str, change: Any) -> None:
     setattr(tower.get_submodule(parent), child, Around(tower.get_submodule(name), change))
 
 
-# --- weights stay what they are --------------------------------------------------------------------------------------
-
-
 def test_checkpoints_of_others_are_complete(references: list[str], model: Any, tmp_path: Path) -> None:
     """Save by accelerate and safetensors, which drop or refuse shared and strided parameters."""
     from accelerate import Accelerator
@@ -87,9 +84,6 @@ def test_without_descriptors_widths_are_padded_only_where_they_need_it(
         hf_vit_accel.patch(model)
         assert_close(run_tower(tower_of(model), GRID), expected)
         assert set(references) == kernels
-
-
-# --- the residual stream is written in place -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["patch_embed", "blocks.1.attn.qkv", "deepstack_merger_list.0"])

@@ -39,9 +39,6 @@ def prove(tower: nn.Module) -> proofs.Proof:
     return proofs.prove(tower, family)
 
 
-# --- bad moments ----------------------------------------------------------------------------------------------------
-
-
 def empty_weights(stack: ExitStack) -> None:
     """Put the parameters of all modules on the meta device, by accelerate's function."""
     stack.enter_context(pytest.importorskip("accelerate").init_empty_weights())
@@ -102,9 +99,6 @@ def test_a_proof_does_not_depend_on_its_moment(tower: nn.Module, moment: str) ->
     assert (state_of(tower).fast_calls, state_of(tower).stock_calls) == (1, 0)
 
 
-# --- proofs that cannot run -----------------------------------------------------------------------------------------
-
-
 class Moment:
     """A time in which no twin can be built, until `is_bad` is False, on a machine without a GPU. Counts attempts."""
 
@@ -154,9 +148,6 @@ def test_missing_parts_are_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(UserWarning, match="look for a newer hf_vit_accel"):
         hf_vit_accel.patch(tower)
     assert "is not built as qwen2_vl is known" in (prove(tower).why_not_fast or "") and prove(tower).is_verdict
-
-
-# --- proofs of a class ------------------------------------------------------------------------------------------------
 
 
 def prove_in_child(tower: nn.Module, queue: Queue[str]) -> None:

@@ -33,9 +33,6 @@ def raiser(error: Exception) -> Callable[..., NoReturn]:
     return fail
 
 
-# --- errors -----------------------------------------------------------------------------------------------------------
-
-
 def check_errors(rank: int) -> None:
     tower = tower_of(TINY["qwen2_vl"].build())
     expected = run_tower(tower, MIXED)
@@ -103,9 +100,6 @@ def check_memory_in_backward(rank: int) -> None:
     dist.destroy_process_group()
 
 
-# --- calls that differ ------------------------------------------------------------------------------------------------
-
-
 def check_calls_that_differ(rank: int) -> None:
     model = TINY["qwen3_vl"].build()
     tower = tower_of(model)
@@ -144,9 +138,6 @@ def check_refused_call_on_one_rank(rank: int) -> None:
         with pytest.raises(ValueError, match="multiples of the merge size"):
             run_tower(tower, [(1, 3, 3)])
     assert_close(run_tower(tower, MIXED), expected)
-
-
-# --- ranks that do not come -------------------------------------------------------------------------------------------
 
 
 def check_dead_rank(rank: int) -> None:

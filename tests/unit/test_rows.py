@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from tiny import TINY, assert_close, run_tower, tower_of
 from torch import nn
 from transformers import activations
 
-import hf_vit_accel
 from hf_vit_accel.ops.rows import TABLE, reasons_mixing
 
 WIDTH = 8
@@ -106,24 +103,3 @@ def test_a_forward_of_torch_that_was_replaced_may_mix_rows(monkeypatch: pytest.M
     assert reasons_mixing([nn.Linear(WIDTH, WIDTH)], proven=()) == [
         "the forward of Linear was replaced by another, and may mix rows of several images"
     ]
-
-
-GRID = [(1, 4, 6), (1, 4, 6), (4, 6, 4), (1, 2, 10)]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-def test_gpu_a_mixing_module_gets_all_of_a_call_at_default_settings(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Run a call longer than a pass, and small calls that CUDA graphs replay where possible."""
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # stock's convolution would use it
-    stock = tower_of(TINY[family].build())
-    stock.merger = nn.Sequential(stock.merger, nn.TransformerEncoderLayer(32, 4, 16, batch_first=True))
-    stock.requires_grad_(False).eval().cuda()
-    tower = hf_vit_accel.patch(copy.deepcopy(stock))
-    for grid in ([(40, 32, 32)], GRID, GRID, GRID):
-        assert_close(run_tower(tower, grid), run_tower(stock, grid), 1e-4)
-    [status] = hf_vit_accel.status(tower).towers
-    assert status.calls == 4 and status.passes is None
-    assert status.graphs is None or not status.graphs.replays

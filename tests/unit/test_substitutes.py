@@ -8,7 +8,7 @@ import pytest
 import torch
 from support import substitutes
 from support.patching import gradients
-from support.substitutes import bind, bind_norms, exchanged
+from support.substitutes import bind, exchanged
 from support.towers import alike
 from tiny import TINY, assert_close, pixels_for, randomise, run_tower, tower_of
 from torch import nn
@@ -39,36 +39,31 @@ def assert_same(tower: nn.Module, model: nn.Module, unfused: str | None = None) 
     assert_close(actual_gradients, gradients(tower, GRID), 1e-4)
 
 
-RMS_NORM = "qwen2_5_vl", substitutes.RmsNorm
-LAYER_NORM = "qwen2_vl", substitutes.LayerNorm
+OTHERS = "OffsetNorm", "OtherEpsilonNorm", "TrainedNorm", "MeanNorm"
+"""Norms that compute something else."""
 
 
 @pytest.mark.parametrize(
-    ("family", "kind", "when"),
-    [(*RMS_NORM, "before"), *alike((*LAYER_NORM, "after"), (*RMS_NORM, "after"), (*LAYER_NORM, "before"))],
+    ("name", "when"),
+    [
+        *((name, "before") for name in ("RmsNorm", "Mlp", *OTHERS)),
+        *alike(("LayerNorm", "after"), ("RmsNorm", "after"), ("LayerNorm", "before")),
+    ],
 )
-def test_norms_bound_by_liger_are_plain(family: str, kind: type[nn.Module], when: str) -> None:
-    model = build(family)
+def test_forwards_bound_by_liger_are_plain_or_called(name: str, when: str) -> None:
+    """`apply_liger_kernel_to_qwen2_5_vl(model=model)` binds norms, that of GLM-4V a SwiGLU, too."""
+    model = build("qwen2_vl" if name == "LayerNorm" else "qwen2_5_vl")
     tower = tower_of(model)
-    if when == "before":
-        bind_norms(model, kind)
-        hf_vit_accel.patch(model)
-    else:
+    if when == "after":
         hf_vit_accel.patch(model)
         run_tower(tower, GRID)
-        bind_norms(model, kind)
-        hf_vit_accel.patch(model)
-    assert_same(tower, model)
-
-
-@pytest.mark.parametrize("name", ["OffsetNorm", "OtherEpsilonNorm", "TrainedNorm", "MeanNorm"])
-def test_a_bound_norm_that_computes_something_else_is_called(name: str) -> None:
-    model = build()
-    tower = tower_of(model)
-    bind_norms(model, getattr(substitutes, name))
+    for block in tower.blocks:
+        for module in (block.mlp,) if name == "Mlp" else (block.norm1, block.norm2):
+            bind(module, getattr(substitutes, name))
     hf_vit_accel.patch(model)
-    assert_same(tower, model, unfused="norms")
-    assert "forward of its own" in hf_vit_accel.status(hf_vit_accel.patch(model)).towers[0].unfused["norms"]
+    assert_same(tower, model, unfused="norms" if name in OTHERS else None)
+    if name in OTHERS:
+        assert "forward of its own" in hf_vit_accel.status(hf_vit_accel.patch(model)).towers[0].unfused["norms"]
 
 
 @pytest.mark.parametrize("proven_first", [True, False])
@@ -90,7 +85,9 @@ def test_a_tower_of_former_classes_after_liger_exchanged_them() -> None:
     model = build()
     tower = tower_of(model)
     with exchanged(model, NORM_CLASS, substitutes.RmsNorm):
-        bind_norms(model, substitutes.RmsNorm)
+        for block in tower.blocks:
+            bind(block.norm1, substitutes.RmsNorm)
+            bind(block.norm2, substitutes.RmsNorm)
         hf_vit_accel.patch(model)
         assert_same(tower, model)
 
@@ -120,16 +117,6 @@ def test_an_attention_exchanged_in_the_file_of_the_tower(
         assert (status.calls, status.stock_calls) == (0, 1)
         hf_vit_accel.unpatch(model)
         assert_close(actual, run_tower(tower, GRID))
-
-
-def test_an_mlp_bound_by_liger_is_plain() -> None:
-    """`apply_liger_kernel_to_glm4v(model=model)` binds a SwiGLU to the MLPs of the tower."""
-    model = build()
-    tower = tower_of(model)
-    for block in tower.blocks:
-        bind(block.mlp, substitutes.Mlp)
-    hf_vit_accel.patch(model)
-    assert_same(tower, model)
 
 
 def test_an_activation_of_the_hub_has_no_gradients() -> None:

@@ -96,9 +96,6 @@ def test_adapters_that_are_switched_at_every_step(family: str) -> None:
     assert_fast(model)
 
 
-# --- changes in between -----------------------------------------------------------------------------------------------
-
-
 def _move_data(model: Any) -> None:
     parameter = tower_of(model).blocks[1].attn.proj.weight
     parameter.data = parameter.data * 1.5

@@ -24,9 +24,6 @@ def shared(request: pytest.FixtureRequest) -> PreTrainedModel:
 both_fusions = pytest.mark.parametrize("fuse", [True, False], ids=["fused", "unfused"])
 
 
-# --- equal to stock -------------------------------------------------------------------------------------------------
-
-
 @both_fusions
 def test_patched_equals_stock(shared: PreTrainedModel, fuse: bool) -> None:
     tower = tower_of(shared)
@@ -48,9 +45,6 @@ def test_layouts_of_equal_size_are_distinguished(shared: PreTrainedModel) -> Non
             for grid, outputs in zip(layouts, expected, strict=True):
                 assert_close(run_tower(tower, grid), outputs)
         assert state_of(tower).routes.cache.misses == len(layouts)
-
-
-# --- undo, redo, copies ---------------------------------------------------------------------------------------------
 
 
 def traces_of(model: PreTrainedModel) -> list[object]:
@@ -93,9 +87,6 @@ def test_patched_restores_the_former_settings(model: PreTrainedModel) -> None:
     assert traces_of(model) == before
 
 
-# --- gradients and reasons for stock ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("shared", ONE_TOWER, indirect=True)
 def test_two_threads_get_their_own_answers(shared: PreTrainedModel) -> None:
     tower = tower_of(shared)
@@ -129,9 +120,6 @@ def test_under_another_default_device(shared: PreTrainedModel) -> None:
     grid = torch.tensor(GRIDS["mixed"])
     with hf_vit_accel.patched(shared), torch.device("meta"), torch.no_grad():
         assert_close(outputs_of(tower(pixels, grid_thw=grid)), expected)
-
-
-# --- inputs and options -----------------------------------------------------------------------------------------------
 
 
 @both_fusions
