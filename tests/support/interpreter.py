@@ -7,9 +7,17 @@ from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import pytest
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton interprets kernels in this process. Triton reads the variable when a kernel is defined, so
 `test_interpreted.py` starts a process for the interpreted tests."""
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="test_interpreted.py runs it")
+DEVICES = [
+    pytest.param("cpu", id="interpreted", marks=interpreted),
+    pytest.param("cuda", id="gpu", marks=pytest.mark.gpu),
+]
+"""Where kernels run in tests."""
 
 
 def speed_up_interpreter() -> None:

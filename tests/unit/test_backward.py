@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.interpreter import INTERPRETED
+from support.interpreter import INTERPRETED, interpreted
 from support.kernels import Target, compile_for_hopper, draw, tables
 from tiny import relative_error
 from torch.utils.checkpoint import checkpoint
@@ -322,11 +322,7 @@ SMALL = dict(device="cpu", rows=21, heads=2)
 LARGE = dict(device="cuda", rows=2053, heads=16)
 DTYPES = [
     *(
-        pytest.param(
-            SMALL | {"dtype": dtype},
-            id=f"interpreted-{dtype}",
-            marks=pytest.mark.skipif(not INTERPRETED, reason="test_interpreted.py runs it"),
-        )
+        pytest.param(SMALL | {"dtype": dtype}, id=f"interpreted-{dtype}", marks=interpreted)
         for dtype in (torch.float16, torch.float32)
     ),
     *(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.interpreter import INTERPRETED
+from support.interpreter import interpreted
 from support.towers import alike
 
 from hf_vit_accel.ops import decode_attention
@@ -76,7 +76,7 @@ def assert_exact(inputs: Inputs, scale: float) -> None:
         assert float((plain.float() - expected).norm() / expected.norm()) < bound
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="test_interpreted.py runs it")
+@interpreted
 @pytest.mark.parametrize("processors", [1, *alike(40, 2)])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_interpreted(shape: tuple[int, ...], processors: int, monkeypatch: pytest.MonkeyPatch) -> None:

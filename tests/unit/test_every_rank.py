@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ import transformers
 from support.composites import COMPOSITES
 from support.every_rank import GRIDS, VARIANTS, batch_of, check_evaluation, check_training
 from support.ranks import prove_towers, run_on_ranks
-from support.towers import alike
 from tiny import TINY, chat_inputs, randomise, tower_of
 from torch import nn
 
@@ -25,30 +25,24 @@ import hf_vit_accel
 RANKED = ("qwen2_5_vl", "qwen3_vl")
 
 
+TRAININGS = [
+    ("qwen3_vl", "fsdp", "all weights", 5),
+    ("qwen2_5_vl", "ddp", "all weights", 3),
+    ("qwen3_vl", "fsdp", "lora", 2),  # ranks would wait for each other, if the dummy joined behind the text model
+]
+VARIED = [
+    (*cell, 6) for cell in itertools.product(RANKED, ("fsdp", "ddp"), VARIANTS) if cell[1:] != ("ddp", "reentrant")
+]
+"""DDP does not take reentrant checkpoints."""
+
+
 @pytest.mark.parametrize(
-    ("family", "wrapper"),
-    [*alike(("qwen3_vl", "fsdp"), ("qwen3_vl", "ddp"), ("qwen2_5_vl", "fsdp")), ("qwen2_5_vl", "ddp")],
+    ("family", "wrapper", "variant", "steps"),
+    [*TRAININGS, *(pytest.param(*cell, marks=pytest.mark.matrix) for cell in VARIED)],
 )
-def test_two_ranks_train_as_one_process(family: str, wrapper: str, tmp_path: Path) -> None:
+def test_two_ranks_train_as_one_process(family: str, wrapper: str, variant: str, steps: int, tmp_path: Path) -> None:
     prove_towers()
-    run_on_ranks(check_training, 2, tmp_path, 2, family, wrapper, "all weights", 5 if wrapper == "fsdp" else 3)
-
-
-def test_adapters_gather_weights_in_one_order(tmp_path: Path) -> None:
-    """Ranks with and without pictures would wait for each other, if the dummy joined behind the text model."""
-    prove_towers()
-    run_on_ranks(check_training, 2, tmp_path, 2, "qwen3_vl", "fsdp", "lora", 2)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("wrapper", ["fsdp", "ddp"])
-@pytest.mark.parametrize("variant", VARIANTS[1:])
-@pytest.mark.parametrize("family", RANKED)
-def test_variants_of_training(family: str, variant: str, wrapper: str, tmp_path: Path) -> None:
-    if wrapper == "ddp" and variant == "reentrant":
-        pytest.skip("DDP does not take reentrant checkpoints")
-    prove_towers()
-    run_on_ranks(check_training, 2, tmp_path, 2, family, wrapper, variant, 6)
+    run_on_ranks(check_training, 2, tmp_path, 2, family, wrapper, variant, steps)
 
 
 def test_sharded_models_are_evaluated(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from support import versions
 from support.cpu_graphs import Recorder
 from support.families import CLASSES, DIFFERENT, GRIDS, build, classes_like, inputs, run, shared_tower, trained
 from support.graphs import patch
-from support.interpreter import INTERPRETED
+from support.interpreter import interpreted
 from support.patching import assert_fast
 from support.towers import alike
 from tiny import assert_close, checkpoint_layers, largest_error, merged_of, randomise, relative_error
@@ -194,7 +194,7 @@ def one_node_a_layer(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return nodes
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="test_interpreted.py runs it")
+@interpreted
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

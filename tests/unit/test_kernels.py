@@ -13,21 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.interpreter import INTERPRETED
+from support.interpreter import INTERPRETED, interpreted
 from support.kernel_table import DEFINED, KERNELS
 from support.kernels import Target, compile_for_hopper, draw, tables
 from tiny import relative_error
 
 from hf_vit_accel.ops import launch
-from hf_vit_accel.ops.activation import (
-    pad_swiglu,
-    pad_swiglu_reference,
-    swiglu,
-    swiglu_reference,
-)
-from hf_vit_accel.ops.embedding import (
-    rope_gather_back,
-)
+from hf_vit_accel.ops.activation import pad_swiglu, pad_swiglu_reference, swiglu, swiglu_reference
+from hf_vit_accel.ops.embedding import rope_gather_back
 from hf_vit_accel.ops.fp8.quantize import (
     dequantize,
     dequantize_reference,
@@ -38,11 +31,7 @@ from hf_vit_accel.ops.fp8.quantize import (
 from hf_vit_accel.ops.fp8.scales import E4M3, LARGEST, fit
 from hf_vit_accel.ops.heads import shape_heads_, shape_heads_reference
 from hf_vit_accel.ops.launch import triton, why_not_triton
-from hf_vit_accel.ops.mlp import (
-    WIDE,
-    linear_swiglu,
-    linear_swiglu_reference,
-)
+from hf_vit_accel.ops.mlp import WIDE, linear_swiglu, linear_swiglu_reference
 from hf_vit_accel.options import checksum
 
 SMALL = dict(device="cpu", rows=7, heads=2, dtype=torch.float16)
@@ -59,15 +48,9 @@ def test_every_kernel_stands_in_a_row() -> None:
 
 def where(test: Any) -> Any:
     """Run a kernel's test interpreted at small shapes (by test_interpreted.py) and compiled at large ones."""
-    cases = [
-        pytest.param(
-            SMALL, id="interpreted", marks=pytest.mark.skipif(not INTERPRETED, reason="test_interpreted.py runs it")
-        ),
-        *(
-            pytest.param(LARGE | {"dtype": dtype}, id=f"gpu-{dtype}", marks=pytest.mark.gpu)
-            for dtype in (torch.bfloat16, torch.float16)
-        ),
-    ]
+    cases = [pytest.param(SMALL, id="interpreted", marks=interpreted)]
+    for dtype in (torch.bfloat16, torch.float16):
+        cases.append(pytest.param(LARGE | {"dtype": dtype}, id=f"gpu-{dtype}", marks=pytest.mark.gpu))
     return pytest.mark.parametrize("target", cases)(test)
 
 

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from multiprocessing.queues import Queue
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -99,39 +100,22 @@ def test_a_proof_does_not_depend_on_its_moment(tower: nn.Module, moment: str) ->
     assert (state_of(tower).fast_calls, state_of(tower).stock_calls) == (1, 0)
 
 
-class Moment:
-    """A time in which no twin can be built, until `is_bad` is False, on a machine without a GPU. Counts attempts."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(machine, "has_cuda", lambda: False)
-        self.attempts = 0
-        self.is_bad = True
-        build = proofs.build_twin
-
-        def build_unless_bad(*args: object) -> nn.Module:
-            self.attempts += args[-1] == torch.float64
-            if self.is_bad:
-                raise RuntimeError("no twin now")
-            return build(*args)
-
-        monkeypatch.setattr(proofs, "build_twin", build_unless_bad)
-
-
 def test_a_proof_that_could_not_run_is_tried_again(tower: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the next patch. Calls try nothing, and the warning does not suggest another version."""
-    moment = Moment(monkeypatch)
+    monkeypatch.setattr(machine, "has_cuda", lambda: False)
     expected = run_tower(tower, GRID)
-    with pytest.warns(UserWarning, match="until it is patched again, or changes") as caught:
+    attempt = Mock(side_effect=RuntimeError("no twin now"))
+    with monkeypatch.context() as bad_moment, pytest.warns(UserWarning, match="until it is patched again") as caught:
+        bad_moment.setattr(proofs, "build_twin", attempt)
         hf_vit_accel.patch(tower)
+        attempts = attempt.call_count
         for _ in range(3):
             assert_close(run_tower(tower, GRID), expected, 0.0)
-    assert len(caught) == moment.attempts == 1
+    assert len(caught) == 1 and attempt.call_count == attempts
     assert "no twin now" in str(caught[0].message) and "newer" not in str(caught[0].message)
-    moment.is_bad = False
     assert_close(run_tower(hf_vit_accel.patch(tower), GRID), expected)
     [status] = hf_vit_accel.status(tower).towers
     assert (status.calls, status.stock_calls, status.against_fast) == (1, 0, ())
-    assert moment.attempts == 2
 
 
 @pytest.mark.usefixtures("nothing_proven")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.interpreter import INTERPRETED
+from support.interpreter import DEVICES
 from support.towers import alike
 from tiny import TINY, assert_close, outputs_of, pixels_for, tower_of
 from torch import nn
@@ -27,15 +27,7 @@ FUZZ = settings(deadline=None, derandomize=True, database=None, suppress_health_
 Entry = tuple[int, int, int]
 Item = tuple[torch.Tensor, Entry]
 both_ways = pytest.mark.parametrize("config", [True, ACROSS], ids=["within", "across"])
-kernel_devices = pytest.mark.parametrize(
-    "device",
-    [
-        pytest.param(
-            "cpu", id="interpreted", marks=pytest.mark.skipif(not INTERPRETED, reason="test_interpreted.py runs it")
-        ),
-        pytest.param("cuda", id="gpu", marks=pytest.mark.gpu),
-    ],
-)
+kernel_devices = pytest.mark.parametrize("device", DEVICES)
 
 # --- checksums --------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.interpreter import INTERPRETED
+from support.interpreter import DEVICES
 from support.towers import alike
 from test_prefill import batch
 from tiny import TINY
@@ -28,12 +28,6 @@ from hf_vit_accel.ops.token_products import (
     token_swiglu,
     token_swiglu_reference,
 )
-
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="test_interpreted.py runs it")
-DEVICES = [
-    pytest.param("cpu", id="interpreted", marks=interpreted),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
 
 
 def dtype_on(device: str) -> torch.dtype:
