@@ -1,8 +1,8 @@
-"""Backends whose results a test spoils, and a machine without a GPU."""
+"""Backends whose results a test spoils, or that cannot run here, and a machine without a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -17,6 +17,12 @@ Spoil = Callable[[torch.Tensor], object]
 def hide_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the package find no CUDA device, even if this machine has one."""
     monkeypatch.setattr(machine, "has_cuda", lambda: False)
+
+
+def skip_for(reasons: Sequence[str]) -> None:
+    """Skip a test if there are reasons why it cannot run here."""
+    if reasons:
+        pytest.skip("; ".join(reasons))
 
 
 def add_spoiled(monkeypatch: pytest.MonkeyPatch, spoil: Spoil, name: str = "spoiled", **needs: object) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.attention import LAYOUTS, draw, exact, request, segments_of
+from support.backends import skip_for
 from support.faults import Flashinfer
 from support.towers import alike
 from tiny import relative_error
@@ -68,9 +69,7 @@ def test_cpu_backend_is_exact(backend: Backend, dtype: torch.dtype, layout: str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
 def test_gpu_backend_is_exact(backend: Backend, layout: str, dtype: torch.dtype, head_dim: int) -> None:
-    reasons = backend.reasons_against_machine()
-    if reasons:
-        pytest.skip("; ".join(reasons))
+    skip_for(backend.reasons_against_machine())
     for packed in (True, False):
         check(backend, LAYOUTS[layout], head_dim, dtype, "cuda", packed)
 
@@ -81,9 +80,7 @@ def test_gpu_gradients(backend: Backend) -> None:
     lengths = LAYOUTS["ragged"]
     dtype = torch.bfloat16
     call = request("cuda", dtype, 72, grad=True)
-    reasons = backend.reasons_against(call)
-    if reasons:
-        pytest.skip("; ".join(reasons))
+    skip_for(backend.reasons_against(call))
     plan = plan_alone(backend, segments_of(lengths), call)
     qkv = [x.detach().requires_grad_() for x in draw(sum(lengths), 72, dtype, "cuda", 0, False)]
     weights = torch.randn_like(qkv[0])
@@ -98,9 +95,7 @@ def test_gpu_gradients(backend: Backend) -> None:
 @pytest.mark.gpu
 def test_cudnn_plans_are_built_once_per_class_of_layouts() -> None:
     backend = backend_named("flashinfer_cudnn")
-    reasons = backend.reasons_against_machine()
-    if reasons:
-        pytest.skip("; ".join(reasons))
+    skip_for(backend.reasons_against_machine())
     call = request("cuda", torch.bfloat16, 72, packed=True)
     before = cudnn_backend.CUDNN_PLANS.misses
     for lengths in ([333] * 16, [400] * 15 + [257], [512] * 16):  # same count, same power of two

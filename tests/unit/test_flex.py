@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.attention import HEADS, LAYOUTS, draw, exact, request, segments_of
+from support.backends import skip_for
 from support.cpu_graphs import SMALL, status_of
 from support.graphs import draw_grid, patch
 from support.patching import training_step
@@ -267,9 +268,7 @@ MANY = [*LAYOUTS.values(), [128, 128], [256], [384], [400, 300], [64] * 9, [1000
 def on_gpu() -> Iterator[None]:
     """Drop all compilations, and raise if anything is compiled twice."""
     backend = backend_named("flex")
-    reasons = backend.reasons_against(request("cuda", torch.bfloat16))
-    if reasons:
-        pytest.skip("; ".join(reasons))
+    skip_for(backend.reasons_against(request("cuda", torch.bfloat16)))
     flex_backend.compiled.cache_clear()
     torch.compiler.reset()
     with torch._dynamo.config.patch(error_on_recompile=True):

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.attention import HEADS, LAYOUTS, draw, exact, request, segments_of
+from support.backends import skip_for
 from support.cpu_graphs import status_of
 from support.fp8 import run_fp8_on_cpu
 from support.towers import both_towers
@@ -264,9 +265,7 @@ def test_empty_segments_are_left_to_others(fp8_on_cpu: None) -> None:
 
 @pytest.fixture
 def on_gpu() -> None:
-    reasons = FP8.reasons_against_machine()
-    if reasons:
-        pytest.skip("; ".join(reasons))
+    skip_for(FP8.reasons_against_machine())
 
 
 def attend(qkv: Any, lengths: list[int], requested: Request) -> torch.Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.backends import skip_for
 from support.cpu_graphs import SMALL, Recorder, status_of
 from support.graphs import Grid, draw_grid, patch
 from tiny import GRIDS, TINY, all_equal, assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
@@ -163,9 +164,7 @@ CAPTURABLE = [backend.name for backend in BACKENDS if backend.replays_other_layo
 
 def usable(attention: str) -> str:
     """Return a backend's name, or skip the test where it cannot run."""
-    reasons = backends.backend_named(attention).reasons_against_machine()
-    if reasons:
-        pytest.skip("; ".join(reasons))
+    skip_for(backends.backend_named(attention).reasons_against_machine())
     return attention
 
 

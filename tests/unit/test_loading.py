@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from support.backends import skip_for
 from support.saved import Saved
 from tiny import GRIDS, TINY, assert_close, run_tower, tower_of
 from transformers import (
@@ -170,9 +171,7 @@ def test_a_tower_of_an_unknown_class_warns_once(has_known_tower: bool) -> None:
 
 @pytest.fixture
 def needs_cudnn() -> None:
-    reasons = backends.backend_named("flashinfer_cudnn").reasons_against_machine()
-    if reasons:
-        pytest.skip("; ".join(reasons))
+    skip_for(backends.backend_named("flashinfer_cudnn").reasons_against_machine())
 
 
 @pytest.mark.gpu

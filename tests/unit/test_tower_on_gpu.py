@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support.backends import skip_for
 from support.patching import check_error_bound
 from tiny import FAMILIES, GRIDS, TINY, assert_close, merged_of, pixels_for, relative_error, run_tower, tower_of
 from torch import nn
@@ -34,11 +35,6 @@ def tower(shared: nn.Module) -> nn.Module:
 
 def is_usable(name: str) -> bool:
     return not backend_named(name).reasons_against_machine()
-
-
-def skip_unless_usable(name: str) -> None:
-    if not is_usable(name):
-        pytest.skip(f"{name} is not usable here")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -71,7 +67,7 @@ def waits_of(run: Callable[[], object]) -> list[str]:
 @pytest.mark.parametrize("attention", NAMES)
 def test_one_wait_per_forward(tower: nn.Module, attention: str, grid: str) -> None:
     """Cover a new layout, a known one, a grid on the host, and a call through the stock forward."""
-    skip_unless_usable(attention)
+    skip_for(backend_named(attention).reasons_against_machine())
     waits_of(lambda: torch.ones(1, device="cuda").tolist())  # the first wait of a process is reported twice
     pixels = pixels_for(tower, GRIDS[grid], device="cuda", dtype=torch.bfloat16)
     on_host = torch.tensor(GRIDS[grid])
@@ -106,7 +102,7 @@ def gradients_of(tower: nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_equal_stock(family: str, attention: str) -> None:
     if attention != "auto":
-        skip_unless_usable(attention)
+        skip_for(backend_named(attention).reasons_against_machine())
     tower = tower_of(TINY[family].build()).cuda()
     for parameter in tower.parameters():  # buffers, such as rotary frequencies, stay in fp32
         parameter.data = parameter.data.bfloat16()
