@@ -22,8 +22,7 @@ from hf_vit_accel.ops.training import mlp as trained_mlp
 _SEPARATE = "fp8", "decode_attention", "place_heads", "token_products"
 """Modules with kernels outside of `ops.TABLE`, which `references` leaves alone.
 
-`test_kernels.py` compares those of FP8 with their references, `test_decode_attention.py` that of a decode
-step, `test_text_kernels.py` the others of text models.
+`test_kernels.py` compares those of FP8 with their references, `test_text_kernels.py` those of text models.
 """
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 import transformers
 from support.composites import COMPOSITES
 from support.every_rank import GRIDS, VARIANTS, batch_of, check_evaluation, check_training
-from support.ranks import prove_towers, run_on_ranks
+from support.ranks import prove_towers, run_on_gpus, run_on_ranks
 from tiny import TINY, chat_inputs, randomise, tower_of
 from torch import nn
 
@@ -172,3 +173,25 @@ def test_what_cannot_be_one_call_is_refused() -> None:
     model.model.get_image_features = lambda *args, **kwargs: None
     with pytest.raises(ValueError, match="methods of its own"):
         model(**batch_of(model, "images", 0))
+
+
+# --- on two GPUs, which NCCL connects ---------------------------------------------------------------------------------
+
+
+def check_fifty_steps(rank: int) -> None:
+    """Train with FSDP2 and DDP, both families, in the same processes: a new process takes longer than the training."""
+    for family in RANKED:
+        for wrapper in ("fsdp", "ddp"):
+            check_training(rank, 2, family, wrapper, "all weights", 50)
+
+
+def check_variants(rank: int) -> None:
+    for variant in ("frozen tower", "checkpointed", "lora", "accumulated"):
+        check_training(rank, 2, "qwen3_vl", "fsdp", variant, 6)
+    check_evaluation(rank, 2, "qwen3_vl")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("check", [check_fifty_steps, check_variants])
+def test_gpu_two_ranks_train_as_one_process(check: Callable[[int], None], tmp_path: Path) -> None:
+    run_on_gpus(check, 2, tmp_path)
