@@ -86,7 +86,7 @@ class GraphMachine(RuleBasedStateMachine):
     def towers(self) -> tuple[Any, Any]:
         return tower_of(self.stock), tower_of(self.model)
 
-    def run(self, grid: Grid, *, grad: bool) -> None:
+    def run(self, grid: Grid, *, grad: bool, **options: bool) -> None:
         """Make a call of both towers, and a backward of both; compare all results."""
         self.calls += 1
         self.seed += 1
@@ -95,7 +95,7 @@ class GraphMachine(RuleBasedStateMachine):
             pixels_TP = pixels_for(tower, grid, self.seed)
             tower.zero_grad()
             with torch.set_grad_enabled(grad):
-                outputs = outputs_of(tower(pixels_TP, grid_thw=torch.tensor(grid)))
+                outputs = outputs_of(tower(pixels_TP, grid_thw=torch.tensor(grid), **options))
             if grad and any(output.requires_grad for output in outputs):
                 sum((output * output).sum() for output in outputs[1:]).backward()
             gradients = [parameter.grad for parameter in tower.parameters() if parameter.grad is not None]
@@ -168,15 +168,7 @@ class GraphMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(sorted(GRIDS)))
     def call_for_hidden_states(self, name: str) -> None:
-        self.calls += 1
-        self.seed += 1
-        results = []
-        for tower in self.towers:
-            pixels_TP = pixels_for(tower, GRIDS[name], self.seed)
-            with torch.no_grad():
-                results.append(tower(pixels_TP, grid_thw=torch.tensor(GRIDS[name]), output_hidden_states=True))
-        expected, ours = results
-        assert_close(outputs_of(ours), outputs_of(expected))
+        self.run(GRIDS[name], grad=False, output_hidden_states=True)
 
     @rule(name=st.sampled_from(sorted(GRIDS)))
     def warm_up(self, name: str) -> None:

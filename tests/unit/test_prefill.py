@@ -241,10 +241,9 @@ def test_features_that_do_not_fit_a_call_are_not_taken() -> None:
     of_few = features_of(model, ragged(model, 30, 40))
     of_all = features_of(model, inputs)
     for features, rows in ((of_few, 1), (of_all, 2), (of_few, 1), ({"video": of_all["image"]}, 1)):
-        options = dict(max_new_tokens=9, num_return_sequences=rows, do_sample=True, top_k=1)
         decode = functools.partial(graphed_decoding, features=features)
-        ours = model.generate(**inputs, **options, custom_generate=decode)
-        assert torch.equal(ours, model.generate(**inputs, **options))
+        options = dict(num_return_sequences=rows, do_sample=True, top_k=1)
+        both(model, inputs, max_new_tokens=9, custom_generate=decode, **options)
     assert list(steps_of(model).padded_reasons.values()) == [""]
     assert steps_of(model).encoded_again == {
         "features of 2 images do not fit the call's 3": 2,
@@ -261,9 +260,7 @@ def test_prompts_that_take_no_features_are_counted() -> None:
     decode = functools.partial(graphed_decoding, features=features_of(model, inputs))
     encodes_before = getattr(model, "_supports_mm_encoder_outputs", lambda: False)()
     for beams in (2, 1):
-        options = dict(max_new_tokens=9, num_beams=beams)
-        ours = model.generate(**inputs, **options, custom_generate=decode)
-        assert torch.equal(ours, model.generate(**inputs, **options))
+        both(model, inputs, max_new_tokens=9, num_beams=beams, custom_generate=decode)
     expected = {"a prompt that did not run in our layers": 1}
     if encodes_before:
         expected["generate encodes images itself, and takes mm_encoder_outputs"] = 1

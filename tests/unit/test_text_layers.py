@@ -17,9 +17,9 @@ from support.composites import COMPOSITES, left_padded
 from support.decoding import Counts, add_adapters, assert_equal_outputs, both, change_model, counts_of
 from support.towers import alike
 from test_decode_steps import DIFFERENT
-from test_prefill import batch
+from test_prefill import attend_to_all, batch
 from tiny import TINY
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_vit_accel import FallbackError, patch, patched, status, unpatch
 from hf_vit_accel.decoding import layers, text_forward
@@ -267,9 +267,6 @@ def test_a_config_with_other_defaults(model: Any) -> None:
 
 
 def test_a_fault_of_ours_is_refused_by_the_proof(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def attend_to_all(*tensors: Tensor, is_causal: bool, **options: Any) -> Tensor:
-        return nn.functional.scaled_dot_product_attention(*tensors, **options)
-
     monkeypatch.setattr(layers, "scaled_dot_product_attention", attend_to_all)
     inputs = batch(model, random.Random(6), 4)
     stock = run(model, inputs)
