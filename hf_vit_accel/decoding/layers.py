@@ -58,11 +58,6 @@ class Slots:
         return layer.keys, layer.values, self.rows_T, self.slots_T
 
 
-def sent(host: Tensor, device: torch.device) -> Tensor:
-    """Send a tensor of the host to a device. The host does not wait for the work that is queued there."""
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
-
-
 class CausalAttention:
     """Attention of packed tokens, each to those before it in its row.
 
@@ -73,9 +68,9 @@ class CausalAttention:
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         self._lengths = list(lengths)
         self._longest = max(self._lengths)
-        cu_seqlens_G1 = sent(torch.tensor([0, *self._lengths], device="cpu").cumsum(0), device)
-        self._cu_seqlens_G1 = cu_seqlens_G1.int()
-        self.last_G = cu_seqlens_G1[1:] - 1
+        ends_G = torch.tensor(self._lengths, device=device).cumsum(0)
+        self._cu_seqlens_G1 = nn.functional.pad(ends_G, (1, 0)).int()
+        self.last_G = ends_G - 1
         """The last token of every row."""
 
     def __call__(self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scale: float) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from hf_vit_accel.decoding.layers import CausalAttention, norm, refuse_unpacked, run_layers, sent
+from hf_vit_accel.decoding.layers import CausalAttention, norm, refuse_unpacked, run_layers
 from hf_vit_accel.decoding.room import Room
 from hf_vit_accel.decoding.text_models import Model, Reading, refuse
 from hf_vit_accel.versions import cache_name
@@ -45,7 +45,8 @@ class _Standin:
 
 def on_device(indices: Sequence[int], device: torch.device) -> Tensor:
     """Send indices to a device. The host does not wait for the work that is queued there."""
-    return sent(torch.tensor(indices, device="cpu"), device)  # whatever the default device
+    host = torch.tensor(indices, device="cpu")  # whatever the default device
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 def _returning(output: Any) -> Callable[..., Any]:
@@ -56,10 +57,6 @@ def _returning(output: Any) -> Callable[..., Any]:
 class PackedRows:
     """The tokens of rows, one after the other, out of columns with padding.
 
-    Args:
-        mask_GC: Zero for padding.
-        host_mask_GC: A copy of it on the host, which otherwise waits for one.
-
     Attributes:
         is_token_GC: Which columns are tokens.
         rows_T: The row of every token.
@@ -67,12 +64,11 @@ class PackedRows:
         attend: Attention within rows.
     """
 
-    def __init__(self, mask_GC: Tensor, host_mask_GC: Tensor | None = None) -> None:
+    def __init__(self, mask_GC: Tensor) -> None:
         self.is_token_GC = mask_GC != 0
-        on_host = (mask_GC.cpu() if host_mask_GC is None else host_mask_GC) != 0
-        lengths = [length for length in on_host.sum(1).tolist() if length]
+        self.rows_T, self.columns_T = self.is_token_GC.nonzero(as_tuple=True)
+        lengths = [length for length in self.is_token_GC.sum(1).tolist() if length]
         refuse({"no token": not lengths})
-        self.rows_T, self.columns_T = sent(on_host.nonzero().T.contiguous(), mask_GC.device)
         self.attend = CausalAttention(lengths, mask_GC.device)
 
     def run(

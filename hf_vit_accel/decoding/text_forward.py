@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from functools import lru_cache
 from typing import Any
 
@@ -61,8 +61,6 @@ class TextForward:
         self.stock_reasons: Counter[str] = Counter()
         self.__signature__ = inspect.signature(type(text).forward.__get__(text))
         self.hooks: OurHooks | None = None
-        self.find_on_host: Callable[[Tensor], Tensor | None] = lambda tensor: None
-        """Returns the copy on the host of a tensor of this call: that of the model around, which fetches it early."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self._text(), self._strict), {"hooks": self.hooks}
@@ -111,7 +109,7 @@ class TextForward:
         if len(self._proofs) > _MOST_PROOFS:
             self._proofs.clear()
         try:
-            states = call.run(reading, self.find_on_host)
+            states = call.run(reading)
             output_class = self._proofs[key] = proof or call.prove(states)
         except (UnservedError, torch.OutOfMemoryError):
             raise
@@ -194,15 +192,12 @@ class TextCall:
         tensors = [x for x in self._arguments.values() if isinstance(x, Tensor)]
         refuse({"several devices": any(x.device != self._text.embed_tokens.weight.device for x in tensors)})
 
-    def run(self, reading: Reading, find_on_host: Callable[[Tensor], Tensor | None]) -> list[Tensor]:
+    def run(self, reading: Reading) -> list[Tensor]:
         """Return the last hidden states (B, C, E); before them those of all layers, if they are kept."""
         shape = self._embeds_BCE.shape[:2]
         device = self._embeds_BCE.device
         mask_BC = self._arguments.get("attention_mask")
-        if mask_BC is None:
-            self._rows = PackedRows(torch.ones(shape, device=device), torch.ones(shape, device="cpu"))
-        else:
-            self._rows = PackedRows(mask_BC, find_on_host(mask_BC))
+        self._rows = PackedRows(torch.ones(shape, device=device) if mask_BC is None else mask_BC)
         states_1TE: list[Tensor] = []
         hidden_1TE = self._rows.run(
             reading,

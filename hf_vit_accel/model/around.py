@@ -356,9 +356,6 @@ def _before(model: Model, args: tuple[object, ...], kwargs: Arguments) -> None:
     if has_pictures and isinstance(vars(model).get("get_rope_index"), Method):
         small = [arguments.get(name) for name in parameters_of(type(model).get_rope_index)]
         state.copies.fetch([tensor for tensor in small if isinstance(tensor, Tensor)])
-        forward = vars(model._modules.get("language_model") or model).get("forward")
-        if hasattr(forward, "find_on_host"):  # ours, by `text=True`
-            forward.find_on_host = state.copies.find
     in_model = tower_in(model) if state.every_rank else None
     if state.every_rank and in_model is None:
         raise ValueError(f"every_rank found no supported tower in {type(model).__name__}; patch the model again")

@@ -31,7 +31,7 @@ from hf_vit_accel.ops.fp8.quantize import (
 from hf_vit_accel.ops.fp8.scales import E4M3, LARGEST, fit
 from hf_vit_accel.ops.heads import shape_heads_, shape_heads_reference
 from hf_vit_accel.ops.launch import triton, why_not_triton
-from hf_vit_accel.ops.mlp import WIDE, linear_swiglu, linear_swiglu_reference
+from hf_vit_accel.ops.mlp import MANY_ROWS, linear_swiglu, linear_swiglu_reference
 from hf_vit_accel.options import checksum
 
 SMALL = dict(device="cpu", rows=7, heads=2, dtype=torch.float16)
@@ -109,7 +109,7 @@ def test_shape_heads(target: Target, dim: int, groups: int, normed: bool) -> Non
         pytest.param(3456, 1280, None, True, None, marks=large),
         *((width, inner, rows, True, None) for width, inner in ((72, 56), (7, 8)) for rows in (1, None)),
         *((100, 96, 130, biased, limit) for biased in (True, False) for limit in (None, 0.5)),
-        (264, WIDE, 130, False, None),
+        *((width, inner, MANY_ROWS, True, 0.5) for width, inner in ((72, 56), (100, 96))),
     ],
 )
 def test_linear_swiglu(
@@ -117,8 +117,8 @@ def test_linear_swiglu(
 ) -> None:
     if target["device"] == "cpu":
         rows = rows or target["rows"]
-        width = width if inner == WIDE else min(width, 108)
-        inner = inner if inner == WIDE else min(inner, 136)
+        width = min(width, 108)
+        inner = min(inner, 136)
     x = draw(rows or target["rows"], inner, target=target)
     gate, up = (draw(width, inner, target=target, seed=seed) * inner**-0.5 for seed in range(2))
     biases = [draw(width, target=target, seed=seed) if biased else None for seed in range(2)]
@@ -291,8 +291,8 @@ def launch_quantisation() -> None:
 def launch_product() -> None:
     gate, up = draw(2, 100, 96, target=HOPPER)
     linear_swiglu(draw(7, 96, target=HOPPER), gate, up, gate[:, 0], up[:, 0], draw(96, 100, target=HOPPER), limit=0.5)
-    gate, up = draw(2, 104, WIDE, target=HOPPER)
-    linear_swiglu(draw(7, WIDE, target=HOPPER), gate, up, None, None, gate.T)
+    gate, up = draw(2, 104, 96, target=HOPPER)
+    linear_swiglu(draw(MANY_ROWS, 96, target=HOPPER), gate, up, None, None, gate.T)
 
 
 def launch_rotation_back() -> None:

@@ -22,10 +22,8 @@ from tiny import TINY
 from torch import Tensor
 
 from hf_vit_accel import FallbackError, patch, patched, status, unpatch
-from hf_vit_accel.decoding import layers, text_forward
-from hf_vit_accel.decoding.packed import PackedRows
+from hf_vit_accel.decoding import layers
 from hf_vit_accel.decoding.text_models import TEXT_MODELS, declared_texts
-from hf_vit_accel.model import host
 
 Inputs = dict[str, Any]
 SERVED = {model.split(".")[1] for text in TEXT_MODELS for model in text.models.split()}
@@ -155,26 +153,6 @@ def test_masks_with_holes_and_rows_of_padding(model: Any) -> None:
     assert counts(model) == (3, {"no token": 1})
 
 
-def test_a_mask_that_the_model_has_fetched_is_not_fetched_behind_the_tower_again(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copies: list[Tensor | None] = []
-
-    def rows(mask_GC: Tensor, host_mask_GC: Tensor | None) -> PackedRows:
-        copies.append(host_mask_GC)
-        return PackedRows(mask_GC, host_mask_GC)
-
-    monkeypatch.setattr(text_forward, "PackedRows", rows)
-    monkeypatch.setattr(host, "is_on_host", lambda tensor: False)
-    patch(model, text=True)
-    inputs = batch(model, random.Random(0), 4)
-    compare(model, inputs)
-    compare(model.model.language_model, joined_text((9, 5, 7)))
-    of_pictures, of_text = copies
-    assert of_pictures is not None and torch.equal(of_pictures, inputs["attention_mask"])
-    assert of_text is None, "copies of an earlier call count no more"
-
-
 def joined_text(lengths: tuple[int, ...]) -> Inputs:
     """Return rows of text, padded on the left."""
     longest = max(lengths)
@@ -239,6 +217,24 @@ def test_gradients_are_stocks(model: Any) -> None:
     vars(text_of(model))["forward"] = forward
     assert tiny.all_equal(ours, stock)
     assert counts(model) == (0, {GRADIENTS: 1})
+
+
+def test_weights_that_change_and_hooks_that_come_act_at_once(model: Any) -> None:
+    patch(model, text=True)
+    inputs = batch(model, random.Random(4), 3)
+    before = compare(model, inputs).logits
+    layer = model.model.language_model.layers[0]
+    with torch.no_grad():
+        layer.mlp.down_proj.weight.mul_(1.5)
+    assert not torch.allclose(compare(model, inputs).logits, before)
+    assert counts(model) == (2, {})
+    seen = []
+    hook = layer.register_forward_hook(lambda *_: seen.append(0))
+    run(model, inputs)
+    hook.remove()
+    assert seen and sum(counts(model)[1].values()) == 1
+    compare(model, inputs)
+    assert counts(model)[0] == 3
 
 
 def test_layers_that_attend_in_both_directions_are_stocks(model: Any) -> None:
