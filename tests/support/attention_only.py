@@ -122,10 +122,7 @@ def inputs(tower: nn.Module, seed: int = 0, images: Sequence[tuple[int, int, int
     elif tiny.merge:
         shape = (rows, 2 * tiny.merge, 2 * tiny.merge, 3)
     pixels = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    arguments = {
-        "pixel_values": pixels.to(weight.device, weight.dtype).requires_grad_(),
-        grid_name(tower): sizes,
-    }
+    arguments = {"pixel_values": pixels.to(weight.device, weight.dtype).requires_grad_(), grid_name(tower): sizes}
     if tiny.merge_sizes:
         arguments["merge_sizes"] = torch.tensor([2, 1, 2, 2], device=weight.device)
     return arguments

@@ -320,10 +320,7 @@ def _replaced(owner: Any, name: str) -> Callable[[Any, ExitStack], object]:
 
 
 FOREIGN: dict[str, tuple[Callable[[Any, ExitStack], object], str]] = {
-    "a hook": (
-        lambda model, _: model.lm_head.register_forward_hook(lambda *_: None),
-        "a forward hook on lm_head",
-    ),
+    "a hook": (lambda model, _: model.lm_head.register_forward_hook(lambda *_: None), "a forward hook on lm_head"),
     "a hook on all modules": (
         lambda _, stack: stack.callback(nn.modules.module.register_module_forward_hook(lambda *_: None).remove),
         "a global hook on all modules",

@@ -317,12 +317,7 @@ class OneLayout(GraphMachine):
     """A backend whose graphs serve one layout, so that nothing is padded."""
 
 
-MACHINES = {
-    "auto": GraphMachine,
-    "scarce memory": ScarceMemory,
-    "few graphs": FewGraphs,
-    "one layout": OneLayout,
-}
+MACHINES = {"auto": GraphMachine, "scarce memory": ScarceMemory, "few graphs": FewGraphs, "one layout": OneLayout}
 
 
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)

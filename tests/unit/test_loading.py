@@ -12,12 +12,7 @@ import transformers
 from support.backends import skip_for
 from support.saved import Saved
 from tiny import GRIDS, TINY, assert_close, run_tower, tower_of
-from transformers import (
-    AutoModelForImageTextToText,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-)
+from transformers import AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import (
     Qwen2VisionTransformerPretrainedModel,

@@ -40,10 +40,7 @@ def check_errors(rank: int) -> None:
     encode = tower_module.encode
     out_of_memory = torch.OutOfMemoryError("Tried to allocate 20 GiB")
     assert_close(run_tower(tower, MIXED), expected)
-    for error, on_others in (
-        (RankFailure("no such pixel, ∅"), RankError),
-        (out_of_memory, torch.OutOfMemoryError),
-    ):
+    for error, on_others in ((RankFailure("no such pixel, ∅"), RankError), (out_of_memory, torch.OutOfMemoryError)):
         for failing_rank in range(3):
             if rank == failing_rank:
                 tower_module.encode = raiser(error)
