@@ -38,7 +38,7 @@ AUTO = "tests/unit/test_auto_graphs.py tests/unit/test_graph_machine.py"
 STEPS = "tests/unit/test_training_graphs.py tests/unit/test_graph_machine.py"
 PASSES = "tests/unit/test_passes.py"
 REUSE = "tests/unit/test_reuse.py"
-RANKS = "tests/unit/test_data_parallel.py tests/unit/test_ranks.py tests/unit/test_split.py"
+RANKS = "tests/unit/test_data_parallel.py tests/unit/test_ranks.py"
 CHANGES = (
     "tests/integration/test_changes.py tests/unit/test_checks.py tests/integration/test_replaced.py "
     "tests/integration/test_structures.py"

@@ -9,14 +9,14 @@ from __future__ import annotations
 import copy
 import pickle
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.cpu_graphs import SMALL
 from support.graphs import patch_training
-from support.grids import drawn
+from support.grids import Entry, drawn, frames_of
 from support.ranks import MIXED, Grid, OnRanks, loss_of, sharing_of
 from support.towers import two_layers
 from tiny import (
@@ -37,6 +37,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import hf_vit_accel
 from hf_vit_accel import GraphConfig
 from hf_vit_accel.config import Settings
+from hf_vit_accel.layout import rows_of
+from hf_vit_accel.options.split import Assignment, Split, cost, split
 from hf_vit_accel.tower.state import state_of
 
 ONE_SMALL_IMAGE_EACH: Grid = [(1, 2, 2), (1, 2, 2)]
@@ -235,3 +237,33 @@ def check_options(rank: int) -> None:
 
 def test_options_together_equal_stock(references: list[str], on_cpu: type, on_ranks: OnRanks) -> None:
     on_ranks(check_options, 2)
+
+
+# --- how the frames of a call are split -------------------------------------------------------------------------------
+
+
+def costs_of_frames(grid: Sequence[Entry]) -> list[float]:
+    return [cost(rows_of((frame,)), 0.5) for frame in frames_of(grid)]
+
+
+def frames_in(shares: Split) -> list[tuple[int, int]]:
+    """Return the entry and the number of every frame, in the order of the call."""
+    pieces = sorted(piece for share in shares for piece in share)
+    return [(piece.image, piece.first + n) for piece in pieces for n in range(piece.frames)]
+
+
+def test_a_split_holds_every_frame_once_and_is_balanced() -> None:
+    generator = random.Random(0)
+    for _ in range(1000):
+        grid = tuple(drawn(generator) * generator.randint(1, 4))
+        ranks = generator.randint(1, 9)
+        shares = split(grid, ranks, full=0.5)
+        assert frames_in(shares) == [(entry, n) for entry, (frames, _, _) in enumerate(grid) for n in range(frames)]
+        for share in shares:
+            assert list(share) == sorted(share)
+        costs = costs_of_frames(grid)
+        assignment = Assignment(grid, shares)
+        loads_by_rank = [sum(costs_of_frames(assignment.grid_of(rank))) for rank in range(ranks)]
+        assert sum(loads_by_rank) == pytest.approx(sum(costs))
+        # The bound of a schedule that gives each unit to the rank with the smallest load (Graham).
+        assert max(loads_by_rank) <= sum(costs) / ranks + max(costs) * (1 - 1 / ranks) + 1e-6
