@@ -208,10 +208,9 @@ def beside_the_headline() -> str:
     jobs = _beside_vllm(captions)
     models = [model for model in MODELS if (model, CAPTIONING, CAPTION_TOKENS) in jobs]
     sides = [jobs[model, CAPTIONING, CAPTION_TOKENS] for model in models]
-    cells = ["{} → {} ({})".format(*_both_sides(of_model)) for of_model in sides]
+    cells = ["vLLM {} → {} ({})".format(*_both_sides(of_model)) for of_model in sides]
     pictures = round(sides[0]["ours"]["pictures/s"] * sides[0]["ours"]["ms"] / 1e3)
-    job = f"captions a second, {pictures} JPEG files, {CAPTION_TOKENS} tokens, one run"
-    label = f"{job}: {_name_of_vllm(captions)} → this library"
+    label = f"captions a second, {pictures} JPEG files, {CAPTION_TOKENS} tokens, beside {_name_of_vllm(captions)}"
     rows = [[label, "[the captioner](docs/captioning.md)", *cells, str(commit_of(captions, VLLM))]]
     embedding = load("embedding.json")
     cells = [_embedded(by_contender) for (_, size), by_contender in times(embedding).items() if size == BATCH]
@@ -248,10 +247,10 @@ def promise() -> str:
         gains.append((answer, embedded, min(trained), max(trained)))
     first, second = ([f"{ratio:.1f}x" for ratio in of_model] for of_model in gains)
     return (
-        f"**Answers up to {first[0]} as fast as transformers' default, embedding {first[1]}, training steps {first[2]} "
+        f"**Answers {first[0]} as fast as transformers' default, embedding {first[1]}, training steps {first[2]} "
         f"to {first[3]} ({title(MODELS[0])} on one H200)**. {title(MODELS[1])}: answers {second[0]}, "
         f"embedding {second[1]}, training {second[2]} to {second[3]}. "
-        "`hf-vit-accel bench` times the vision tower on your GPU.\n"
+        "`hf-vit-accel bench` times the tower on your GPU.\n"
     )
 
 
