@@ -243,14 +243,15 @@ def promise() -> str:
         whole_calls = [row for row in load("whole_call.json")["rows"] if row["model"] == model and row["tokens"] > 1]
         answer = max(row["stock"] / row["decoding"] for row in whole_calls)
         embedded = embedding[model]["stock"]["ms"] / embedding[model]["text=True"]["ms"]
-        trained = [row["stock"]["step"] / row["patched"]["step"] for row in steps if row["model"] == model]
-        gains.append((answer, embedded, min(trained), max(trained)))
+        trained = [
+            row["stock"]["step"] / row["patched"]["step"] for row in steps if row["model"] == model
+        ]  # LoRA, tower
+        gains.append((answer, embedded, *trained))
     first, second = ([f"{ratio:.1f}x" for ratio in of_model] for of_model in gains)
     return (
-        f"**Answers {first[0]} as fast as transformers' default, embedding {first[1]}, training steps {first[2]} "
-        f"to {first[3]} ({title(MODELS[0])} on one H200)**. {title(MODELS[1])}: answers {second[0]}, "
-        f"embedding {second[1]}, training {second[2]} to {second[3]}. "
-        "`hf-vit-accel bench` times the tower on your GPU.\n"
+        f"**Answers {first[0]} as fast as transformers' default, embedding {first[1]}, LoRA steps {first[2]}, "
+        f"training the tower {first[3]} ({title(MODELS[0])} on one H200)**. {title(MODELS[1])}: answers {second[0]}, "
+        f"embedding {second[1]}, LoRA {second[2]}, tower {second[3]}.\n"
     )
 
 

@@ -66,7 +66,7 @@ def test_readme_s_promise_is_what_its_tables_show() -> None:
             if job.split(",")[0].split()[0] in ratios:
                 ratios[job.split(",")[0].split()[0]] += [float(x) for x in re.findall(r" → .*\(([\d.]+)x\)", cell)]
         steps = ratios["`Trainer`"]
-        shown += [max(ratios["answer"]), *ratios["embedding"], min(steps), max(steps)]
+        shown += [max(ratios["answer"]), *ratios["embedding"], *steps]
     assert [float(number) for number in promised] == shown
 
 
