@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
 from typing import Any, Protocol
 
 import torch
@@ -37,7 +36,7 @@ class WeightMemory:
         pointers: The addresses of all parameters; None if a tensor class has none.
         dtype: Of the first parameter.
         dtypes: Of all parameters that our operations read.
-        is_square: Which parameters have two equal sizes: transposed in place, these keep their address and shape.
+        squares: The indices of parameters with two equal sizes: transposed in place, they keep address and shape.
         contiguous: Whether each of these is contiguous.
         all_contiguous: Whether all parameters are.
         key: Their part of the key of a spec: all dtypes, and which modules are called.
@@ -55,8 +54,8 @@ class WeightMemory:
             self.pointers = None
         self.dtype = parameters[0].dtype if parameters else torch.float32
         self.dtypes = frozenset(parameter.dtype for parameter in own)
-        self.is_square = [len(set(parameter.shape)) < parameter.dim() for parameter in parameters]
-        self.contiguous = list(map(Tensor.is_contiguous, compress(parameters, self.is_square)))
+        self.squares = [index for index in self.indices if len({*parameters[index].shape}) < parameters[index].dim()]
+        self.contiguous = [parameters[index].is_contiguous() for index in self.squares]
         self.all_contiguous = all(map(Tensor.is_contiguous, parameters))
         self.nbytes = sum(parameter.nbytes for parameter in parameters)
         dtypes = enumerate(parameter.dtype for parameter in parameters)

@@ -249,7 +249,7 @@ def reasons_of(
     reasons = list(snapshot.reasons_stock)
     if former_forward is not None:
         reasons.append(f"the tower has a forward of its own: {name_of(former_forward)} does not call the class's")
-    if any(popped in options for popped in POPPED):
+    if not options.keys().isdisjoint(POPPED):
         reasons.append("the caller supplies sequence metadata")
     is_own_code = snapshot.is_copy and name == "eager"  # which the proof of a copy ran
     if name not in proof.NAMES and not is_own_code:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from itertools import chain, compress
+from itertools import chain
 from operator import attrgetter, itemgetter, methodcaller
 from typing import Any
 
@@ -335,8 +335,7 @@ class Snapshot:
             except (RuntimeError, TypeError):  # a tensor class without memory
                 is_same = False
             is_same = is_same and (not parameters or parameters[0].dtype == weights.dtype)
-            squares = compress(parameters, weights.is_square)
-            if is_same and list(map(Tensor.is_contiguous, squares)) == weights.contiguous:
+            if is_same and [parameters[index].is_contiguous() for index in weights.squares] == weights.contiguous:
                 return parameters, weights
         called_ids = self._called_ids
         self._read_parameters()  # a weight that was replaced may be of another class

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from support.towers import ONE_TOWER, alike
 from tiny import FAMILIES, GRIDS, TINY, assert_close, outputs_of, pixels_for, run_tower, tower_of
 from transformers import PreTrainedModel
+from transformers.utils.generic import ModelOutput
 
 import hf_vit_accel
 from hf_vit_accel import FlexConfig, GraphConfig, ReuseConfig
@@ -33,6 +36,22 @@ def test_patched_equals_stock(shared: PreTrainedModel, fuse: bool) -> None:
             assert_close(run_tower(tower, GRIDS[name]), outputs)
         assert state_of(tower).fast_calls == len(GRIDS)
     assert_close(run_tower(tower, GRIDS["mixed"]), expected["mixed"], 0.0)
+
+
+def test_an_output_is_what_its_constructor_makes(shared: PreTrainedModel) -> None:
+    """It has stock's items and attributes, and can be pickled and copied: callers get it in place of stock's."""
+    tower = tower_of(shared)
+    pixels = pixels_for(tower, GRIDS["mixed"])
+    grid = torch.tensor(GRIDS["mixed"])
+    stock = tower(pixels, grid_thw=grid)
+    with hf_vit_accel.patched(shared):
+        ours = tower(pixels, grid_thw=grid)
+    assert type(ours) is type(stock)
+    if isinstance(stock, ModelOutput):
+        for output in (ours, copy.copy(ours), pickle.loads(pickle.dumps(ours))):
+            assert list(output) == list(stock) and list(vars(output)) == list(vars(stock))
+            assert all(output[name] is getattr(output, name) for name in output)
+            assert len(output.to_tuple()) == len(stock.to_tuple())
 
 
 def test_layouts_of_equal_size_are_distinguished(shared: PreTrainedModel) -> None:
