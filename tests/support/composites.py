@@ -46,11 +46,19 @@ _AUDIO = dict(d_model=32, encoder_layers=1, encoder_attention_heads=2, encoder_f
 class Composite:
     """How to build one tiny composite."""
 
-    model: str
-    config: str
+    name: str  # of its classes, without what follows
     text: dict[str, Any] = field(default_factory=dict)  # fields of the text config
     fields: dict[str, Any] = field(default_factory=dict)  # other fields of the config
     by_name: bool = True  # a plain name loads it; for one, transformers replaces any that contains "flash"
+    model_name: str = ""  # of the model's class, where it is another
+
+    @property
+    def model(self) -> str:
+        return f"{self.model_name or self.name}ForConditionalGeneration"
+
+    @property
+    def config(self) -> str:
+        return f"{self.name}Config"
 
     def build(self) -> tuple[Any, Any]:
         """Return its class and config; skip the test where this transformers lacks the class."""
@@ -105,12 +113,11 @@ _INKLING = dict(
 _INDEXER = dict(indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=8, indexer_compress_ratio=2)
 
 COMPOSITES = {
-    "qwen3_5": Composite("Qwen3_5ForConditionalGeneration", "Qwen3_5Config", _LINEAR),
-    "qwen3_5_moe": Composite("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeConfig", _LINEAR),
-    "qwen4_exp": Composite("Qwen4ExpForConditionalGeneration", "Qwen4ExpConfig", _LINEAR | _INDEXER),
+    "qwen3_5": Composite("Qwen3_5", _LINEAR),
+    "qwen3_5_moe": Composite("Qwen3_5Moe", _LINEAR),
+    "qwen4_exp": Composite("Qwen4Exp", _LINEAR | _INDEXER),
     "qwen3_omni_moe": Composite(
-        "Qwen3OmniMoeThinkerForConditionalGeneration",
-        "Qwen3OmniMoeThinkerConfig",
+        "Qwen3OmniMoeThinker",
         dict(rope_parameters=_ROPE),
         dict(
             audio_config=_AUDIO | dict(downsample_hidden_size=8),
@@ -119,34 +126,29 @@ COMPOSITES = {
             audio_start_token_id=62,
         ),
     ),
-    "cohere_compass": Composite(
-        "CohereCompassForConditionalGeneration", "CohereCompassConfig", dict(rope_parameters={"full_attention": _ROPE})
-    ),
-    "hyperclovax_vision_v2": Composite("HyperCLOVAXVisionV2ForConditionalGeneration", "HyperCLOVAXVisionV2Config"),
-    "glm_ocr": Composite("GlmOcrForConditionalGeneration", "GlmOcrConfig", dict(rope_parameters=_ROPE)),
-    "glm4v": Composite("Glm4vForConditionalGeneration", "Glm4vConfig", dict(rope_parameters=_ROPE)),
-    "glm4v_moe": Composite("Glm4vMoeForConditionalGeneration", "Glm4vMoeConfig", dict(rope_parameters=_WHOLE)),
-    "glm46v": Composite("Glm46VForConditionalGeneration", "Glm46VConfig", dict(rope_parameters=_WHOLE)),
+    "cohere_compass": Composite("CohereCompass", dict(rope_parameters={"full_attention": _ROPE})),
+    "hyperclovax_vision_v2": Composite("HyperCLOVAXVisionV2"),
+    "glm_ocr": Composite("GlmOcr", dict(rope_parameters=_ROPE)),
+    "glm4v": Composite("Glm4v", dict(rope_parameters=_ROPE)),
+    "glm4v_moe": Composite("Glm4vMoe", dict(rope_parameters=_WHOLE)),
+    "glm46v": Composite("Glm46V", dict(rope_parameters=_WHOLE)),
     "glm5_next": Composite(
-        "Glm5NextForConditionalGeneration",
-        "Glm5NextConfig",
+        "Glm5Next",
         _MLA
         | dict(
             num_hidden_layers=4, qk_rope_head_dim=0, head_dim=0, q_lora_rank=8, linear_num_heads=4, linear_head_dim=8
         )
         | dict(index_n_heads=2, index_head_dim=8),
     ),
-    "paddleocr_vl": Composite("PaddleOCRVLForConditionalGeneration", "PaddleOCRVLConfig", dict(rope_parameters=_ROPE)),
+    "paddleocr_vl": Composite("PaddleOCRVL", dict(rope_parameters=_ROPE)),
     "qwen2_5_omni": Composite(
-        "Qwen2_5OmniThinkerForConditionalGeneration",
-        "Qwen2_5OmniThinkerConfig",
+        "Qwen2_5OmniThinker",
         dict(rope_parameters=_ROPE),
         dict(audio_config=_AUDIO, vision_start_token_id=60, vision_end_token_id=61),
     ),
-    "exaone4_5": Composite("Exaone4_5_ForConditionalGeneration", "Exaone4_5_Config"),
+    "exaone4_5": Composite("Exaone4_5_"),
     "ernie4_5_vl_moe": Composite(
-        "Ernie4_5_VLMoeForConditionalGeneration",
-        "Ernie4_5_VLMoeConfig",
+        "Ernie4_5_VLMoe",
         dict(
             moe_intermediate_size=[16, 16],
             moe_num_experts=4,
@@ -155,8 +157,7 @@ COMPOSITES = {
         ),
     ),
     "dots3_note": Composite(
-        "Dots3NoteForConditionalGeneration",
-        "Dots3NoteConfig",
+        "Dots3Note",
         _MLA | dict(q_lora_rank=8, use_sliding_window=False, use_dsa=False),
         dict(
             audio_config=dict(
@@ -171,44 +172,32 @@ COMPOSITES = {
         ),
     ),
     "hy_v4_vl": Composite(
-        "HYV4VLForConditionalGeneration",
-        "HYV4VLConfig",
+        "HYV4VL",
         _MLA
         | dict(q_lora_rank=8, qk_rope_head_dim=8, index_n_heads=2, index_head_dim=16, index_topk=8)
         | dict(rope_parameters=_ROPE),
     ),
-    "lfm3_vl": Composite(
-        "Lfm3VlForConditionalGeneration",
-        "Lfm3VlConfig",
-        dict(layer_types=["conv", "full_attention"]),
-        dict(projector_hidden_size=32),
-    ),
-    "video_llama_3": Composite("VideoLlama3ForConditionalGeneration", "VideoLlama3Config"),
-    "kimi_k25": Composite("Kimi_K25ForConditionalGeneration", "Kimi_K25Config", _MLA | dict(q_lora_rank=None)),
+    "lfm3_vl": Composite("Lfm3Vl", dict(layer_types=["conv", "full_attention"]), dict(projector_hidden_size=32)),
+    "video_llama_3": Composite("VideoLlama3"),
+    "kimi_k25": Composite("Kimi_K25", _MLA | dict(q_lora_rank=None)),
     "glm_image": Composite(
-        "GlmImageForConditionalGeneration",
-        "GlmImageConfig",
-        dict(rope_parameters=_ROPE),
-        dict(vq_config=dict(embed_dim=8, num_embeddings=8, latent_channels=8)),
+        "GlmImage", dict(rope_parameters=_ROPE), dict(vq_config=dict(embed_dim=8, num_embeddings=8, latent_channels=8))
     ),
-    "minimax_m3_vl": Composite("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3VLConfig", by_name=False),
-    "muse_glimmer": Composite("MuseGlimmerForConditionalGeneration", "MuseGlimmerConfig", fields=_ADAPTER),
+    "minimax_m3_vl": Composite("MiniMaxM3VL", model_name="MiniMaxM3Sparse", by_name=False),
+    "muse_glimmer": Composite("MuseGlimmer", fields=_ADAPTER),
     "muse_spark": Composite(
-        "MuseSparkForConditionalGeneration",
-        "MuseSparkConfig",
-        fields=_ADAPTER | dict(audio_config=dict(hidden_sizes=[8] * 4, depths=[1] * 4, out_hidden_size=32)),
+        "MuseSpark", fields=_ADAPTER | dict(audio_config=dict(hidden_sizes=[8] * 4, depths=[1] * 4, out_hidden_size=32))
     ),
     "hunyuan_vl": Composite(
-        "HunYuanVLForConditionalGeneration",
-        "HunYuanVLConfig",
+        "HunYuanVL",
         dict(rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 1, 1]}),
     ),
-    "minicpmv4_6": Composite("MiniCPMV4_6ForConditionalGeneration", "MiniCPMV4_6Config", _LINEAR, _MINICPM),
-    "minicpmv4_7": Composite("MiniCPMV4_7ForConditionalGeneration", "MiniCPMV4_7Config", _LINEAR, _MINICPM),
-    "minicpm_ocr": Composite("MiniCPMOcrForConditionalGeneration", "MiniCPMOcrConfig", _LINEAR, _MINICPM),
-    "inkling2": Composite("Inkling2ForConditionalGeneration", "Inkling2Config", _INKLING),
-    "inkling2_loop": Composite("Inkling2LoopForConditionalGeneration", "Inkling2LoopConfig", _INKLING),
-    "cosmos3_edge": Composite("Cosmos3EdgeForConditionalGeneration", "Cosmos3EdgeConfig", dict(rope_parameters=_ROPE)),
+    "minicpmv4_6": Composite("MiniCPMV4_6", _LINEAR, _MINICPM),
+    "minicpmv4_7": Composite("MiniCPMV4_7", _LINEAR, _MINICPM),
+    "minicpm_ocr": Composite("MiniCPMOcr", _LINEAR, _MINICPM),
+    "inkling2": Composite("Inkling2", _INKLING),
+    "inkling2_loop": Composite("Inkling2Loop", _INKLING),
+    "cosmos3_edge": Composite("Cosmos3Edge", dict(rope_parameters=_ROPE)),
 }
 
 
