@@ -408,7 +408,7 @@ _BY_FILE: dict[str, dict[str, tuple[str, str, str]]] = {
         "dropout is left out in training": (
             "if snapshot.dropout and any(",
             "if False and any(",
-            "tests/unit/test_attention.py " + OPS,
+            "tests/unit/test_loading.py " + OPS,
         ),
         "a failed backend is tried at every call": (
             "    faults = state.faults\n",

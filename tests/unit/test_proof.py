@@ -40,11 +40,6 @@ def prove(tower: nn.Module) -> proofs.Proof:
     return proofs.prove(tower, family)
 
 
-def empty_weights(stack: ExitStack) -> None:
-    """Put the parameters of all modules on the meta device, by accelerate's function."""
-    stack.enter_context(pytest.importorskip("accelerate").init_empty_weights())
-
-
 def global_hooks(stack: ExitStack) -> None:
     """Register global hooks of all kinds, which raise an error."""
     for name in ("forward_pre", "forward", "full_backward_pre", "full_backward"):
@@ -76,7 +71,7 @@ def settings_and_modes(stack: ExitStack) -> None:
 
 
 MOMENTS: dict[str, Callable[[ExitStack], object]] = {
-    "init_empty_weights": empty_weights,
+    "init_empty_weights": lambda stack: stack.enter_context(pytest.importorskip("accelerate").init_empty_weights()),
     "SDP kernel": lambda stack: stack.enter_context(sdpa_kernel(SDPBackend.CUDNN_ATTENTION)),
     "global hooks": global_hooks,
     "default device": default_device,
