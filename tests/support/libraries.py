@@ -22,9 +22,6 @@ TOWER_LINEARS = r".*visual\.blocks\..*(qkv|proj|fc1|fc2|linear_fc1|linear_fc2)"
 TEXT_LINEARS = r".*language_model.*(q_proj|v_proj)"
 
 
-# --- PEFT -------------------------------------------------------------------------------------------------------------
-
-
 def lora(pattern: str, *steps: str) -> Change:
     """Add random LoRA matrices to the modules that a pattern matches; then "merge" or "unmerge" them, step by step."""
 
@@ -44,9 +41,6 @@ def lora(pattern: str, *steps: str) -> Change:
 def lora_unloaded(model: nn.Module, stack: ExitStack) -> nn.Module:
     """Add LoRA to the tower, merge it and take PEFT's modules away."""
     return lora(TOWER_LINEARS)(model, stack).merge_and_unload().eval()
-
-
-# --- accelerate and torch.distributed ---------------------------------------------------------------------------------
 
 
 def dispatched(model: nn.Module, stack: ExitStack) -> nn.Module:
@@ -125,9 +119,6 @@ def compiled_in_place(model: nn.Module, stack: ExitStack) -> nn.Module:
     stack.callback(torch._dynamo.reset)
     tower_of(model).compile(backend="eager")
     return model
-
-
-# --- libraries that change operations ---------------------------------------------------------------------------------
 
 
 def norms_bound(model: nn.Module, _: ExitStack) -> nn.Module:

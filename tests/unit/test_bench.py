@@ -29,12 +29,6 @@ DEPTH = 2
 pytestmark = pytest.mark.usefixtures("no_gpu")
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    """A folder with the config.json of a tiny model, which has windows."""
-    return write_config("qwen2_5_vl", tmp_path)
-
-
 def write_config(name: str, folder: Path) -> Path:
     """Write the config.json of a tiny model of `DEPTH` layers into a folder, without weights; return the folder."""
     model = tiny.TINY[name]
@@ -79,8 +73,9 @@ def test_sizes() -> None:
             towers.parse_size(wrong)
 
 
-def test_command(checkpoint: Path, tmp_path: Path) -> None:
+def test_command(tmp_path: Path) -> None:
     """Every set-up has a row: timed, or skipped with the reason. A stopped run keeps the rows of finished sizes."""
+    checkpoint = write_config("qwen2_5_vl", tmp_path)
     options = ("--sizes", f"{SIZE},1x2x2", "--backends", "auto,flex,flashinfer_cudnn,auto+graph", "--rounds", 1)
     options += ("--baselines", "sdpa,flash_attention_2,compile", "--json", tmp_path / "r.json")
     result = command("--model", checkpoint, *options)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -166,10 +166,7 @@ def _dense_attention(
 AttentionInterface.register("dense_flash_for_tests", _dense_attention)
 
 
-Result = TypeVar("Result")
-
-
-def stock_with_score_mod(model: nn.Module, run: Callable[[], Result]) -> Result:
+def stock_with_score_mod(model: nn.Module, run: Callable[[], list[Tensor]]) -> list[Tensor]:
     """Run the stock tower with a dense attention that changes scores as STEEP does."""
     config = tower_of(model).config
     former = config._attn_implementation

@@ -102,9 +102,6 @@ def test_what_it_does_not_serve_goes_on_without_it(fp8_on_cpu: None, model: Any)
         tower(pixels, grid_thw=torch.tensor(GRID))
 
 
-# --- files ----------------------------------------------------------------------------------------------------------
-
-
 @both_towers
 def test_calibrated_scales(fp8_on_cpu: None, model: Any, tmp_path: Path) -> None:
     tower = tower_of(model)
@@ -221,9 +218,6 @@ def test_calibrate_wants_images(fp8_on_cpu: None, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="margin"):
             hf_vit_accel.calibrate(model, [image], tmp_path / "none.json", margin=margin)
     assert not list(tmp_path.iterdir()) and state_of(tower_of(model)) is None
-
-
-# --- what is asked for ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")

@@ -148,23 +148,18 @@ def test_the_ladder_pads_little(largest: int) -> None:
 CAPTURABLE = [backend.name for backend in BACKENDS if backend.replays_other_layouts]
 
 
-def usable(attention: str) -> str:
-    """Return a backend's name, or skip the test where it cannot run."""
-    skip_for(backends.backend_named(attention).reasons_against_machine())
-    return attention
-
-
 @pytest.mark.gpu
 @pytest.mark.usefixtures("kept_recorder")
 @pytest.mark.parametrize("attention", CAPTURABLE)
 def test_gpu_a_stream_of_layouts(model: nn.Module, attention: str) -> None:
     """Bit-equal to the eager fused tower at exact shapes, as exact as stock at padded ones."""
+    skip_for(backends.backend_named(attention).reasons_against_machine())
     tower = tower_of(model.to("cuda", torch.bfloat16))
     exact = copy.deepcopy(tower).float()
     rng = np.random.default_rng(0)
     grids = [draw_grid(rng) for _ in range(20)]
     grids += [[(1, 4, 12), (1, 4, 4)], [(1, 8, 8)], [(4, 4, 4)], [(1, 2, 32)], [(2, 4, 8)]] + [[(1, 40, 42)]] * 3
-    hf_vit_accel.patch(tower, attention=usable(attention))
+    hf_vit_accel.patch(tower, attention=attention)
     eager = [run_tower(tower, grid, seed) for seed, grid in enumerate(grids)]
     for exact_after in (0, 1):
         config = GraphConfig(max_tokens=128, exact_after=exact_after, max_graphs=20)

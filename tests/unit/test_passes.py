@@ -165,9 +165,6 @@ def hold(tower: Any, grid: Grid) -> list[torch.Tensor]:
     return outputs_of(output)
 
 
-# --- what it takes ----------------------------------------------------------------------------------------------------
-
-
 class Held(TorchDispatchMode):
     """Count the bytes of new tensors that still exist, and their peak."""
 
@@ -237,9 +234,6 @@ def test_the_backward_pass_saves_inputs_alone(monkeypatch: pytest.MonkeyPatch) -
     assert saved[0] > 20 and saved[1] == 0
 
 
-# --- memory that runs out ---------------------------------------------------------------------------------------------
-
-
 def tight(monkeypatch: pytest.MonkeyPatch, limit: int) -> list[int]:
     """Raise out-of-memory for more rows than a limit; return the number of rows of every try."""
     tried = []
@@ -276,9 +270,6 @@ def test_memory_that_runs_out_halves_passes_once(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(torch.OutOfMemoryError, match=r"20\.00 GiB"):
             tower(pixels, grid_thw=grid_thw)
     assert status_of(tower).calls == 2 and not status_of(tower).fallbacks
-
-
-# --- beside other settings --------------------------------------------------------------------------------------------
 
 
 def test_layers_that_fsdp_shards_are_not_run_in_passes(tmp_path: Path) -> None:

@@ -32,8 +32,6 @@ from hf_vit_accel.decoding.steps import free_steps, steps_of
 
 GRIDS = [(1, 4, 4), (1, 4, 8), (1, 8, 8), (1, 4, 12), (2, 4, 4)]
 """Pictures, and a video."""
-SIMILAR = [pytest.param("qwen2_vl", marks=pytest.mark.matrix)]
-"""Its text model is that of Qwen2.5-VL."""
 _QWEN3 = TINY["qwen3_vl"]
 MODELS = TINY | {"qwen3_vl": replace(_QWEN3, text=_QWEN3.text | {"num_hidden_layers": 3})}
 """Qwen3-VL with a layer that takes no features of pictures: there, all tokens but the last are dropped."""
@@ -120,7 +118,7 @@ def draw_options(rng: random.Random) -> Inputs:
 
 
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", *SIMILAR])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", *alike("qwen3_vl", "qwen2_vl")])
 @pytest.mark.parametrize("calls", [5, pytest.param(170, marks=pytest.mark.matrix)])
 def test_random_batches_give_stocks_tokens_whatever_the_groups(family: str, calls: int) -> None:
     """Rows that end early, no, one and several pictures and videos, padding, sampling, LoRA, and other weights."""

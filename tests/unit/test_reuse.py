@@ -87,9 +87,6 @@ def test_grids_that_do_not_fit_write_nothing_else(device: str, grid: list[Entry]
         assert not out[-4:].any() and out[:4].tolist() == [0, *grid[0]]
 
 
-# --- within a call ----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module", params=alike("qwen2_5_vl", "qwen3_vl"))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -394,9 +391,6 @@ def test_no_feature_is_stale(name: str) -> None:
     for of_one_call in outputs:
         assert_close(of_one_call, expected, 1e-5)
     assert not same(before, expected), "the change matters"
-
-
-# --- reasons and other features ---------------------------------------------------------------------------------------
 
 
 def test_third_party_modules_are_not_trusted(tower: nn.Module) -> None:

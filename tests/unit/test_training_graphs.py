@@ -312,19 +312,6 @@ def frequencies_of(tower: nn.Module) -> torch.Tensor:
     return tower.rotary_pos_emb.inv_freq
 
 
-def write_frequencies(tower: nn.Module) -> None:
-    frequencies_of(tower).mul_(0.5)
-
-
-def write_frequencies_uncounted(tower: nn.Module) -> None:
-    """Write past the version counter."""
-    frequencies_of(tower).data.mul_(0.5)
-
-
-def assign_frequencies(tower: nn.Module) -> None:
-    tower.rotary_pos_emb.inv_freq = frequencies_of(tower) * 0.5
-
-
 def linear_of(tower: nn.Module) -> nn.Linear:
     return tower.blocks[1].attn.qkv
 
@@ -360,9 +347,13 @@ EVENTS = {
     "a weight is replaced": Event(replace_weight),
     "a layer is frozen": Event(lambda tower: tower.blocks[1].requires_grad_(False)),
     "a weight is hooked": Event(lambda tower: linear_of(tower).weight.register_hook(lambda gradient: gradient * 2)),
-    "frequencies are written": Event(write_frequencies, family="qwen2_5_vl"),
-    "frequencies are written uncounted": Event(write_frequencies_uncounted, family="qwen2_5_vl"),
-    "frequencies are assigned": Event(assign_frequencies),
+    "frequencies are written": Event(lambda tower: frequencies_of(tower).mul_(0.5), family="qwen2_5_vl"),
+    "frequencies are written uncounted": Event(
+        lambda tower: frequencies_of(tower).data.mul_(0.5), family="qwen2_5_vl"
+    ),  # past the version counter
+    "frequencies are assigned": Event(
+        lambda tower: setattr(tower.rotary_pos_emb, "inv_freq", frequencies_of(tower) * 0.5)
+    ),
 }
 """Stock keeps the tables made of frequencies."""
 
