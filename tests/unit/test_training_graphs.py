@@ -420,6 +420,19 @@ def test_parameters_of_a_functional_call(one_pair: Pair) -> None:
 # --- what is captured, what is stored ---------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("switched", ["trained parameters", "precision"])
+def test_a_switch_that_is_set_back_finds_its_graphs_again(one_pair: Pair, switched: str) -> None:
+    """A graph contains the gradients of what was trained at its capture, and the precision of its products."""
+    stock, tower = one_pair
+    runner = patch(tower)
+    for is_on in (True, False, True, False):
+        for changed in one_pair:
+            changed.merger.requires_grad_(is_on or switched == "precision")
+        torch.set_float32_matmul_precision("high" if is_on and switched == "precision" else "highest")
+        assert_same(train(tower, SMALL), train(stock, SMALL))
+    assert (runner.status().captures, runner.status().replays) == (2, 4) and not runner.status().stale
+
+
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
 
 
