@@ -100,16 +100,7 @@ def test_every_family_has_a_shape() -> None:
         towers.build_tower(model, torch.device("meta"), torch.bfloat16)
 
 
-TOWER = dict(
-    depth=2,
-    hidden_size=32,
-    num_heads=2,
-    intermediate_size=40,
-    patch_size=4,
-    window_size=16,
-    fullatt_block_indexes=[1],
-    out_hidden_size=32,
-)
+TOWER = TINY["qwen2_5_vl"].vision | dict(depth=2, fullatt_block_indexes=[1])
 
 
 def test_every_way_to_train_is_fast_and_has_stocks_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,9 +121,8 @@ def test_every_way_to_train_is_fast_and_has_stocks_gradients(tmp_path: Path, mon
     assert [row["way"] for row in rows[::2]] == [row["way"] for row in rows[1::2]] == list(ways.WAYS)
     for stock, ours in zip(rows[::2], rows[1::2], strict=True):
         assert (stock["contender"], ours["contender"]) == ("stock sdpa", "auto")
-        assert (
-            ours["calls"] == {"fast": 4 * ways.WAYS[ours["way"]].batches, "stock": 0} and 0 <= ours["difference"] < 0.05
-        )
+        assert ours["calls"] == {"fast": 4 * ways.WAYS[ours["way"]].batches, "stock": 0}
+        assert 0 <= ours["difference"] < 0.05
         assert ours["slower"] == pytest.approx(100 * (ours["ms"] / stock["ms"] - 1))
         assert ours["total_gb"] == {"without graphs": None, "default": None}, "a CPU does not report its memory"
 

@@ -219,20 +219,16 @@ def hold_function(part: Part) -> None:
     mlp.act_fn = scaled(abs)
 
 
-@contextmanager
-def patched_function(part: Part) -> Iterator[None]:
+def patched_function(part: Part) -> AbstractContextManager[Any]:
     """Replace a function of the file, as Liger's patches of transformers do."""
     file = sys.modules[type(part.attention).__module__]
-    with mock.patch.object(file, part.rotate, scaled(getattr(file, part.rotate))):
-        yield
+    return mock.patch.object(file, part.rotate, scaled(getattr(file, part.rotate)))
 
 
-@contextmanager
-def patched_method(part: Part) -> Iterator[None]:
+def patched_method(part: Part) -> AbstractContextManager[Any]:
     """Replace the forward of a class, as Unsloth does."""
     kind = type(part.norm)
-    with mock.patch.object(kind, "forward", scaled(kind.forward)):
-        yield
+    return mock.patch.object(kind, "forward", scaled(kind.forward))
 
 
 @contextmanager
@@ -245,17 +241,15 @@ def hooked_globally(part: Part) -> Iterator[None]:
         handle.remove()
 
 
-def replaced_function(name: str, change: Callable[[Any], object]) -> Callable[[Part], AbstractContextManager[None]]:
+def replaced_function(name: str, change: Callable[[Any], object]) -> Callable[[Part], AbstractContextManager[Any]]:
     """Return a context in which a function that the tower's file names has other results."""
 
-    @contextmanager
-    def replaced(part: Part) -> Iterator[None]:
+    def replaced(part: Part) -> AbstractContextManager[Any]:
         file = sys.modules[type(part.root).__module__]
         function = getattr(file, name, None)
         if function is None:
             pytest.skip("this transformers has no such function")
-        with mock.patch.object(file, name, lambda *args, **kwargs: change(function(*args, **kwargs))):
-            yield
+        return mock.patch.object(file, name, lambda *args, **kwargs: change(function(*args, **kwargs)))
 
     return replaced
 
@@ -318,7 +312,7 @@ BEFORE: dict[str, Change] = {
     "a function": hold_function,
 }
 """What a text model has before a change."""
-OF_THE_PROCESS: dict[str, Callable[[Part], AbstractContextManager[None]]] = {
+OF_THE_PROCESS: dict[str, Callable[[Part], AbstractContextManager[Any]]] = {
     "a function of the file": patched_function,
     "a method of a class": patched_method,
     "a global hook": hooked_globally,

@@ -166,6 +166,16 @@ def test_adapters_that_treat_each_row_by_itself_run_in_passes(method: str) -> No
     assert hf_vit_accel.status(model).towers[0].passes is not None
 
 
+def runs_in_passes(model: nn.Module) -> bool:
+    """Return whether a fast call in bf16 is cut into passes."""
+    tower = tower_of(hf_vit_accel.patch(model, max_rows=40))
+    with torch.no_grad():
+        tower(pixels_for(tower, GRID).bfloat16(), grid_thw=torch.tensor(GRID))
+    [status] = hf_vit_accel.status(model).towers
+    assert status.calls == 1, str(status)
+    return status.passes is not None
+
+
 @pytest.mark.parametrize("threshold", [None, 0.0, 6.0], ids=["4 bit", "8 bit", "8 bit with outliers"])
 def test_linears_of_bitsandbytes(threshold: float | None) -> None:
     """`load_in_8bit` looks for outliers among all rows, with a threshold of 6."""
@@ -175,11 +185,7 @@ def test_linears_of_bitsandbytes(threshold: float | None) -> None:
     for module in model.modules():
         if threshold is not None and hasattr(module, "state"):
             module.state.threshold = threshold
-    tower = tower_of(hf_vit_accel.patch(model, max_rows=40))
-    with torch.no_grad():
-        tower(pixels_for(tower, GRID).bfloat16(), grid_thw=torch.tensor(GRID))
-    [status] = hf_vit_accel.status(model).towers
-    assert status.calls == 1 and (status.passes is not None) == (threshold != 6.0), str(status)
+    assert runs_in_passes(model) == (threshold != 6.0)
 
 
 class OfTwoKernels(nn.Linear):
@@ -198,8 +204,4 @@ def test_a_linear_whose_kernel_rounds_otherwise_for_few_rows_runs_in_passes() ->
     model = TINY["qwen2_5_vl"].build().bfloat16().eval()
     for block in tower_of(model).blocks:
         block.attn.proj.__class__ = OfTwoKernels
-    tower = tower_of(hf_vit_accel.patch(model, max_rows=40))
-    with torch.no_grad():
-        tower(pixels_for(tower, GRID).bfloat16(), grid_thw=torch.tensor(GRID))
-    [status] = hf_vit_accel.status(model).towers
-    assert status.passes is not None, status
+    assert runs_in_passes(model)

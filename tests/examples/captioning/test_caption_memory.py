@@ -183,38 +183,31 @@ def test_bytes_for_the_gpu_give_the_pixels_of_the_picture(size: tuple[int, int],
     assert all(torch.equal(inputs[name], expected[name]) for name in expected)
 
 
-def test_tokens_are_those_of_a_call_of_the_processor(processor: ProcessorMixin) -> None:
-    """The captioner pads them itself."""
+def test_a_batch_and_its_parts_are_what_the_processor_makes(
+    processor: ProcessorMixin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The captioner pads tokens itself; where the GPU has no memory to join parts, the CPU joins them."""
     captioner = Captioner(SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32), processor, patching=None)
-    images = [draw(2)[0].resize(size) for size in ((70, 40), (224, 112), (33, 33))]
-    prompts = ["describe this picture .", "is the text above ?", "describe this picture ."]
+    images = [draw(2)[0].resize(size) for size in ((224, 112), (70, 40), (33, 33), (64, 96))]
+    prompts = ["describe this picture .", "is the text above ?", "describe this picture .", "describe ."]
     texts = []
     for prompt in prompts:
         message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": prompt}]}
         texts.append(processor.apply_chat_template([message], add_generation_prompt=True))
     expected = processor(text=texts, images=images, padding=True, return_tensors="pt")
-    inputs = captioner.encode(images, prompts)
-    assert inputs.keys() == expected.keys() and not expected["attention_mask"].all()
-    for name, value in expected.items():
-        assert torch.equal(inputs[name], value) and inputs[name].dtype == value.dtype, name
-
-
-def test_parts_of_a_batch_are_the_batch(processor: ProcessorMixin, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their tokens have the padding of the longest part; where the GPU has no memory, the CPU joins them."""
-    captioner = Captioner(SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32), processor, patching=None)
-    images = [draw(2)[0].resize(size) for size in ((224, 112), (70, 40), (33, 33), (64, 96))]
-    prompts = ["describe this picture .", "is the text above ?", "describe this picture .", "describe ."]
-    expected = captioner.encode(images, prompts)
     parts = [captioner.encode(images[begin:end], prompts[begin:end]) for begin, end in ((0, 1), (1, 3), (3, 4))]
-    assert len({part["input_ids"].shape[1] for part in parts}) > 1
+    assert len({part["input_ids"].shape[1] for part in parts}) > 1 and not expected["attention_mask"].all()
+    batches = [captioner.encode(images, prompts)]
     full = Mock(side_effect=[torch.OutOfMemoryError, *[None] * 9])
     for cat in (torch.cat, lambda values: full() or torch.concatenate(values)):
         with monkeypatch.context() as patched:
             patched.setattr(torch, "cat", cat)
-            (joined,) = captioner.send([parts])
-        assert joined.keys() == expected.keys()
-        assert all(torch.equal(joined[name], expected[name]) for name in expected)
+            batches += captioner.send([parts])
     assert full.call_count == 1 + len(expected)
+    for batch in batches:
+        assert batch.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(batch[name], value) and batch[name].dtype == value.dtype, name
 
 
 def test_pixels_are_in_the_models_dtype_and_shared_by_prompts(processor: ProcessorMixin) -> None:
