@@ -13,7 +13,7 @@ from accelerate.hooks import (
     remove_hook_from_submodules,
 )
 from support.patching import check_calls, check_stock, run, status_of
-from tiny import GRIDS, assert_close, relative_error, tower_of
+from tiny import GRIDS, assert_close, tower_of
 from torch import nn
 
 import hf_vit_accel
@@ -68,40 +68,16 @@ def test_accelerate_hooks_on_the_tower_keep_the_fast_path(model: nn.Module, undo
     assert_close(run(tower, grid), expected, 0.0)
 
 
-def align(tower: nn.Module, places: dict[str, Place]) -> None:
-    """Hook every module so that its inputs move to a place, as accelerate does for `device_map`."""
-    for name, module in tower.named_modules():
-        place = next((places[prefix] for prefix in places if prefix and name.startswith(prefix)), places[""])
-        add_hook_to_module(module, AlignDevicesHook(execution_device=place))
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_hooks_that_only_align_devices_keep_the_fast_path_of_a_tower_on_one(model: nn.Module, when: str) -> None:
-    tower = tower_of(model)
-    grid = GRIDS["mixed"]
-    expected = run(tower, grid)
-    if when == "before":
-        hf_vit_accel.patch(model)
-    align(tower, {"": "cpu"})
-    if when == "after":
-        hf_vit_accel.patch(model)
-    assert_close(run(tower, grid), expected)
-    check_calls(model, 1, 0)
-    assert "patch_embed" in status_of(model).fused, "a hook that does nothing is no forward of the module's own"
-    stock = tower.blocks[1].attn._old_forward
-    tower.blocks[1].attn._old_forward = lambda *args, **kwargs: stock(*args, **kwargs) * 2
-    changed = run(tower, grid)
-    assert relative_error(changed[0], expected[0]) > 1e-2, "what a hook wraps is seen"
-    check_calls(model, 1, 1, "has a forward of its own")
-
-
 @pytest.mark.parametrize("places", [{"": "cpu", "blocks.2": torch.device("cpu")}, {"": None, "merger": "cpu"}], ids=str)
 def test_hooks_that_align_to_several_places_go_the_stock_way(model: nn.Module, places: dict[str, Place]) -> None:
+    """As accelerate does for a `device_map` of several devices; the matrix has one of a single device."""
     tower = tower_of(model)
     grid = GRIDS["mixed"]
     expected = run(tower, grid)
     hf_vit_accel.patch(model)
-    align(tower, places)
+    for name, module in tower.named_modules():
+        place = next((places[prefix] for prefix in places if prefix and name.startswith(prefix)), places[""])
+        add_hook_to_module(module, AlignDevicesHook(execution_device=place))
     assert_close(run(tower, grid), expected)
     assert state_of(tower).fast_calls == 0 and "accelerate hooks on " in status_of(model).against_fast[0]
 

@@ -96,24 +96,6 @@ def check_report(model: nn.Module, error: BaseException) -> None:
     assert status.fallbacks == {f"no fused kernel can serve the call: one {reason}": 2} and message in str(status)
 
 
-@pytest.mark.parametrize("family", ONE_TOWER)
-def test_kernels_and_the_backend_may_both_fail(
-    break_kernel: BreakKernel,
-    flashinfer: Flashinfer,
-    stock_models: StockModels,
-    monkeypatch: pytest.MonkeyPatch,
-    family: str,
-) -> None:
-    model, expected = stock_models[family]
-    break_kernel("add_norm_", LAUNCH_ERRORS["the GPU is not known"])
-    monkeypatch.setattr(flashinfer, "run", raises(RuntimeError("EXECUTION_FAILED")))
-    hf_vit_accel.patch(model)
-    for _ in range(2):
-        assert_close(run_tower(tower_of(model), GRID), expected)
-    assert faults_of(model) == {machine.KERNELS, "flashinfer_cudnn"}
-    assert sorted(status_of(model).fallbacks.values()) == [2, 2] and status_of(model).calls == 2
-
-
 def test_if_the_retry_fails_too_its_error_is_raised_and_nothing_remembered(
     break_kernel: BreakKernel, stock_models: StockModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import scenes
 import torch
 from captioner import model as captioner_module
 from captioner.batches import Bounds, Task
@@ -29,6 +31,7 @@ from support_captioning import (
     counted,
     load_once,
     load_processor_once,
+    merged,
     put,
 )
 
@@ -186,6 +189,30 @@ def test_stock_and_patched_write_the_same_records(tmp_path: Path) -> None:
     assert records[0] == records[1]
     again = caption(tmp_path / "photos", tmp_path / "captions0", WHOLE, "--no-patch")
     assert "0 of them to caption" in again.output
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_videos_are_captioned(tmp_path: Path, family: str) -> None:
+    """Read real files where decoders are installed."""
+    cv2 = pytest.importorskip("cv2")
+    pytest.importorskip("torchvision")
+    side = 7 * FAMILIES[family]
+    expected = {}
+    for index in range(8):
+        scene = scenes.scene((1 << 41) + index, video=True)
+        name = f"{index}.mp4"
+        writer = cv2.VideoWriter(str(tmp_path / name), cv2.VideoWriter_fourcc(*"mp4v"), 2, (side, side))
+        for frame in scenes.draw(scene, side, side):
+            writer.write(np.asarray(frame)[:, :, ::-1].copy())
+        writer.release()
+        expected[name] = scene.caption
+    (tmp_path / "cut.mp4").write_bytes((tmp_path / "0.mp4").read_bytes()[:200])
+    assert caption(tmp_path, tmp_path / "out", WHOLE, model=CAPTIONERS / family).exit_code == 0
+    records = {record.key: record for record in merged(tmp_path / "out")}
+    assert records.pop("cut.mp4").status == "error"
+    assert {key: record.status for key, record in records.items()} == dict.fromkeys(expected, "ok")
+    captions = {key: record.caption for key, record in records.items()}
+    assert sum(captions[key] == right for key, right in expected.items()) >= 6, (captions, expected)
 
 
 def test_every_record_has_its_own_seed() -> None:
