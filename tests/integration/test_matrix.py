@@ -30,11 +30,8 @@ def cells() -> Iterator[Any]:
         for order in row.orders:
             for family in FAMILIES:
                 is_default = (order, family) == (default_order, default_family) and not row.slow
-                name = f"{row.name}, {order}, {family}"
-                if is_default:
-                    yield pytest.param(row, order, family, id=name)
-                else:
-                    yield pytest.param(row, order, family, id=name, marks=pytest.mark.matrix)
+                marks = [] if is_default else [pytest.mark.matrix]
+                yield pytest.param(row, order, family, id=f"{row.name}, {order}, {family}", marks=marks)
 
 
 @pytest.mark.parametrize(("row", "order", "family"), list(cells()))

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.towers import ONE_TOWER, TOWERS
+from support.towers import ONE_TOWER, TOWERS, alike
 from support.versions import vision_function
 from tiny import TINY, assert_close, merged_of, outputs_of, pixels_for, run_tower, tower_of
 from torch import nn
@@ -158,25 +158,16 @@ def test_pixels_are_viewed_as_patches_as_in_stock(towers: tuple[Any, Any]) -> No
 
 # --- handles of hooks -------------------------------------------------------------------------------------------------
 
-ORDERS = list(itertools.permutations(("copy", "hook", "patch", "unpatch")))
 FLAT = replace(TINY["qwen2_5_vl"], vision=TINY["qwen2_5_vl"].vision | dict(depth=1, fullatt_block_indexes=[0]))
 
 
-@pytest.mark.parametrize(
-    "duplicate",
-    [
-        copy.copy,
-        pytest.param(copy.deepcopy, marks=pytest.mark.matrix),
-        pytest.param(nn.Module._replicate_for_data_parallel, marks=pytest.mark.matrix),
-    ],
-)
+@pytest.mark.parametrize("duplicate", alike(copy.copy, copy.deepcopy, nn.Module._replicate_for_data_parallel))
 def test_a_hook_goes_with_its_handle_whenever_a_model_was_patched(duplicate: Any) -> None:
     """A probe is removed after patching, unpatching or copying (`nn.DataParallel`), in whatever order these came."""
-    stock = FLAT.build().model
-    attributes = [vars(module).keys() for module in probed_modules(stock)]
-    for order in ORDERS:
+    for order in itertools.permutations(("copy", "hook", "patch", "unpatch")):
         model = FLAT.build().model
-        modules = probed_modules(model)
+        modules = (model, model.visual, model.language_model)
+        attributes = [vars(module).keys() for module in modules]
         calls: list[str] = []
         handles: list[Any] = []
         copies: list[Any] = []
@@ -186,7 +177,7 @@ def test_a_hook_goes_with_its_handle_whenever_a_model_was_patched(duplicate: Any
                     handles.append(module.register_forward_hook(lambda *_, calls=calls: calls.append("after")))
                     handles.append(module.register_forward_pre_hook(lambda *_, calls=calls: calls.append("before")))
             elif step == "copy":
-                copies += [duplicate(module) for module in (model, model.visual)]
+                copies += [duplicate(model), duplicate(model.visual)]
                 run_tower(copies[1], GRID[:1])
             elif step == "patch":
                 hf_vit_accel.patch(model, every_rank=True)
@@ -200,10 +191,5 @@ def test_a_hook_goes_with_its_handle_whenever_a_model_was_patched(duplicate: Any
         assert not calls, order
         del copies[:]
         hf_vit_accel.unpatch(model)
-        for module, names in zip(modules, attributes, strict=True):
-            assert not module._forward_pre_hooks and not module._forward_hooks, order
-            assert vars(module).keys() == names, order
-
-
-def probed_modules(model: Any) -> tuple[Any, ...]:
-    return model, model.visual, model.language_model
+        assert not any(module._forward_pre_hooks or module._forward_hooks for module in modules), order
+        assert [vars(module).keys() for module in modules] == attributes, order

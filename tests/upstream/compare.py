@@ -19,7 +19,6 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -77,28 +76,19 @@ def start(source: Path, tests: list[str], *, patched: bool, arguments: list[str]
         return subprocess.Popen(command, cwd=source, env=environment(source), stdout=log, stderr=log)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The outcome of one test."""
+def outcomes(report: Path) -> dict[str, str]:
+    """Read the outcome of every test from a report: "passed", or the name of the element and the class of the error.
 
-    kind: str  # "passed", or the name of the element in the report
-    message: str = ""  # of a failure or an error; it begins with the class of the error
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.error}".strip()
-
-    @property
-    def error(self) -> str:
-        """The class of the error. The rest of a message is not compared: it may hold addresses and temporary paths."""
-        return "" if self.kind == "skipped" else self.message.partition(":")[0].strip()
-
-
-def outcomes(report: Path) -> dict[str, Outcome]:
-    """Read the outcome of every test from a report."""
+    The rest of a message is not compared: it may hold addresses and temporary paths.
+    """
     by_test = {}
     for case in ElementTree.parse(report).iter("testcase"):
-        bad = [child for child in case if child.tag in ("failure", "error", "skipped")]
-        outcome = Outcome(bad[0].tag, bad[0].get("message", "")) if bad else Outcome("passed")
+        outcome = "passed"
+        for child in case:
+            if child.tag == "skipped":
+                outcome = child.tag
+            elif child.tag in ("failure", "error"):
+                outcome = f"{child.tag} {child.get('message', '').partition(':')[0].strip()}"
         by_test[f"{case.get('classname')}::{case.get('name')}"] = outcome
     return by_test
 
@@ -123,16 +113,16 @@ def main() -> None:
         if code not in (0, 1) or not report.exists():
             raise SystemExit(f"the tests of {name} towers ended with {code}: {report.with_suffix('.log').read_text()}")
         results[name] = outcomes(report)
-        counts = Counter(outcome.kind for outcome in results[name].values())
+        counts = Counter(outcome.partition(" ")[0] for outcome in results[name].values())
         lines = report.with_suffix(".log").read_text().splitlines()
         print(f"{name}: {dict(counts)}", *(line for line in lines if "towers patched" in line))
     stock = results["stock"]
     patched = results["patched"]
     names = sorted(stock.keys() | patched.keys())
-    different = [name for name in names if str(stock.get(name)) != str(patched.get(name))]
+    different = [name for name in names if stock.get(name) != patched.get(name)]
     for name in different:
         print(f"{name}: {stock.get(name)} on stock, {patched.get(name)} on patched towers")
-    if different or not any(outcome.kind == "passed" for outcome in stock.values()):
+    if different or "passed" not in stock.values():
         raise SystemExit(1)
 
 
