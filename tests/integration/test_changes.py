@@ -11,7 +11,7 @@ import copy
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -231,14 +231,9 @@ def patched_method(part: Part) -> AbstractContextManager[Any]:
     return mock.patch.object(kind, "forward", scaled(kind.forward))
 
 
-@contextmanager
-def hooked_globally(part: Part) -> Iterator[None]:
+def hooked_globally(part: Part) -> AbstractContextManager[Any]:
     kind = type(part.norm)
-    handle = register_module_forward_hook(lambda module, _, output: output * 1.5 if type(module) is kind else None)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return register_module_forward_hook(lambda module, _, output: output * 1.5 if type(module) is kind else None)
 
 
 def replaced_function(name: str, change: Callable[[Any], object]) -> Callable[[Part], AbstractContextManager[Any]]:

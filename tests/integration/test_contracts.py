@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -270,21 +271,14 @@ def test_a_model_draws_no_numbers_of_the_users(family: str) -> None:
 
 
 def call_with_attentions(way: Way, tower: nn.Module) -> object:
-    config = tower.config
-    config._output_attentions = True  # its setter refuses any attention but eager
-    try:
+    with mock.patch.object(tower.config, "_output_attentions", True):  # its setter refuses any attention but eager
         return way.run(tower)
-    finally:
-        config._output_attentions = False
 
 
 def call_with_hook(way: Way, tower: nn.Module) -> object:
     """Call a tower with a hook on the rotation of positions."""
-    handle = tower.rotary_pos_emb.register_forward_hook(lambda *_: None)
-    try:
+    with tower.rotary_pos_emb.register_forward_hook(lambda *_: None):
         return way.run(tower)
-    finally:
-        handle.remove()
 
 
 def call_with_empty_image(way: Way, tower: nn.Module) -> object:

@@ -167,9 +167,8 @@ def test_a_backend_that_fails_after_a_capture(
     assert_close(run_tower(tower, GRID), expected)
     assert status_of(model).backends["full"] == "flashinfer_cudnn" and status_of(model).graphs.captures
     flashinfer.run = raises(RuntimeError("EXECUTION_FAILED"))
-    handle = tower.rotary_pos_emb.register_forward_hook(lambda *_: None)
-    assert_close(run_tower(tower, GRID), expected)
-    handle.remove()
+    with tower.rotary_pos_emb.register_forward_hook(lambda *_: None):
+        assert_close(run_tower(tower, GRID), expected)
     for _ in range(3):
         assert_close(run_tower(tower, GRID), expected)
     status = status_of(model)

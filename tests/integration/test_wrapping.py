@@ -95,11 +95,8 @@ GENERATE: dict[str, tuple[Callable[[nn.Module], dict[str, torch.Tensor]], dict[s
 def count_calls(tower: nn.Module, act: Callable[[], torch.Tensor]) -> tuple[int, torch.Tensor]:
     """Run something; return how often it calls the tower, counted by a hook, and its result."""
     calls: list[int] = []
-    handle = tower.register_forward_hook(lambda *_: calls.append(1))
-    try:
+    with tower.register_forward_hook(lambda *_: calls.append(1)):
         result = act()
-    finally:
-        handle.remove()
     return len(calls), result
 
 
