@@ -154,12 +154,7 @@ def set_option(tower: nn.Module) -> None:
     tower.options.scale = 1.1
 
 
-IN_DEFAULT = {"scale": 1.0}
 IN_CLOSURE = {"scale": 1.0}
-
-
-def by_default(self: Any, x: Tensor, options: dict[str, float] = IN_DEFAULT) -> Tensor:
-    return x * options["scale"]
 
 
 def in_closure(options: dict[str, float]) -> Callable[..., Tensor]:
@@ -169,12 +164,10 @@ def in_closure(options: dict[str, float]) -> Callable[..., Tensor]:
     return by_closure
 
 
-METHODS = {"a default value": by_default, "a closure": in_closure(IN_CLOSURE)}
 NOTICED: dict[str, tuple[type[Any], Callable[[Any], object]]] = {
     "a buffer": (copies.ActsByABuffer, load_a_buffer),
     "an integer of the config": (copies.ActsByTheConfig, lambda tower: setattr(tower.config, "boost", 1)),
     "an object": (copies.ActsByOptions, set_option),
-    "a default value": (copies.ActsByOptions, lambda tower: IN_DEFAULT.update(scale=1.1)),
     "a closure": (copies.ActsByOptions, lambda tower: IN_CLOSURE.update(scale=1.1)),
 }
 """What a copy reads, and a change in place."""
@@ -186,15 +179,12 @@ REASONS = {
 
 @quick
 @pytest.mark.filterwarnings("ignore:.*stays stock")
-@pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=[pytest.mark.matrix] * (x == "a default value")) for x in NOTICED]
-)
+@pytest.mark.parametrize("name", NOTICED)
 def test_a_change_of_what_a_copy_reads_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, change = NOTICED[name]
-    for options in (IN_DEFAULT, IN_CLOSURE):
-        monkeypatch.setitem(options, "scale", 1.0)
-    if name in METHODS:
-        monkeypatch.setattr(kind, "after", METHODS[name])
+    monkeypatch.setitem(IN_CLOSURE, "scale", 1.0)
+    if name == "a closure":
+        monkeypatch.setattr(kind, "after", in_closure(IN_CLOSURE))
     tower = build(kind)
     stock = copy.deepcopy(tower)
     [family] = [family for family, base in copies.BASES.items() if issubclass(kind, base)]

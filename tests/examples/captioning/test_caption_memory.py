@@ -233,21 +233,3 @@ def test_pixels_are_complete_where_texts_find_no_memory(
     (sent,) = captioner.send([[inputs]])
     assert all(sent[name] is inputs[name] for name in inputs)
     captioner._side_stream.synchronize.assert_called_once_with()
-
-
-def test_a_full_gpu_has_pictures_prepared_on_the_cpu(
-    processor: ProcessorMixin, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    captioner = Captioner(SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32), processor, patching=None)
-    monkeypatch.setattr(Captioner, "prepares_on_gpu", True)
-    monkeypatch.setattr(captioner, "_own_stream", nullcontext)
-    devices = []
-
-    def process(media: object, prompts: object, device: torch.device) -> dict[str, torch.Tensor]:
-        devices.append(device.type)
-        if device.type == "cuda":
-            raise torch.OutOfMemoryError
-        return {"pixel_values": torch.zeros(4, 8), "input_ids": torch.zeros(1, 2)}
-
-    monkeypatch.setattr(captioner, "_process", process)
-    assert captioner.encode([draw(1)[0]], ["p"])["pixel_values"].shape == (4, 8) and devices == ["cuda", "cpu"]

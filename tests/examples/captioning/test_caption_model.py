@@ -20,6 +20,7 @@ from captioner.progress import Progress
 from captioner.worker import Worker
 from PIL import Image
 from programs import CAPTIONERS, draw
+from support.faults import fail_once
 from support.recorded_ops import OperationRecorder
 from support.towers import alike
 from support_captioning import (
@@ -34,6 +35,7 @@ from support_captioning import (
     merged,
     put,
 )
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
 import hf_vit_accel
 
@@ -174,6 +176,22 @@ def test_memory_that_graphs_held_is_used_before_batches_are_halved(
     records = work(tmp_path, captioner, progress, {f"{number}.png": image for number, image in enumerate(images)})
     assert tries[:4] == [4, 4, 2, *tries[3:4]] and progress.counts["halved"] == 1
     assert [record.status for record in records] == ["ok"] * 4
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(Captioner, "_process"), (Qwen3VLModel, "get_image_features")], ids=["prepare", "encode"]
+)
+def test_memory_that_runs_out_once_changes_no_caption(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+) -> None:
+    """Pictures are prepared on the CPU then, and encoded when captions are generated."""
+    put(tmp_path / "photos", "a.png", "b.png", "c.png")
+    assert caption(tmp_path / "photos", tmp_path / "expected", WHOLE).exit_code == 0
+    function = getattr(owner, name)
+    fail_once(monkeypatch, owner, name, torch.OutOfMemoryError("CUDA out of memory"))
+    getattr(owner, name).__wrapped__ = function  # its signature is read
+    assert caption(tmp_path / "photos", tmp_path / "captions", WHOLE).exit_code == 0
+    assert counted(tmp_path / "captions") == counted(tmp_path / "expected")
 
 
 def test_stock_and_patched_write_the_same_records(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ class FakeCaptioner:
         self.batches: list[int] = []
         self.encoded = 0
         self.processor = None
+        self.progress: Progress | None = None  # of the last run
 
     def seed_of(self, key: str, prompt: str) -> int:
         return 0
@@ -81,18 +82,9 @@ def work(
         tasks.append(Task(item=item, prompts=tuple(prompts), tokens=10))
     progress = Progress(count, 10 * count, is_shown=False)
     bounds = Bounds(**({"items": 8, "tokens": 100} | options))
-    worker = Worker(
-        captioner=captioner, journal=Journal(tmp_path), progress=progress, process=0, run="r", bounds=bounds
-    )
-    try:
-        worker.work(tasks)
-    finally:
-        PROGRESS[tmp_path] = progress
+    captioner.progress = progress
+    Worker(captioner, Journal(tmp_path), progress, process=0, run="r", bounds=bounds).work(tasks)
     return Journal(tmp_path).records()
-
-
-PROGRESS: dict[Path, Progress] = {}
-"""The counts of the last run of `work`, by its folder."""
 
 
 def check_records(records: list[Record], count: int, prompts: Sequence[str] = ("p",)) -> None:
@@ -116,9 +108,9 @@ def test_worker_writes_every_record_once(tmp_path: Path, prompts: tuple[str, ...
     captioner = FakeCaptioner()
     check_records(work(tmp_path, captioner, 45, prompts), 45, prompts)
     assert captioner.encoded == 6 * len(prompts)  # each batch once
-    counts = PROGRESS[tmp_path].counts
+    counts = captioner.progress.counts
     assert counts == {"items": 45, "failed": 5 * len(prompts), "vision": 400, "text": 80 * len(prompts)}
-    assert "45 of 45 items in" in PROGRESS[tmp_path].summary() and "halved" not in PROGRESS[tmp_path].summary()
+    assert "45 of 45 items in" in captioner.progress.summary() and "halved" not in captioner.progress.summary()
 
 
 def test_a_batch_of_several_parts_loses_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +166,7 @@ def test_out_of_memory_halves_batches(tmp_path: Path, max_rows: int) -> None:
     failed = [rows > max_rows for rows in captioner.batches]
     # The first batch finds the size that fits. Only the batches that were ready before are larger.
     assert failed[0] and max(captioner.batches[-8:]) <= max_rows
-    assert PROGRESS[tmp_path].counts["halved"] == sum(failed) and "halved" in PROGRESS[tmp_path].summary()
+    assert captioner.progress.counts["halved"] == sum(failed) and "halved" in captioner.progress.summary()
 
 
 def test_out_of_memory_halves_the_planned_memory(tmp_path: Path) -> None:
