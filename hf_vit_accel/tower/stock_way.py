@@ -8,6 +8,7 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
+import torch
 import transformers
 from torch import Tensor
 from torch.jit._trace import is_tracing
@@ -34,7 +35,7 @@ class Way(Enum):
 
     `forward.Reasons.stock` sends a call the way STOCK, `metadata` the way METADATA: stock calls the blocks one by one.
     `status` counts ATTENTION as fast calls if a backend of ours has attended in any call of this layout. A copy never
-    goes METADATA, since its forward may take none, and neither does a tower on several devices.
+    goes METADATA, since its forward may take none, and neither does a tower that computes on several devices.
     """
 
     METADATA = "through the stock forward, with our metadata and attention"
@@ -74,7 +75,7 @@ def decide_metadata(
     settings = state.settings
     # A copy's forward may take no metadata. Ours is on one device, transformers' window_index on the CPU, which
     # serves parts on every device.
-    if isinstance(state.family, CopyFamily) or len({parameter.device for parameter in tower.parameters()}) > 1:
+    if isinstance(state.family, CopyFamily) or len(_devices_of(tower)) > 1:
         return decide_stock(state, reasons_metadata, instead_of=plan)
     route = state.routes.get(plan.inputs.grid, plan.spec)
     reasons = [*reasons_metadata, *route.unmet]
@@ -89,6 +90,18 @@ def decide_metadata(
     return StockPlan(
         way=Way.METADATA, reasons=tuple(reasons), raises=raises, injected=injected, route=route, instead_of=plan
     )
+
+
+def _devices_of(tower: Tower) -> set[torch.device]:
+    """Return the devices on which a tower computes: where weights are, or where accelerate brings offloaded ones."""
+    devices = set()
+    for module in tower.modules():
+        hook = vars(module).get("_hf_hook")
+        for parameter in module.parameters(recurse=False):
+            device = getattr(hook, "execution_device", None) if parameter.is_meta else None
+            device = parameter.device if device is None else device
+            devices.add(torch.device("cuda", device) if isinstance(device, int) else torch.device(device))
+    return devices
 
 
 def called_blocks(

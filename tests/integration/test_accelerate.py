@@ -82,16 +82,22 @@ def test_hooks_that_align_to_several_places_go_the_stock_way(model: nn.Module, p
     assert state_of(tower).fast_calls == 0 and "accelerate hooks on " in status_of(model).against_fast[0]
 
 
-def test_a_tower_that_device_map_spreads_over_devices_gets_no_metadata_of_ours(model: nn.Module) -> None:
-    """`device_map="auto"` splits a small model on several GPUs inside its tower. Our indices are on one of them."""
+@pytest.mark.parametrize("computes_on", ["one device", "several"])
+def test_a_tower_that_computes_on_several_devices_gets_no_metadata_of_ours(model: nn.Module, computes_on: str) -> None:
+    """`device_map="auto"` splits a small model on several GPUs inside its tower. Our indices are on one of them.
+
+    Where some weights are offloaded, all computes on one device.
+    """
     tower = tower_of(model)
     grid = GRIDS["mixed"]
     expected = run(tower, grid)
     hf_vit_accel.patch(model)
     cpu_offload(tower.blocks[1], execution_device="cpu")
+    if computes_on == "several":  # a weight that nobody reads, and that no hook brings to the others
+        tower.blocks[0].norm1.unread = nn.Parameter(torch.empty(1, device="meta"))
     assert_close(run(tower, grid), expected)
     assert "parameters on several devices" in status_of(model).against_fast
-    assert state_of(tower).metadata_calls == state_of(tower).fast_calls == 0
+    assert state_of(tower).metadata_calls == (computes_on == "one device") and not state_of(tower).fast_calls
 
 
 @pytest.mark.gpu
