@@ -348,9 +348,7 @@ EVENTS = {
     "a layer is frozen": Event(lambda tower: tower.blocks[1].requires_grad_(False)),
     "a weight is hooked": Event(lambda tower: linear_of(tower).weight.register_hook(lambda gradient: gradient * 2)),
     "frequencies are written": Event(lambda tower: frequencies_of(tower).mul_(0.5), family="qwen2_5_vl"),
-    "frequencies are written uncounted": Event(
-        lambda tower: frequencies_of(tower).data.mul_(0.5), family="qwen2_5_vl"
-    ),  # past the version counter
+    "frequencies are written by .data": Event(lambda tower: frequencies_of(tower).data.mul_(0.5), family="qwen2_5_vl"),
     "frequencies are assigned": Event(
         lambda tower: setattr(tower.rotary_pos_emb, "inv_freq", frequencies_of(tower) * 0.5)
     ),
@@ -364,7 +362,7 @@ ELSEWHERE = {
         "another step", "unpatched", "weights move", "a layer is frozen", "a weight is hooked",
         "frequencies are written",
     ),
-    "in passes": ("frequencies are written", "frequencies are written uncounted", "frequencies are assigned"),
+    "in passes": ("frequencies are written", "frequencies are written by .data", "frequencies are assigned"),
 }  # fmt: skip
 PLACES = [("after steps", name) for name in EVENTS]
 PLACES += [(place, name) for place, names in ELSEWHERE.items() for name in names]
