@@ -312,19 +312,15 @@ LAUNCHES = launch_quantisation, launch_product, launch_rotation_back, launch_oth
 
 
 @pytest.mark.skipif(triton is None or INTERPRETED, reason="needs Triton's compiler")
-@pytest.mark.parametrize("launch_kernels", LAUNCHES)
-def test_launches_compile_for_hopper(launch_kernels: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = compile_for_hopper(monkeypatch)
+@pytest.mark.parametrize(
+    ("launch_kernels", "capability"),
+    [*((launch, 90) for launch in LAUNCHES), (launch_quantisation, 100), (launch_quantisation, 120)],
+)
+def test_launches_compile(launch_kernels: Callable[[], None], capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For Hopper, and those of FP8 for Blackwell."""
+    compiled = compile_for_hopper(monkeypatch, capability=capability)
     launch_kernels()
     assert compiled
-
-
-@pytest.mark.skipif(triton is None or INTERPRETED, reason="needs Triton's compiler")
-@pytest.mark.parametrize("capability", [100, 120])
-def test_launches_of_fp8_compile_for_blackwell(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = compile_for_hopper(monkeypatch, capability=capability)
-    launch_quantisation()
-    assert set(compiled) == {"_sample_kernel", "_quantize_kernel", "_dequantize_kernel"}
 
 
 MEMORY = torch.zeros(64, dtype=torch.int32)
