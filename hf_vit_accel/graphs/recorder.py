@@ -170,6 +170,8 @@ class CudaRecorder:
 
     def done(self) -> None:
         """Mark the static buffers as free for the next `wait`, on the stream of the last one."""
+        if self._last_stream is None:  # a call of decoding that made this recorder could not wait
+            self._last_stream = torch.cuda.current_stream(self._device)
         self._event.record(self._last_stream)
 
     def settle(self) -> None:

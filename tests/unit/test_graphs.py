@@ -24,6 +24,7 @@ import hf_vit_accel
 from hf_vit_accel import FallbackError, GraphConfig, backends
 from hf_vit_accel.backends import BACKENDS
 from hf_vit_accel.graphs import budgets, runner
+from hf_vit_accel.graphs.recorder import CudaRecorder
 
 Tensors = list[torch.Tensor]
 IMAGE: Grid = [(1, 6, 8)]
@@ -40,6 +41,46 @@ def test_strict_holds_for_replays(on_cpu: type[Recorder], model: nn.Module, monk
     status = hf_vit_accel.status(model).towers[0]
     assert status.graphs.replays == 1 and any("torch_varlen cannot serve" in why for why in status.fallbacks)
     assert status.backends["full"] == "sdpa"
+
+
+class Stream:
+    """What a recorder sees of a stream."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.waited_for: list[Any] = []
+
+    def wait_event(self, event: Event) -> None:
+        self.waited_for.append(event.stream)
+
+
+class Event:
+    """What a recorder sees of an event."""
+
+    stream: Any = None
+
+    def record(self, stream: Any = None) -> None:
+        self.stream = stream
+
+
+@pytest.mark.parametrize("has_waited", [True, False])
+def test_a_use_waits_for_the_last_one_on_another_stream(monkeypatch: pytest.MonkeyPatch, has_waited: bool) -> None:
+    """The first call of decoding makes its recorder in its midst, and so has not waited."""
+    device = torch.device("cuda", 1)
+    first, second = Stream(), Stream()
+    current = {device: first}
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[device])
+    recorder = CudaRecorder(device)
+    if has_waited:
+        recorder.wait()
+    recorder.done()
+    current[device] = second
+    recorder.wait()
+    assert second.waited_for == [first]
+    recorder.wait()
+    assert second.waited_for == [first], "a stream need not wait for itself"
 
 
 def test_on_cpu_graphs_are_left_out_and_counted(model: nn.Module) -> None:
