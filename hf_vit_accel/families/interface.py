@@ -210,11 +210,11 @@ def form_of(output: Any, rows: int) -> Form:
     if type(output) is tuple and len(output) == 2 and isinstance(output[0], Tensor) and isinstance(output[1], list):
         return Form(tuple)
     if isinstance(output, ModelOutput) and output:
-        fields = tuple(name for name in FIELDS if name in output)
+        fields = tuple(name for name in output if name in FIELDS)  # in the order of its class
         others = output.keys() - fields
         if not others or (others == {"hidden_states"} and output["hidden_states"]):
             form = Form(type(output), fields)
-            if vars(form.build([*named_tensors(output).values()])).keys() != vars(output).keys():
+            if vars(form.build([Tensor(), Tensor()])).keys() != vars(output).keys():
                 raise ValueError(f"its output, a {type(output).__name__}, holds more than its fields")
             return form
     raise ValueError(f"its forward returns a {type(output).__name__} of an unknown form")

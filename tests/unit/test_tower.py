@@ -5,16 +5,19 @@ from __future__ import annotations
 import copy
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import pytest
 import torch
 from support.towers import ONE_TOWER, alike
 from tiny import FAMILIES, GRIDS, TINY, assert_close, outputs_of, pixels_for, run_tower, tower_of
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils.generic import ModelOutput
 
 import hf_vit_accel
 from hf_vit_accel import FlexConfig, GraphConfig, ReuseConfig
+from hf_vit_accel.families.interface import form_of
 from hf_vit_accel.tower.state import state_of
 
 
@@ -52,6 +55,26 @@ def test_an_output_is_what_its_constructor_makes(shared: PreTrainedModel) -> Non
             assert list(output) == list(stock) and list(vars(output)) == list(vars(stock))
             assert all(output[name] is getattr(output, name) for name in output)
             assert len(output.to_tuple()) == len(stock.to_tuple())
+
+
+@dataclass
+class MergedFirst(ModelOutput):
+    """An output as the code of a copy may declare it."""
+
+    pooler_output: torch.Tensor | None = None
+    last_hidden_state: torch.Tensor | None = None
+
+
+def test_an_output_has_the_fields_of_its_class_in_their_order() -> None:
+    rows = torch.zeros(4, 8)
+    merged = torch.ones(1, 8)
+    for stock in (
+        MergedFirst(last_hidden_state=rows, pooler_output=merged),
+        BaseModelOutputWithPooling(pooler_output=merged),
+        BaseModelOutputWithPooling(last_hidden_state=rows),
+    ):
+        ours = form_of(stock, len(rows)).build([rows, merged])
+        assert list(ours) == list(stock) and all(ours[index] is stock[index] for index in range(len(stock)))
 
 
 def test_layouts_of_equal_size_are_distinguished(shared: PreTrainedModel) -> None:
