@@ -145,6 +145,7 @@ def graphed_decoding(
     steps = steps_of(model)
     is_simple = streamer is None and depends_on_tokens_alone(generation_config, logits_processor, stopping_criteria)
     try:
+        refuse({f"the loop of transformers {transformers.__version__}": _is_loop_too_old()})
         declared_class_of(model)
         _check(input_ids, generation_config, model_kwargs, of_generate, synced_gpus)
         with steps.locked_for_call(max_graphs, max_bytes), torch.no_grad():
@@ -201,6 +202,11 @@ def _variables_of_generate() -> Arguments:
     return {} if frame is None else frame.f_locals
 
 
+def _is_loop_too_old() -> bool:
+    """Return whether transformers' models lack what a step calls, or take places in the cache at every step."""
+    return Version(transformers.__version__) < Version("5.4")
+
+
 def _check(
     input_ids: Tensor, config: GenerationConfig, model_kwargs: Arguments, of_generate: Arguments, synced_gpus: bool
 ) -> None:
@@ -210,7 +216,6 @@ def _check(
     was_passed = of_generate.get("kwargs", {CACHE: cache}).get(CACHE) is not None
     kinds = {type(layer) for layer in getattr(cache, "layers", []) if not is_linear(layer)} - {DynamicLayer}
     reasons = {
-        f"the loop of transformers {transformers.__version__}": Version(transformers.__version__) < Version("5.4"),
         "beams": config.num_beams > 1,
         mode.replace("_", " "): mode not in ("greedy_search", "sample"),
         "synced_gpus": synced_gpus,

@@ -7,16 +7,19 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 from support import attention_only, versions
 from support.attention_only import CLASSES as ATTENTION_ONLY
+from support.decoding import both, counts_of
 from support.families import CLASSES, tiny_tower
-from tiny import assert_close, randomise
+from tiny import TINY, assert_close, randomise
 
 import hf_vit_accel
+from hf_vit_accel.decoding import loop, text_models
 from hf_vit_accel.families import Family
 from hf_vit_accel.tower.code import names_of_forwards
 from hf_vit_accel.versions import popped_by
@@ -88,3 +91,12 @@ def test_a_tower_that_computes_its_segments_stays_stock(module: str, name: str) 
     [status] = hf_vit_accel.status(tower).towers
     assert (status.calls, status.stock_calls) == (0, 1)
     assert "computes the segments of this tower by itself" in str(status)
+
+
+def test_stock_decodes_where_the_loop_of_transformers_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An old model lacks methods of a newer loop, as `_prefill` in 4.57."""
+    monkeypatch.setattr(loop, "transformers", SimpleNamespace(__version__="4.57.6"))
+    monkeypatch.setattr(text_models, "_METHODS", (*text_models._METHODS, "_method_of_a_newer_loop"))
+    model = TINY["qwen2_5_vl"].build()
+    both(model, {"input_ids": torch.tensor([[5, 6]])}, max_new_tokens=4)
+    assert counts_of(model).reasons == {"the loop of transformers 4.57.6": 1}
