@@ -72,6 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--batch-size", type=int, default=16)
     options = parser.parse_args(arguments)
+    if not options.folder.is_dir():
+        parser.error(f"there is no folder {options.folder}")
 
     processor = AutoProcessor.from_pretrained(options.model)
     processor.tokenizer.padding_side = "left"  # new tokens follow the prompt

@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import AutoProcessor, BatchFeature, ColQwen2ForRetrieval, PreTrainedModel, ProcessorMixin
+from transformers import AutoConfig, AutoProcessor, BatchFeature, ColQwen2ForRetrieval, PreTrainedModel, ProcessorMixin
 
 import hf_vit_accel
 
@@ -39,7 +39,9 @@ def embed_pages(model: PreTrainedModel, processor: ProcessorMixin, folder: Path,
     """Add the pages of a folder to the index."""
     index.mkdir(parents=True, exist_ok=True)
     done = {name for name, _ in read(index)}
-    names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.suffix in SUFFIXES]
+    names = [
+        path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.suffix.lower() in SUFFIXES
+    ]
     missing = [name for name in names if name not in done]
     print(f"{len(names)} pages, {len(missing)} of them to embed")
     for start in range(0, len(missing), batch_size):
@@ -88,6 +90,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.pages is None and options.query is None:
         parser.error("name a folder of pages to embed, or a --query")
+    folder = options.index if options.pages is None else options.pages
+    if not folder.is_dir():
+        parser.error(f"there is no folder {folder}")
+    kind = AutoConfig.from_pretrained(options.model).model_type
+    if kind != "colqwen2":
+        parser.error(f"{options.model} is a {kind}, and this script runs ColQwen2")
 
     processor = AutoProcessor.from_pretrained(options.model)
     model = ColQwen2ForRetrieval.from_pretrained(options.model, dtype="auto")

@@ -72,8 +72,10 @@ def load(options: argparse.Namespace, checkpoint: str | None) -> PreTrainedModel
     if options.freeze_tower:
         model.model.visual.requires_grad_(False)
     if options.lora_rank:
-        from peft import LoraConfig, get_peft_model
-
+        try:
+            from peft import LoraConfig, get_peft_model
+        except ImportError:
+            raise SystemExit("--lora-rank needs PEFT: pip install peft") from None
         towers = r".*\.visual\..*" if options.freeze_tower else None
         config = LoraConfig(
             r=options.lora_rank,

@@ -4,7 +4,7 @@
 
 The tower encodes the video in passes of at most `--max-rows` patches, so it never holds the rows of every frame. The
 rest is the language model's, which sees every frame: where its memory runs out, half as many frames are tried.
-transformers reads videos with torchvision and torchcodec (pip install torchvision torchcodec).
+transformers reads videos with torchvision and torchcodec (pip install torchvision torchcodec), which needs FFmpeg.
 """
 
 from __future__ import annotations

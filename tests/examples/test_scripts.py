@@ -93,6 +93,26 @@ def test_captions_are_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "3 calls on a static cache" in printed
 
 
+def test_a_missing_folder_or_another_model_ends_a_script_before_it_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "captions.jsonl"
+    output.write_text("kept")
+    model = f"--model={CAPTIONERS / 'qwen2_5_vl'}"
+    nowhere = str(tmp_path / "nowhere")
+    calls = [
+        ("caption", [nowhere, f"--output={output}"], "there is no folder"),
+        ("embed", [nowhere], "there is no folder"),
+        ("embed", [f"--index={nowhere}", "--query=a star"], "there is no folder"),
+        ("embed", [str(tmp_path), f"--index={nowhere}"], "is a qwen2_5_vl, and this script runs ColQwen2"),
+    ]
+    for name, options, message in calls:
+        with pytest.raises(SystemExit):
+            script(name).main([*options, model])
+        assert message in capsys.readouterr().err
+    assert output.read_text() == "kept" and [path.name for path in tmp_path.iterdir()] == ["captions.jsonl"]
+
+
 def test_answers_are_streamed_and_continue_the_chat(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     expected = photos(tmp_path, 1)
     question = "describe this picture ."
@@ -120,6 +140,7 @@ def retriever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_pages_are_embedded_once_and_found(retriever: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     embed = script("embed")
     photos(tmp_path / "pages", 4)
+    (tmp_path / "pages" / "03.png").rename(tmp_path / "pages" / "03.PNG")
     index = tmp_path / "index"
     model = [f"--model={retriever}", f"--index={index}"]
     embed.main([str(tmp_path / "pages"), *model, "--batch-size=3"])
@@ -127,7 +148,7 @@ def test_pages_are_embedded_once_and_found(retriever: Path, tmp_path: Path, caps
     stock = transformers.ColQwen2ForRetrieval.from_pretrained(retriever).eval()
     processor = transformers.AutoProcessor.from_pretrained(retriever)
     pages = dict(embed.read(index))
-    assert pages.keys() == {f"0{number}.png" for number in range(4)}
+    assert pages.keys() == {"00.png", "01.png", "02.png", "03.PNG"}
     for name, embedding in pages.items():
         inputs = processor.process_images([Image.open(tmp_path / "pages" / name).convert("RGB")])
         with torch.no_grad():
