@@ -334,8 +334,8 @@ def linear_swiglu(
 def is_faster_in_one_launch(rows: int, weight_FE: Tensor) -> bool:
     """Return whether `linear_swiglu` takes less time than the library's products and `swiglu`.
 
-    A call that embeds 13280 tokens with Qwen2.5-VL-7B takes 399 ms instead of 406, with Qwen3-VL-8B 413 instead of 420
-    (H200, whose clock goes down under either; a few products alone are faster by the library).
+    A call that embeds 13280 tokens: 399 ms, not 406, with Qwen2.5-VL-7B; 413, not 420, with Qwen3-VL-8B (H200, whose
+    clock goes down under either). A few products alone are faster by the library.
     """
     is_aligned = all(size % 8 == 0 for size in weight_FE.shape)
     return rows >= MANY_ROWS and is_aligned and why_not_descriptors(weight_FE.device) is None
