@@ -170,7 +170,7 @@ def table(document: Document) -> str:
     for model in models(document):
         columns = [by_case[case][model].cells() for case in cases]
         count = min(len(cells) for cells in columns)
-        head += [title(model), "gain over FlashAttention-3"][:count]
+        head += [title(model), "over FlashAttention-3"][:count]
         for row, cells in zip(rows, columns, strict=True):
             row += cells[:count]
     return grid(head, rows)
