@@ -57,7 +57,7 @@ def transformers(session: nox.Session, transformers: str) -> None:
     run_suite(session)
 
 
-CORE = [f"tests/unit/test_{name}.py" for name in ("families", "loading", "proof", "autocast", "tower", "checks")]
+CORE = [f"tests/unit/test_{name}.py" for name in ("families", "loading", "proof", "tower", "checks")]
 
 
 @nox.session(tags=["nightly"])

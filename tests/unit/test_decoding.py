@@ -305,6 +305,7 @@ def test_a_model_that_accelerate_prepared_for_autocast(family: str) -> None:
     accelerate = pytest.importorskip("accelerate")
     model = TINY[family].build()
     model.train()
+    accelerate.state.AcceleratorState._reset_state(True)  # an earlier test may have left its state
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     prepared = accelerator.unwrap_model(accelerator.prepare(model))
     assert prepared is model and "forward" in vars(model)
