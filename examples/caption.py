@@ -51,7 +51,8 @@ def caption(
     """Return a caption for every picture."""
     content = [{"type": "image"}, {"type": "text", "text": prompt}]
     text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-    inputs = processor(text=[text] * len(images), images=list(images), padding=True, return_tensors="pt")
+    prompts = [text] * len(images)
+    inputs = processor(text=prompts, images=list(images), padding=True, return_tensors="pt", device=model.device)
     tokens = model.generate(
         **inputs.to(model.device),
         max_new_tokens=max_new_tokens,

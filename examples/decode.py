@@ -24,7 +24,7 @@ def ask(
 ) -> tuple[str, int]:
     """Stream the answer to the last question of a chat about one picture; return it, and its number of tokens."""
     text = processor.apply_chat_template(chat, add_generation_prompt=True)
-    inputs = processor(text=[text], images=[image], return_tensors="pt").to(model.device)
+    inputs = processor(text=[text], images=[image], return_tensors="pt", device=model.device).to(model.device)
     streamer = TextStreamer(processor.tokenizer, skip_prompt=True, skip_special_tokens=True)
     # `generate` passes no streamer on to a function, so the function gets it here.
     decode = functools.partial(hf_vit_accel.graphed_decoding, streamer=streamer)
