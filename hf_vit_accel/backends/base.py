@@ -200,6 +200,12 @@ class Backend(ABC):
 
         A layer that trains is one autograd node only if its attention is an `OpWithBackward`. The functions returned
         here are plain: their layer runs operation by operation, each a node of its own.
+
+        A backend with a backward of its own returns `OpWithBackward(function=..., settings=..., fault=self.name)` if
+        the request has gradients and the rotation is ours; else it calls `super()`. The autograd function takes
+        (T, 3, H, D), cos, sin and the settings, none of which is trained, and rotates q and k itself. Its backward has
+        `@machine.once_differentiable`, and returns the gradient of the rows before that, and None for each other
+        argument. Its context has what `InnerContext` has (`ops/training/nodes.py`), and any attribute.
         """
 
         def attend(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:

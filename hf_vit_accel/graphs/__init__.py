@@ -14,7 +14,7 @@ In training it is the call's grid, and which outputs receive gradients.
 `policy.Policy` allows by the calls so far, its graphs are looked up. If none is missing, it is replayed. Else one
 question decides whether they may be captured now. A capture that fails is noted, and the pass is decided anew.
 
-**What drops graphs** stands in CONTRIBUTING.md.
+**What drops graphs** stands in docs/how-it-works.md.
 
 The other files: `store` holds what both runners share. `budgets` packs images into budgets, pads layouts, and says
 whether a replay pays. `step` captures a training step. `memory` gives all up when memory runs out. `recorder` makes

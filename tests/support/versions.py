@@ -26,6 +26,8 @@ from support.families import CLASSES, GRIDS, inputs, run, trained
 RECORD = Path(__file__).parents[1] / "versions.json"
 """Class of a tower -> version of transformers -> use -> "fast", or why it is stock."""
 NAME = "flash_vit_auto"
+ENCODES_AGAIN = 0 if hasattr(transformers.GenerationMixin, "_supports_mm_encoder_outputs") else 2
+"""More calls of a tower in a first call of decoding, which stock checks. Since 5.18 `generate` encodes once for all."""
 Tensors = Iterable[torch.Tensor | None]
 Cells = dict[str, str]
 Record = dict[str, dict[str, Cells]]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from typer.testing import CliRunner
 
 from hf_vit_accel import machine
 from hf_vit_accel.tools import cli
-from hf_vit_accel.tools.bench import towers
+from hf_vit_accel.tools.bench import timing, towers
 from hf_vit_accel.tools.bench.measure import KEYS
 
 Row = dict[str, Any]
@@ -52,6 +55,23 @@ def rows_of(path: Path) -> dict[str, Row]:
 def error_text(result: Result) -> str:
     """Return standard error without the box that is drawn around it."""
     return " ".join(result.stderr.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_steps_are_timed_in_turns_after_a_warm_up(cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call of a turn is slow, and is not timed. No step always follows the same one."""
+    calls: list[str] = []
+
+    def milliseconds(step: Callable[[], object], **_: object) -> float:
+        step()
+        return 100.0 if calls[-2:-1] != calls[-1:] else 10.0
+
+    monkeypatch.setattr(timing, "milliseconds", milliseconds)
+    steps = {name: partial(calls.append, name) for name in "abc"}
+    times = timing.time_in_turns(steps, rounds=6, cuda=cuda)
+    assert times.keys() == steps.keys() and {value for of_step in times.values() for value in of_step} == {10.0}
+    turns = [name for name, _ in itertools.groupby(calls)]
+    assert len(set(itertools.pairwise(turns))) == 6, "every step follows every other one"
 
 
 def test_every_built_in_shape_builds() -> None:
