@@ -270,8 +270,7 @@ def test_a_video_is_encoded_in_passes_with_as_many_frames_as_fit(
     arguments = ["talk.mp4", "describe this video .", model, "--max-new-tokens=24"]
     script("long_video").main([*arguments, f"--max-rows={rows // 2}"])
     printed = capsys.readouterr().out
-    calls = 1 + ENCODES_AGAIN
-    assert processor.caption in printed and f"{calls} calls in {2 * calls} passes" in printed
+    assert processor.caption in printed and "1 calls in 2 passes" in printed
     monkeypatch.setattr(tower_module, "encode", encode_later)
     script("long_video").main([*arguments, "--max-rows=100000"])
     printed = capsys.readouterr().out

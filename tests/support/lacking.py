@@ -108,7 +108,7 @@ LACKS = (
         ("tests/examples/", "test_python_of_the_docs_runs", "test_the_readme_s_diff_runs_as_it_stands"),
     ),
     Lack(
-        "the demo of transformers before 5.18 needs torchvision",
+        "before transformers 5.18 the demo needs torchvision, and decoding encodes again where memory ran out once",
         bool(ENCODES_AGAIN),
         ("test_the_demo_captions_scenes_that_it_never_saw",),
     ),
