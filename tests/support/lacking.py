@@ -110,7 +110,10 @@ LACKS = (
     Lack(
         "before transformers 5.18 the demo needs torchvision, and decoding encodes again where memory ran out once",
         bool(ENCODES_AGAIN),
-        ("test_the_demo_captions_scenes_that_it_never_saw",),
+        (
+            "test_the_demo_captions_scenes_that_it_never_saw",
+            "test_a_video_is_encoded_in_passes_with_as_many_frames_as_fit",
+        ),
     ),
     Lack(
         "this transformers splits no tensors by a plan in DistributedConfig",
