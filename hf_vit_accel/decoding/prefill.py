@@ -8,6 +8,7 @@ and values go to their rows of the call's cache.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -20,12 +21,13 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from hf_vit_accel.decoding.layers import check_equal
 from hf_vit_accel.decoding.packed import CACHE, Arguments, PackedPrompt, on_device
 from hf_vit_accel.decoding.room import Room, SharedLayer, Size, make_room
+from hf_vit_accel.decoding.steps import spare_bytes
 from hf_vit_accel.decoding.text_models import Model
 
 RoomFor: TypeAlias = Callable[[Arguments, Sequence[Any], Sequence[int] | None], Room]
 """Inputs, layers of a group's cache, lengths of rows that may share an axis -> room for the keys of all rows."""
 GROUP_TOKENS = 16384
-"""Tokens of a group with its padding. Products are at their full rate with a quarter of it."""
+"""The most tokens of a group with its padding. Products are at their full rate with a quarter of it."""
 TOKENS_OF_A_FORWARD = 2500
 """The launches of one more forward take the host as long as so many tokens take the device (8B, H200: 60 ms)."""
 _FEATURES = "mm_encoder_outputs"
@@ -122,6 +124,32 @@ def plan_groups(lengths: Sequence[int], most: int) -> list[list[int]]:
         groups.append(order[begins[end] : end])
         end = begins[end]
     return groups
+
+
+def in_two(rows: list[int]) -> list[list[int]]:
+    """Divide a group in two."""
+    return [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
+
+
+def bytes_left(device: torch.device) -> int:
+    """Return the bytes that a group may take. On a CPU there is no bound."""
+    return spare_bytes(device) if device.type == "cuda" else sys.maxsize
+
+
+def bytes_of_group(model: Model, rows: int, columns: int) -> int:
+    """Estimate the bytes of a group's forward, without its keys and values.
+
+    A token has up to 16 hidden states at once: some 7 in a layer, the others are features of pictures. Its heads and
+    the MLP's inner states are there three times, the logits of a row twice.
+    """
+    config = model.config.get_text_config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = config.num_attention_heads + config.num_key_value_heads
+    of_experts = (getattr(config, "num_experts_per_tok", None) or 0) * getattr(config, "moe_intermediate_size", 0)
+    inner = max(getattr(config, "intermediate_size", 0), of_experts)
+    of_token = 16 * config.hidden_size + 3 * (heads * head_dim + inner)
+    numbers: int = rows * (columns * of_token + 2 * config.vocab_size)
+    return numbers * model.dtype.itemsize
 
 
 class GroupedPrompt:
@@ -228,7 +256,7 @@ class GroupedPrompt:
     def run(self, room_for: RoomFor, packed: PackedPrompt | None = None) -> CausalLMOutputWithPast:
         """Run every group, one after the other; return what a forward of all rows would: the last column's logits.
 
-        A group for which memory runs out is halved.
+        A group that the free memory does not hold is halved, and so is one for which memory runs out all the same.
 
         Args:
             room_for: Called once, by the first group or before it.
@@ -246,6 +274,9 @@ class GroupedPrompt:
         while groups:
             rows = groups.pop()
             columns = max(self._lengths_B[row] for row in rows)
+            if len(rows) > 1 and bytes_of_group(self._model, len(rows), columns) > bytes_left(self._model.device):
+                groups += in_two(rows)
+                continue
             of_group: Any = None
             logits_G1V: Tensor | None = None
             try:
@@ -259,7 +290,7 @@ class GroupedPrompt:
                 if len(rows) == 1:
                     raise
             if logits_G1V is None:  # by now nothing holds the tensors of the forward
-                groups += [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
+                groups += in_two(rows)
                 continue
             rows_G = on_device(rows, logits_G1V.device)
             if logits_B1V is None:

@@ -167,6 +167,35 @@ def test_a_group_for_which_memory_runs_out_is_halved(monkeypatch: pytest.MonkeyP
     assert max(sizes) > 2 and sizes.count(1) == 8
 
 
+def test_groups_take_no_more_than_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all of the bound, with a part of it, and without any memory: then rows go one by one."""
+    model = MODELS["qwen3_vl"].build()
+    monkeypatch.setattr(prefill, "GROUP_TOKENS", 500)
+    monkeypatch.setattr(prefill, "TOKENS_OF_A_FORWARD", 100)
+    bytes_of_token = prefill.bytes_of_group(model, 1, 2) - prefill.bytes_of_group(model, 1, 1)
+    assert bytes_of_token == (16 * 32 + 3 * (6 * 8 + 64)) * 4
+    inputs = batch(model, random.Random(2), 8)
+    compare(model, inputs, max_new_tokens=9)  # the proof has a group of its own
+    inputs_of = prefill.GroupedPrompt.inputs_of
+    groups: list[tuple[int, int]] = []
+
+    def recorded(self: prefill.GroupedPrompt, rows: list[int], cache: Any, columns: int) -> Inputs:
+        groups.append((len(rows), columns))
+        return inputs_of(self, rows, cache, columns)
+
+    monkeypatch.setattr(prefill.GroupedPrompt, "inputs_of", recorded)
+    most = []
+    for tokens in (10_000, 150, 0):
+        free = tokens * bytes_of_token
+        monkeypatch.setattr(prefill, "bytes_left", lambda device, free=free: free)
+        groups.clear()
+        compare(model, inputs, max_new_tokens=9)
+        assert sum(rows for rows, _ in groups) == 8
+        assert all(rows == 1 or prefill.bytes_of_group(model, rows, columns) <= free for rows, columns in groups)
+        most.append(max(rows for rows, _ in groups))
+    assert most[0] > most[1] > most[2] == 1
+
+
 @pytest.mark.usefixtures("way")
 def test_a_shorter_batch_takes_the_step_of_a_longer_one() -> None:
     """Batches of a folder become shorter and shorter, and a capture for each would take longer than its steps."""
