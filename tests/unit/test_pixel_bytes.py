@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,36 @@ def torchvision_processor() -> Any:
     """Return transformers' own, whose backend returns bytes."""
     pytest.importorskip("torchvision")
     return transformers.Qwen2VLImageProcessor(patch_size=4, min_pixels=16, max_pixels=1 << 16)
+
+
+class VideoProcessor:
+    """A video processor that needs no torchvision: every row has a patch of a frame, and of the next frame."""
+
+    model_input_names = ("pixel_values_videos", "video_grid_thw")
+
+    def __init__(self) -> None:
+        self._of_frames = pil_processor()
+        for name in ("do_rescale", "do_normalize", "rescale_factor", "image_mean", "image_std"):
+            setattr(self, name, getattr(self._of_frames, name))
+
+    def __call__(self, videos: list[np.ndarray], do_sample_frames: bool = True, **options: Any) -> dict[str, Any]:
+        rows = []
+        grid = []
+        for frames in videos:
+            flags = {name: bool(options.get(name, getattr(self, name))) for name in ("do_rescale", "do_normalize")}
+            batch = self._of_frames(images=list(frames), return_tensors="pt", **flags)
+            # Of an image both frames of a row are the same.
+            patches = batch["pixel_values"].reshape(len(frames), -1, 3, 2, 4, 4)[:, :, :, 0]
+            rows.append(torch.stack([patches[::2], patches[1::2]], dim=3).flatten(0, 1).flatten(1))
+            _, height, width = batch["image_grid_thw"][0].tolist()
+            grid.append([len(frames) // 2, height, width])
+        return {"pixel_values_videos": torch.cat(rows), "video_grid_thw": torch.tensor(grid)}
+
+
+def torchvision_video_processor() -> Any:
+    """Return transformers' own."""
+    pytest.importorskip("torchvision")
+    return transformers.Qwen2VLVideoProcessor(patch_size=4, min_pixels=16, max_pixels=1 << 16)
 
 
 @pytest.fixture(params=[pil_processor, torchvision_processor])
@@ -82,6 +113,35 @@ def test_a_model_that_normalises_equals_the_processor(model: Any, processor: Any
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     [status] = hf_vit_accel.status(model).towers
     assert status.calls == 1 and not status.stock_calls
+
+
+@pytest.mark.parametrize("make_videos", [VideoProcessor, torchvision_video_processor])
+def test_bytes_of_videos_equal_what_their_processor_normalises(model: Any, make_videos: Any) -> None:
+    """Beside a picture. Frames differ, so that no channel or frame may take the place of another."""
+    both = SimpleNamespace(image_processor=pil_processor(), video_processor=make_videos())
+    rng = np.random.default_rng(1)
+    videos = [rng.integers(0, 256, (frames, 32, 40, 3), dtype=np.uint8) for frames in (4, 6)]
+
+    def inputs(**flags: bool) -> dict[str, torch.Tensor]:
+        pixels, grid = tower_inputs(both.image_processor, **flags)
+        rows = dict(both.video_processor(videos=videos, return_tensors="pt", do_sample_frames=False, **flags))
+        grids = [tuple(sizes) for sizes in (*grid.tolist(), *rows["video_grid_thw"].tolist())]
+        return chat_inputs(model, grids) | {"pixel_values": pixels, **rows}
+
+    with torch.no_grad():
+        expected = model(**inputs()).logits
+        hf_vit_accel.patch(model)
+        in_bytes = inputs(do_rescale=False, do_normalize=False)
+        with pytest.raises(ValueError, match="got bytes"):
+            model.get_video_features(in_bytes["pixel_values_videos"], in_bytes["video_grid_thw"])
+        hf_vit_accel.patch(model, processor=both)
+        now_in_bytes = inputs()
+        actual = model(**now_in_bytes).logits
+    for name in ("pixel_values", "pixel_values_videos"):
+        assert torch.equal(now_in_bytes[name], in_bytes[name]) and in_bytes[name].dtype == torch.uint8
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    [status] = hf_vit_accel.status(model).towers
+    assert status.calls == 2 and not status.stock_calls
 
 
 def test_the_stock_way_gets_normalised_pixels(model: Any, processor: Any) -> None:
