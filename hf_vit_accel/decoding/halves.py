@@ -25,7 +25,7 @@ from hf_vit_accel.decoding.packed import CACHE, Arguments
 from hf_vit_accel.decoding.prefill import GroupedPrompt
 from hf_vit_accel.decoding.text_models import Model
 
-_OF_TOKENS = {
+OF_TOKENS = {
     EosTokenCriteria,
     ForcedEOSTokenLogitsProcessor,
     MaxLengthCriteria,
@@ -45,7 +45,7 @@ def depends_on_tokens_alone(
     """Return whether a row's tokens follow from its own tokens: no random numbers, no state, no code of the user's."""
     is_greedy = config.get_generation_mode(None).value == "greedy_search"
     kinds = {type(each) for each in (*processors, *criteria)}
-    return is_greedy and not config.return_dict_in_generate and kinds <= _OF_TOKENS
+    return is_greedy and not config.return_dict_in_generate and kinds <= OF_TOKENS
 
 
 def halves_of(model: Model, input_ids: Tensor, model_kwargs: Arguments) -> list[Arguments]:

@@ -23,7 +23,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_vit_accel.decoding.ahead import can_run_ahead, running_ahead
 from hf_vit_accel.decoding.halves import depends_on_tokens_alone, halves_of, joined
-from hf_vit_accel.decoding.packed import CACHE, Arguments, PackedPrompt
+from hf_vit_accel.decoding.leaving import WORTH_A_CAPTURE, RowsInStep, may_leave
+from hf_vit_accel.decoding.packed import CACHE, Arguments, PackedPrompt, on_device
 from hf_vit_accel.decoding.prefill import GroupedPrompt, check_features
 from hf_vit_accel.decoding.room import (
     Room,
@@ -36,7 +37,7 @@ from hf_vit_accel.decoding.room import (
     slots_for,
     unshare,
 )
-from hf_vit_accel.decoding.step import DecodeStep, inputs_of_rows, key_of_inputs
+from hf_vit_accel.decoding.step import DecodeStep, inputs_of_rows, key_of_inputs, tensors_of_rows
 from hf_vit_accel.decoding.steps import DecodeSteps, free_steps, steps_of
 from hf_vit_accel.decoding.text_models import (
     Model,
@@ -93,7 +94,8 @@ def graphed_decoding(
         model: Comes from `generate`, as all arguments do that are not listed here.
         streamer: Receives the prompt and every token.
         synced_gpus: Decode by stock's method, as ranks do that must all run equally many steps.
-        max_graphs: Captured steps to keep: one for each batch size and number of slots.
+        max_graphs: Captured steps to keep: one for each batch size and number of slots. Each of them may have smaller
+            ones, for the rows that go on when half of the rows have ended.
         max_bytes: Bytes of steps to keep; None for an eighth of the device's memory.
         halve: Decode half the rows of a greedy call at a time where memory runs out. False raises, for programs that
             make their own batches smaller.
@@ -186,7 +188,11 @@ def _decode_by_steps(
 ) -> Any:
     """Run transformers' loop around a model whose forwards of one token are steps."""
     max_length = arguments["generation_config"].max_length
-    loop = _ModelInLoop(model, steps_of(model), max_length, input_ids.shape[1], features)
+    rows = RowsInStep(len(input_ids))
+    names = "generation_config", "logits_processor", "stopping_criteria"
+    if may_leave(*(arguments[name] for name in names)):
+        arguments["stopping_criteria"] = rows.watched(arguments["stopping_criteria"])
+    loop = _ModelInLoop(model, steps_of(model), max_length, input_ids.shape[1], features, rows)
     is_ahead = may_run_ahead and can_run_ahead(input_ids.device)
     sample = running_ahead(method, loop.has_next_step) if is_ahead else method
     with torch.cuda.device(input_ids.device) if input_ids.is_cuda else nullcontext():  # events are of this one
@@ -238,10 +244,18 @@ class _ModelInLoop:
     """
 
     def __init__(
-        self, model: Any, steps: DecodeSteps, max_length: int, columns: int, features: Mapping[str, Any] | None
+        self,
+        model: Any,
+        steps: DecodeSteps,
+        max_length: int,
+        columns: int,
+        features: Mapping[str, Any] | None,
+        rows: RowsInStep,
     ) -> None:
         self._model = model
         self._steps = steps
+        self._rows = rows
+        self._largest: DecodeStep | None = None  # in whose room a smaller one runs
         self._max_length = max_length
         self._due = max_length - columns - 1  # after the first token
         self._features = features
@@ -326,18 +340,59 @@ class _ModelInLoop:
         if step is not None and (step.length == step.room.columns or not step.reading.switches.unchanged()):
             step.store(cache)
             self._step = None
-        if self._step is None:
-            inputs = self._model.prepare_inputs_for_generation(input_ids, **arguments)
-            if self._reason is None:
+        if self._step is not None:
+            self._let_rows_leave(self._step, input_ids, arguments)
+        ids_N1 = self._rows.of_ids(ids_B1)
+        if self._step is None or not self._step.is_proven:
+            inputs = self._rows.of_inputs(self._model.prepare_inputs_for_generation(input_ids, **arguments))
+            if self._step is None and self._reason is None:
                 with self._giving_up():
                     self._load(inputs, cache, self._max_length - input_ids.shape[1])
-            if self._step is not None and self._step.key not in self._steps.kept:
+            if self._step is not None and not self._step.is_proven:
                 with self._giving_up():  # code of others runs in a capture, such as kernels of quantised modules
-                    return CausalLMOutputWithPast(logits=self._prove(self._step, inputs), **{CACHE: cache})
+                    return self._output(self._prove(self._step, inputs), cache)
             if self._step is None:
-                unshare(cache, len(ids_B1))
-                return self._model(**inputs, return_dict=True)
-        return CausalLMOutputWithPast(logits=self._step(ids_B1), **{CACHE: cache})
+                unshare(cache, len(ids_N1))
+                output = self._model(**inputs, return_dict=True)
+                return self._output(output.logits[:, -1:], cache) if self._rows.some_left else output
+        return self._output(self._step(ids_N1), cache)
+
+    def _output(self, logits_N1V: Tensor, cache: Any) -> CausalLMOutputWithPast:
+        return CausalLMOutputWithPast(logits=self._rows.of_all(logits_N1V), **{CACHE: cache})
+
+    def _let_rows_leave(self, step: DecodeStep, input_ids: Tensor, arguments: Arguments) -> None:
+        """Go on with a step of fewer rows where half of them have ended, if it is captured or worth it."""
+        rows = self._rows.next_rows()
+        due = self._max_length - input_ids.shape[1]
+        if rows is None or due < FEWEST or step.room.columns - step.length < 2:  # a capture writes two tokens
+            return
+        largest = self._largest or step
+        smaller = largest.smaller.get(len(rows))
+        is_worth_it = smaller is not None or (len(self._rows) - len(rows)) * due >= WORTH_A_CAPTURE
+        if not is_worth_it or any(map(is_linear, step.layers)):
+            return
+        cache = arguments[CACHE]
+        step.store(cache)
+        with self._giving_up(), torch.inference_mode(False), torch.no_grad(), capture_of_ours():
+            inputs = self._model.prepare_inputs_for_generation(input_ids, **arguments)
+            if smaller is None:
+                inputs_N = tensors_of_rows(inputs, rows)
+                smaller = DecodeStep(
+                    largest.key, step.reading, inputs_N, largest.room.first_rows(len(rows)), step.length
+                )
+                try:
+                    self._steps.capture(smaller)
+                except torch.OutOfMemoryError:
+                    self._rows.stay()
+                    return
+            places_N = on_device(self._rows.places(rows), step.device)
+            smaller.room.take_rows(places_N, step.room, step.length)
+            smaller.room.give_to(cache, step.length)
+            smaller.reading = step.reading
+            self._steps.rows_left += len(self._rows) - len(rows)
+            self._rows.leave(rows, input_ids.device)
+            smaller.load(self._rows.of_inputs(inputs), cache, step.length)
+            self._step, self._largest = smaller, largest
 
     def _prove(self, step: DecodeStep, inputs: Arguments) -> Tensor:
         """Return the logits of a new step, and keep it if stock computes those of some rows alike."""
@@ -345,7 +400,11 @@ class _ModelInLoop:
         rows = sorted({len(ids_B1) * number // _PROVEN_ROWS for number in range(_PROVEN_ROWS - 1)} | {len(ids_B1) - 1})
         expected = self._model(**inputs_of_rows(inputs, rows), return_dict=True).logits[:, -1:]
         logits_B1V = step.prove(ids_B1, expected, rows)
-        self._steps.kept[step.key] = step
+        step.is_proven = True
+        if self._largest is None:
+            self._steps.kept[step.key] = step
+        else:
+            self._largest.smaller[len(ids_B1)] = step
         return logits_B1V
 
     def _room_for(self, inputs: Arguments, layers: Sequence[Any], lengths: Sequence[int] | None) -> Room:
@@ -403,6 +462,7 @@ class _ModelInLoop:
         if step is None and reading is self._reading:  # a capture holds the model as it is now, since the prompt or not
             reading = read_model(self._model)
             self._key = reading.key
+        self._largest = None
         # Buffers of inference mode could not be written later. Stock goes on if memory runs out: no graph is dropped.
         with torch.inference_mode(False), torch.no_grad(), capture_of_ours():
             if step is None:

@@ -20,7 +20,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_vit_accel.decoding.layers import check_equal
 from hf_vit_accel.decoding.packed import CACHE, Arguments, PackedPrompt, on_device
-from hf_vit_accel.decoding.room import Room, SharedLayer, Size, make_room
+from hf_vit_accel.decoding.room import Room, Size, make_room
 from hf_vit_accel.decoding.steps import spare_bytes
 from hf_vit_accel.decoding.text_models import Model
 
@@ -299,21 +299,12 @@ class GroupedPrompt:
             if packed is None:
                 if room is None:
                     room = room_for(self._inputs, of_group.layers, None)
-                    self._take_room(cache, room)
+                    room.give_to(cache, self._columns)
                 self._collect(cache, of_group, rows_G)
         if packed is not None:
             assert room is not None
-            self._take_room(cache, room)
+            room.give_to(cache, self._columns)
         return CausalLMOutputWithPast(logits=logits_B1V, **{CACHE: cache})
-
-    def _take_room(self, cache: Any, room: Room) -> None:
-        """Let a cache hold the slots of the prompt, from now on."""
-        if room.offsets_B is not None:
-            cache.layers[:] = [SharedLayer(room, layer, self._columns) for layer in room.layers]
-            return
-        for layer, slots in zip(cache.layers, room.layers, strict=True):
-            layer.lazy_initialization(slots.keys, slots.values)
-            layer.keys, layer.values = (x[:, :, : self._columns] for x in (slots.keys, slots.values))
 
     def prove(self, packed: PackedPrompt) -> None:
         """Run the longest two rows both ways; ArithmeticError where results differ by more than rounding."""

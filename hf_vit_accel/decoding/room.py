@@ -60,6 +60,35 @@ class Room:
     columns: int
     offsets_B: Tensor | None = None
 
+    def first_rows(self, rows: int) -> Room:
+        """Return room of fewer rows in the same memory: the first rows, or any rows of a shared axis."""
+        layers: list[Any] = []
+        for layer in self.layers:
+            part = DynamicLayer()
+            part.keys, part.values = layer.keys[:rows], layer.values[:rows]
+            layers.append(part)
+        offsets_B = None if self.offsets_B is None else self.offsets_B[:rows]
+        return Room(layers, self.size, self.columns, offsets_B)
+
+    def take_rows(self, rows_N: Tensor, of_all: Room, length: int) -> None:
+        """Take over rows of another room in the same memory, with the first columns of their keys and values."""
+        self.columns = of_all.columns
+        if of_all.offsets_B is not None:
+            self.offsets_B = of_all.offsets_B[rows_N]
+            return
+        for layer, source in zip(self.layers, of_all.layers, strict=True):
+            for state, value in zip(states_of(layer, length), states_of(source, length), strict=True):
+                state.copy_(value[rows_N])
+
+    def give_to(self, cache: Any, columns: int) -> None:
+        """Let a call's cache hold the first columns of this room, from now on."""
+        if self.offsets_B is not None:
+            cache.layers[:] = [SharedLayer(self, layer, columns) for layer in self.layers]
+            return
+        for layer, slots in zip(cache.layers, self.layers, strict=True):
+            layer.lazy_initialization(slots.keys, slots.values)
+            layer.keys, layer.values = (x[:, :, :columns] for x in (slots.keys, slots.values))
+
     def slots_of(self, rows_T: Tensor, columns_T: Tensor) -> Slots:
         """Return the slots of tokens in some columns of rows."""
         if self.offsets_B is None:

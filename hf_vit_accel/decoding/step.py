@@ -55,13 +55,19 @@ def attend(
     return out.reshape(batch, 1, -1)
 
 
-def inputs_of_rows(inputs: Arguments, rows: list[int]) -> Arguments:
-    """Return stock's inputs of one token for some rows, with a cache that holds copies."""
+def tensors_of_rows(inputs: Arguments, rows: list[int]) -> Arguments:
+    """Return stock's inputs of one token for some rows. The cache is the same."""
     batch = len(inputs["input_ids"])
     part = dict(inputs)
     for name, value in inputs.items():
         if name.endswith(("attention_mask", "_ids")) and value is not None and value.shape[-2] == batch:
             part[name] = value[..., rows, :]
+    return part
+
+
+def inputs_of_rows(inputs: Arguments, rows: list[int]) -> Arguments:
+    """Return stock's inputs of one token for some rows, with a cache that holds copies."""
+    part = tensors_of_rows(inputs, rows)
     cache = part[CACHE] = copy.copy(inputs[CACHE])
     cache.layers = [layer_of_rows(layer, rows) for layer in cache.layers]
     return part
@@ -108,8 +114,17 @@ class DecodeStep:
         self._order_B = torch.arange(rows, dtype=torch.int32, device=keys.device)  # of the rows, the longest first
         self._logits: Tensor | None = None
         self.length = 0  # tokens in the cache, counted on the host
-        self.nbytes = sum(state.nbytes for layer in self.layers for state in states_of(layer))
+        self.graph_bytes = 0
+        self.is_proven = False
+        self.smaller: dict[int, DecodeStep] = {}  # by rows: steps in the same room, once other rows have ended
         self.replay: Callable[[], None] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the room, and of the graphs of all steps in it."""
+        steps = [self, *self.smaller.values()]
+        room = sum(state.nbytes for layer in self.layers for state in states_of(layer))
+        return room + sum(step.graph_bytes for step in steps)
 
     def load(self, inputs: Arguments, cache: Any, length: int) -> None:
         """Copy the tokens and inputs of a call into this step's buffers, and free the memory of the call's cache."""

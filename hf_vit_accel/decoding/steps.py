@@ -39,6 +39,7 @@ class DecodeSteps:
         self.decoded = 0
         self.prompts = 0  # calls of one new token
         self.groups = 0  # forwards of prompts that were divided
+        self.rows_left = 0  # rows that left their step when they had ended
         self.padded_reasons: dict[Hashable, str] = {}  # why stock's text model runs a prompt; empty where ours does
         self.stock_reasons: Counter[str] = Counter()
         self.captures: Counter[str] = Counter()
@@ -107,7 +108,7 @@ class DecodeSteps:
             if self._recorder is None:
                 self._recorder = CudaRecorder(step.device)
             [step.replay], nbytes = self._recorder.record(step.run)
-            step.nbytes += nbytes
+            step.graph_bytes = nbytes
         self.captures[why_new] += 1
         self._last_captured = step.reading
 
@@ -120,6 +121,8 @@ class DecodeSteps:
             text += f", prompts in {self.groups} groups"
             padded = dict.fromkeys(reason for reason in self.padded_reasons.values() if reason)
             text += f" (padded: {'; '.join(padded)})" if padded else ""
+        if self.rows_left:
+            text += f", {self.rows_left} rows left early"
         counted = ("captured", self.captures), ("by stock", self.stock_reasons), ("encoded again", self.encoded_again)
         for label, reasons in counted:
             counts = "; ".join(f"{count} x {why}" for why, count in reasons.items())

@@ -468,6 +468,16 @@ _BY_FILE: dict[str, dict[str, tuple[str, str, str]]] = {
             "begin += _padded(length)",
             "tests/unit/test_prefill.py",
         ),
+        "rows that go on keep the slots of those that left": (
+            "self.offsets_B = of_all.offsets_B[rows_N]",
+            "self.offsets_B = of_all.offsets_B[: len(rows_N)]",
+            "tests/unit/test_leaving_rows.py",
+        ),
+        "keys of rows that go on stay where they were": (
+            "state.copy_(value[rows_N])",
+            "state.copy_(value[: len(rows_N)])",
+            "tests/unit/test_leaving_rows.py",
+        ),
     },
     "ops/decode_attention.py": {
         "padding of a shared axis is seen": (
@@ -485,9 +495,21 @@ _BY_FILE: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "decoding/halves.py": {
         "a sample takes a random number too many": (
-            "return is_greedy and not config.return_dict_in_generate and kinds <= _OF_TOKENS",
+            "return is_greedy and not config.return_dict_in_generate and kinds <= OF_TOKENS",
             "return not config.return_dict_in_generate",
             "tests/unit/test_decoding.py",
+        ),
+    },
+    "decoding/leaving.py": {
+        "a row that goes on leaves": (
+            "going_on = [row for row in rows if not has_ended_B[row]]",
+            "going_on = [row for row in rows[1:] if not has_ended_B[row]]",
+            "tests/unit/test_leaving_rows.py",
+        ),
+        "a processor of the user's reads logits of rows that left": (
+            "return not config.return_dict_in_generate and kinds <= _OF_ROWS",
+            "return not config.return_dict_in_generate",
+            "tests/unit/test_leaving_rows.py",
         ),
     },
     "decoding/ahead.py": {

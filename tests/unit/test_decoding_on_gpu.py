@@ -15,6 +15,7 @@ from support.decoding import both, counts_of
 from tiny import TINY
 
 from hf_vit_accel import graphed_decoding
+from hf_vit_accel.decoding import loop
 from hf_vit_accel.decoding.steps import steps_of
 
 pytestmark = pytest.mark.gpu
@@ -142,3 +143,29 @@ def test_keys_of_a_large_batch_are_in_memory_once() -> None:
     assert counts_of(model).static_calls == 1 and steps_of(model).groups > 4
     cache = 64 * 2048 * 2 * 8 * 8 * 128 * 2  # rows, slots, keys and values, layers, heads, width, bytes
     assert peak < 1.3 * cache + 1.5e9
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("longest", [9, 400])
+def test_rows_that_have_ended_leave_steps(dtype: torch.dtype, longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In rows of their own and on one axis. Each smaller step is proven beside stock; in fp32 tokens are stock's."""
+    monkeypatch.setattr(loop, "WORTH_A_CAPTURE", 1)
+    sizes = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64, hidden_size=128)
+    config = transformers.Qwen3Config(vocab_size=64, intermediate_size=128, **sizes)
+    model = tiny.randomise(transformers.Qwen3ForCausalLM(config)).eval().to("cuda", dtype)
+    lengths = torch.tensor([longest] + [9] * 47, device="cuda")
+    mask = (torch.arange(longest, device="cuda") >= longest - lengths[:, None]).long()
+    options = dict(eos_token_id=list(range(3, 60, 7)), pad_token_id=0, max_new_tokens=150)
+    for _ in range(2):
+        ids = torch.randint(3, 60, (48, longest), device="cuda") * mask
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        if dtype == torch.float32:
+            both(model, inputs, **options)
+        else:
+            model.generate(**inputs, **options, custom_generate=graphed_decoding)
+    steps = steps_of(model)
+    [step] = steps.kept.values()
+    assert counts_of(model).static_calls == 2 and not counts_of(model).reasons
+    assert steps.rows_left >= 48 and {24, 12} <= set(step.smaller)
+    assert all(smaller.replay is not None for smaller in step.smaller.values())
+    assert (step.room.offsets_B is not None) == (longest == 400)

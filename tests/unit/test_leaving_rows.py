@@ -1,0 +1,159 @@
+"""Rows that have ended leave a decode step: tokens are stock's, and steps of fewer rows are kept for the next calls."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.decoding import Counts, both, counts_of
+from support.recorded_ops import OperationRecorder
+from tiny import TINY
+
+from hf_vit_accel import status
+from hf_vit_accel.decoding import leaving, loop, room
+from hf_vit_accel.decoding.step import DecodeStep
+from hf_vit_accel.decoding.steps import steps_of
+
+Inputs = dict[str, Any]
+ENDS: Inputs = dict(eos_token_id=list(range(3, 50, 4)), pad_token_id=2)
+"""A fourth of all tokens end a row."""
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let rows leave small batches, and at once."""
+    monkeypatch.setattr(leaving, "FEWEST_ROWS", 2)
+    monkeypatch.setattr(loop, "WORTH_A_CAPTURE", 1)
+    monkeypatch.setattr(loop, "FEWEST", 1)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return TINY["qwen2_5_vl"].build()
+
+
+@pytest.fixture
+def rows_of_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the rows of every step that runs."""
+    rows: list[int] = []
+    call = DecodeStep.__call__
+    monkeypatch.setattr(DecodeStep, "__call__", lambda step, ids: rows.append(len(ids)) or call(step, ids))
+    return rows
+
+
+def texts(lengths: list[int], seed: int = 0) -> Inputs:
+    """Draw rows of text, padded on the left."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 50, (len(lengths), max(lengths)), generator=generator)
+    first = torch.tensor([[max(lengths) - length] for length in lengths])
+    mask = (torch.arange(max(lengths)) >= first).long()
+    return {"input_ids": torch.where(mask == 1, ids, 2), "attention_mask": mask}
+
+
+def is_on_one_axis(model: Any) -> bool:
+    [step] = steps_of(model).kept.values()
+    return step.room.offsets_B is not None
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize(("longest", "on_one_axis"), [(9, False), (400, True)])
+def test_rows_that_have_ended_leave_steps(
+    model: Any, rows_of_steps: list[int], longest: int, on_one_axis: bool
+) -> None:
+    """Rows of one length have slots of their own; among long and short ones all rows share an axis."""
+    model = TINY["qwen2_5_vl"].build()
+    inputs = texts([longest] + [9] * 15)
+    tokens = both(model, inputs, max_new_tokens=40, **ENDS)
+    is_end = torch.isin(tokens[:, longest:], torch.tensor(ENDS["eos_token_id"]))
+    going_on = 16 - (is_end.cumsum(1) > 0).sum(0)
+    assert is_on_one_axis(model) == on_one_axis
+    assert rows_of_steps == sorted(rows_of_steps, reverse=True) and {16, 8, 4} <= set(rows_of_steps)
+    for rows, left in zip(rows_of_steps, going_on.tolist(), strict=False):  # a step of 2 rows is the smallest
+        assert left <= rows < max(2 * left, 3)
+    assert steps_of(model).rows_left == 16 - rows_of_steps[-1] and "rows left early" in str(status(model))
+    assert not counts_of(model).reasons
+
+
+@pytest.mark.usefixtures("way")
+def test_steps_of_fewer_rows_are_kept(model: Any, recorder: type[OperationRecorder]) -> None:
+    model = TINY["qwen2_5_vl"].build()
+    for seed in range(4):
+        both(model, texts([9] * 16, seed), max_new_tokens=40, **ENDS)
+    [step] = steps_of(model).kept.values()
+    assert set(step.smaller) <= {8, 4, 2} and recorder.captures == 1 + len(step.smaller)
+    room_bytes = sum(state.nbytes for layer in step.layers for state in (layer.keys, layer.values))
+    assert room_bytes < step.nbytes < 1.1 * room_bytes, "smaller steps have no keys of their own"
+
+
+@pytest.mark.usefixtures("way")
+@given(st.randoms(use_true_random=False))
+def test_random_calls_give_stocks_tokens(model: Any, rng: random.Random) -> None:
+    """Equal and unequal lengths, pictures, sampling, penalties, caches that grow after rows have left."""
+    lengths = [rng.choice([9, 9, 12, rng.randint(1, 300)]) for _ in range(rng.randint(4, 17))]
+    inputs = texts(lengths, rng.randrange(999))
+    if rng.random() < 0.3:
+        row = tiny.left_padded(model)
+        copies = rng.randint(2, 5)
+        inputs = {name: torch.cat([value] * copies) for name, value in row.items()}
+    options: Inputs = rng.choice(
+        [{}, dict(do_sample=True, temperature=1.5, top_k=20), dict(repetition_penalty=1.3, min_new_tokens=3)]
+    )
+    ends = dict(eos_token_id=list(range(3, 50, rng.choice([2, 4, 9, 20]))), pad_token_id=2)
+    calls = counts_of(model).static_calls
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "_RESERVE", rng.choice([2, 8, 128]))
+        patch.setattr(room, "_WORTH", rng.choice([0.0, 0.8, 9.0]))
+        both(model, inputs, rng.randrange(99), max_new_tokens=rng.choice([5, 30, 60]), **ends, **options)
+    assert counts_of(model) == Counts(calls + 1, {})
+
+
+def _with_scores(model: Any) -> Inputs:
+    return dict(return_dict_in_generate=True, output_scores=True)
+
+
+def _with_a_processor(model: Any) -> Inputs:
+    return dict(make_logits_processor=lambda: [lambda input_ids, scores: scores])
+
+
+def _with_a_criterion(model: Any) -> Inputs:
+    return dict(make_stopping_criteria=lambda: [lambda input_ids, scores: torch.zeros(len(input_ids)).bool()])
+
+
+@pytest.mark.parametrize("options_of", [_with_scores, _with_a_processor, _with_a_criterion])
+def test_no_row_leaves_whose_logits_are_read(
+    model: Any, rows_of_steps: list[int], options_of: Callable[[Any], Inputs]
+) -> None:
+    both(model, texts([9] * 16), max_new_tokens=30, **ENDS, **options_of(model))
+    assert set(rows_of_steps) == {16}
+
+
+def test_memory_that_is_too_short_for_a_smaller_step_leaves_all_rows_in(
+    model: Any, rows_of_steps: list[int], recorder: type[OperationRecorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = TINY["qwen2_5_vl"].build()
+    both(model, texts([9] * 16), max_new_tokens=40, min_new_tokens=40, **ENDS)
+    rows_of_steps.clear()
+    monkeypatch.setattr(recorder, "fail", torch.OutOfMemoryError("full"))
+    both(model, texts([9] * 16), max_new_tokens=40, **ENDS)
+    assert set(rows_of_steps) == {16} and not counts_of(model).reasons
+
+
+def test_a_smaller_step_that_computes_otherwise_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel may be wrong for few rows alone. Stock goes on with the rows that are left."""
+    model = TINY["qwen2_5_vl"].build()
+    run = DecodeStep._hidden_B1E
+
+    def run_few_wrong(step: DecodeStep) -> torch.Tensor:
+        hidden = run(step)
+        return hidden if len(hidden) > 4 else hidden.neg()
+
+    monkeypatch.setattr(DecodeStep, "_hidden_B1E", run_few_wrong)
+    both(model, texts([400] + [9] * 15), max_new_tokens=40, **ENDS)
+    [reason] = counts_of(model).reasons
+    assert "logits differ" in reason and steps_of(model).rows_left >= 12
