@@ -130,7 +130,7 @@ def decide_attention(tower: Tower, state: TowerState, args: tuple[object, ...], 
     reasons = _reasons_without_segments(tower, arguments, names)
     if "cu_seqlens" not in taken:
         reasons = [f"transformers {transformers.__version__} computes the segments of this tower by itself"]
-    if state.settings.score_mod is not None and len({parameter.device for parameter in tower.parameters()}) > 1:
+    if state.settings.score_mod is not None and len(_devices_of(tower)) > 1:
         # Between devices layers get copies of our offsets, which do not know the score_mod.
         reasons = ["the tower lies on several devices"]
     if not reasons:

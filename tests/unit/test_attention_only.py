@@ -127,6 +127,21 @@ def test_a_score_mod_is_applied(tower: nn.Module) -> None:
         run(tower, **{name: padded})
 
 
+def test_a_score_mod_where_weights_are_offloaded() -> None:
+    """All computes on one device then. On several, copies of our offsets would not know the score_mod."""
+    accelerate = pytest.importorskip("accelerate")
+    tower = build("transformers.models.video_llama_3.modeling_video_llama_3", "VideoLlama3VisionModel")
+    hf_vit_accel.patch(tower, attention=FlexConfig(score_mod=lambda score, *_: score * 0.5))
+    expected = run(tower)
+    layers = next(module for module in tower.modules() if isinstance(module, nn.ModuleList))
+    accelerate.cpu_offload(layers[1], execution_device="cpu")
+    assert {parameter.device.type for parameter in tower.parameters()} == {"cpu", "meta"}
+    assert_close(run(tower), expected)
+    layers[0].unread = nn.Parameter(torch.empty(1, device="meta"))
+    with pytest.raises(FallbackError, match="the tower lies on several devices"):
+        run(tower)
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"strict": True}, {"attention": FlexConfig(score_mod=lambda score, *_: score)}]
 )
