@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,9 +151,10 @@ def test_keys_of_a_large_batch_are_in_memory_once() -> None:
 def test_rows_that_have_ended_leave_steps(dtype: torch.dtype, longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In rows of their own and on one axis. Each smaller step is proven beside stock; in fp32 tokens are stock's."""
     monkeypatch.setattr(loop, "WORTH_A_CAPTURE", 1)
-    sizes = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64, hidden_size=128)
-    config = transformers.Qwen3Config(vocab_size=64, intermediate_size=128, **sizes)
-    model = tiny.randomise(transformers.Qwen3ForCausalLM(config)).eval().to("cuda", dtype)
+    qwen3 = TINY["qwen3_vl"]
+    rope = qwen3.text["rope_parameters"] | {"mrope_section": [12, 10, 10]}
+    heads = replace(qwen3, text=qwen3.text | {"head_dim": 64, "rope_parameters": rope})  # of which there are kernels
+    model = heads.build().to("cuda", dtype)
     lengths = torch.tensor([longest] + [9] * 47, device="cuda")
     mask = (torch.arange(longest, device="cuda") >= longest - lengths[:, None]).long()
     options = dict(eos_token_id=list(range(3, 60, 7)), pad_token_id=0, max_new_tokens=150)
