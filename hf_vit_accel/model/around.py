@@ -206,9 +206,20 @@ def _is_unknown(model: Model, name: str) -> bool:
         method = getattr(kind, called, None)
         if isinstance(method, FunctionType | property) and method is not getattr(nn.Module, called, None):
             is_own = called != name and not isinstance(vars(model).get(called), Method | None)
-            if is_own or not _is_known(kind, called, method):
+            if is_own or not (_is_known(kind, called, method) or _is_new(model, called, method)):
                 return True
     return False
+
+
+def _is_new(model: Model, name: str, method: Any) -> bool:
+    """Return whether a subclass adds a property of which transformers' class has nothing.
+
+    Transformers' methods then read an attribute of this name of another object. colpali's ColQwen2_5 adds a
+    `spatial_merge_size`, which they read of the config and the tower.
+    """
+    stock = next((kind for kind in type(model).__mro__ if kind.__module__ in _FILES), type(model))
+    can_be_set = not isinstance(method, property) or method.fset is not None  # by the __init__ of transformers' class
+    return not (can_be_set or hasattr(stock, name) or name in model._modules)
 
 
 @lru_cache(maxsize=256)

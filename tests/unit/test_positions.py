@@ -316,6 +316,41 @@ def test_an_override_runs_as_it_is() -> None:
     assert "get_rope_index is not transformers' own" in str(status)
 
 
+@pytest.mark.parametrize("family", alike("qwen2_5_vl", "qwen2_vl", "qwen3_vl"))
+def test_a_property_that_transformers_methods_cannot_mean(family: str) -> None:
+    """colpali's ColQwen and BiQwen have a `spatial_merge_size`; methods read that of the config and the tower."""
+    model = TINY[family].build()
+    inner = model.model
+    inputs = left_padded(model)
+    with torch.no_grad():
+        expected = model(**inputs).logits
+    merge = property(lambda model: model.visual.config.spatial_merge_size)
+    inner.__class__ = type("ColQwen", (type(inner),), {"spatial_merge_size": merge})
+    hf_vit_accel.patch(model)
+    with torch.no_grad():
+        torch.testing.assert_close(model(**inputs).logits, expected, rtol=1e-4, atol=1e-5)
+    status = status_of(model)
+    assert status.calls == 1 and not status.unknown and not status.stock_calls
+
+
+@pytest.mark.parametrize(
+    ("name", "new"),
+    [
+        ("visual", property(lambda model: model._modules["visual"])),
+        ("spatial_merge_size", property(lambda model: 2, lambda model, value: None)),
+        ("dtype", property(lambda model: torch.float32)),
+    ],
+    ids=["of a module", "with a setter", "of transformers' class"],
+)
+def test_a_property_that_transformers_methods_may_mean(name: str, new: property) -> None:
+    """A model of transformers has an attribute of that name, or its `__init__` may set one."""
+    model = TINY["qwen2_5_vl"].build()
+    inner = model.model
+    inner.__class__ = type("Mine", (type(inner),), {name: new})
+    hf_vit_accel.patch(model)
+    assert status_of(model).unknown
+
+
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, through_pickle])
 @pytest.mark.parametrize("name", ["get_rope_index", "get_image_features"])
 def test_a_method_that_is_copied_alone_keeps_its_copy_of_the_model(duplicate: Model, name: str) -> None:
