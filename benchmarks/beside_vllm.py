@@ -15,7 +15,6 @@ import json
 import os
 import shutil
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -29,21 +28,21 @@ from captioning_benchmark import (
     CHECKPOINTS,
     LONGEST,
     PATCH_SIDE,
-    KeptProgress,
+    PROMPT,
     draw_all,
     load_model,
     load_processor,
     prepare_runs,
     run_captioner,
 )
-from measuring import Row, document_of, write_json
+from measuring import DEVICE, Row, document_of, write_json
 from PIL import Image
 from whole_call import TEXT
 
 import hf_vit_accel
+from hf_vit_accel.tools.bench.timing import milliseconds
 from hf_vit_accel.tools.bench.towers import SHAPES
 
-PROMPT = "describe this picture ."
 PICTURES = 256
 CALLS = {"32 x 34x46": (32, (34, 46)), "one 64x64": (1, (64, 64))}
 """Calls of `generate` by name: pictures, and the rows and columns of patches of each."""
@@ -60,7 +59,9 @@ VLLM_SETTINGS: dict[str, Any] = dict(
 )
 """What was fastest, and no cache that a second run of the same pictures would hit."""
 Job = Callable[[int], float]
-"""Runs a job with so many new tokens, and returns its seconds."""
+"""Runs a job with so many new tokens, and returns its milliseconds."""
+Generate = Callable[[Sequence[Image.Image], int], None]
+"""Makes so many tokens about every picture."""
 CAPTIONING = "captioning"
 WARM_UPS = 3
 """Of calls: the third of a size at the latest is captured. Captioning runs once to warm up."""
@@ -108,17 +109,17 @@ def prompt_of(processor: Any) -> str:
     return text
 
 
-def seconds_of(job: Callable[..., None], *arguments: Any) -> float:
-    """Run a job and return its seconds."""
-    begin = time.perf_counter()
-    job(*arguments)
-    return time.perf_counter() - begin
+def calls_of(model: str, generate: Generate, *, cuda: bool) -> dict[str, Job]:
+    """Return the jobs that are one call of `generate`, by name."""
+    jobs: dict[str, Job] = {}
+    for name, (number, (rows, columns)) in CALLS.items():
+        jobs[name] = partial(timed, generate, noise(number, rows, columns, model), cuda=cuda)
+    return jobs
 
 
-def milliseconds_of(job: Job, tokens: int, runs: int, warm_ups: int) -> Row:
-    """Return the median of some runs and all of them, in milliseconds, after others to warm up."""
-    times = [1e3 * job(tokens) for _ in range(warm_ups + runs)][warm_ups:]
-    return {"ms": statistics.median(times), "all": times}
+def timed(generate: Generate, images: Sequence[Image.Image], tokens: int, *, cuda: bool) -> float:
+    """Return the milliseconds of a call of `generate`."""
+    return milliseconds(partial(generate, images, tokens), cuda=cuda)
 
 
 def redraw(model: torch.nn.Module) -> None:
@@ -150,18 +151,16 @@ def jobs_of_vllm(model: str, folder: Path, pictures: Sequence[Path]) -> dict[str
         outputs = engine.generate(requests, sampling, use_tqdm=False)
         assert all(len(output.outputs[0].token_ids) == tokens for output in outputs)
 
-    jobs: dict[str, Job] = {
-        CAPTIONING: partial(seconds_of, lambda tokens: generate(opened(pictures), tokens)),
-    }
-    for name, (number, (rows, columns)) in CALLS.items():
-        jobs[name] = partial(seconds_of, generate, noise(number, rows, columns, model))
-    return jobs
+    def caption(tokens: int) -> float:
+        return milliseconds(lambda: generate(opened(pictures), tokens), cuda=False)
+
+    return {CAPTIONING: caption, **calls_of(model, generate, cuda=False)}  # the GPU is another process's
 
 
 def jobs_of_ours(model: str, folder: Path, pictures: Sequence[Path]) -> dict[str, Job]:
     """Return our jobs by name: the captioner for a folder, and `generate` of a patched model for a call."""
     checkpoint = str(CHECKPOINTS[model])
-    full_size: Any = load_model(checkpoint, torch.bfloat16, torch.device("cuda"))
+    full_size: Any = load_model(checkpoint, torch.bfloat16, DEVICE)
     processor = load_processor(checkpoint)
     text = prompt_of(processor)
     attempts = iter(range(1, 1000))
@@ -173,27 +172,23 @@ def jobs_of_ours(model: str, folder: Path, pictures: Sequence[Path]) -> dict[str
             hf_vit_accel.unpatch(full_size)
         arguments = ["caption", str(pictures[0].parent), "--output", str(output)]
         arguments += ["--model", checkpoint, "--prompt", PROMPT, "--attempt", str(next(attempts))]
-        run_captioner([*arguments, "--max-new-tokens", str(tokens)])
-        return KeptProgress.last.seconds
+        return run_captioner([*arguments, "--max-new-tokens", str(tokens)]).ms
 
     def generate(images: Sequence[Image.Image], tokens: int) -> None:
         inputs = processor(
-            text=[text] * len(images), images=list(images), padding=True, return_tensors="pt", device="cuda"
+            text=[text] * len(images), images=list(images), padding=True, return_tensors="pt", device=DEVICE
         )
         length = inputs["input_ids"].shape[1]
         config = copy.deepcopy(full_size.generation_config)
         config.update(max_new_tokens=tokens, do_sample=False)
         output = full_size.generate(
-            **inputs.to("cuda", dtype=torch.bfloat16),
+            **inputs.to(DEVICE, dtype=torch.bfloat16),
             generation_config=config,
             custom_generate=hf_vit_accel.graphed_decoding,
         )
         assert output.shape[1] == length + tokens
 
-    jobs: dict[str, Job] = {CAPTIONING: caption}
-    for name, (number, (rows, columns)) in CALLS.items():
-        jobs[name] = partial(seconds_of, generate, noise(number, rows, columns, model))
-    return jobs
+    return {CAPTIONING: caption, **calls_of(model, generate, cuda=DEVICE.type == "cuda")}
 
 
 def main(
@@ -215,7 +210,9 @@ def main(
         is_captioning = name == CAPTIONING
         for number in map(int, tokens.split(",")) if is_captioning else CALL_TOKENS:
             row: Row = {"model": model, "job": name, "tokens": number, "side": side}
-            row |= milliseconds_of(job, number, runs, 1 if is_captioning else WARM_UPS)
+            warm_ups = 1 if is_captioning else WARM_UPS
+            times = [job(number) for _ in range(warm_ups + runs)][warm_ups:]
+            row |= {"ms": statistics.median(times), "all": times}
             if is_captioning:
                 row["pictures/s"] = 1e3 * len(pictures) / row["ms"]
             print(row, flush=True)

@@ -11,12 +11,13 @@ from __future__ import annotations
 import gc
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
+from itertools import count
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 import torch
@@ -30,12 +31,13 @@ ROOT = HERE.parent
 sys.path[:0] = [str(HERE), str(ROOT / "examples"), str(ROOT / "tests")]
 
 from captioner import main as batch_caption  # noqa: E402
-from captioner.batches import Bounds  # noqa: E402
+from captioner.batches import Bounds, Task  # noqa: E402
 from captioner.model import Captioner  # noqa: E402
-from measuring import Row, document_of, write_json  # noqa: E402
+from measuring import DEVICE, Row, document_of, take_turns, write_json  # noqa: E402
 from whole_call import build  # noqa: E402
 
 import hf_vit_accel  # noqa: E402
+from hf_vit_accel.tools.bench.timing import milliseconds  # noqa: E402
 
 CHECKPOINTS = {
     "qwen2.5-vl-7b": ROOT / "tests" / "tiny_captioner" / "qwen2_5_vl",
@@ -46,25 +48,7 @@ PATCH_SIDE = {"qwen2.5-vl-7b": 28, "qwen3-vl-8b": 32}
 """The side of a merged token in pixels."""
 LONGEST = 4096
 """Merged tokens of the largest picture; larger ones are reduced to it."""
-
-
-def runs_of(tokens: Sequence[int]) -> dict[str, list[str]]:
-    """Return the options of every run by its name: stock and patched, for each number of new tokens.
-
-    Each run comes twice, the first time to warm up: its batches have shapes that came before. Graphs that are captured
-    release the memory that torch keeps, so stock's first run after a patched one must get it anew.
-    """
-    runs = {}
-    for number in tokens:
-        for way, options in (("stock", ["--no-patch"]), ("patched", [])):
-            name = name_of(way, number)
-            runs[f"to warm up, {name}"] = runs[name] = [*options, "--max-new-tokens", str(number)]
-    return runs
-
-
-def name_of(way: str, tokens: int) -> str:
-    """Return the name of a run."""
-    return f"{way}, {tokens} token{'s' * (tokens > 1)}"
+PROMPT = "describe this picture ."
 
 
 def draw(folder: Path, index: int) -> None:
@@ -91,6 +75,8 @@ def model_of(checkpoint: str) -> str:
     return next(name for name, path in CHECKPOINTS.items() if str(path) == checkpoint)
 
 
+WAYS = {"stock": ["--no-patch"], "patched": []}
+"""Options of the captioner by contender."""
 current_options: list[str] = []
 """Of the run that is going on."""
 
@@ -114,19 +100,6 @@ def load_processor(checkpoint: str, revision: str | None = None) -> ProcessorMix
     return processor
 
 
-@dataclass(frozen=True)
-class Run:
-    """The pace of one run, over all processes.
-
-    Args:
-        rate: Pictures per second.
-        waiting: Milliseconds a picture in which the models waited for pictures.
-    """
-
-    rate: float
-    waiting: float
-
-
 class _KeptBounds(dict[tuple[object, ...], Bounds]):
     """The bounds of batches by model and options: steps that are held would make those of a later run smaller."""
 
@@ -138,40 +111,16 @@ class _KeptBounds(dict[tuple[object, ...], Bounds]):
         return replace(self[key])
 
 
-class KeptProgress(batch_caption.Progress):
-    """Keep the counts of the last run of this process."""
+class TimedWorker(batch_caption.Worker):
+    """Time the work of this process, from the first picture to the last record."""
 
-    last: KeptProgress
+    last: ClassVar[TimedWorker]
+    ms = 0.0
 
-    def summary(self) -> str:
-        """Keep the counts when they are complete."""
-        KeptProgress.last = self
-        return super().summary()
-
-
-def last_run() -> Run:
-    """Gather the counts of the last run from all processes."""
-    progress = KeptProgress.last
-    counts = gather_object([(progress.counts["items"], progress.waited, progress.seconds)])
-    items = sum(count for count, _, _ in counts)
-    waited = statistics.mean(waited for _, waited, _ in counts)
-    return Run(items / max(seconds for _, _, seconds in counts), 1e3 * waited / items)
-
-
-def rows_of(model: str, runs: Mapping[str, Sequence[Run]]) -> list[Row]:
-    """Return the rows of `captioning.json`, stock and patched by number of tokens, from all runs by name."""
-    rows: list[Row] = []
-    for name in runs:
-        way, _, tokens = name.partition(", ")
-        if way != "stock":
-            continue
-        number = int(tokens.split()[0])
-        by_way = {way: runs[name_of(way, number)] for way in ("stock", "patched")}
-        rates = {way: [run.rate for run in of_way] for way, of_way in by_way.items()}
-        medians = {way: statistics.median(of_way) for way, of_way in rates.items()}
-        waiting = {way: statistics.median(run.waiting for run in of_way) for way, of_way in by_way.items()}
-        rows.append({"model": model, "tokens": number, **medians, "all": rates, "ms waiting": waiting})
-    return rows
+    def work(self, tasks: Sequence[Task]) -> None:
+        """Caption all tasks."""
+        self.ms = milliseconds(partial(super().work, tasks), cuda=DEVICE.type == "cuda")
+        TimedWorker.last = self
 
 
 def fresh_model(
@@ -189,44 +138,67 @@ def draw_all(folder: Path, pictures: int) -> None:
         list(pool.map(partial(draw, folder), range(pictures), chunksize=16))
 
 
-def run_captioner(arguments: Sequence[str]) -> None:
-    """Run the captioner's command line in this process."""
+def run_captioner(arguments: Sequence[str]) -> TimedWorker:
+    """Run the captioner's command line in this process; return the worker that did it."""
     batch_caption.app(list(arguments), standalone_mode=False)
+    return TimedWorker.last
 
 
 def prepare_runs() -> None:
-    """Let all runs of this process take the full-size model, and keep their counts."""
+    """Let all runs of this process take the full-size model, and time their work."""
     batch_caption.load_model = fresh_model
     batch_caption.load_processor = load_processor
-    batch_caption.Progress = KeptProgress
+    batch_caption.Worker = TimedWorker
     kept = _KeptBounds()
     Captioner.bounds = lambda captioner, *limits: kept.of(captioner, *limits)
     # Several runs share this process, so the end of a run must not end the process group.
     batch_caption.PartialState.destroy_process_group = lambda self: None  # type: ignore[method-assign]
 
 
+def measure_tokens(model: str, folder: Path, pictures: int, tokens: int, rounds: int) -> Row:
+    """Time stock and patched in turns; return the row of a number of new tokens.
+
+    Each run comes twice, the first time to warm up: its batches have shapes that came before. Graphs that are captured
+    release the memory that torch keeps, so stock's first run after a patched one must get it anew.
+    """
+    state = batch_caption.PartialState()
+    attempts = count(1)
+    waiting: dict[str, list[float]] = {way: [] for way in WAYS}
+
+    def run(way: str) -> TimedWorker:
+        if state.is_main_process:
+            print(f"### {way}, {tokens} new tokens", flush=True)
+        arguments = ["caption", str(folder / "pictures"), "--output", str(folder / f"{way}_{tokens}")]
+        arguments += ["--model", str(CHECKPOINTS[model]), "--prompt", PROMPT, "--attempt", str(next(attempts))]
+        current_options[:] = WAYS[way]
+        worker = run_captioner([*arguments, "--max-new-tokens", str(tokens), *WAYS[way]])
+        state.wait_for_everyone()
+        return worker
+
+    def turn(way: str) -> list[float]:
+        run(way)
+        worker = run(way)
+        of_processes = gather_object([(worker.ms, worker.progress.waited)])
+        waiting[way].append(1e3 * statistics.mean(seconds for _, seconds in of_processes) / pictures)
+        return [max(elapsed for elapsed, _ in of_processes)]
+
+    times = take_turns(WAYS, turn, rounds)
+    rates = {way: [1e3 * pictures / elapsed for elapsed in of_way] for way, of_way in times.items()}
+    medians = {way: statistics.median(of_way) for way, of_way in rates.items()}
+    ms_waiting = {way: statistics.median(of_way) for way, of_way in waiting.items()}
+    return {"model": model, "tokens": tokens, **medians, "all": rates, "ms waiting": ms_waiting}
+
+
 def measure(model: str, folder: Path, pictures: int, tokens: Sequence[int], rounds: int) -> list[Row]:
-    """Caption the same pictures in every way; print the summary of every run."""
+    """Caption the same pictures with every number of new tokens; print the summary of every run."""
     prepare_runs()
     state = batch_caption.PartialState()
     folder = folder / model  # another process may measure the other model at the same time
-    drawn = folder / "pictures"
     if state.is_main_process:
-        draw_all(drawn, pictures)
+        draw_all(folder / "pictures", pictures)
     state.wait_for_everyone()
-    results: dict[str, list[Run]] = {}
-    for attempt in range(1, rounds + 1):
-        for name, options in runs_of(tokens).items():
-            output = folder / name.replace(", ", "_").replace(" ", "_")
-            if state.is_main_process:
-                print(f"### {name}", flush=True)
-            arguments = ["caption", str(drawn), "--output", str(output), "--model", str(CHECKPOINTS[model])]
-            arguments += ["--prompt", "describe this picture .", "--attempt", str(attempt), *options]
-            current_options[:] = options
-            run_captioner(arguments)
-            state.wait_for_everyone()
-            results.setdefault(name, []).append(last_run())
-    return rows_of(model, results)
+    drawn = len(list((folder / "pictures").iterdir()))  # an earlier run may have drawn more
+    return [measure_tokens(model, folder, drawn, number, rounds) for number in tokens]
 
 
 def main(

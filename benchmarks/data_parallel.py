@@ -27,7 +27,7 @@ from hf_vit_accel.tools.bench.measure import draw_pixels
 from hf_vit_accel.tools.bench.towers import build_tower, family_of_tower
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from measuring import Grid, Row, document_of, largest_error, write_json
+from measuring import Grid, Row, document_of, largest_error, take_turns, write_json
 
 SIZES = {
     "16 x 512²": [(1, 32, 32)] * 16,
@@ -77,34 +77,36 @@ def in_turns(tower: nn.Module, grid: Grid, groups: Groups, rounds: int) -> dict[
         By number of ranks: the slowest rank's median time, and the difference of its outputs from those of one rank.
     """
     pixels = draw_pixels(tower, grid, 0)
-    rank = dist.get_rank()
-    times: dict[int, list[float]] = {count: [] for count in (1, *groups)}
-    rows: dict[int, Row] = {count: {"rows": len(pixels), "difference": 0.0} for count in times}
+    counts = (1, *groups)
+    rows: dict[int, Row] = {count: {"rows": len(pixels), "difference": 0.0} for count in counts}
     expected: list[torch.Tensor] = []
-    for _ in range(rounds):
-        for count, of_count in times.items():
-            takes_part = count == 1 or rank < count
 
-            def call(takes_part: bool = takes_part) -> list[torch.Tensor]:
-                return outputs_of(tower, pixels, grid) if takes_part else []
+    def turn(count: int) -> list[float]:
+        takes_part = count == 1 or dist.get_rank() < count
 
-            error = 0.0
-            if takes_part:
-                hf_vit_accel.patch(tower, data_parallel=groups.get(count, False))
-                outputs = call()  # computes layouts and plans
-                expected = expected or outputs
-                error = difference(outputs, expected)
-                del outputs
-            of_count.append(max(milliseconds(call)))
-            worst = torch.tensor(error, device=DEVICE)
-            dist.all_reduce(worst, dist.ReduceOp.MAX)
-            row = rows[count]
-            row["difference"] = max(row["difference"], float(worst))
-            status = hf_vit_accel.status(tower).towers[0]
-            row |= {"status": status.ranks, "fallbacks": dict(status.fallbacks)}
-            assert row["difference"] < LARGEST_ERROR, row
-    for count, of_count in times.items():
-        rows[count]["ms"] = statistics.median(of_count)
+        def call() -> list[torch.Tensor]:
+            return outputs_of(tower, pixels, grid) if takes_part else []
+
+        error = 0.0
+        if takes_part:
+            hf_vit_accel.patch(tower, data_parallel=groups.get(count, False))
+            outputs = call()  # computes layouts and plans
+            if not expected:  # the first turn is that of one rank
+                expected.extend(outputs)
+            error = difference(outputs, expected)
+            del outputs
+        slowest = max(milliseconds(call))
+        worst = torch.tensor(error, device=DEVICE)
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        row = rows[count]
+        row["difference"] = max(row["difference"], float(worst))
+        status = hf_vit_accel.status(tower).towers[0]
+        row |= {"status": status.ranks, "fallbacks": dict(status.fallbacks)}
+        assert row["difference"] < LARGEST_ERROR, row
+        return [slowest]
+
+    for count, times in take_turns(counts, turn, rounds).items():
+        rows[count]["ms"] = statistics.median(times)
     return rows
 
 

@@ -12,13 +12,12 @@ sees every frame (for Qwen3-VL-8B 17.5 GB, and 147 kB a token).
 import argparse
 import gc
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import DEVICE, document_of, write_json
+from measuring import DEVICE, document_of, run_once, write_json
 from transformers import PreTrainedModel
 from whole_call import TEXT, build, inputs_for
 
@@ -49,18 +48,6 @@ def generate(model: PreTrainedModel, inputs: Inputs, tokens: int) -> list[int]:
     return ids[0, inputs["input_ids"].shape[1] :].tolist()
 
 
-def measured(step: Callable[[], object], device: torch.device) -> tuple[Row, object]:
-    """Run a step; return its seconds and peak memory in GB (None on a CPU), and its result."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    begin = time.perf_counter()
-    result = step()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    peak_gb = torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else None
-    return {"seconds": round(time.perf_counter() - begin, 3), "peak_gb": peak_gb}, result
-
-
 def run(model: PreTrainedModel, inputs: Inputs, tokens: int) -> Row:
     """Encode, then generate.
 
@@ -79,12 +66,13 @@ def run(model: PreTrainedModel, inputs: Inputs, tokens: int) -> Row:
     }
     for name, step in steps.items():
         try:
-            row[name], result = measured(step, model.device)
+            measured = run_once(step)
         except torch.OutOfMemoryError:
             row[name] = "out of memory"
             break
+        row[name] = {"seconds": round(measured.ms / 1e3, 3), "peak_gb": measured.peak_gb}
     else:
-        row["text"] = result
+        row["text"] = measured.result
     gc.collect()
     if model.device.type == "cuda":
         torch.cuda.empty_cache()

@@ -86,7 +86,7 @@ def plain(steps: Steps, tower: nn.Module) -> Contender:
 
 def peak_with_weights(steps: Steps, contender: Contender) -> float | None:
     """Measure the peak memory of a step in GB, its weights included; None on a CPU."""
-    peak = peak_gigabytes(partial(steps.step, contender.forward), steps.device)
+    peak = peak_gigabytes(partial(steps.step, contender.forward))
     return None if peak is None else peak + sum(weight.nbytes for weight in contender.tower.parameters()) / 1e9
 
 
@@ -105,7 +105,7 @@ def measure(model: str, rounds: int) -> list[Row]:
     """Return a row for every contender."""
     grid = SIZES[SIZE]
     tower = adapted(model)
-    steps = Steps(tower, grid, DEVICE)
+    steps = Steps(tower, grid)
     exact = copy.deepcopy(tower).float()
     expected = results(steps, plain(steps, exact), exact=True)
     del exact
@@ -118,7 +118,7 @@ def measure(model: str, rounds: int) -> list[Row]:
         runs = {way: partial(steps.step, contender.forward) for way, contender in ways.items()}
         before = {way: partial(clear, contender.tower) for way, contender in ways.items()}
         common = dict(model=model, size=SIZE, patches=rows_of(grid), rank=RANK)
-        rows = time_rows(runs, rounds, DEVICE, before=before, **common)
+        rows = time_rows(runs, rounds, before=before, **common)
     return [row | measured[row["contender"]] for row in rows]
 
 

@@ -11,12 +11,11 @@ pass is the price of products and attention over fewer rows.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 
 import torch
-from measuring import DEVICE, Row, largest_error, measure_models, time_set_ups
+from measuring import DEVICE, Row, largest_error, measure_models, run_once, time_set_ups
 from torch import nn
 
 import hf_vit_accel
@@ -47,27 +46,22 @@ def draw_video(tower: nn.Module, frames: int) -> torch.Tensor:
     return draw_pixels(tower, ((frames, HEIGHT, WIDTH),), 0)
 
 
-def outputs_of(tower: nn.Module, output: object) -> list[torch.Tensor]:
+def outputs_of(output: object) -> list[torch.Tensor]:
     """Return every tensor of an output."""
     return list(named_tensors(output).values())
 
 
-def gigabytes(tower: nn.Module, pixels: torch.Tensor, grid: torch.Tensor) -> tuple[float | None, list[torch.Tensor]]:
-    """Measure the peak memory of a call beyond its outputs and the memory before it.
+def encode(tower: nn.Module, pixels: torch.Tensor, grid: torch.Tensor) -> tuple[Row, list[torch.Tensor]]:
+    """Run a call once.
 
     Returns:
-        The gigabytes, None on a CPU, and the outputs.
+        Its seconds, the peak memory in GB beyond its outputs and the memory before it (None on a CPU), and the outputs.
     """
-    if pixels.device.type != "cuda":
-        return None, outputs_of(tower, tower(pixels, grid_thw=grid))
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    output = tower(pixels, grid_thw=grid)
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated()  # before `outputs_of`, which may allocate
-    tensors = outputs_of(tower, output)
-    return (peak - before - sum(tensor.nbytes for tensor in tensors)) / 1e9, tensors
+    call = run_once(partial(tower, pixels, grid_thw=grid))
+    outputs = outputs_of(call.result)
+    outputs_gb = sum(output.nbytes for output in outputs) / 1e9
+    beyond_gb = None if call.beyond_gb is None else call.beyond_gb - outputs_gb
+    return {"seconds": call.ms / 1e3, "beyond_gb": beyond_gb, "outputs_gb": outputs_gb}, outputs
 
 
 def compare_sizes(model: str, tower: nn.Module, pixels: torch.Tensor, grid: torch.Tensor) -> list[Row]:
@@ -82,9 +76,9 @@ def compare_sizes(model: str, tower: nn.Module, pixels: torch.Tensor, grid: torc
     for size in SIZES:
         hf_vit_accel.patch(tower, max_rows=size, strict=True)
         tower(pixels, grid_thw=grid)  # computes the layout, whose memory is not a pass's
-        beyond, outputs = gigabytes(tower, pixels, grid)
+        call, outputs = encode(tower, pixels, grid)
         expected = expected or [output.clone() for output in outputs]
-        row: Row = dict(model=model, max_rows=size, beyond_gb=beyond, error=largest_error(outputs, expected))
+        row: Row = dict(model=model, max_rows=size, beyond_gb=call["beyond_gb"], error=largest_error(outputs, expected))
         del outputs
         passes = cut(videos, size or len(pixels))
         row["frames"] = [sum(t for t, _, _ in videos_of_pass) for videos_of_pass in passes]
@@ -126,16 +120,15 @@ def many(model: str, frames: int) -> Row:
     grid = grid_of(frames)
     pixels = draw_video(tower, frames)
     hf_vit_accel.patch(tower, strict=True)
-    row: Row = dict(model=model, rows=len(pixels), beyond_gb=[], seconds=[])
+    calls: list[Row] = []
     for _ in range(2):
-        begin = time.perf_counter()
-        beyond, outputs = gigabytes(tower, pixels, grid)
-        row["seconds"].append(time.perf_counter() - begin)
-        row["beyond_gb"].append(beyond)
-        row["outputs_gb"] = sum(output.nbytes for output in outputs) / 1e9
+        call, outputs = encode(tower, pixels, grid)
+        calls.append(call)
         ends = [output[-(len(output) // frames) * 3 :].clone() for output in outputs]
         del outputs
-    last = outputs_of(tower, tower(pixels[-3 * HEIGHT * WIDTH :], grid_thw=grid_of(3)))
+    row: Row = dict(model=model, rows=len(pixels), outputs_gb=calls[-1]["outputs_gb"])
+    row |= {name: [call[name] for call in calls] for name in ("beyond_gb", "seconds")}
+    last = outputs_of(tower(pixels[-3 * HEIGHT * WIDTH :], grid_thw=grid_of(3)))
     row["error"] = largest_error(ends, last)
     row["passes"] = hf_vit_accel.status(tower).towers[0].passes
     print(row, flush=True)

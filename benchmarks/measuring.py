@@ -8,11 +8,12 @@ import json
 import os
 import statistics
 import subprocess
+import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -30,6 +31,7 @@ Grid = Sequence[tuple[int, int, int]]
 Forward = Callable[[torch.Tensor], object]
 """Calls a tower with pixels."""
 Name = TypeVar("Name", bound=Hashable)
+Result = TypeVar("Result")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
@@ -52,7 +54,6 @@ def largest_error(outputs: Iterable[torch.Tensor], expected: Iterable[torch.Tens
 def time_rows(
     steps: Mapping[str, Step],
     rounds: int,
-    device: torch.device,
     *,
     before: Mapping[str, Step] = MappingProxyType({}),
     **common: object,
@@ -62,14 +63,13 @@ def time_rows(
     Args:
         steps: The steps by the name of the contender.
         rounds: Those of `time_in_turns`.
-        device: The device that the steps run on.
         before: What runs before a step and is not timed, by contender.
         common: What all rows say.
 
     Returns:
         Rows with the median, the least and the most milliseconds of a step.
     """
-    times = time_in_turns(steps, rounds, cuda=device.type == "cuda", before=before)
+    times = time_in_turns(steps, rounds, cuda=DEVICE.type == "cuda", before=before)
     rows = [common | {"contender": contender} | spread(of_step) for contender, of_step in times.items()]
     print(*rows, sep="\n", flush=True)
     return rows
@@ -83,7 +83,6 @@ def time_set_ups(
     *,
     warm_ups: int = STEPS_UNTIL_STEADY,
     after: Callable[[Name], None] = nothing,
-    device: torch.device | None = None,
 ) -> dict[Name, list[float]]:
     """Time contenders in turns that are one model, set up anew in every round, since that drops its graphs.
 
@@ -94,21 +93,25 @@ def time_set_ups(
         calls: The timed steps of a contender in a round.
         warm_ups: The steps before them.
         after: Called with a contender after its steps, to note what ran.
-        device: The device that the steps run on.
 
     Returns:
         The milliseconds of every timed step.
     """
-    contenders = list(names)
-    times: dict[Name, list[float]] = {name: [] for name in contenders}
-    cuda = (device or DEVICE).type == "cuda"
+
+    def turn(name: Name) -> list[float]:
+        times = time_calls(set_up(name), calls, warm_ups=warm_ups)
+        after(name)
+        return times
+
+    return take_turns(names, turn, rounds)
+
+
+def take_turns(names: Iterable[Name], turn: Callable[[Name], Sequence[float]], rounds: int) -> dict[Name, list[float]]:
+    """Measure every contender once a round, by `turn`; return all milliseconds of each."""
+    times: dict[Name, list[float]] = {name: [] for name in names}
     for index in range(rounds):
-        for name in in_turn(contenders, index):
-            step = set_up(name)
-            for _ in range(warm_ups):
-                step()
-            times[name] += [milliseconds(step, cuda=cuda) for _ in range(calls)]
-            after(name)
+        for name in in_turn(times, index):
+            times[name] += turn(name)
     return times
 
 
@@ -123,16 +126,49 @@ def spread(times: Sequence[float]) -> Row:
     return {"ms": statistics.median(times), "ms_low": min(times), "ms_high": max(times)}
 
 
-def peak_gigabytes(step: Step, device: torch.device) -> float | None:
-    """Measure the most memory that a step takes beyond the memory before it; None on a CPU, where nothing runs."""
-    if device.type != "cuda":
-        return None
-    torch.cuda.synchronize()
+def time_calls(step: Step, calls: int, *, warm_ups: int, before: Step = nothing) -> list[float]:
+    """Run a step to warm up, then return the milliseconds of every further call. `before` is not timed."""
+    for _ in range(warm_ups):
+        before()
+        step()
+    return [milliseconds(step, cuda=DEVICE.type == "cuda", before=before) for _ in range(calls)]
+
+
+def now() -> float:
+    """Return the clock's milliseconds once the device is idle, for steps that are no function: those of `Trainer`."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    return 1e3 * time.perf_counter()
+
+
+class Measured(NamedTuple, Generic[Result]):
+    """One run: milliseconds, what it returned, and the most GB in all and beyond those before it (None on a CPU)."""
+
+    ms: float
+    result: Result
+    peak_gb: float | None = None
+    beyond_gb: float | None = None
+
+
+def run_once(step: Callable[[], Result]) -> Measured[Result]:
+    """Time one run, without another to warm up, and measure its memory."""
+    results: list[Result] = []
+
+    def run() -> None:
+        results.append(step())
+
+    if DEVICE.type != "cuda":
+        return Measured(milliseconds(run, cuda=False), results[0])
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    step()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 1e9
+    elapsed = milliseconds(run, cuda=True)
+    peak = torch.cuda.max_memory_allocated()
+    return Measured(elapsed, results[0], peak / 1e9, (peak - before) / 1e9)
+
+
+def peak_gigabytes(step: Step) -> float | None:
+    """Measure the most memory that a step takes beyond the memory before it; None on a CPU, where nothing runs."""
+    return run_once(step).beyond_gb if DEVICE.type == "cuda" else None
 
 
 class Steps:
@@ -141,7 +177,6 @@ class Steps:
     Args:
         tower: A tower of their class.
         grid: Frames, height and width of every input.
-        device: The device of the towers.
         dtype: The dtype of the pixels.
         autocast: Whether steps run under autocast to bf16.
     """
@@ -150,15 +185,15 @@ class Steps:
         self,
         tower: nn.Module,
         grid: Grid,
-        device: torch.device,
         dtype: torch.dtype = torch.bfloat16,
         *,
         autocast: bool = True,
     ) -> None:
-        self.device = device
+        weight = weight_of(tower)
+        self.device = weight.device
         self.autocast = autocast
-        self.grid = torch.tensor(grid, device=device)
-        self.pixels_TP = torch.randn(rows_of(grid), weight_of(tower)[0].numel(), device=device).to(dtype)
+        self.grid = torch.tensor(grid, device=self.device)
+        self.pixels_TP = torch.randn(rows_of(grid), weight[0].numel(), device=self.device).to(dtype)
         self.incoming: list[torch.Tensor] = []
 
     def forward_of(self, tower: nn.Module) -> Forward:
@@ -190,11 +225,6 @@ def switch_checkpointing(tower: nn.Module, *, enable: bool, reentrant: bool = Fa
         getattr(tower, f"{word}_checkpointing_enable")(**options)
     else:
         getattr(tower, f"{word}_checkpointing_disable")()
-
-
-def device_name(device: torch.device) -> str:
-    """Return the name of the GPU, or "cpu"."""
-    return torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
 
 
 def host() -> dict[str, str | int | float | None]:
@@ -231,10 +261,10 @@ def host() -> dict[str, str | int | float | None]:
     return facts
 
 
-def document_of(rows: list[Row], device: torch.device | None = None, **fields: object) -> Row:
+def document_of(rows: list[Row], **fields: object) -> Row:
     """Return the content of a JSON file: what measured the rows, and the rows, to which more may be added."""
     common = {
-        "device": device_name(device or DEVICE),
+        "device": torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu",
         "dtype": str(DTYPE).removeprefix("torch."),
         "versions": machine.versions(),
     }

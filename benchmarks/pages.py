@@ -72,7 +72,7 @@ def time_ways(
     steps = {way: partial(step, *of_way) for way, of_way in ways.items()}
     for warm_up in [*steps.values()] * 3:
         warm_up()
-    return time_rows(steps, rounds, DEVICE, model=name, size=f"{WIDTH}x{HEIGHT}")
+    return time_rows(steps, rounds, model=name, size=f"{WIDTH}x{HEIGHT}")
 
 
 def measure(name: str, rounds: int) -> list[Row]:

@@ -95,7 +95,7 @@ def compared(
     Raises:
         AssertionError: ours computes something else than stock, or a call was not fast.
     """
-    steps = Steps(tower, SIZES[size], DEVICE)
+    steps = Steps(tower, SIZES[size])
     ours = patch(deepcopy(tower))
     ways = {"stock": plain(steps, deepcopy(tower)), "patch(model)": plain(steps, ours)}
 
@@ -134,7 +134,7 @@ def measure(tower: nn.Module, size: str, rounds: int, *, trains: bool, model: st
     runs = {way: partial(run, contender) for way, contender in ways.items()}
     before = {way: partial(clear, contender.tower) for way, contender in ways.items()}
     common = dict(model=model, bits=bits, size=size, patches=rows_of(SIZES[size]), work="step" if trains else "forward")
-    rows = time_rows(runs, rounds, DEVICE, before=before, **common)
+    rows = time_rows(runs, rounds, before=before, **common)
     [served] = status(ways["patch(model)"].tower).towers
     graphs = served.training if trains else served.graphs
     for row in rows:

@@ -8,13 +8,15 @@ largest ratio that we accept. Calls that can reuse nothing also time `again`, a 
 difference between two equal towers.
 """
 
+import itertools
 import math
 import statistics
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 
 import torch
-from measuring import DEVICE, Row, clear, largest_error, measure_models
+from measuring import DEVICE, Row, clear, largest_error, measure_models, take_turns
 from torch import nn
 
 from hf_vit_accel import ReuseConfig, patch, status
@@ -121,6 +123,11 @@ def ask(tower: nn.Module, pictures: int, *, seed: int) -> list[float]:
     return times
 
 
+def medians_of(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return the median of every contender."""
+    return {name: statistics.median(of_contender) for name, of_contender in times.items()}
+
+
 class Comparison:
     """Time three towers of one model: without reuse, with reuse within a call, and across calls.
 
@@ -152,8 +159,7 @@ class Comparison:
         for step in steps.values():
             step()
             step()
-        times = time_in_turns(steps, self.rounds, cuda=CUDA)
-        return {name: statistics.median(of_step) for name, of_step in times.items()}
+        return medians_of(time_in_turns(steps, self.rounds, cuda=CUDA))
 
     def forwards(self, pictures: Pictures) -> dict[str, Step]:
         """Return the steps of a call without and with reuse."""
@@ -194,24 +200,25 @@ class Comparison:
 
     def conversations(self) -> None:
         """Compare chats, and questions about a picture one after the other."""
+        towers = {"without": self.plain, "reuse": self.kept}
+        seeds = itertools.count(1)  # no two chats have a picture in common
         for side in (SIDE, LARGE):
-            for tower in (self.plain, self.kept):
-                chat(tower, 5, seed=1, side=side)
-            times: dict[str, list[float]] = {"without": [], "reuse": []}
-            for seed in range(2, 12):  # in turn
-                times["without"] += chat(self.plain, max(self.calls // 100, 2), seed=seed, side=side)
-                reused = chat(self.kept, max(self.calls // 10, 2), seed=seed, side=side)
-                times["reuse"] += reused[1:]  # all pictures of the first call are new
-            medians = {name: statistics.median(of_way) for name, of_way in times.items()}
+            for tower in towers.values():
+                chat(tower, 5, seed=next(seeds), side=side)
+
+            def talk(name: str, side: int = side) -> list[float]:
+                if name == "without":
+                    return chat(self.plain, max(self.calls // 100, 2), seed=next(seeds), side=side)
+                times = chat(self.kept, max(self.calls // 10, 2), seed=next(seeds), side=side)
+                return times[1:]  # all pictures of the first call are new
+
+            times = take_turns(towers, talk, 10)
             hits = str(status(self.kept).towers[0].reuse).split(maxsplit=1)[1]
             what = f"chat, 1 new picture and {OLD} old, {side * side} patches each"
-            self.add(what, medians, 0.15, calls=len(times["reuse"]), reuse=hits)
-        times = {"without": [], "reuse": []}
-        for seed in range(20, 23):
-            times["without"] += ask(self.plain, max(self.calls // 100, 1), seed=seed)
-            times["reuse"] += ask(self.kept, max(self.calls // 100, 1), seed=seed)
-        medians = {name: statistics.median(of_way) for name, of_way in times.items()}
-        self.add(f"{QUESTIONS} questions about a picture, one after the other", medians)
+            self.add(what, medians_of(times), 0.15, calls=len(times["reuse"]), reuse=hits)
+        pictures = max(self.calls // 100, 1)
+        times = take_turns(towers, lambda name: ask(towers[name], pictures, seed=next(seeds)), 3)
+        self.add(f"{QUESTIONS} questions about a picture, one after the other", medians_of(times))
 
     def questions(self) -> None:
         """Compare a call in which one picture occurs once per question."""

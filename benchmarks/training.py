@@ -163,7 +163,7 @@ def measure(
             steps = {}
             for name, run in runs.items():
                 steps[name] = partial(step, run, *batch)
-                rows[name]["peak_gb"] = peak_gigabytes(steps[name], DEVICE)
+                rows[name]["peak_gb"] = peak_gigabytes(steps[name])
                 clear(run.tower)
             before = {name: partial(clear, run.tower) for name, run in runs.items()}
             add_times(rows, time_in_turns(steps, rounds, cuda=DEVICE.type == "cuda", before=before))

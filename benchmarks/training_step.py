@@ -14,25 +14,24 @@ import gc
 import json
 import statistics
 import tempfile
-import time
 from functools import partial
 from typing import Literal
 
 import torch
-from measuring import DEVICE, STEPS_UNTIL_STEADY, Row, measure_models
+from measuring import DEVICE, STEPS_UNTIL_STEADY, Row, measure_models, now, take_turns, time_calls
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 from whole_call import END, IMAGE, START, TEXT, build
 
 import hf_vit_accel
-from hf_vit_accel.tools.bench.timing import milliseconds
 
 IMAGES = 16
 SIDE = 32
 """Patches along one side of an image."""
 STEPS = 6
 WARM_UPS = 2
+CONTENDERS = ("stock", "patched")
 WAYS = ("LoRA on the language model, tower frozen", "tower trained, language model frozen")
 SMALL_SIDE = 28
 """Patches along one side of a 448² picture, with which a step is replayed from CUDA graphs."""
@@ -40,22 +39,20 @@ SMALL_SIDE = 28
 Sample = dict[str, torch.Tensor]
 
 
-class Clock(TrainerCallback):
-    """Measure the seconds of every step until the device is done with it."""
+class StepTimes(TrainerCallback):
+    """Measure the milliseconds of every step: forward, backward and the optimizer's step."""
 
     def __init__(self) -> None:
-        self.seconds: list[float] = []
+        self.times: list[float] = []
         self.begin = 0.0
 
     def on_step_begin(self, *args: object, **kwargs: object) -> None:
-        """Start the clock."""
-        _wait()
-        self.begin = time.perf_counter()
+        """Note when a step begins."""
+        self.begin = now()
 
     def on_step_end(self, *args: object, **kwargs: object) -> None:
-        """Stop the clock after forward, backward and the optimizer's step."""
-        _wait()
-        self.seconds.append(time.perf_counter() - self.begin)
+        """Note how long it took."""
+        self.times.append(now() - self.begin)
 
 
 def batch(tower: nn.Module, images: int, side: int) -> Sample:
@@ -78,8 +75,8 @@ def batch(tower: nn.Module, images: int, side: int) -> Sample:
 
 
 def train(model: nn.Module, sample: Sample, steps: int) -> list[float]:
-    """Return the seconds of every step of `Trainer(bf16=True)` after those that warm up."""
-    clock = Clock()
+    """Return the milliseconds of every step of `Trainer(bf16=True)` after those that warm up."""
+    steps_of_trainer = StepTimes()
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
@@ -98,9 +95,9 @@ def train(model: nn.Module, sample: Sample, steps: int) -> list[float]:
             args=arguments,
             train_dataset=[sample] * steps,
             data_collator=lambda samples: samples[0],
-            callbacks=[clock],
+            callbacks=[steps_of_trainer],
         ).train()
-    return clock.seconds[WARM_UPS:]
+    return steps_of_trainer.times[WARM_UPS:]
 
 
 def peak_gigabytes(model: nn.Module, sample: Sample, cuda_graphs: Literal["auto", False]) -> float | None:
@@ -117,7 +114,7 @@ def peak_gigabytes(model: nn.Module, sample: Sample, cuda_graphs: Literal["auto"
 
 
 def tower_alone(tower: nn.Module, sample: Sample, rounds: int = 5) -> float:
-    """Return the tower's median seconds in a step: its forward, and its backward where it is trained."""
+    """Return the tower's median milliseconds in a step: its forward, and its backward where it is trained."""
     device = next(tower.parameters()).device
     pixels = sample["pixel_values"].to(device)
     grid = sample["image_grid_thw"].to(device)
@@ -130,9 +127,9 @@ def tower_alone(tower: nn.Module, sample: Sample, rounds: int = 5) -> float:
             output.float().square().mean().backward()
 
     clear = partial(tower.zero_grad, set_to_none=True)
-    times = [milliseconds(run, cuda=device.type == "cuda", before=clear) for _ in range(rounds + WARM_UPS)]
+    times = time_calls(run, rounds, warm_ups=WARM_UPS, before=clear)
     clear()
-    return statistics.median(times[WARM_UPS:]) / 1e3
+    return statistics.median(times)
 
 
 def prepared(model: PreTrainedModel, way: str) -> nn.Module:
@@ -152,24 +149,26 @@ def measure(name: str, way: str, rounds: int) -> Row:
     tower = bare.model.visual
     model = prepared(bare, way)
     sample = batch(tower, IMAGES, SIDE)
-    seconds: dict[str, list[float]] = {"stock": [], "patched": []}
-    alone: dict[str, list[float]] = {"stock": [], "patched": []}
-    for _ in range(rounds):
-        for contender in seconds:
-            hf_vit_accel.unpatch(model)
-            if contender == "patched":
-                hf_vit_accel.patch(model)
-            seconds[contender] += train(model, sample, WARM_UPS + STEPS)
-            alone[contender].append(tower_alone(tower, sample))
-    status = hf_vit_accel.status(model).towers[0]
-    row: Row = {"model": name, "way": way, "fast_calls": status.calls, "stock_calls": status.stock_calls}
-    for contender, of_steps in seconds.items():
-        row[contender] = {
-            "step": statistics.median(of_steps),
-            "low": min(of_steps),
-            "high": max(of_steps),
-            "tower": min(alone[contender]),
-        }
+    alone: dict[str, list[float]] = {contender: [] for contender in CONTENDERS}
+    calls: Row = {}
+
+    def turn(contender: str) -> list[float]:
+        hf_vit_accel.unpatch(model)
+        if contender == "patched":
+            hf_vit_accel.patch(model)
+        times = train(model, sample, WARM_UPS + STEPS)
+        alone[contender].append(tower_alone(tower, sample))
+        if contender == "patched":
+            status = hf_vit_accel.status(model).towers[0]
+            calls.update(fast_calls=status.calls, stock_calls=status.stock_calls)
+        return times
+
+    row: Row = {"model": name, "way": way}
+    for contender, times in take_turns(CONTENDERS, turn, rounds).items():
+        seconds = {"step": statistics.median(times), "low": min(times), "high": max(times)}
+        seconds["tower"] = min(alone[contender])
+        row[contender] = {key: milliseconds / 1e3 for key, milliseconds in seconds.items()}
+    row |= calls
     small = batch(tower, 1, SMALL_SIDE)
     row["peak_gb"] = {
         "without graphs": peak_gigabytes(model, small, False),
@@ -188,11 +187,6 @@ def measure_model(model: str, rounds: int) -> list[Row]:
         if DEVICE.type == "cuda":
             torch.cuda.empty_cache()
     return rows
-
-
-def _wait() -> None:
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

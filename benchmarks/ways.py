@@ -28,11 +28,11 @@ from measuring import (
     Row,
     Steps,
     clear,
-    in_turn,
     measure_models,
     peak_gigabytes,
     spread,
     switch_checkpointing,
+    take_turns,
 )
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -139,7 +139,7 @@ class StepsOfWay(Steps):
     """
 
     def __init__(self, tower: nn.Module, grid: Grid, way: Way) -> None:
-        super().__init__(tower, grid, DEVICE, way.dtype, autocast=way.autocast)
+        super().__init__(tower, grid, way.dtype, autocast=way.autocast)
         self.batches = way.batches
 
     def run(self, module: nn.Module) -> None:
@@ -216,13 +216,11 @@ def measure(model: str, size: str, way: str, rounds: int) -> list[Row]:
     modules = {"stock sdpa": WAYS[way].wrap(tower), "auto": WAYS[way].wrap(patched)}
     results: dict[str, torch.Tensor] = {}
     peaks: dict[str, float | None] = {}
-    times: dict[str, list[float]] = {contender: [] for contender in modules}
     for contender, module in modules.items():
         results[contender] = steps.warm_up(module)
-        peaks[contender] = peak_gigabytes(partial(steps.run, module), DEVICE)
-    for index in range(number_of_turns(steps, modules, rounds)):
-        for contender in in_turn(modules, index):
-            times[contender].append(steps.milliseconds(modules[contender]))
+        peaks[contender] = peak_gigabytes(partial(steps.run, module))
+    turns = number_of_turns(steps, modules, rounds)
+    times = take_turns(modules, lambda contender: [steps.milliseconds(modules[contender])], turns)
     difference = float((results["auto"] - results["stock sdpa"]).norm() / results["stock sdpa"].norm())
     assert difference <= LARGEST_DIFFERENCE, f"{model}, {size}, {way}: gradients are {difference:.2g} apart"
     rows = []

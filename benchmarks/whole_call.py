@@ -182,9 +182,7 @@ def timed(
     if len(inputs["input_ids"]) == 1:
         repeats = SHORT_CALLS if new_tokens <= 1 else LONG_CALLS
     ways = ways_of(model, new_tokens)
-    return time_set_ups(
-        ways, partial(set_up, model, inputs, new_tokens), rounds, repeats, warm_ups=1, device=model.device
-    )
+    return time_set_ups(ways, partial(set_up, model, inputs, new_tokens), rounds, repeats, warm_ups=1)
 
 
 def measure_model(name: str, tokens: str, rounds: int) -> list[Row]:

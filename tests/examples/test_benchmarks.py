@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import itertools
 import json
 import os
 import runpy
 import shlex
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import transformers
+from packaging.version import Version
 from programs import EXAMPLES, ROOT
 from support.backends import add_spoiled, hide_gpu
+from support.ranks import runner
 from tiny import TINY, tower_of
 from torch import nn
+from torch.multiprocessing import start_processes
 
 from hf_vit_accel.families import FAMILIES
 from hf_vit_accel.tools.bench import towers
@@ -125,6 +136,173 @@ def test_every_way_to_train_is_fast_and_has_stocks_gradients(tmp_path: Path, mon
         assert 0 <= ours["difference"] < 0.05
         assert ours["slower"] == pytest.approx(100 * (ours["ms"] / stock["ms"] - 1))
         assert ours["total_gb"] == {"without graphs": None, "default": None}, "a CPU does not report its memory"
+
+
+# --- tiny runs --------------------------------------------------------------------------------------------------------
+
+
+def test_contenders_take_turns_and_warm_up() -> None:
+    """Every other round runs backwards. Steps that warm up are not timed, and each contender is set up once a round."""
+    events: list[str] = []
+
+    def set_up(name: str) -> Callable[[], None]:
+        events.append(f"set up {name}")
+        return partial(events.append, name)
+
+    times = measuring.time_set_ups("ab", set_up, 2, 3, warm_ups=2, after=lambda name: events.append(f"after {name}"))
+    turns = {name: [f"set up {name}", *[name] * 5, f"after {name}"] for name in "ab"}
+    assert events == [*turns["a"], *turns["b"], *turns["b"], *turns["a"]]
+    assert {name: len(of_name) for name, of_name in times.items()} == {"a": 6, "b": 6}
+
+
+def test_time_before_a_call_is_not_timed() -> None:
+    [elapsed] = measuring.time_calls(lambda: None, 1, warm_ups=0, before=lambda: time.sleep(0.05))
+    assert elapsed < 50
+    assert measuring.run_once(lambda: time.sleep(0.05)).ms >= 50
+    begin = measuring.now()
+    time.sleep(0.05)
+    assert measuring.now() - begin >= 50
+
+
+MODEL = "qwen3-vl-8b"
+Script = Any
+"""A module of benchmarks/."""
+
+
+def measure_by_command(script: Script, path: Path, *options: str) -> list[dict[str, Any]]:
+    """Run a script of towers as its command does, with one tiny model; return the rows of its file."""
+    sys.argv = [f"{script.__name__}.py", f"--models={MODEL}", f"--json={path}", *options]
+    script.measure_models(script.__doc__, "", script.measure_model, options={"rounds": 1})
+    return list(json.loads(path.read_text())["rows"])
+
+
+def run_training_step(script: Script, folder: Path) -> None:
+    """Two steps of `Trainer` warm up. Both ways to train are timed, and the patched tower runs fast."""
+    script.IMAGES, script.SIDE, script.SMALL_SIDE, script.STEPS = 1, 4, 4, 1
+    rows = measure_by_command(script, folder / "steps.json", "--rounds=2")
+    assert [row["way"] for row in rows] == list(script.WAYS)
+    for row in rows:
+        assert row["fast_calls"] == 10 and row["stock_calls"] == 0, "3 of `Trainer`, 7 of the tower alone"
+        for contender in script.CONTENDERS:
+            assert 0 < row[contender]["low"] <= row[contender]["step"] <= row[contender]["high"] < 60
+            assert 0 < row[contender]["tower"] < 60
+    script.now = partial(next, itertools.accumulate([0.0, 1.0, 0.0, 2.0, 0.0, 3.0, 0.0, 4.0]))
+    model = script.prepared(script.build(MODEL, device="cpu"), script.WAYS[0])
+    sample = script.batch(model.base_model.model.model.visual, 1, 4)
+    assert script.train(model, sample, 4) == [3.0, 4.0]
+
+
+def run_max_rows(script: Script, folder: Path) -> None:
+    """The first call of the longest video is timed as well, and every pass alone."""
+    script.HEIGHT, script.WIDTH, script.FRAMES, script.MILLION_FRAMES, script.SIZES = 4, 6, 4, 5, (None, 48)
+    rows = measure_by_command(script, folder / "rows.json")
+    assert [row["frames"] for row in rows] == [[4], [2, 2]] and all(row["ms"] > 0 for row in rows)
+    assert rows[0]["alone_ms"] == rows[0]["ms"] and rows[1]["alone_ms"] > 0
+    assert len(script.MILLION["seconds"]) == 2 and script.MILLION["outputs_gb"] > 0
+    assert script.MILLION["beyond_gb"] == [None, None], "a CPU does not report its memory"
+
+
+def run_long_video(script: Script, folder: Path) -> None:
+    """Stock and patched fit, say the same, and are timed."""
+    path = folder / "video.json"
+    options = ["--seconds=4", "--height=64", "--width=96", "--tokens=3", f"--json={path}"]
+    sys.argv = ["long_video.py", f"--random={MODEL}", *options]
+    script.main()
+    stock, patched = json.loads(path.read_text())["rows"]
+    assert (stock["way"], patched["way"]) == ("stock", "patched") and stock["text"] == patched["text"]
+    for step in ("encode", "generate"):
+        assert stock[step]["seconds"] > 0 and patched[step]["seconds"] > 0
+
+
+def half_a_second(step: Callable[[], object], *, cuda: bool) -> float:
+    """Run a step, and say that it took 500 ms."""
+    step()
+    return 500.0
+
+
+def run_captioning(script: Script, folder: Path) -> None:
+    """Every run comes twice, and the second is timed: six records a round and contender."""
+    script.LONGEST, script.milliseconds = 16, half_a_second
+    script.main(folder, pictures=3, model=MODEL, tokens="1", rounds=2, json_path=folder / "rates.json")
+    [row] = json.loads((folder / "rates.json").read_text())["rows"]
+    assert row["all"] == {"stock": [6.0, 6.0], "patched": [6.0, 6.0]} and row["stock"] == row["patched"] == 6.0
+    assert row["ms waiting"].keys() == {"stock", "patched"}
+    for way in script.WAYS:
+        records = list((folder / MODEL / f"{way}_1").rglob("*.jsonl"))
+        assert sum(path.read_text().count('"tokens"') for path in records) >= 12
+
+
+class FakeEngine:
+    """Stand in for vLLM's engine."""
+
+    def __init__(self, model: str, **settings: object) -> None:
+        self.config = json.loads((Path(model) / "config.json").read_text())
+
+    def apply_model(self, function: Callable[[nn.Module], None]) -> None:
+        function(nn.Linear(2, 2))
+
+    def generate(self, requests: list[dict[str, Any]], sampling: dict[str, Any], use_tqdm: bool) -> list[Any]:
+        tokens = SimpleNamespace(token_ids=[0] * sampling["max_tokens"])
+        return [SimpleNamespace(outputs=[tokens]) for _ in requests]
+
+
+def run_beside_vllm(script: Script, folder: Path) -> None:
+    """Both sides run all jobs, on one clock."""
+    captioning = sys.modules["captioning_benchmark"]
+    script.LONGEST = captioning.LONGEST = 16
+    script.milliseconds = captioning.milliseconds = half_a_second
+    script.PICTURES, script.CALLS, script.CALL_TOKENS = 3, {"2 x 4x6": (2, (4, 6))}, (1, 2)
+    sys.modules["vllm"] = SimpleNamespace(LLM=FakeEngine, SamplingParams=dict)
+    path = folder / "beside.json"
+    for side in ("ours", "vllm"):
+        script.main(folder / side, side=side, model=MODEL, tokens="1", runs=2, json_path=path)
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["side"], row["job"], row["tokens"]) for row in rows] == [
+        (side, *job) for side in ("ours", "vllm") for job in (("captioning", 1), ("2 x 4x6", 1), ("2 x 4x6", 2))
+    ]
+    assert all(row["ms"] == 500 and row["all"] == [500, 500] for row in rows)
+    assert [row["pictures/s"] for row in rows[::3]] == [6.0, 6.0]
+
+
+TINY_RUNS = {
+    "training_step": run_training_step,
+    "max_rows": run_max_rows,
+    "long_video": run_long_video,
+    "captioning_benchmark": run_captioning,
+    "beside_vllm": run_beside_vllm,
+}
+
+
+def run_tiny(_: int, name: str, folder: Path) -> None:
+    """Run a script in this forked process, with tiny models under the names of the large ones."""
+    torch.cuda.is_available = lambda: False
+    import_all(BENCHMARKS, [])
+    whole_call = importlib.import_module("whole_call")
+    vision = TINY["qwen3_vl"].vision | {"patch_size": 16}
+    towers.SHAPES[MODEL] = ("qwen3_vl", vision)
+    whole_call.TEXT = {MODEL: ("Qwen3VL", TINY["qwen3_vl"].text | {"vocab_size": 152064})}
+    script = importlib.import_module(name)
+    TINY_RUNS[name](script, folder)
+
+
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.17"), reason="the scripts need transformers 5.17")
+@pytest.mark.parametrize("name", TINY_RUNS)
+def test_a_script_runs_with_a_tiny_model(name: str, tmp_path: Path) -> None:
+    start_processes(run_tiny, (name, tmp_path), nprocs=1, start_method="fork")
+
+
+def check_data_parallel(rank: int) -> None:
+    """Compare a call that two ranks share with that of one, in three rounds."""
+    program = importlib.import_module("data_parallel")
+    tower = tower_of(TINY["qwen2_5_vl"].build())
+    groups = {2: dist.new_group([0, 1])}
+    rows = program.in_turns(tower, [(1, 4, 6), (1, 4, 4)], groups, 3)
+    assert rows.keys() == {1, 2} and all(row["ms"] > 0 and row["difference"] < 1e-4 for row in rows.values())
+    assert rows[2]["status"] and not rows[2]["fallbacks"]
+
+
+def test_calls_that_ranks_share_are_timed_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner(tmp_path, monkeypatch)(check_data_parallel, 2)
 
 
 # --- commands and programs --------------------------------------------------------------------------------------------
