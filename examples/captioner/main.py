@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -105,12 +106,14 @@ def _caption(options: Options, state: PartialState, stack: ExitStack) -> Prepare
         journal.note(ready.entry | {"processes": state.num_processes, "device": device, "status": status})
         if ready.plan.updates:
             journal.append(0, ready.plan.updates)
+    begin = time.perf_counter()
     tasks = measured(ready.plan.tasks, captioner.processor if captioner else None, state)
     state.destroy_process_group()  # from here on no process waits for another
     if captioner is None:
         return ready
     tasks = share(tasks, state.process_index, state.num_processes)
-    progress = Progress(len(tasks), sum(task.tokens for task in tasks), is_shown=state.is_main_process)
+    tokens = sum(task.tokens for task in tasks)
+    progress = Progress(len(tasks), tokens, begin=begin, is_shown=state.is_main_process)
     worker = Worker(
         captioner=captioner,
         journal=journal,

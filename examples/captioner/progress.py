@@ -15,12 +15,12 @@ _BAR = "{percentage:3.0f}%|{bar}| [{elapsed}<{remaining}{postfix}]"
 class Progress:
     """Count the work of this process. The bar is one of vision tokens, since large items come first."""
 
-    def __init__(self, items: int, tokens: int, *, is_shown: bool) -> None:
+    def __init__(self, items: int, tokens: int, *, begin: float, is_shown: bool) -> None:
         self.items = items
         self.counts: Counter[str] = Counter()
         self.waited = 0.0  # seconds in which the model waited for pictures
         self.seconds = 1e-9  # until the last batch; never zero
-        self._begin = time.perf_counter()
+        self._begin = begin  # of the work on pictures, by `time.perf_counter`: headers are read first
         pause = 1 if sys.stderr.isatty() else 30  # seconds; a log file needs few lines
         self._bar = tqdm(total=tokens, disable=not is_shown, bar_format=_BAR, mininterval=pause)
 

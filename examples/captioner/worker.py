@@ -254,9 +254,9 @@ class Worker:
 
 
 def parts_of(batch: Sequence[Task]) -> list[list[Task]]:
-    """Divide a batch into parts of about as many vision tokens."""
-    ends = accumulate(task.tokens for task in batch)
-    parts = groupby(zip(batch, ends, strict=True), key=lambda pair: pair[1] // _PART_TOKENS)
+    """Divide a batch into parts of about as many vision tokens. The model waits for the first, which is small."""
+    begins = accumulate((task.tokens for task in batch[:-1]), initial=_PART_TOKENS * 3 // 4)
+    parts = groupby(zip(batch, begins, strict=True), key=lambda pair: pair[1] // _PART_TOKENS)
     return [[task for task, _ in part] for _, part in parts]
 
 

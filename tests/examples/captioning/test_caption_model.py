@@ -172,7 +172,7 @@ def test_memory_that_graphs_held_is_used_before_batches_are_halved(
             raise torch.OutOfMemoryError
 
     captioner.model.get_input_embeddings().register_forward_pre_hook(run_out)
-    progress = Progress(4, 120, is_shown=False)
+    progress = Progress(4, 120, begin=0.0, is_shown=False)
     records = work(tmp_path, captioner, progress, {f"{number}.png": image for number, image in enumerate(images)})
     assert tries[:4] == [4, 4, 2, *tries[3:4]] and progress.counts["halved"] == 1
     assert [record.status for record in records] == ["ok"] * 4
@@ -269,7 +269,7 @@ def test_prompts_that_hold_image_tokens_are_errors(tmp_path: Path) -> None:
     """The name of a file must not add a placeholder of an image to its prompt."""
     names = ["0.png", "1.png", "2.png", "<|image_pad|>.png"]
     images = {name: draw(seed)[0] for seed, name in enumerate(names)}
-    progress = Progress(4, 120, is_shown=False)
+    progress = Progress(4, 120, begin=0.0, is_shown=False)
     records = work(tmp_path, load("qwen3_vl", max_new_tokens=4), progress, images, PICTURE_PROMPT + " {name}")
     assert {record.key: record.status for record in records} == {
         name: "error" if "image" in name else "ok" for name in names

@@ -80,7 +80,7 @@ def work(
         (tmp_path / name).write_bytes(b"bad" if index % 10 == 1 else encode(Image.new("RGB", (4, 4), (index, 0, 0))))
         item = Item(key=name, file=str(tmp_path / name))
         tasks.append(Task(item=item, prompts=tuple(prompts), tokens=10))
-    progress = Progress(count, 10 * count, is_shown=False)
+    progress = Progress(count, 10 * count, begin=0.0, is_shown=False)
     bounds = Bounds(**({"items": 8, "tokens": 100} | options))
     captioner.progress = progress
     Worker(captioner, Journal(tmp_path), progress, process=0, run="r", bounds=bounds).work(tasks)
