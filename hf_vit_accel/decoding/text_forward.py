@@ -51,7 +51,10 @@ _MOST_PROOFS = 32
 
 
 class TextForward:
-    """Replacement for a text model's `forward`. Holds the model weakly; copies and pickles begin without counts."""
+    """Replacement for a text model's `forward`. Copies and pickles begin without counts.
+
+    Holds the model weakly, so that a deleted one is freed at once. A forward that was copied alone holds its copy.
+    """
 
     def __init__(self, text: Model, strict: bool) -> None:
         self._text = weakref.ref(text)
@@ -63,7 +66,21 @@ class TextForward:
         self.hooks: OurHooks | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self._text(), self._strict), {"hooks": self.hooks}
+        return TextForward.__new__, (TextForward,), (self.__self__, self._strict, self.hooks)
+
+    def __setstate__(self, state: tuple[Model, bool, OurHooks | None]) -> None:
+        text, strict, hooks = state
+        TextForward.__init__(self, text, strict)
+        self.hooks = hooks
+        if vars(text):  # a text model that is copied with its forward gets its attributes after it
+            self._copied_text = text
+
+    @property
+    def __self__(self) -> Model:
+        text = self._text()
+        if text is None:
+            raise ReferenceError("the text model of this forward was deleted; keep the model, and call it")
+        return text
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the stock forward returns.
@@ -75,7 +92,7 @@ class TextForward:
         if copied is not None:
             self.stock_reasons["a shallow copy"] += 1
             return type(copied).forward(copied, *args, **kwargs)
-        text = self._text()
+        text = self.__self__
         kind: Any = type(text)
         stock = kind.forward
         if torch.compiler.is_compiling() or reasons_untraceable():

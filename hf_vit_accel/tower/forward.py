@@ -65,13 +65,13 @@ class AcceleratedForward:
     it, or ask for its signature, name or code. It is no bound method itself: unpickling one asks the instance for
     `forward` before that attribute is restored, and silently gets the function of the class.
 
-    Holds its tower weakly, so that a deleted model is freed at once.
+    Holds its tower weakly, so that a deleted model is freed at once. One that was pickled alone holds its copy.
 
     Attributes:
         former: The callable in whose place it was put; None where the instance had no forward.
     """
 
-    __slots__ = ("__signature__", "__weakref__", "_class", "_state", "_tower", "former")
+    __slots__ = ("__signature__", "__weakref__", "_class", "_copied_tower", "_state", "_tower", "former")
 
     def __init__(self, tower: nn.Module, state: TowerState, former: Callable[..., object] | None = None) -> None:
         _exclude_from_compile()
@@ -85,7 +85,13 @@ class AcceleratedForward:
                 self.__signature__ = inspect.signature(state.former_forward)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self._tower(), self._state, self.former)
+        return type(self).__new__, (type(self),), (self.__self__, self._state, self.former)
+
+    def __setstate__(self, state: tuple[nn.Module, TowerState, Callable[..., object] | None]) -> None:
+        tower, _, _ = state
+        AcceleratedForward.__init__(self, *state)
+        if vars(tower):  # a tower that is unpickled with its forward gets its attributes after it
+            self._copied_tower = tower
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AcceleratedForward:
         tower: Any = self._tower()
