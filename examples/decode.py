@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel, ProcessorMixin, TextStreamer
 
 import hf_vit_accel
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=256)
     options = parser.parse_args(arguments)
 
-    image = Image.open(options.picture).convert("RGB")
+    image = ImageOps.exif_transpose(Image.open(options.picture)).convert("RGB")
     processor = AutoProcessor.from_pretrained(options.model)
     model = AutoModelForImageTextToText.from_pretrained(options.model, dtype="auto")
     model = hf_vit_accel.patch(model.to("cuda" if torch.cuda.is_available() else "cpu").eval())

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoProcessor, BatchFeature, ColQwen2ForRetrieval, PreTrainedModel, ProcessorMixin
@@ -48,12 +48,13 @@ def embed_pages(model: PreTrainedModel, processor: ProcessorMixin, folder: Path,
         pages = {}
         for name in missing[start : start + batch_size]:
             try:
-                pages[name] = Image.open(folder / name).convert("RGB")
+                pages[name] = ImageOps.exif_transpose(Image.open(folder / name)).convert("RGB")
             except Exception as error:  # Pillow's decoders raise errors of any class
                 print(f"left out: {name}: {error}")
         if not pages:
             continue
-        embeddings = embed(model, processor.process_images(list(pages.values())))
+        inputs = processor.process_images(list(pages.values()), device=model.device)
+        embeddings = embed(model, inputs)
         tensors = {name: row.cpu().contiguous() for name, row in zip(pages, embeddings, strict=True)}
         file = index / f"{len(list(index.glob('*.safetensors'))):06d}.safetensors"
         save_file(tensors, file.with_suffix(".part"))

@@ -109,6 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--freeze-tower", action="store_true")
     parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--save-steps", type=int, default=500)
+    parser.add_argument("--log-steps", type=int, default=10)
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --output")
     options = parser.parse_args(arguments)
 
@@ -130,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         learning_rate=options.learning_rate,
         lr_scheduler_type="cosine",
         bf16=torch.cuda.is_available(),
-        logging_steps=10,
+        logging_steps=options.log_steps,
         save_steps=options.save_steps,
         remove_unused_columns=False,  # the collator needs the names of pictures
         report_to="none",

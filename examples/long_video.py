@@ -29,7 +29,7 @@ def answer(
         tokenize=True,
         return_dict=True,
         return_tensors="pt",
-        processor_kwargs={"fps": fps, "do_sample_frames": True},
+        processor_kwargs={"fps": fps, "device": model.device},
     ).to(model.device)
     frames, height, width = inputs["video_grid_thw"][0].tolist()
     print(f"{fps:g} frames a second: {frames} x {height} x {width} patches, {inputs['input_ids'].shape[1]} tokens")

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 import transformers
-from PIL import Image
+from PIL import Image, ImageOps
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
@@ -56,10 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model = hf_vit_accel.patch(load_split(options.model), data_parallel=True)
 
     # All ranks must make the same calls.
-    images = [Image.open(path).convert("RGB") for path in options.picture]
+    images = [ImageOps.exif_transpose(Image.open(path)).convert("RGB") for path in options.picture]
     content = [{"type": "image"}, {"type": "text", "text": options.prompt}]
     text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-    inputs = processor(text=[text] * len(images), images=images, padding=True, return_tensors="pt").to(model.device)
+    prompts = [text] * len(images)
+    inputs = processor(text=prompts, images=images, padding=True, return_tensors="pt", device=model.device)
+    inputs = inputs.to(model.device)
     tokens = model.generate(**inputs, max_new_tokens=options.max_new_tokens, do_sample=False)
     answers = processor.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     if dist.get_rank() == 0:
