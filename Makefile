@@ -1,5 +1,6 @@
 # make test   lint, types and tests (those marked gpu only where a CUDA device is present)
 # make quick  the core in a minute: every family against stock, gradients, guard, registration, metadata; no lint
+# make scripts the scripts of examples/ beside torchvision, whose processors read videos, too
 # make matrix every cell of SUPPORT.md, every supported version, and transformers' own tests: more than an hour; see noxfile.py
 # make support  SUPPORT.md and the blocks of docs/ that are declared in the source, written anew
 # make tables   the tables of README.md and docs/ and README's chart, written anew from benchmarks/*.json
@@ -13,11 +14,11 @@ BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: test quick suite lint style types matrix demo gpu-test support tables docs dist format clean
+.PHONY: test quick suite scripts lint style types matrix demo gpu-test support tables docs dist format clean
 .DELETE_ON_ERROR:
 
 test: style
-	$(MAKE) -j 2 types suite
+	$(MAKE) -j 2 types suite scripts
 
 QUICK := architecture checks families layout loading steady_call
 
@@ -26,6 +27,14 @@ quick: $(VENV)/.installed-test
 
 suite: $(VENV)/.installed-test
 	$(BIN)/pytest -q -n 2 --dist worksteal
+
+# Beside a CPU build of torch, PyPI's torchvision is imported only with tests/stacks/site. So other programs see neither.
+scripts: $(VENV)/torchvision
+	PYTHONPATH=$(CURDIR)/$(VENV)/torchvision:$(CURDIR)/tests/stacks/site $(BIN)/pytest -q tests/examples/test_scripts.py
+
+$(VENV)/torchvision: $(VENV)/.installed-test
+	$(PIP) install -c constraints.txt --no-deps --upgrade --target $@ torchvision
+	touch $@
 
 lint: style types
 
