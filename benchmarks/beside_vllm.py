@@ -5,7 +5,8 @@
 
 Both sides may have an environment of their own: the second adds its rows to the file of the first. vLLM gets a folder
 with the full-size config, and weights drawn as transformers draws them. Both read the same JPEGs, take the same prompt
-and decode greedily, without an end. A side runs every job once to warm up; then the median of some runs counts.
+and decode greedily, without an end. Captions of unequal lengths end at any of many tokens. A side runs every job once
+to warm up; then the median of some runs counts.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -58,11 +59,24 @@ VLLM_SETTINGS: dict[str, Any] = dict(
     limit_mm_per_prompt={"image": 1, "video": 0},
 )
 """What was fastest, and no cache that a second run of the same pictures would hit."""
-Job = Callable[[int], float]
-"""Runs a job with so many new tokens, and returns its milliseconds."""
-Generate = Callable[[Sequence[Image.Image], int], None]
-"""Makes so many tokens about every picture."""
+
+
+class Run(NamedTuple):
+    """The milliseconds of a run, and the new tokens of a picture, on average."""
+
+    ms: float
+    length: float
+
+
+Job = Callable[[int], Run]
+"""Runs a job with so many new tokens of a picture at most."""
+Generate = Callable[[Sequence[Image.Image], int], float]
+"""Makes so many tokens about every picture at most, and returns their average."""
 CAPTIONING = "captioning"
+UNEQUAL = "captioning, unequal lengths"
+UNEQUAL_TOKENS = 256
+ONE_IN = 64
+"""Of all tokens, one in so many ends a caption of unequal length. So half of them have 44 tokens at most."""
 WARM_UPS = 3
 """Of calls: the third of a size at the latest is captured. Captioning runs once to warm up."""
 
@@ -117,9 +131,16 @@ def calls_of(model: str, generate: Generate, *, cuda: bool) -> dict[str, Job]:
     return jobs
 
 
-def timed(generate: Generate, images: Sequence[Image.Image], tokens: int, *, cuda: bool) -> float:
-    """Return the milliseconds of a call of `generate`."""
-    return milliseconds(partial(generate, images, tokens), cuda=cuda)
+def timed(generate: Generate, images: Sequence[Image.Image], tokens: int, *, cuda: bool) -> Run:
+    """Time a call of `generate`."""
+    lengths: list[float] = []
+    ms = milliseconds(lambda: lengths.append(generate(images, tokens)), cuda=cuda)
+    return Run(ms, lengths[0])
+
+
+def ends_of(model: str) -> list[int]:
+    """Return the tokens that end captions of unequal lengths."""
+    return list(range(ONE_IN - 1, TEXT[model][1]["vocab_size"], ONE_IN))
 
 
 def redraw(model: torch.nn.Module) -> None:
@@ -145,16 +166,22 @@ def jobs_of_vllm(model: str, folder: Path, pictures: Sequence[Path]) -> dict[str
     engine.apply_model(redraw)
     text = prompt_of(load_processor(str(CHECKPOINTS[model])))
 
-    def generate(images: Sequence[Image.Image], tokens: int) -> None:
-        sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    def generate(images: Sequence[Image.Image], tokens: int, ends: Sequence[int] = ()) -> float:
+        sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, stop_token_ids=list(ends))
         requests = [{"prompt": text, "multi_modal_data": {"image": image}} for image in images]
         outputs = engine.generate(requests, sampling, use_tqdm=False)
-        assert all(len(output.outputs[0].token_ids) == tokens for output in outputs)
+        lengths = [len(output.outputs[0].token_ids) for output in outputs]
+        assert ends or set(lengths) == {tokens}
+        return statistics.mean(lengths)
 
-    def caption(tokens: int) -> float:
-        return milliseconds(lambda: generate(opened(pictures), tokens), cuda=False)
+    def caption(tokens: int, ends: Sequence[int] = ()) -> Run:
+        return timed(lambda paths, tokens: generate(opened(paths), tokens, ends), pictures, tokens, cuda=False)
 
-    return {CAPTIONING: caption, **calls_of(model, generate, cuda=False)}  # the GPU is another process's
+    return {
+        CAPTIONING: caption,
+        UNEQUAL: partial(caption, ends=ends_of(model)),
+        **calls_of(model, generate, cuda=False),  # the GPU is another process's
+    }
 
 
 def jobs_of_ours(model: str, folder: Path, pictures: Sequence[Path]) -> dict[str, Job]:
@@ -166,15 +193,18 @@ def jobs_of_ours(model: str, folder: Path, pictures: Sequence[Path]) -> dict[str
     attempts = iter(range(1, 1000))
     prepare_runs()
 
-    def caption(tokens: int) -> float:
+    def caption(tokens: int, ends: list[int] | None = None) -> Run:
+        full_size.generation_config.eos_token_id = ends
         output = folder / f"{model}-{tokens}"
         if not output.exists():  # the first run with so many tokens plans its batches without earlier steps in memory
             hf_vit_accel.unpatch(full_size)
         arguments = ["caption", str(pictures[0].parent), "--output", str(output)]
         arguments += ["--model", checkpoint, "--prompt", PROMPT, "--attempt", str(next(attempts))]
-        return run_captioner([*arguments, "--max-new-tokens", str(tokens)]).ms
+        worker = run_captioner([*arguments, "--max-new-tokens", str(tokens)])
+        full_size.generation_config.eos_token_id = None
+        return Run(worker.ms, worker.progress.counts["text"] / len(pictures))
 
-    def generate(images: Sequence[Image.Image], tokens: int) -> None:
+    def generate(images: Sequence[Image.Image], tokens: int) -> float:
         inputs = processor(
             text=[text] * len(images), images=list(images), padding=True, return_tensors="pt", device=DEVICE
         )
@@ -187,8 +217,13 @@ def jobs_of_ours(model: str, folder: Path, pictures: Sequence[Path]) -> dict[str
             custom_generate=hf_vit_accel.graphed_decoding,
         )
         assert output.shape[1] == length + tokens
+        return tokens
 
-    return {CAPTIONING: caption, **calls_of(model, generate, cuda=DEVICE.type == "cuda")}
+    return {
+        CAPTIONING: caption,
+        UNEQUAL: partial(caption, ends=ends_of(model)),
+        **calls_of(model, generate, cuda=DEVICE.type == "cuda"),
+    }
 
 
 def main(
@@ -206,14 +241,16 @@ def main(
     pictures = sorted(drawn.glob("*.jpg"))
     jobs = {"vllm": jobs_of_vllm, "ours": jobs_of_ours}[side](model, folder, pictures)
     before = json.loads(json_path.read_text()) if json_path is not None and json_path.exists() else document_of([])
+    tokens_of_captions = {CAPTIONING: [int(number) for number in tokens.split(",")], UNEQUAL: [UNEQUAL_TOKENS]}
     for name, job in jobs.items():
-        is_captioning = name == CAPTIONING
-        for number in map(int, tokens.split(",")) if is_captioning else CALL_TOKENS:
+        for number in tokens_of_captions.get(name, CALL_TOKENS):
             row: Row = {"model": model, "job": name, "tokens": number, "side": side}
-            warm_ups = 1 if is_captioning else WARM_UPS
-            times = [job(number) for _ in range(warm_ups + runs)][warm_ups:]
+            warm_ups = 1 if name in tokens_of_captions else WARM_UPS
+            timed_runs = [job(number) for _ in range(warm_ups + runs)][warm_ups:]
+            times = [run.ms for run in timed_runs]
             row |= {"ms": statistics.median(times), "all": times}
-            if is_captioning:
+            row["tokens of a picture"] = statistics.mean(run.length for run in timed_runs)
+            if name in tokens_of_captions:
                 row["pictures/s"] = 1e3 * len(pictures) / row["ms"]
             print(row, flush=True)
             before["rows"].append(row)

@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
@@ -112,15 +112,27 @@ class _KeptBounds(dict[tuple[object, ...], Bounds]):
 
 
 class TimedWorker(batch_caption.Worker):
-    """Time the work of this process, from the first picture to the last record."""
+    """Time the work of this process, from the first header that is read to the last record."""
 
     last: ClassVar[TimedWorker]
+    ms_of_headers: ClassVar[float]
     ms = 0.0
 
     def work(self, tasks: Sequence[Task]) -> None:
         """Caption all tasks."""
-        self.ms = milliseconds(partial(super().work, tasks), cuda=DEVICE.type == "cuda")
+        ms_of_work = milliseconds(partial(super().work, tasks), cuda=DEVICE.type == "cuda")
+        self.ms = TimedWorker.ms_of_headers + ms_of_work
         TimedWorker.last = self
+
+
+_measured = batch_caption.measured
+
+
+def timed_headers(*arguments: Any) -> list[Task]:
+    """Read the headers of all pictures, as the captioner does before its work, and time it."""
+    tasks: list[list[Task]] = []
+    TimedWorker.ms_of_headers = milliseconds(lambda: tasks.append(_measured(*arguments)), cuda=False)
+    return tasks[0]
 
 
 def fresh_model(
@@ -149,6 +161,7 @@ def prepare_runs() -> None:
     batch_caption.load_model = fresh_model
     batch_caption.load_processor = load_processor
     batch_caption.Worker = TimedWorker
+    batch_caption.measured = timed_headers
     kept = _KeptBounds()
     Captioner.bounds = lambda captioner, *limits: kept.of(captioner, *limits)
     # Several runs share this process, so the end of a run must not end the process group.

@@ -173,7 +173,8 @@ def beside_vllm() -> str:
     rows = []
     for (model, job, tokens), sides in _beside_vllm(document).items():
         vllm, ours, ratio = _both_sides(sides)
-        name = "captions, pictures a second" if "pictures/s" in sides["ours"] else f"one call, {job}"
+        is_rate = "pictures/s" in sides["ours"]
+        name = f"{job.replace(CAPTIONING, 'captions')}, pictures a second" if is_rate else f"one call, {job}"
         rows.append([title(model), name, str(tokens), vllm, f"{ours} ({ratio})"])
     head = ["", "job", "new tokens", _name_of_vllm(document), "`patch`, `graphed_decoding`"]
     return f"{grid(head, rows)}\n{conditions(document, VLLM)}\n"

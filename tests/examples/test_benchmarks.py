@@ -221,11 +221,11 @@ def half_a_second(step: Callable[[], object], *, cuda: bool) -> float:
 
 
 def run_captioning(script: Script, folder: Path) -> None:
-    """Every run comes twice, and the second is timed: six records a round and contender."""
+    """Every run comes twice, and the second is timed: six records a round and contender. Headers count, too."""
     script.LONGEST, script.milliseconds = 16, half_a_second
     script.main(folder, pictures=3, model=MODEL, tokens="1", rounds=2, json_path=folder / "rates.json")
     [row] = json.loads((folder / "rates.json").read_text())["rows"]
-    assert row["all"] == {"stock": [6.0, 6.0], "patched": [6.0, 6.0]} and row["stock"] == row["patched"] == 6.0
+    assert row["all"] == {"stock": [3.0, 3.0], "patched": [3.0, 3.0]} and row["stock"] == row["patched"] == 3.0
     assert row["ms waiting"].keys() == {"stock", "patched"}
     for way in script.WAYS:
         records = list((folder / MODEL / f"{way}_1").rglob("*.jsonl"))
@@ -242,7 +242,7 @@ class FakeEngine:
         function(nn.Linear(2, 2))
 
     def generate(self, requests: list[dict[str, Any]], sampling: dict[str, Any], use_tqdm: bool) -> list[Any]:
-        tokens = SimpleNamespace(token_ids=[0] * sampling["max_tokens"])
+        tokens = SimpleNamespace(token_ids=[0] * (2 if sampling["stop_token_ids"] else sampling["max_tokens"]))
         return [SimpleNamespace(outputs=[tokens]) for _ in requests]
 
 
@@ -251,6 +251,7 @@ def run_beside_vllm(script: Script, folder: Path) -> None:
     captioning = sys.modules["captioning_benchmark"]
     script.LONGEST = captioning.LONGEST = 16
     script.milliseconds = captioning.milliseconds = half_a_second
+    script.UNEQUAL_TOKENS = 3
     script.PICTURES, script.CALLS, script.CALL_TOKENS = 3, {"2 x 4x6": (2, (4, 6))}, (1, 2)
     sys.modules["vllm"] = SimpleNamespace(LLM=FakeEngine, SamplingParams=dict)
     path = folder / "beside.json"
@@ -258,10 +259,15 @@ def run_beside_vllm(script: Script, folder: Path) -> None:
         script.main(folder / side, side=side, model=MODEL, tokens="1", runs=2, json_path=path)
     rows = json.loads(path.read_text())["rows"]
     assert [(row["side"], row["job"], row["tokens"]) for row in rows] == [
-        (side, *job) for side in ("ours", "vllm") for job in (("captioning", 1), ("2 x 4x6", 1), ("2 x 4x6", 2))
+        (side, *job)
+        for side in ("ours", "vllm")
+        for job in (("captioning", 1), ("captioning, unequal lengths", 3), ("2 x 4x6", 1), ("2 x 4x6", 2))
     ]
-    assert all(row["ms"] == 500 and row["all"] == [500, 500] for row in rows)
-    assert [row["pictures/s"] for row in rows[::3]] == [6.0, 6.0]
+    times = [row["ms"] for row in rows]
+    assert times == [1000, 1000, *[500] * 6], "headers of pictures are read before, and count"
+    assert [row["pictures/s"] for row in rows if "pictures/s" in row] == [3.0, 3.0, 6.0, 6.0]
+    lengths = [row["tokens of a picture"] for row in rows]
+    assert lengths[::2] == [1, 1, 1, 1] and lengths[5] == 2 and 0 < lengths[1] <= 3
 
 
 TINY_RUNS = {
