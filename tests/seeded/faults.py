@@ -14,7 +14,7 @@ class Fault:
 
     Attributes:
         kind: What goes wrong.
-        path: The file, below the package.
+        path: The file, as seen from the package's folder.
         before: Text that stands there once.
         after: Text that takes its place.
         tests: Arguments of pytest: where the fault should be caught.
@@ -46,6 +46,7 @@ CHANGES = (
 PROOF = "tests/unit/test_proof.py tests/unit/test_newer_transformers.py"
 LIKE = "tests/integration/test_like.py"
 LORA = "tests/unit/test_adapter.py"
+SCRIPTS = "tests/examples/test_scripts.py"
 FAULTS_OF_PARTS = "tests/integration/test_faults.py tests/integration/test_faults_of_backends.py"
 
 _BY_FILE: dict[str, dict[str, tuple[str, str, str]]] = {
@@ -532,6 +533,20 @@ _BY_FILE: dict[str, dict[str, tuple[str, str, str]]] = {
             "return False",
             "tests/unit/test_decoding.py",
         ),
+    },
+    "../examples/caption.py": {
+        "a photo is captioned on its side": ("ImageOps.exif_transpose(Image.open(path))", "Image.open(path)", SCRIPTS),
+    },
+    "../examples/decode.py": {
+        "an answer is no part of its chat": (
+            'chat.append({"role": "assistant",',
+            '[].append({"role": "assistant",',
+            SCRIPTS,
+        ),
+    },
+    "../examples/finetune.py": {
+        "an option checkpoints nothing": ("    if options.gradient_checkpointing:", "    if False:", SCRIPTS),
+        "an option accumulates nothing": ("steps=options.accumulate", "steps=1", SCRIPTS),
     },
 }
 """By file and kind: text that stands there once, text that takes its place, and the tests that should catch it."""
