@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from documents import Row, is_measured, load, times, title
+from documents import Row, grid, is_measured, load, times, title
 
 LEAST_GAIN = 0.03
 """The page lists options that are faster than the default by more than this share."""
-OPTIONS = {"auto+graph": "cuda_graphs=True"}
+NAMES = {"auto+graph": "`cuda_graphs=True`"}
 """Contenders that the page calls otherwise."""
 EXACT_FILES = (
     *("towers.json", "cuda_extra.json", "plain.json", "held_out.json", "slow_host.json", "training.json"),
@@ -16,45 +16,33 @@ EXACT_FILES = (
 
 
 def options() -> str:
-    """Name the inputs for which stock or an exact option is faster than the default, an option by `LEAST_GAIN`."""
-    count = 0
-    stock_lines = []
-    option_lines = []
+    """List the inputs for which stock or an exact option is faster than the default, an option by `LEAST_GAIN`."""
+    rows = []
+    inputs = 0
+    others = 0
     files = [file for file in EXACT_FILES if is_measured(file)]
     for file in files:
         for (model, size), by_contender in times(load(file)).items():
-            count += 1
-            where = f"{title(model)}, {size}, `{file}`"
-            stock = []
-            exact = []
-            for name, row in by_contender.items():
-                if name.startswith("stock "):
-                    stock += _faster(name, row, by_contender["auto"], least=0.0)
-                elif name != "auto" and "fp8" not in name:
-                    exact += _faster(name, row, by_contender["auto"], least=LEAST_GAIN)
-            if stock:
-                stock_lines.append(f"- {where}: {', '.join(stock)}.\n")
-            if exact:
-                option_lines.append(f"- {where}: {', '.join(exact)}.\n")
-    parts = [f"`bench` timed {count} inputs in {len(files)} files. "]
-    if stock_lines:
-        parts += ["By medians, stock is faster than the default for these:\n\n", *stock_lines, "\n"]
-    else:
-        parts.append(
-            "No stock tower was faster than the default, not even one that was compiled and captured by hand.\n"
-        )
-    parts.append(f"By medians, no exact option was more than {100 * LEAST_GAIN:.0f}% faster than the default")
-    if option_lines:
-        parts += [f" for {count - len(option_lines)} of them. These are the others:\n\n", *option_lines]
-    else:
-        parts.append(".\n")
-    return "".join(parts)
+            default = by_contender["auto"]
+            faster = [name for name, row in by_contender.items() if is_faster(name, row, default)]
+            for name in faster:
+                gains = [gain(by_contender[name], default, key) for key in ("ms", "ms_low")]
+                rows.append([NAMES.get(name, f"`{name}`"), *gains, title(model), size, f"`{file}`"])
+            inputs += 1
+            others += not faster
+    rows.append(["none", "", "", f"the other {others} of {inputs} inputs", "", f"all {len(files)} files"])
+    head = [f"faster than the default, options by more than {LEAST_GAIN:.0%}", "by medians", "by the fastest calls"]
+    return grid([*head, "model", "input", "file"], rows)
 
 
-def _faster(name: str, row: Row, default: Row, *, least: float) -> list[str]:
-    """Return by how much a contender is faster than the default; nothing if it is not by `least`."""
-    if default["ms"] <= (1 + least) * row["ms"]:
-        return []
-    medians = 100 * (default["ms"] / row["ms"] - 1)
-    fastest = 100 * (default["ms_low"] / row["ms_low"] - 1)
-    return [f"`{OPTIONS.get(name, name)}` {medians:.1f}% (by the fastest calls {fastest:.1f}%)"]
+def is_faster(name: str, row: Row, default: Row) -> bool:
+    """Say whether the page lists a contender: stock where it is faster at all. FP8 rounds more, so it is left out."""
+    if name == "auto" or "fp8" in name:
+        return False
+    least = 0.0 if name.startswith("stock ") else LEAST_GAIN
+    return bool(default["ms"] > (1 + least) * row["ms"])
+
+
+def gain(row: Row, default: Row, key: str) -> str:
+    """Write by how much a contender is faster than the default."""
+    return f"{default[key] / row[key] - 1:.1%}"

@@ -18,10 +18,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import chart
 import headline
 import options
 import stacks
 import summary
+import vllm
 from documents import (
     ROOT,
     Cell,
@@ -62,17 +64,7 @@ class Table:
             ValueError: if the file mixes measurements of two commits
         """
         document = load(self.file)
-        note = NOTES.get((self.file, document.get("commit")), "")
-        return f"{self.write(document)}\n{conditions(document, self.file)}\n{note}"
-
-
-NOTES = {
-    ("quantised.json", "89a304e"): """
-The 4-bit forwards of Qwen2.5-VL-7B are replayed by now. A bound of rounding had refused them.
-At commit 8d38673, in two rounds on such a machine: 9.7, 27.1 and 84.1 ms, beside stock's 60.5, 102 and 328 ms.
-"""
-}
-"""What became of numbers since, by file and commit: a new measurement takes the note away."""
+        return f"{self.write(document)}\n{conditions(document, self.file)}\n"
 
 
 def whole_call(document: Document) -> str:
@@ -315,6 +307,7 @@ def pages(document: Document) -> str:
 
 
 SCRIPTS: Mapping[str, Callable[[Document], str]] = {
+    "beside_vllm": vllm.beside_vllm,
     "captioning": captioning,
     "captions": captions,
     "data_parallel": data_parallel,
@@ -345,21 +338,19 @@ TABLES: Mapping[str, Table] = {name: table for name, table in DECLARED.items() i
 
 
 TEXTS: Mapping[str, Callable[[], str]] = {
-    "headline": headline.text,
-    "summary": summary.text,
-    "beside_the_headline": summary.beside_the_headline,
-    "beside_vllm": summary.beside_vllm,
-    "captions_beside_vllm": summary.captions_beside_vllm,
-    "promise": summary.promise,
+    "gains": headline.gains,
+    "jobs": headline.jobs,
+    "summary": summary.summary,
+    "captions_beside_vllm": vllm.captions_beside_vllm,
     "options": options.options,
     "stacks": stacks.table,
     "versions_that_ran": stacks.versions,
 }
-"""Lines from several files, by the name that a page gives them."""
+"""Tables from several files, or with other conditions, by the name that a page gives them."""
 
 
 def filled(path: Path) -> str:
-    """Write the tables and lines of a page anew.
+    """Write the tables of a page anew.
 
     Raises:
         KeyError: if the page names an unknown table
@@ -367,17 +358,11 @@ def filled(path: Path) -> str:
     """
     page = path.read_text(encoding="utf-8")
     page = RECIPE.sub(lambda place: place[1] + stacks.recipe(place["file"]), page)
-    return PLACE.sub(_written, page)
-
-
-def _written(place: re.Match[str]) -> str:
-    """Write a place anew. Tables need empty lines around them, a line does not."""
-    text = text_of(place["name"])
-    return f"{place[1]}{text}{place[3]}" if text.count("\n") == 1 else f"{place[1]}\n{text}\n{place[3]}"
+    return PLACE.sub(lambda place: f"{place[1]}\n{text_of(place['name'])}\n{place[3]}", page)
 
 
 def text_of(name: str) -> str:
-    """Write the table or the lines of a name.
+    """Write the table of a name.
 
     Raises:
         KeyError: if it is not declared
@@ -391,6 +376,6 @@ if __name__ == "__main__":
     if sys.argv[1:]:  # it takes no arguments
         print(__doc__)
         raise SystemExit
-    headline.CHART.write_text(headline.chart(load(headline.FILE)), encoding="utf-8")
+    chart.CHART.write_text(chart.chart(load(headline.FILE)), encoding="utf-8")
     for page in PAGES:
         page.write_text(filled(page), encoding="utf-8")

@@ -1,0 +1,65 @@
+"""Write the tables of jobs beside vLLM.
+
+A row of the file has a model, a job, its new tokens, a side ("vllm" or "ours") and "ms". Captions also have
+"pictures/s".
+"""
+
+from __future__ import annotations
+
+from documents import Document, Row, digits, grid, load, measured_at, title
+
+FILE = "beside_vllm.json"
+CAPTIONING = "captioning"
+Sides = dict[str, Row]
+"""The rows of a job by side."""
+
+
+def jobs(document: Document) -> dict[tuple[str, str, int], Sides]:
+    """Return the jobs that both sides ran, by model, name and number of new tokens."""
+    by_key: dict[tuple[str, str, int], Sides] = {}
+    for row in document["rows"]:
+        by_key.setdefault((row["model"], row["job"], row["tokens"]), {})[row["side"]] = row
+    return {key: sides for key, sides in by_key.items() if len(sides) == 2}
+
+
+def both_sides(sides: Sides) -> tuple[str, str, str]:
+    """Write vLLM's time or rate, ours, and how many times as fast as vLLM ours is."""
+    vllm = sides["vllm"]
+    ours = sides["ours"]
+    if "pictures/s" in ours:
+        rates = (vllm["pictures/s"], ours["pictures/s"])
+        return digits(rates[0]), digits(rates[1]), f"{rates[1] / rates[0]:.2f}x"
+    return f"{digits(vllm['ms'])} ms", f"{digits(ours['ms'])} ms", f"{vllm['ms'] / ours['ms']:.2f}x"
+
+
+def name(document: Document) -> str:
+    """Name vLLM with its version."""
+    return f"vLLM {document['versions'].get('vllm', '')}".rstrip()
+
+
+def beside_vllm(document: Document) -> str:
+    """Write all jobs, for docs/benchmarks.md."""
+    rows = []
+    for (model, job, tokens), sides in jobs(document).items():
+        vllm, ours, ratio = both_sides(sides)
+        is_rate = "pictures/s" in sides["ours"]
+        label = f"{job.replace(CAPTIONING, 'captions')}, pictures a second" if is_rate else f"one call, {job}"
+        rows.append([title(model), label, str(tokens), vllm, f"{ours} ({ratio})"])
+    return grid(["", "job", "new tokens", name(document), "`patch`, `graphed_decoding`"], rows)
+
+
+def captions_beside_vllm() -> str:
+    """Write the table of docs/captioning.md: captions a second, and the hours of a million pictures.
+
+    Raises:
+        ValueError: if the file mixes measurements of two commits
+    """
+    document = load(FILE)
+    rows = []
+    for (model, job, tokens), sides in jobs(document).items():
+        if job == CAPTIONING:
+            vllm, ours, ratio = both_sides(sides)
+            hours = 1e6 / 3600 / sides["ours"]["pictures/s"]
+            rows.append([title(model), str(tokens), vllm, f"{ours} ({ratio})", f"{hours:.1f} h"])
+    head = ["pictures a second", "new tokens", name(document), "the captioner", "a million pictures, one GPU"]
+    return f"{grid(head, rows)}\n*{measured_at(document, FILE)}*\n"
