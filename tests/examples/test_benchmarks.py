@@ -164,6 +164,21 @@ def test_time_before_a_call_is_not_timed() -> None:
     assert measuring.now() - begin >= 50
 
 
+def test_a_run_on_a_gpu_waits_for_it_and_reports_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peak is counted from the begin of the run on, in all and beyond what was allocated before."""
+    events: list[str] = []
+    monkeypatch.setattr(measuring, "DEVICE", torch.device("cuda"))
+    monkeypatch.setattr(measuring, "milliseconds", lambda step, cuda: (step(), 5.0)[1] if cuda else 0.0)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: events.append("reset"))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 1e9)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3e9)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("wait"))
+    assert measuring.run_once(lambda: events.append("run")) == (5.0, None, 3.0, 2.0)
+    assert measuring.peak_gigabytes(lambda: events.append("run")) == 2.0
+    measuring.now()
+    assert events == ["reset", "run", "reset", "run", "wait"]
+
+
 MODEL = "qwen3-vl-8b"
 Script = Any
 """A module of benchmarks/."""
