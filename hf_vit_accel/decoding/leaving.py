@@ -1,7 +1,7 @@
 """Rows that have ended leave a decode step: the others go on in a step of half the rows, or of fewer.
 
 A step of `n` rows reads the room of the whole batch. Where rows share an axis of slots, no key moves. Where every row
-has slots of its own, the rows that go on move to the first ones.
+has slots of its own, the last ones move to those of rows that have ended.
 `B` rows of a call, `N` rows of its step.
 """
 
@@ -44,7 +44,6 @@ class RowsInStep:
     def __init__(self, batch: int) -> None:
         self._rows = list(range(batch))
         self._rows_N: Tensor | None = None  # once some have left
-        self._logits_B1V: Tensor | None = None
         self._batch = batch
         self._ended: _EndedRows | None = None
 
@@ -71,10 +70,10 @@ class RowsInStep:
         place_of = {row: place for place, row in enumerate(self._rows)}
         return [place_of[row] for row in rows]
 
-    def leave(self, rows: list[int], device: torch.device) -> None:
-        """Keep these rows of the call. Logits of the others are never read."""
+    def leave(self, rows: list[int], rows_N: Tensor) -> None:
+        """Keep these rows of the call, which are on the device, too. Logits of the others are never read."""
         self._rows = rows
-        self._rows_N = torch.tensor(rows, device=device)
+        self._rows_N = rows_N
 
     def stay(self) -> None:
         """Let no more rows leave."""
@@ -87,12 +86,10 @@ class RowsInStep:
         return inputs if self._rows_N is None else tensors_of_rows(inputs, self._rows)
 
     def of_all(self, logits_N1V: Tensor) -> Tensor:
-        """Return logits (B, 1, V) of all rows of the call, in memory that the next call overwrites."""
+        """Return logits (B, 1, V) of all rows of the call: zeros for those that left."""
         if self._rows_N is None:
             return logits_N1V
-        if self._logits_B1V is None:
-            self._logits_B1V = logits_N1V.new_zeros(self._batch, *logits_N1V.shape[1:])
-        return self._logits_B1V.index_copy_(0, self._rows_N, logits_N1V)
+        return logits_N1V.new_zeros(self._batch, *logits_N1V.shape[1:]).index_copy_(0, self._rows_N, logits_N1V)
 
 
 class _EndedRows(StoppingCriteriaList):
@@ -125,6 +122,8 @@ class _EndedRows(StoppingCriteriaList):
 def smaller_half(rows: Sequence[int], has_ended_B: Sequence[bool]) -> list[int] | None:
     """Return half the rows of a step or fewer, with all that go on; None if more than half go on, or none at all.
 
+    A row that goes on keeps its place where it can. Else it takes that of a row that has ended, and of no other.
+
     Args:
         rows: The rows of the call that the step has.
         has_ended_B: Which rows of the call have ended.
@@ -135,5 +134,9 @@ def smaller_half(rows: Sequence[int], has_ended_B: Sequence[bool]) -> list[int] 
         count = (count + 1) // 2
     if count == len(rows):
         return None
-    ended = [row for row in rows if has_ended_B[row]]
-    return sorted(going_on + ended[: count - len(going_on)])
+    smaller = list(rows[:count])
+    free = [place for place, row in enumerate(smaller) if has_ended_B[row]]
+    behind = going_on[count - len(free) :]
+    for place, row in zip(free, behind, strict=False):
+        smaller[place] = row
+    return smaller

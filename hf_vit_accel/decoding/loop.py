@@ -375,24 +375,28 @@ class _ModelInLoop:
         step.store(cache)
         with self._giving_up(), torch.inference_mode(False), torch.no_grad(), capture_of_ours():
             inputs = self._model.prepare_inputs_for_generation(input_ids, **arguments)
-            if smaller is None:
-                inputs_N = tensors_of_rows(inputs, rows)
-                smaller = DecodeStep(
-                    largest.key, step.reading, inputs_N, largest.room.first_rows(len(rows)), step.length
-                )
-                try:
-                    self._steps.capture(smaller)
-                except torch.OutOfMemoryError:
-                    self._rows.stay()
-                    return
-            places_N = on_device(self._rows.places(rows), step.device)
-            smaller.room.take_rows(places_N, step.room, step.length)
-            smaller.room.give_to(cache, step.length)
+            try:
+                if smaller is None:
+                    smaller = self._smaller_step(largest, step, tensors_of_rows(inputs, rows))
+                places_N, rows_N = (on_device(x, step.device) for x in (self._rows.places(rows), rows))
+                smaller.room.take_rows(places_N, step.room, step.length)
+            except torch.OutOfMemoryError:  # the present step has lost nothing of rows that go on
+                self._rows.stay()
+                return
             smaller.reading = step.reading
             self._steps.rows_left += len(self._rows) - len(rows)
-            self._rows.leave(rows, input_ids.device)
+            self._rows.leave(rows, rows_N)
+            smaller.room.give_to(cache, step.length)
             smaller.load(self._rows.of_inputs(inputs), cache, step.length)
             self._step, self._largest = smaller, largest
+
+    def _smaller_step(self, largest: DecodeStep, step: DecodeStep, inputs: Arguments) -> DecodeStep:
+        """Capture a step of fewer rows; `UnservedError` if the model changed since the present one was loaded."""
+        refuse({"the model changed within a call": read_model(self._model).key != step.reading.key})
+        room = largest.room.first_rows(len(inputs["input_ids"]))
+        smaller = DecodeStep(largest.key, step.reading, inputs, room, step.length)
+        self._steps.capture(smaller)
+        return smaller
 
     def _prove(self, step: DecodeStep, inputs: Arguments) -> Tensor:
         """Return the logits of a new step, and keep it if stock computes those of some rows alike."""

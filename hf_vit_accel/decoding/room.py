@@ -71,7 +71,10 @@ class Room:
         return Room(layers, self.size, self.columns, offsets_B)
 
     def take_rows(self, rows_N: Tensor, of_all: Room, length: int) -> None:
-        """Take over rows of another room in the same memory, with the first columns of their keys and values."""
+        """Take over rows of another room in the same memory, with the first columns of their keys and values.
+
+        The places of `smaller_half` overwrite no row that goes on. So the other room stays of use if memory runs out.
+        """
         self.columns = of_all.columns
         if of_all.offsets_B is not None:
             self.offsets_B = of_all.offsets_B[rows_N]

@@ -521,10 +521,22 @@ _BY_FILE: dict[str, dict[str, tuple[str, str, str]]] = {
             "going_on = [row for row in rows[1:] if not has_ended_B[row]]",
             "tests/unit/test_leaving_rows.py",
         ),
+        "a row moves to the place of another that goes on": (
+            "    return smaller\n",
+            "    return sorted(smaller)\n",
+            "tests/unit/test_leaving_rows.py -k spoils",
+        ),
         "a processor of the user's reads logits of rows that left": (
             "return not config.return_dict_in_generate and kinds <= _OF_ROWS",
             "return not config.return_dict_in_generate",
             "tests/unit/test_leaving_rows.py",
+        ),
+    },
+    "decoding/loop.py": {
+        "a smaller step is captured of a model that changed": (
+            "read_model(self._model).key != step.reading.key",
+            "False",
+            "tests/unit/test_leaving_rows.py -k changed",
         ),
     },
     "decoding/ahead.py": {

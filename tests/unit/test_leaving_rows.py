@@ -15,6 +15,7 @@ from support.decoding import Counts, both, counts_of
 from support.recorded_ops import OperationRecorder
 from tiny import TINY
 
+import hf_vit_accel
 from hf_vit_accel import status
 from hf_vit_accel.decoding import leaving, loop, room
 from hf_vit_accel.decoding.step import DecodeStep
@@ -142,6 +143,53 @@ def test_memory_that_is_too_short_for_a_smaller_step_leaves_all_rows_in(
     monkeypatch.setattr(recorder, "fail", torch.OutOfMemoryError("full"))
     both(model, texts([9] * 16), max_new_tokens=40, **ENDS)
     assert set(rows_of_steps) == {16} and not counts_of(model).reasons
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), RuntimeError("broken")])
+def test_an_error_while_rows_move_spoils_no_row_that_goes_on(
+    model: Any, rows_of_steps: list[int], error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keys of one layer have moved by then. All rows stay in where memory ran out, else stock goes on."""
+    model = TINY["qwen2_5_vl"].build()
+    take_rows, states_of = room.Room.take_rows, room.states_of
+
+    def take_rows_of_one_layer(room_of_few: room.Room, *args: Any) -> None:
+        calls = iter([states_of, states_of])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(room, "states_of", lambda *of_layer: next(calls)(*of_layer))
+            with pytest.raises(StopIteration):
+                take_rows(room_of_few, *args)
+        raise error
+
+    monkeypatch.setattr(room.Room, "take_rows", take_rows_of_one_layer)
+    both(model, texts([9] * 16, 3), max_new_tokens=40, **ENDS)
+    is_memory = isinstance(error, torch.OutOfMemoryError)
+    assert set(rows_of_steps) == {16} and not steps_of(model).rows_left
+    assert counts_of(model) == (Counts(1, {}) if is_memory else Counts(0, {"RuntimeError: broken": 1}))
+
+
+def test_no_smaller_step_is_captured_of_a_model_that_changed(model: Any, recorder: type[OperationRecorder]) -> None:
+    """A streamer is code of the user's: it may change weights in mid-call. Kept steps are of the weights before."""
+    model = TINY["qwen2_5_vl"].build()
+    weight = model.model.language_model.layers[0].mlp.down_proj.weight
+    data = weight.data
+
+    class Streamer:
+        def put(self, tokens: torch.Tensor) -> None:
+            if tokens.dim() == 1:  # not the prompt
+                weight.data = data.neg()
+
+        def end(self) -> None:
+            weight.data = data
+
+    inputs = texts([9] * 16)
+    both(model, inputs, max_new_tokens=40, min_new_tokens=40, **ENDS)  # keeps a step of all rows
+    model.generate(
+        **inputs, max_new_tokens=40, **ENDS, streamer=Streamer(), custom_generate=hf_vit_accel.graphed_decoding
+    )
+    assert counts_of(model).reasons == {"the model changed within a call": 1} and recorder.captures == 1
+    both(model, inputs, max_new_tokens=40, **ENDS)
+    assert steps_of(model).rows_left
 
 
 def test_a_smaller_step_that_computes_otherwise_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
