@@ -9,7 +9,6 @@ every rank encodes all pictures of a call. With `data_parallel=True` every rank 
 from __future__ import annotations
 
 import argparse
-import copy
 import os
 from collections.abc import Sequence
 
@@ -27,8 +26,9 @@ def load_split(name: str) -> PreTrainedModel:
     """Load a checkpoint, with the weights of its language model split among the ranks."""
     config = AutoConfig.from_pretrained(name)
     text = config.get_text_config()
-    if text.base_model_tp_plan is None:  # Qwen3-VL has no plan for its layers; those of Qwen3 are the same
-        text.base_model_tp_plan = copy.copy(transformers.Qwen3Config.base_model_tp_plan)
+    parts = text.base_model_tp_plan or {}
+    if not any(part.startswith("layers.") for part in parts):  # Qwen3-VL's layers have no plan; Qwen3's are the same
+        text.base_model_tp_plan = transformers.Qwen3Config.base_model_tp_plan | parts
     plan = DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size())
     model = AutoModelForImageTextToText.from_pretrained(name, config=config, dtype="auto", distributed_config=plan)
     return model.eval()

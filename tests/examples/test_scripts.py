@@ -394,7 +394,9 @@ def test_tensor_parallelism_keeps_the_tokens(family: str, tmp_path: Path, monkey
     share_small_calls(monkeypatch)
     folder = tmp_path / "model"
     shutil.copytree(CAPTIONERS / family, folder)
-    config = transformers.AutoConfig.from_pretrained(folder, dtype="float32", tie_word_embeddings=False)
+    config = transformers.AutoConfig.from_pretrained(folder, dtype="float32")
+    config.tie_word_embeddings = config.text_config.tie_word_embeddings = False
+    config.text_config.pad_token_id = None  # as in Qwen's checkpoints
     config.text_config.num_attention_heads = config.text_config.num_key_value_heads = 4
     config.text_config.hidden_size = config.vision_config.out_hidden_size = 128
     model = randomise(transformers.AutoModelForImageTextToText.from_config(config).eval(), seed=2)
