@@ -23,6 +23,7 @@ from support.decoding import Counts, add_adapters, both, change_model, counts_of
 from support.towers import alike
 from tiny import TINY
 from torch import nn
+from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from hf_vit_accel import graphed_decoding, patch, status
 from hf_vit_accel.decoding import layers, prefill, room, step
@@ -358,6 +359,18 @@ def test_rows_of_different_lengths_share_an_axis(family: str) -> None:
             layer.keys.fill_(float("nan"))
             layer.values.fill_(float("nan"))
     assert steps_of(model).captures.total() == 1 and counts_of(model).static_calls == 3
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("lengths", [(300, 20, 30, 25, 40, 22, 35), (5, 5)], ids=["an axis is shared", "even rows"])
+def test_a_criterion_of_the_users_may_allow_more_tokens_than_the_config(lengths: tuple[int, ...]) -> None:
+    """Transformers prefers it. A shared axis has room for no more tokens than are known before."""
+    model = MODELS["qwen2_5_vl"].build()
+    inputs = ragged(model, *lengths)
+    criterion = MaxLengthCriteria(inputs["input_ids"].shape[1] + 200)
+    ends = dict(eos_token_id=1, suppress_tokens=[1], stopping_criteria=[criterion])
+    tokens = both(model, inputs, max_new_tokens=9, **ends)
+    assert tokens.shape[1] == criterion.max_length and counts_of(model) == Counts(1, {})
 
 
 @pytest.mark.usefixtures("way")
