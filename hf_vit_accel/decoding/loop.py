@@ -301,7 +301,8 @@ class _ModelInLoop:
             if prompt.groups and not has_hooks_around(self._model):
                 packed: PackedPrompt | None = None
                 with self._giving_up():
-                    self._reading = read_model(self._model)
+                    with self._model._optimize_model_for_decode():  # which gives steps other experts than the prompt
+                        self._reading = read_model(self._model)
                     self._key = self._reading.key
                     packed = self._packed(prompt, self._reading, columns)
                 if self._reason is None and (packed is not None or len(prompt.groups) > 1):

@@ -8,7 +8,9 @@ import gc
 import pickle
 import threading
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -299,6 +301,26 @@ def test_autocast_keeps_its_steps_to_itself(model: Any) -> None:
 
 
 @both_ways
+@pytest.mark.usefixtures("way")
+def test_a_model_whose_experts_run_otherwise_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers changes their implementation on a GPU, after the prompt. A step is captured once all the same."""
+    model = TINY["qwen3_vl_moe"].build()
+
+    @contextmanager
+    def as_on_a_gpu() -> Iterator[None]:
+        model.set_experts_implementation("batched_mm")
+        try:
+            yield
+        finally:
+            model.set_experts_implementation("grouped_mm")
+
+    model.set_experts_implementation("grouped_mm")
+    monkeypatch.setattr(model, "_optimize_model_for_decode", as_on_a_gpu)
+    for seed in range(3):
+        both(model, tiny.left_padded(model), seed, max_new_tokens=9)
+    assert steps_of(model).captures == {"first call": 1} and counts_of(model).static_calls == 3
+
+
 @pytest.mark.parametrize("family", alike("qwen3_vl", "qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe"))
 def test_a_model_that_accelerate_prepared_for_autocast(family: str) -> None:
     """As a trainer with `bf16=True` generates (TRL's GRPO). A cache has one dtype, that of its first keys."""
