@@ -1,4 +1,4 @@
-"""Rows that have ended leave a decode step: the others go on in a step of half the rows, or of fewer.
+"""Rows that have ended leave a decode step: the others go on in a step of three quarters of the rows, or of fewer.
 
 A step of `n` rows reads the room of the whole batch. Where rows share an axis of slots, no key moves. Where every row
 has slots of its own, the last ones move to those of rows that have ended.
@@ -46,6 +46,7 @@ class RowsInStep:
         self._rows_N: Tensor | None = None  # once some have left
         self._batch = batch
         self._ended: _EndedRows | None = None
+        self._has_ended_B: list[bool] = []
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -60,10 +61,18 @@ class RowsInStep:
             self._ended = _EndedRows(criteria)
         return criteria if self._ended is None else self._ended
 
-    def next_rows(self) -> list[int] | None:
-        """Return the rows of the call that a smaller step has; None if the present one goes on."""
+    def smaller_sizes(self) -> list[int]:
+        """Return how many rows a smaller step may have, the fewest first; none if the present one goes on."""
         has_ended_B = None if self._ended is None else self._ended.known()
-        return None if has_ended_B is None else smaller_half(self._rows, has_ended_B)
+        if has_ended_B is None:
+            return []
+        self._has_ended_B = has_ended_B
+        going_on = sum(not has_ended_B[row] for row in self._rows)
+        return sizes_between(going_on, len(self._rows)) if going_on else []
+
+    def of_smaller(self, size: int) -> list[int]:
+        """Return the rows of the call that a step of so many has, with all that go on."""
+        return without_ended(self._rows, self._has_ended_B, size)
 
     def places(self, rows: Sequence[int]) -> list[int]:
         """Return where rows of the call are among those of the step."""
@@ -119,24 +128,28 @@ class _EndedRows(StoppingCriteriaList):
         return has_ended_B
 
 
-def smaller_half(rows: Sequence[int], has_ended_B: Sequence[bool]) -> list[int] | None:
-    """Return half the rows of a step or fewer, with all that go on; None if more than half go on, or none at all.
+def sizes_between(going_on: int, rows: int) -> list[int]:
+    """Return the sizes of steps that are smaller than one of so many rows, and hold those that go on: ascending."""
+    sizes: list[int] = []
+    while rows * 3 // 4 >= max(going_on, FEWEST_ROWS):
+        rows = rows * 3 // 4
+        sizes.insert(0, rows)
+    return sizes
+
+
+def without_ended(rows: Sequence[int], has_ended_B: Sequence[bool], size: int) -> list[int]:
+    """Return so many rows of a step, with all that go on.
 
     A row that goes on keeps its place where it can. Else it takes that of a row that has ended, and of no other.
 
     Args:
         rows: The rows of the call that the step has.
         has_ended_B: Which rows of the call have ended.
+        size: At least the rows that go on.
     """
-    going_on = [row for row in rows if not has_ended_B[row]]
-    count = len(rows)
-    while going_on and (count + 1) // 2 >= max(len(going_on), FEWEST_ROWS):
-        count = (count + 1) // 2
-    if count == len(rows):
-        return None
-    smaller = list(rows[:count])
+    smaller = list(rows[:size])
     free = [place for place, row in enumerate(smaller) if has_ended_B[row]]
-    behind = going_on[count - len(free) :]
+    behind = [row for row in rows[size:] if not has_ended_B[row]]
     for place, row in zip(free, behind, strict=False):
         smaller[place] = row
     return smaller

@@ -24,7 +24,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from hf_vit_accel.decoding.ahead import can_run_ahead, running_ahead
 from hf_vit_accel.decoding.halves import depends_on_tokens_alone, halves_of, joined
 from hf_vit_accel.decoding.leaving import WORTH_A_CAPTURE, RowsInStep, may_leave
-from hf_vit_accel.decoding.packed import CACHE, Arguments, PackedPrompt, on_device
+from hf_vit_accel.decoding.packed import CACHE, Arguments, PackedPrompt
 from hf_vit_accel.decoding.prefill import GroupedPrompt, check_features
 from hf_vit_accel.decoding.room import (
     Room,
@@ -32,6 +32,7 @@ from hf_vit_accel.decoding.room import (
     bytes_of_room,
     is_linear,
     make_room,
+    on_device,
     plan_axis,
     room_of,
     slots_for,
@@ -95,7 +96,7 @@ def graphed_decoding(
         streamer: Receives the prompt and every token.
         synced_gpus: Decode by stock's method, as ranks do that must all run equally many steps.
         max_graphs: Captured steps to keep: one for each batch size and number of slots. Each of them may have smaller
-            ones, for the rows that go on when half of the rows have ended.
+            ones, for the rows that go on when a quarter of the rows have ended.
         max_bytes: Bytes of steps to keep; None for an eighth of the device's memory.
         halve: Decode half the rows of a greedy call at a time where memory runs out. False raises, for programs that
             make their own batches smaller.
@@ -364,16 +365,20 @@ class _ModelInLoop:
         return CausalLMOutputWithPast(logits=self._rows.of_all(logits_N1V), **{CACHE: cache})
 
     def _let_rows_leave(self, step: DecodeStep, input_ids: Tensor, arguments: Arguments) -> None:
-        """Go on with a step of fewer rows where half of them have ended, if it is captured or worth it."""
-        rows = self._rows.next_rows()
+        """Go on with a step of fewer rows where a quarter of them have ended, if it is captured or worth it."""
+        sizes = self._rows.smaller_sizes()
         due = self._max_length - input_ids.shape[1]
-        if rows is None or due < FEWEST or step.room.columns - step.length < 2:  # a capture writes two tokens
+        has_room = step.room.columns - step.length >= 2  # a capture writes two tokens
+        if not sizes or due < FEWEST or not has_room or any(map(is_linear, step.layers)):
             return
         largest = self._largest or step
-        smaller = largest.smaller.get(len(rows))
-        is_worth_it = smaller is not None or (len(self._rows) - len(rows)) * due >= WORTH_A_CAPTURE
-        if not is_worth_it or any(map(is_linear, step.layers)):
+        for size in sizes:
+            smaller = largest.smaller.get(size)
+            if smaller is not None or (len(self._rows) - size) * due >= WORTH_A_CAPTURE:
+                break
+        else:
             return
+        rows = self._rows.of_smaller(size)
         cache = arguments[CACHE]
         step.store(cache)
         with self._giving_up(), torch.inference_mode(False), torch.no_grad(), capture_of_ours():
@@ -381,8 +386,8 @@ class _ModelInLoop:
             try:
                 if smaller is None:
                     smaller = self._smaller_step(largest, step, tensors_of_rows(inputs, rows))
-                places_N, rows_N = (on_device(x, step.device) for x in (self._rows.places(rows), rows))
-                smaller.room.take_rows(places_N, step.room, step.length)
+                rows_N = on_device(rows, step.device)
+                smaller.room.take_rows(self._rows.places(rows), step.room, step.length)
             except torch.OutOfMemoryError:  # the present step has lost nothing of rows that go on
                 self._rows.stay()
                 return

@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from hf_vit_accel.decoding.layers import CausalAttention, norm, refuse_unpacked, run_layers
-from hf_vit_accel.decoding.room import Room
+from hf_vit_accel.decoding.room import Room, on_device
 from hf_vit_accel.decoding.text_models import Model, Reading, refuse
 from hf_vit_accel.versions import cache_name
 
@@ -41,12 +41,6 @@ class _Standin:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return type(self._module).forward(self, *args, **kwargs)
-
-
-def on_device(indices: Sequence[int], device: torch.device) -> Tensor:
-    """Send indices to a device. The host does not wait for the work that is queued there."""
-    host = torch.tensor(indices, device="cpu")  # whatever the default device
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 def _returning(output: Any) -> Callable[..., Any]:

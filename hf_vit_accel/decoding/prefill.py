@@ -19,8 +19,8 @@ from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_vit_accel.decoding.layers import check_equal
-from hf_vit_accel.decoding.packed import CACHE, Arguments, PackedPrompt, on_device
-from hf_vit_accel.decoding.room import Room, Size, make_room
+from hf_vit_accel.decoding.packed import CACHE, Arguments, PackedPrompt
+from hf_vit_accel.decoding.room import Room, Size, make_room, on_device
 from hf_vit_accel.decoding.steps import spare_bytes
 from hf_vit_accel.decoding.text_models import Model
 

@@ -70,18 +70,25 @@ class Room:
         offsets_B = None if self.offsets_B is None else self.offsets_B[:rows]
         return Room(layers, self.size, self.columns, offsets_B)
 
-    def take_rows(self, rows_N: Tensor, of_all: Room, length: int) -> None:
+    def take_rows(self, places: Sequence[int], of_all: Room, length: int) -> None:
         """Take over rows of another room in the same memory, with the first columns of their keys and values.
 
-        The places of `smaller_half` overwrite no row that goes on. So the other room stays of use if memory runs out.
+        Args:
+            places: Where the rows are there. A row that moves overwrites one that has ended, and no row that goes on.
+                So the other room stays of use if memory runs out.
+            of_all: The other room.
+            length: Its columns so far.
         """
         self.columns = of_all.columns
         if of_all.offsets_B is not None:
-            self.offsets_B = of_all.offsets_B[rows_N]
+            self.offsets_B = of_all.offsets_B[on_device(places, of_all.offsets_B.device)]
             return
+        to = [place for place, source in enumerate(places) if source != place]
+        sources = [places[place] for place in to]
         for layer, source in zip(self.layers, of_all.layers, strict=True):
+            to_N, from_N = (on_device(x, layer.keys.device) for x in (to, sources))
             for state, value in zip(states_of(layer, length), states_of(source, length), strict=True):
-                state.copy_(value[rows_N])
+                state.index_copy_(0, to_N, value.index_select(0, from_N))
 
     def give_to(self, cache: Any, columns: int) -> None:
         """Let a call's cache hold the first columns of this room, from now on."""
@@ -97,6 +104,12 @@ class Room:
         if self.offsets_B is None:
             return Slots(self.layers, rows_T, columns_T)
         return Slots(self.layers, torch.zeros_like(rows_T), columns_T + self.offsets_B[rows_T])
+
+
+def on_device(indices: Sequence[int], device: torch.device) -> Tensor:
+    """Send indices to a device. The host does not wait for the work that is queued there."""
+    host = torch.tensor(indices, dtype=torch.int64, device="cpu")  # whatever the default device
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 def is_linear(layer: Any) -> bool:

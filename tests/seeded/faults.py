@@ -484,13 +484,13 @@ _BY_FILE: dict[str, dict[str, tuple[str, str, str]]] = {
             "tests/unit/test_prefill.py",
         ),
         "rows that go on keep the slots of those that left": (
-            "self.offsets_B = of_all.offsets_B[rows_N]",
-            "self.offsets_B = of_all.offsets_B[: len(rows_N)]",
+            "of_all.offsets_B[on_device(places, of_all.offsets_B.device)]",
+            "of_all.offsets_B[: len(places)]",
             "tests/unit/test_leaving_rows.py",
         ),
         "keys of rows that go on stay where they were": (
-            "state.copy_(value[rows_N])",
-            "state.copy_(value[: len(rows_N)])",
+            "value.index_select(0, from_N)",
+            "value.index_select(0, to_N)",
             "tests/unit/test_leaving_rows.py",
         ),
     },
@@ -517,8 +517,8 @@ _BY_FILE: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "decoding/leaving.py": {
         "a row that goes on leaves": (
-            "going_on = [row for row in rows if not has_ended_B[row]]",
-            "going_on = [row for row in rows[1:] if not has_ended_B[row]]",
+            "for row in rows[size:] if not",
+            "for row in rows[size + 1 :] if not",
             "tests/unit/test_leaving_rows.py",
         ),
         "a row moves to the place of another that goes on": (

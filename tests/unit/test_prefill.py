@@ -27,8 +27,8 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from hf_vit_accel import graphed_decoding, patch, status
 from hf_vit_accel.decoding import layers, prefill, room, step
-from hf_vit_accel.decoding.packed import on_device
 from hf_vit_accel.decoding.prefill import plan_groups
+from hf_vit_accel.decoding.room import on_device
 from hf_vit_accel.decoding.steps import free_steps, steps_of
 
 GRIDS = [(1, 4, 4), (1, 4, 8), (1, 8, 8), (1, 4, 12), (2, 4, 4)]
