@@ -1,7 +1,7 @@
 """Write the tables of jobs beside vLLM.
 
-A row of the file has a model, a job, its new tokens, a side ("vllm" or "ours") and "ms". Captions also have
-"pictures/s".
+A row of the file has a model, a job, its new tokens at most, those of a picture on average, a side ("vllm" or "ours")
+and "ms". Captions also have "pictures/s".
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from documents import Document, Row, digits, grid, load, measured_at, title
 
 FILE = "beside_vllm.json"
 CAPTIONING = "captioning"
+UNEQUAL = "captioning, unequal lengths"
+"""Both sides make captions of other lengths there, so new tokens count, not pictures."""
 Sides = dict[str, Row]
 """The rows of a job by side."""
 
@@ -27,7 +29,8 @@ def both_sides(sides: Sides) -> tuple[str, str, str]:
     vllm = sides["vllm"]
     ours = sides["ours"]
     if "pictures/s" in ours:
-        rates = (vllm["pictures/s"], ours["pictures/s"])
+        is_unequal = ours["job"] == UNEQUAL
+        rates = [row["pictures/s"] * (row["tokens of a picture"] if is_unequal else 1) for row in (vllm, ours)]
         return digits(rates[0]), digits(rates[1]), f"{rates[1] / rates[0]:.2f}x"
     return f"{digits(vllm['ms'])} ms", f"{digits(ours['ms'])} ms", f"{vllm['ms'] / ours['ms']:.2f}x"
 
@@ -42,9 +45,9 @@ def beside_vllm(document: Document) -> str:
     rows = []
     for (model, job, tokens), sides in jobs(document).items():
         vllm, ours, ratio = both_sides(sides)
-        is_rate = "pictures/s" in sides["ours"]
-        label = f"{job.replace(CAPTIONING, 'captions')}, pictures a second" if is_rate else f"one call, {job}"
-        rows.append([title(model), label, str(tokens), vllm, f"{ours} ({ratio})"])
+        labels = {CAPTIONING: "captions, pictures a second", UNEQUAL: "captions of unequal lengths, tokens a second"}
+        new_tokens = f"up to {tokens}" if job == UNEQUAL else str(tokens)
+        rows.append([title(model), labels.get(job, f"one call, {job}"), new_tokens, vllm, f"{ours} ({ratio})"])
     return grid(["", "job", "new tokens", name(document), "`patch`, `graphed_decoding`"], rows)
 
 
