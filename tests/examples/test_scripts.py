@@ -10,7 +10,6 @@ import contextlib
 import io
 import json
 import os
-import random
 import re
 import runpy
 import shutil
@@ -90,20 +89,20 @@ def stock_answer(folder: Path, image: Image.Image, chat: list[str], tokens: int)
     return processor.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def save_sideways(image: Image.Image, path: Path) -> None:
-    """Save a picture as cameras do: its pixels lie on their side, and its EXIF tag says so."""
+def photos(folder: Path, count: int) -> dict[str, str]:
+    """Save drawn scenes as cameras do, lying on their side with an EXIF tag that says so; return captions by name."""
+    folder.mkdir(exist_ok=True)
+    rows = lines(EXAMPLES / "scenes" / "metadata.jsonl")[:count]
     exif = Image.Exif()
     exif[0x0112] = 6  # Orientation: turn clockwise to show it
-    image.transpose(Image.Transpose.ROTATE_90).save(path, exif=exif)
-
-
-def photos(folder: Path, count: int) -> dict[str, str]:
-    """Save drawn scenes into a folder, as cameras do; return their captions by name."""
-    folder.mkdir(exist_ok=True)
-    rows = [json.loads(line) for line in (EXAMPLES / "scenes" / "metadata.jsonl").read_text().splitlines()[:count]]
     for row in rows:
-        save_sideways(scene(row["file_name"]), folder / row["file_name"])
+        scene(row["file_name"]).transpose(Image.Transpose.ROTATE_90).save(folder / row["file_name"], exif=exif)
     return {row["file_name"]: row["text"] for row in rows}
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """Read the objects of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def scene(name: str) -> Image.Image:
@@ -135,16 +134,15 @@ def test_captions_are_right(
     output = tmp_path / "photos.jsonl"
     arguments = [tmp_path / "photos", f"--model={models / 'qwen3_vl'}", PROMPT]
     run("caption", *arguments, f"--output={output}", "--batch-size=2")
-    rows = [json.loads(line) for line in output.read_text().splitlines()]
-    assert {row["file_name"]: row["text"] for row in rows} == expected
+    assert {row["file_name"]: row["text"] for row in lines(output)} == expected
     printed = capsys.readouterr().out
     assert f"left out: {tmp_path / 'photos' / 'torn.png'}" in printed
     assert f"{3 + ENCODES_AGAIN} fast, 0 stock" in printed
     assert "3 calls on a static cache" in printed
     monkeypatch.chdir(tmp_path)
     run("caption", *arguments, "--max-new-tokens=3")
-    rows = [json.loads(line) for line in Path("captions.jsonl").read_text().splitlines()]
-    assert [row["text"].split() for row in rows] == [text.split()[:3] for text in expected.values()]
+    words = [row["text"].split() for row in lines(Path("captions.jsonl"))]
+    assert words == [text.split()[:3] for text in expected.values()]
 
 
 def test_a_missing_folder_or_another_model_ends_a_script_before_it_writes(
@@ -214,25 +212,20 @@ def test_pages_are_embedded_once_and_found(retriever: Path, tmp_path: Path, caps
     run("embed", tmp_path / "pages", *model)
     assert "4 pages, 1 of them to embed" in capsys.readouterr().out
     run("embed", *model, "--query=a red star", "--top=3")
-    lines = capsys.readouterr().out.splitlines()
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
     with torch.no_grad():
         query = stock(**processor.process_queries(["a red star"])).embeddings[0]
     scores = sorted(((float((query @ page.t()).amax(1).sum()), name) for name, page in pages.items()), reverse=True)
-    assert [line.split()[1] for line in lines] == [name for _, name in scores[:3]]
-    assert [float(line.split()[0]) for line in lines] == pytest.approx([score for score, _ in scores[:3]], abs=2e-3)
+    assert [name for _, name in printed] == [name for _, name in scores[:3]]
+    assert [float(score) for score, _ in printed] == pytest.approx([score for score, _ in scores[:3]], abs=2e-3)
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Draw scenes; the captions are reversed, so that the models do not know them yet."""
+    """Save scenes with reversed captions, which the models do not know yet."""
     folder = tmp_path_factory.mktemp("scenes")
-    rows = []
-    for seed in range(12):
-        drawn = scenes.scene(seed, video=False)
-        chance = random.Random(seed)
-        image = scenes.draw(drawn, 28 * chance.randint(4, 5), 28 * chance.randint(4, 5))[0]
-        save_sideways(image, folder / f"{seed:02}.png")
-        rows.append({"file_name": f"{seed:02}.png", "text": " ".join(reversed(drawn.caption.split()))})
+    captions = photos(folder, 12)
+    rows = [{"file_name": name, "text": " ".join(reversed(text.split()))} for name, text in captions.items()]
     (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -273,7 +266,9 @@ def test_training_is_that_of_stock_and_goes_on_after_a_kill(
     assert transformers.AutoProcessor.from_pretrained(tmp_path / "tuned").tokenizer.chat_template
 
 
-def test_adapters_are_trained_alone_and_not_in_a_frozen_tower(data: Path, tmp_path: Path) -> None:
+def test_adapters_are_trained_alone_and_not_in_a_frozen_tower(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("peft")
     losses = finetune(data, tmp_path, "--lora-rank=4", "--freeze-tower", "--accumulate=2", *FOUR_STEPS)
     assert losses[-1] < losses[0]
@@ -281,6 +276,9 @@ def test_adapters_are_trained_alone_and_not_in_a_frozen_tower(data: Path, tmp_pa
     assert adapters and all("lora_" in name and "visual" not in name for name in adapters)
     assert {min(weight.shape) for weight in adapters.values()} == {4}
     assert not (tmp_path / "model.safetensors").exists()
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(SystemExit, match="--lora-rank needs PEFT: pip install peft"):
+        finetune(data, tmp_path, "--lora-rank=4")
 
 
 @pytest.mark.parametrize(
@@ -330,8 +328,8 @@ def test_only_answers_have_labels(data: Path) -> None:
     for row, labels, ids in zip(rows, batch["labels"], batch["input_ids"], strict=True):
         assert processor.tokenizer.decode(labels[labels != -100]).split() == [*row["text"].split(), "<|im_end|>"]
         assert torch.equal(labels[labels != -100], ids[labels != -100])
-    upright = [Image.open(data / row["file_name"]).transpose(Image.Transpose.ROTATE_270).convert("RGB") for row in rows]
-    assert torch.equal(batch["pixel_values"], processor.image_processor(upright, return_tensors="pt")["pixel_values"])
+    upright = processor.image_processor([scene(row["file_name"]) for row in rows], return_tensors="pt")
+    assert torch.equal(batch["pixel_values"], upright["pixel_values"])
 
 
 @pytest.mark.skipif(not is_torchvision_available(), reason="processors of videos need torchvision: `make scripts`")
