@@ -16,6 +16,7 @@ import shutil
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from transformers.utils import is_torchvision_available
 
 import hf_vit_accel
-from hf_vit_accel.options import passes as tower_module
+from hf_vit_accel.options import passes
 
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
 QUESTION = "describe this picture ."
@@ -347,20 +348,13 @@ def test_a_video_is_encoded_in_passes_with_as_many_frames_as_fit(
         return [torch.from_numpy(frames)[metadata.frames_indices]], [metadata]
 
     monkeypatch.setattr(transformers.BaseVideoProcessor, "fetch_videos", decode)
-    encode_rows = tower_module.encode
-    failures = iter([True])
-
-    def encode_later(*arguments: object, **options: object) -> object:
-        if next(failures, False):
-            raise torch.OutOfMemoryError("Tried to allocate 20 GiB")
-        return encode_rows(*arguments, **options)
-
     arguments = ["talk.mp4", "describe this video .", f"--model={models / 'qwen3_vl'}"]
     run("long_video", *arguments, "--fps=1", "--max-rows=80", "--max-new-tokens=3")
     printed = capsys.readouterr().out
     assert "1 frames a second: 2 x 10 x 8 patches" in printed and "1 calls in 2 passes" in printed
     assert " ".join(drawn.caption.split()[:3]) + "\n" in printed
-    monkeypatch.setattr(tower_module, "encode", encode_later)
+    fails_once = Mock(wraps=passes.encode, side_effect=[torch.OutOfMemoryError("Tried to allocate 20 GiB"), DEFAULT])
+    monkeypatch.setattr(passes, "encode", fails_once)
     run("long_video", *arguments)
     printed = capsys.readouterr().out
     assert "2 frames a second: 4 x 10 x 8 patches" in printed and "out of memory at 2 frames a second" in printed

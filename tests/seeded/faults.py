@@ -550,11 +550,7 @@ _BY_FILE: dict[str, dict[str, tuple[str, str, str]]] = {
         "a photo is captioned on its side": ("ImageOps.exif_transpose(Image.open(path))", "Image.open(path)", SCRIPTS),
     },
     "../examples/decode.py": {
-        "an answer is no part of its chat": (
-            'chat.append({"role": "assistant",',
-            '[].append({"role": "assistant",',
-            SCRIPTS,
-        ),
+        "an answer is no part of its chat": ('chat.append({"role": "a', '[].append({"role": "a', SCRIPTS),
     },
     "../examples/finetune.py": {
         "an option checkpoints nothing": ("    if options.gradient_checkpointing:", "    if False:", SCRIPTS),
