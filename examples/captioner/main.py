@@ -112,8 +112,7 @@ def _caption(options: Options, state: PartialState, stack: ExitStack) -> Prepare
     if captioner is None:
         return ready
     tasks = share(tasks, state.process_index, state.num_processes)
-    tokens = sum(task.tokens for task in tasks)
-    progress = Progress(len(tasks), tokens, begin=begin, is_shown=state.is_main_process)
+    progress = Progress(len(tasks), sum(task.tokens for task in tasks), begin=begin, is_shown=state.is_main_process)
     worker = Worker(
         captioner=captioner,
         journal=journal,

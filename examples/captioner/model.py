@@ -291,10 +291,8 @@ class Captioner:
         new_tokens = tokens[:, inputs["input_ids"].shape[1] :]
         tokenizer = self.processor.tokenizer
         texts = tokenizer.batch_decode(new_tokens, skip_special_tokens=True)
-        captions = []
-        for text, row in zip(texts, new_tokens.cpu(), strict=True):
-            captions.append(Caption(text.strip(), int((row != tokenizer.pad_token_id).sum())))
-        return captions
+        lengths = (new_tokens != tokenizer.pad_token_id).sum(1).tolist()
+        return [Caption(text.strip(), length) for text, length in zip(texts, lengths, strict=True)]
 
     @staticmethod
     def _decode() -> Callable[..., Any]:
