@@ -19,6 +19,7 @@ from transformers.generation.logits_process import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStringCriteria
 
 from hf_vit_accel.decoding.halves import OF_TOKENS
 from hf_vit_accel.decoding.packed import Arguments
@@ -28,7 +29,14 @@ FEWEST_ROWS = 8
 """Rows of the smallest step that others leave. Fewer take hardly less time, since a step reads all weights."""
 WORTH_A_CAPTURE = 8192
 """Rows that leave times tokens to come, from which on a new step is captured: 0.2 s, and 0.03 ms for a row's token."""
-_OF_ROWS = OF_TOKENS | {MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper}
+_OF_ROWS = OF_TOKENS | {
+    MaxTimeCriteria,
+    MinPLogitsWarper,
+    StopStringCriteria,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+}
 """Processors and criteria that read every row by itself."""
 
 

@@ -103,7 +103,7 @@ def test_random_calls_give_stocks_tokens(model: Any, rng: random.Random) -> None
         copies = rng.randint(2, 5)
         inputs = {name: torch.cat([value] * copies) for name, value in row.items()}
     options: Inputs = rng.choice(
-        [{}, dict(do_sample=True, temperature=1.5, top_k=20), dict(repetition_penalty=1.3, min_new_tokens=3)]
+        [{}, dict(do_sample=True, temperature=1.5, top_k=20), dict(repetition_penalty=1.3, max_time=1000.0)]
     )
     ends = dict(eos_token_id=list(range(3, 50, rng.choice([2, 4, 9, 20]))), pad_token_id=2)
     calls = counts_of(model).static_calls
