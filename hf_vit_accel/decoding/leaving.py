@@ -23,12 +23,13 @@ from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStrin
 
 from hf_vit_accel.decoding.halves import OF_TOKENS
 from hf_vit_accel.decoding.packed import Arguments
+from hf_vit_accel.decoding.room import on_device
 from hf_vit_accel.decoding.step import tensors_of_rows
 
 FEWEST_ROWS = 8
 """Rows of the smallest step that others leave. Fewer take hardly less time, since a step reads all weights."""
 WORTH_A_CAPTURE = 8192
-"""Rows that leave times tokens to come, from which on a new step is captured: 0.2 s, and 0.03 ms for a row's token."""
+"""Rows in vain times their tokens, from which on a smaller step is captured: 0.2 s, and 0.03 ms for a row's token."""
 _OF_ROWS = OF_TOKENS | {
     MaxTimeCriteria,
     MinPLogitsWarper,
@@ -41,9 +42,14 @@ _OF_ROWS = OF_TOKENS | {
 
 
 def may_leave(config: GenerationConfig, processors: LogitsProcessorList, criteria: StoppingCriteriaList) -> bool:
-    """Return whether nothing of a call reads the logits of a row that has ended."""
+    """Return whether nothing of a call reads the logits of a row that has ended.
+
+    Without a criterion of end tokens, transformers writes the tokens of such rows instead of padding
+    (`_sample` in generation/utils.py, `has_eos_stopping_criteria`).
+    """
     kinds = {type(each) for each in (*processors, *criteria)}
-    return not config.return_dict_in_generate and kinds <= _OF_ROWS
+    pads_ended_rows = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+    return pads_ended_rows and not config.return_dict_in_generate and kinds <= _OF_ROWS
 
 
 class RowsInStep:
@@ -53,8 +59,7 @@ class RowsInStep:
         self._rows = list(range(batch))
         self._rows_N: Tensor | None = None  # once some have left
         self._batch = batch
-        self._ended: _EndedRows | None = None
-        self._has_ended_B: list[bool] = []
+        self._criteria: _WatchedCriteria | None = None
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -63,53 +68,41 @@ class RowsInStep:
     def some_left(self) -> bool:
         return self._rows_N is not None
 
-    def watched(self, criteria: StoppingCriteriaList) -> StoppingCriteriaList:
+    def watch(self, criteria: StoppingCriteriaList) -> StoppingCriteriaList:
         """Return stopping criteria that let rows leave once they have ended."""
         if self._batch >= 2 * FEWEST_ROWS:
-            self._ended = _EndedRows(criteria)
-        return criteria if self._ended is None else self._ended
+            self._criteria = _WatchedCriteria(criteria)
+        return criteria if self._criteria is None else self._criteria
 
-    def smaller_sizes(self) -> list[int]:
-        """Return how many rows a smaller step may have, the fewest first; none if the present one goes on."""
-        has_ended_B = None if self._ended is None else self._ended.known()
-        if has_ended_B is None:
-            return []
-        self._has_ended_B = has_ended_B
-        going_on = sum(not has_ended_B[row] for row in self._rows)
-        return sizes_between(going_on, len(self._rows)) if going_on else []
+    def go_on(self) -> list[bool]:
+        """Return of every row of the step whether it goes on; none as long as the host does not know."""
+        has_ended_B = None if self._criteria is None else self._criteria.ended_rows()
+        return [] if has_ended_B is None else [not has_ended_B[row] for row in self._rows]
 
-    def of_smaller(self, size: int) -> list[int]:
-        """Return the rows of the call that a step of so many has, with all that go on."""
-        return without_ended(self._rows, self._has_ended_B, size)
-
-    def places(self, rows: Sequence[int]) -> list[int]:
-        """Return where rows of the call are among those of the step."""
-        place_of = {row: place for place, row in enumerate(self._rows)}
-        return [place_of[row] for row in rows]
-
-    def leave(self, rows: list[int], rows_N: Tensor) -> None:
-        """Keep these rows of the call, which are on the device, too. Logits of the others are never read."""
+    def leave(self, places: Sequence[int], device: torch.device) -> None:
+        """Keep the rows at these places of the step."""
+        rows = [self._rows[place] for place in places]
+        self._rows_N = on_device(rows, device)
         self._rows = rows
-        self._rows_N = rows_N
 
     def stay(self) -> None:
         """Let no more rows leave."""
-        self._ended = None
+        self._criteria = None
 
-    def of_ids(self, ids_B1: Tensor) -> Tensor:
+    def ids_of_step(self, ids_B1: Tensor) -> Tensor:
         return ids_B1 if self._rows_N is None else ids_B1[self._rows_N]
 
-    def of_inputs(self, inputs: Arguments) -> Arguments:
+    def inputs_of_step(self, inputs: Arguments) -> Arguments:
         return inputs if self._rows_N is None else tensors_of_rows(inputs, self._rows)
 
-    def of_all(self, logits_N1V: Tensor) -> Tensor:
+    def logits_of_call(self, logits_N1V: Tensor) -> Tensor:
         """Return logits (B, 1, V) of all rows of the call: zeros for those that left."""
         if self._rows_N is None:
             return logits_N1V
         return logits_N1V.new_zeros(self._batch, *logits_N1V.shape[1:]).index_copy_(0, self._rows_N, logits_N1V)
 
 
-class _EndedRows(StoppingCriteriaList):
+class _WatchedCriteria(StoppingCriteriaList):
     """Stopping criteria that remember which rows have ended. Nobody waits for a GPU to know them."""
 
     def __init__(self, criteria: StoppingCriteriaList) -> None:
@@ -127,7 +120,7 @@ class _EndedRows(StoppingCriteriaList):
             self._copied = torch.cuda.current_stream().record_event() if ends_B.is_cuda else None
         return ends_B
 
-    def known(self) -> list[bool] | None:
+    def ended_rows(self) -> list[bool] | None:
         """Return which rows had ended some steps ago; None as long as the host does not know."""
         if self._copy_B is None or not (self._copied is None or self._copied.query()):
             return None
@@ -136,8 +129,8 @@ class _EndedRows(StoppingCriteriaList):
         return has_ended_B
 
 
-def sizes_between(going_on: int, rows: int) -> list[int]:
-    """Return the sizes of steps that are smaller than one of so many rows, and hold those that go on: ascending."""
+def sizes_of_smaller(going_on: int, rows: int) -> list[int]:
+    """Return the sizes of steps with fewer rows than that of so many, which hold those that go on: ascending."""
     sizes: list[int] = []
     while rows * 3 // 4 >= max(going_on, FEWEST_ROWS):
         rows = rows * 3 // 4
@@ -145,19 +138,14 @@ def sizes_between(going_on: int, rows: int) -> list[int]:
     return sizes
 
 
-def without_ended(rows: Sequence[int], has_ended_B: Sequence[bool], size: int) -> list[int]:
-    """Return so many rows of a step, with all that go on.
+def places_without_ended(go_on: Sequence[bool], size: int) -> list[int]:
+    """Return the places of a step whose rows a step of this size has, with all that go on.
 
     A row that goes on keeps its place where it can. Else it takes that of a row that has ended, and of no other.
-
-    Args:
-        rows: The rows of the call that the step has.
-        has_ended_B: Which rows of the call have ended.
-        size: At least the rows that go on.
     """
-    smaller = list(rows[:size])
-    free = [place for place, row in enumerate(smaller) if has_ended_B[row]]
-    behind = [row for row in rows[size:] if not has_ended_B[row]]
-    for place, row in zip(free, behind, strict=False):
-        smaller[place] = row
-    return smaller
+    places = list(range(size))
+    behind = iter([place for place in range(size, len(go_on)) if go_on[place]])
+    for place in places:
+        if not go_on[place]:
+            places[place] = next(behind, place)
+    return places

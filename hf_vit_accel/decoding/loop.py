@@ -23,7 +23,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_vit_accel.decoding.ahead import can_run_ahead, running_ahead
 from hf_vit_accel.decoding.halves import depends_on_tokens_alone, halves_of, joined
-from hf_vit_accel.decoding.leaving import WORTH_A_CAPTURE, RowsInStep, may_leave
+from hf_vit_accel.decoding.leaving import WORTH_A_CAPTURE, RowsInStep, may_leave, places_without_ended, sizes_of_smaller
 from hf_vit_accel.decoding.packed import CACHE, Arguments, PackedPrompt
 from hf_vit_accel.decoding.prefill import GroupedPrompt, check_features
 from hf_vit_accel.decoding.room import (
@@ -32,7 +32,6 @@ from hf_vit_accel.decoding.room import (
     bytes_of_room,
     is_linear,
     make_room,
-    on_device,
     plan_axis,
     room_of,
     slots_for,
@@ -194,7 +193,7 @@ def _decode_by_steps(
     rows = RowsInStep(len(input_ids))
     names = "generation_config", "logits_processor", "stopping_criteria"
     if may_leave(*(arguments[name] for name in names)):
-        arguments["stopping_criteria"] = rows.watched(arguments["stopping_criteria"])
+        arguments["stopping_criteria"] = rows.watch(arguments["stopping_criteria"])
     loop = _ModelInLoop(model, steps_of(model), max_length, input_ids.shape[1], features, rows)
     is_ahead = may_run_ahead and can_run_ahead(input_ids.device)
     sample = running_ahead(method, loop.has_next_step) if is_ahead else method
@@ -346,9 +345,9 @@ class _ModelInLoop:
             self._step = None
         if self._step is not None:
             self._let_rows_leave(self._step, input_ids, arguments)
-        ids_N1 = self._rows.of_ids(ids_B1)
+        ids_N1 = self._rows.ids_of_step(ids_B1)
         if self._step is None or not self._step.is_proven:
-            inputs = self._rows.of_inputs(self._model.prepare_inputs_for_generation(input_ids, **arguments))
+            inputs = self._rows.inputs_of_step(self._model.prepare_inputs_for_generation(input_ids, **arguments))
             if self._step is None and self._reason is None:
                 with self._giving_up():
                     self._load(inputs, cache, self._max_length - input_ids.shape[1])
@@ -362,48 +361,59 @@ class _ModelInLoop:
         return self._output(self._step(ids_N1), cache)
 
     def _output(self, logits_N1V: Tensor, cache: Any) -> CausalLMOutputWithPast:
-        return CausalLMOutputWithPast(logits=self._rows.of_all(logits_N1V), **{CACHE: cache})
+        return CausalLMOutputWithPast(logits=self._rows.logits_of_call(logits_N1V), **{CACHE: cache})
 
     def _let_rows_leave(self, step: DecodeStep, input_ids: Tensor, arguments: Arguments) -> None:
         """Go on with a step of fewer rows where a quarter of them have ended, if it is captured or worth it."""
-        sizes = self._rows.smaller_sizes()
+        go_on = self._rows.go_on()
         due = self._max_length - input_ids.shape[1]
         has_room = step.room.columns - step.length >= 2  # a capture writes two tokens
-        if not sizes or due < FEWEST or not has_room or any(map(is_linear, step.layers)):
+        if not any(go_on) or due < FEWEST or not has_room or any(map(is_linear, step.layers)):
             return
-        largest = self._largest or step
+        size = self._smaller_size(self._largest or step, sizes_of_smaller(sum(go_on), len(go_on)), due)
+        if size is not None:
+            with self._giving_up(), torch.inference_mode(False), torch.no_grad(), capture_of_ours():
+                self._take_smaller_step(step, places_without_ended(go_on, size), input_ids, arguments)
+
+    def _smaller_size(self, largest: DecodeStep, sizes: Sequence[int], due: int) -> int | None:
+        """Return the smallest size whose step is captured, or worth it by all that ran in vain and may yet do so."""
+        if sizes:
+            largest.rows_in_vain += len(self._rows) - sizes[0]
         for size in sizes:
-            smaller = largest.smaller.get(size)
-            if smaller is not None or (len(self._rows) - size) * due >= WORTH_A_CAPTURE:
-                break
-        else:
-            return
-        rows = self._rows.of_smaller(size)
+            may_run_in_vain = (len(self._rows) - size) * due
+            if size in largest.smaller or largest.rows_in_vain + may_run_in_vain >= WORTH_A_CAPTURE:
+                return size
+        return None
+
+    def _take_smaller_step(self, step: DecodeStep, places: list[int], input_ids: Tensor, arguments: Arguments) -> None:
+        """Replace a step by one of the rows at some of its places. All rows stay where memory runs out."""
         cache = arguments[CACHE]
         step.store(cache)
-        with self._giving_up(), torch.inference_mode(False), torch.no_grad(), capture_of_ours():
-            inputs = self._model.prepare_inputs_for_generation(input_ids, **arguments)
-            try:
-                if smaller is None:
-                    smaller = self._smaller_step(largest, step, tensors_of_rows(inputs, rows))
-                rows_N = on_device(rows, step.device)
-                smaller.room.take_rows(self._rows.places(rows), step.room, step.length)
-            except torch.OutOfMemoryError:  # the present step has lost nothing of rows that go on
-                self._rows.stay()
-                return
-            smaller.reading = step.reading
-            self._steps.rows_left += len(self._rows) - len(rows)
-            self._rows.leave(rows, rows_N)
-            smaller.room.give_to(cache, step.length)
-            smaller.load(self._rows.of_inputs(inputs), cache, step.length)
-            self._step, self._largest = smaller, largest
+        largest = self._largest or step
+        inputs = self._model.prepare_inputs_for_generation(input_ids, **arguments)
+        try:
+            smaller = largest.smaller.get(len(places))
+            if smaller is None:
+                inputs_of_places = tensors_of_rows(self._rows.inputs_of_step(inputs), places)
+                smaller = self._capture_smaller(largest, step, inputs_of_places)
+            smaller.room.take_rows(places, step.room, step.length)
+        except torch.OutOfMemoryError:  # the present step has lost nothing of rows that go on
+            self._rows.stay()
+            return
+        smaller.reading = step.reading
+        self._steps.rows_left += len(self._rows) - len(places)
+        self._rows.leave(places, step.device)
+        smaller.room.give_to(cache, step.length)
+        smaller.load(self._rows.inputs_of_step(inputs), cache, step.length)
+        self._step, self._largest = smaller, largest
 
-    def _smaller_step(self, largest: DecodeStep, step: DecodeStep, inputs: Arguments) -> DecodeStep:
+    def _capture_smaller(self, largest: DecodeStep, step: DecodeStep, inputs: Arguments) -> DecodeStep:
         """Capture a step of fewer rows; `UnservedError` if the model changed since the present one was loaded."""
         refuse({"the model changed within a call": read_model(self._model).key != step.reading.key})
         room = largest.room.first_rows(len(inputs["input_ids"]))
         smaller = DecodeStep(largest.key, step.reading, inputs, room, step.length)
         self._steps.capture(smaller)
+        largest.rows_in_vain = 0
         return smaller
 
     def _prove(self, step: DecodeStep, inputs: Arguments) -> Tensor:

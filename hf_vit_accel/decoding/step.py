@@ -117,6 +117,7 @@ class DecodeStep:
         self.graph_bytes = 0
         self.is_proven = False
         self.smaller: dict[int, DecodeStep] = {}  # by rows: steps in the same room, once other rows have ended
+        self.rows_in_vain = 0  # that had ended and did not leave: one for every row and token, of all calls
         self.replay: Callable[[], None] | None = None
 
     @property

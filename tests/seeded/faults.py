@@ -516,19 +516,24 @@ _BY_FILE: dict[str, dict[str, tuple[str, str, str]]] = {
         ),
     },
     "decoding/leaving.py": {
+        "rows leave whose tokens transformers still writes": (
+            "return pads_ended_rows and not",
+            "return not",
+            "tests/unit/test_leaving_rows.py",
+        ),
         "a row that goes on leaves": (
-            "for row in rows[size:] if not",
-            "for row in rows[size + 1 :] if not",
+            "for place in range(size, len(go_on))",
+            "for place in range(size + 1, len(go_on))",
             "tests/unit/test_leaving_rows.py",
         ),
         "a row moves to the place of another that goes on": (
-            "    return smaller\n",
-            "    return sorted(smaller)\n",
+            "    return places\n",
+            "    return sorted(places)\n",
             "tests/unit/test_leaving_rows.py -k spoils",
         ),
         "a processor of the user's reads logits of rows that left": (
-            "return not config.return_dict_in_generate and kinds <= _OF_ROWS",
-            "return not config.return_dict_in_generate",
+            "return pads_ended_rows and not config.return_dict_in_generate and kinds <= _OF_ROWS",
+            "return pads_ended_rows and not config.return_dict_in_generate",
             "tests/unit/test_leaving_rows.py",
         ),
     },

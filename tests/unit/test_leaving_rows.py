@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from support.decoding import Counts, both, counts_of
 from support.recorded_ops import OperationRecorder
 from tiny import TINY
+from transformers import StoppingCriteriaList, StopStringCriteria
 
 import hf_vit_accel
 from hf_vit_accel import status
@@ -103,7 +104,11 @@ def test_random_calls_give_stocks_tokens(model: Any, rng: random.Random) -> None
         copies = rng.randint(2, 5)
         inputs = {name: torch.cat([value] * copies) for name, value in row.items()}
     options: Inputs = rng.choice(
-        [{}, dict(do_sample=True, temperature=1.5, top_k=20), dict(repetition_penalty=1.3, max_time=1000.0)]
+        [
+            {},
+            dict(do_sample=True, temperature=1.5, top_k=20),
+            dict(repetition_penalty=1.3, min_new_tokens=3, max_time=1000.0),
+        ]
     )
     ends = dict(eos_token_id=list(range(3, 50, rng.choice([2, 4, 9, 20]))), pad_token_id=2)
     calls = counts_of(model).static_calls
@@ -112,6 +117,48 @@ def test_random_calls_give_stocks_tokens(model: Any, rng: random.Random) -> None
         patch.setattr(room, "_WORTH", rng.choice([0.0, 0.8, 9.0]))
         both(model, inputs, rng.randrange(99), max_new_tokens=rng.choice([5, 30, 60]), **ends, **options)
     assert counts_of(model) == Counts(calls + 1, {})
+
+
+class WordTokenizer:
+    """Words "<0>" to "<63>" as tokens, as `StopStringCriteria` reads a tokenizer, which writes its prefix."""
+
+    def get_vocab(self) -> dict[str, int]:
+        return {f"<{token}>": token for token in range(64)}
+
+    def convert_tokens_to_string(self, tokens: list[str]) -> str:
+        return "".join(tokens)
+
+    def __call__(self, prefix: str, **_: Any) -> dict[str, list[str]]:
+        return {"input_ids": [prefix]}
+
+    def _convert_id_to_token(self, prefix: str) -> str:
+        return prefix
+
+
+@pytest.mark.parametrize("ends", [ENDS, dict(eos_token_id=None, pad_token_id=2)])
+def test_rows_that_stop_at_a_word_leave_if_transformers_pads_them(model: Any, ends: Inputs) -> None:
+    """It pads where there is an end token. Without one, rows that have ended go on until all have."""
+    model = TINY["qwen2_5_vl"].build()
+    words = [f"<{token}>" for token in range(4, 50, 5)]
+
+    def stops() -> StoppingCriteriaList:
+        return StoppingCriteriaList([StopStringCriteria(WordTokenizer(), words)])
+
+    both(model, texts([9] * 16), make_stopping_criteria=stops, max_new_tokens=30, **ends)
+    assert (steps_of(model).rows_left > 0) == (ends is ENDS)
+
+
+def test_a_smaller_step_is_captured_once_enough_rows_ran_in_vain(
+    recorder: type[OperationRecorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder's batches are alike: what no single caption is worth, all of them are."""
+    monkeypatch.setattr(loop, "WORTH_A_CAPTURE", 1000)
+    model = TINY["qwen2_5_vl"].build()
+    rows_left = []
+    for seed in range(8):
+        both(model, texts([9] * 16, seed), max_new_tokens=40, **ENDS)
+        rows_left.append(steps_of(model).rows_left)
+    assert rows_left[0] == 0 and rows_left[-1] > rows_left[-2] > 0
 
 
 def _with_scores(model: Any) -> Inputs:
