@@ -76,7 +76,7 @@ CAPTIONING = "captioning"
 UNEQUAL = "captioning, unequal lengths"
 UNEQUAL_TOKENS = 256
 ONE_IN = 64
-"""Of all tokens, one in so many ends a caption of unequal length. So half of them have 44 tokens at most."""
+"""Of all tokens, one in so many ends a caption of unequal length. Random weights repeat themselves: some never end."""
 WARM_UPS = 3
 """Of calls: the third of a size at the latest is captured. Captioning runs once to warm up."""
 

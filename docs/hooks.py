@@ -17,8 +17,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     return config
 
 
-def on_page_markdown(markdown: str, **_: object) -> str:
-    """Let links to a file above `docs`, which work in the repository, lead to the page that includes it."""
+def on_page_markdown(markdown: str, config: MkDocsConfig, **_: object) -> str:
+    """Let links to a file above `docs` lead to the page that includes it, or else to the file in the repository."""
     for name in INCLUDED:
         markdown = markdown.replace(f"](../{name}", f"]({name.lower()}")
-    return markdown
+    return markdown.replace("](../", f"]({config.repo_url}/blob/main/")

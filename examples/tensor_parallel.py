@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/tensor_parallel.py photos/*.jpg --model Qwen/Qwen2.5-VL-7B-Instruct
 
-The plan "auto" of transformers splits the language model's weights. Every rank keeps the complete tower. In stock,
-every rank encodes all pictures of a call. With `data_parallel=True` every rank encodes a share, and all get the result.
+The plan "auto" of transformers splits the language model's weights. The number of key-value heads must divide by the
+ranks. Every rank keeps the complete tower. In stock, every rank encodes all pictures of a call. With
+`data_parallel=True` every rank encodes a share, and all get the result.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import json
 import os
+import re
 import runpy
 import shlex
 import subprocess
@@ -382,3 +383,10 @@ def test_without_hides_packages_from_imports_and_find_spec(tmp_path: Path) -> No
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     output = subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout
     assert output == "typer None numpy ['--rounds', '2']\n"
+
+
+def test_one_clock_times_all_benchmarks() -> None:
+    """`everything.py` measures no model: it bounds how long a script may run."""
+    clocks = re.compile(r"perf_counter|monotonic|\btime\.time|Event\(")
+    scripts = [path.name for path in BENCHMARKS.glob("*.py") if clocks.search(path.read_text())]
+    assert sorted(scripts) == ["everything.py", "measuring.py"]
