@@ -56,7 +56,7 @@ matrix: $(VENV)/.installed-test,matrix
 	$(BIN)/nox
 
 support: $(VENV)/.installed-test
-	$(BIN)/python tests/support_table.py
+	$(BIN)/python docs/writers/support_table.py
 
 tables: $(VENV)/.installed-test
 	$(BIN)/python docs/writers/tables.py

@@ -1,6 +1,6 @@
 """Write the blocks of SUPPORT.md and docs/ from declarations in the source and the matrix of ways to wrap a model.
 
-python tests/support_table.py
+python docs/writers/support_table.py
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from support import stacks  # noqa: E402
 from support import versions as record  # noqa: E402

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from support_table import BLOCK, PAGES_WITH_BLOCKS, with_blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "docs" / "writers"))
@@ -16,6 +15,7 @@ sys.path.insert(0, str(ROOT / "docs" / "writers"))
 import chart  # noqa: E402
 import tables  # noqa: E402
 from documents import Document  # noqa: E402
+from support_table import BLOCK, PAGES_WITH_BLOCKS, with_blocks  # noqa: E402
 
 README = ROOT / "README.md"
 
