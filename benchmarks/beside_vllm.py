@@ -1,12 +1,13 @@
 """Measure offline jobs by vLLM and by plain transformers with this library, one after the other on one GPU.
 
-    python benchmarks/beside_vllm.py /tmp/jobs --model qwen3-vl-8b --side vllm --json build/beside.json
     python benchmarks/beside_vllm.py /tmp/jobs --model qwen3-vl-8b --side ours --json build/beside.json
+    python benchmarks/beside_vllm.py /tmp/jobs --model qwen3-vl-8b --side vllm --json build/beside.json
 
 Both sides may have an environment of their own: the second adds its rows to the file of the first. vLLM gets a folder
 with the full-size config, and weights drawn as transformers draws them. Both read the same JPEGs, take the same prompt
-and decode greedily, without an end. Captions of unequal lengths end at any of many tokens. A side runs every job once
-to warm up; then the median of some runs counts.
+and decode greedily, without an end. Captions of unequal lengths end at any of many tokens on our side, which is to run
+first. vLLM makes as many tokens of each picture. A side runs every job once to warm up; then the median of some runs
+counts.
 """
 
 from __future__ import annotations
@@ -143,6 +144,11 @@ def ends_of(model: str) -> list[int]:
     return list(range(ONE_IN - 1, TEXT[model][1]["vocab_size"], ONE_IN))
 
 
+def lengths_file(model: str, folder: Path) -> Path:
+    """Return where our side leaves the tokens of each picture's caption, in the order of the pictures."""
+    return folder / f"{model}-lengths.json"
+
+
 def redraw(model: torch.nn.Module) -> None:
     """Draw the matrices of a model in vLLM as transformers draws them: zeros would take less power."""
     for parameter in model.parameters():
@@ -166,20 +172,26 @@ def jobs_of_vllm(model: str, folder: Path, pictures: Sequence[Path]) -> dict[str
     engine.apply_model(redraw)
     text = prompt_of(load_processor(str(CHECKPOINTS[model])))
 
-    def generate(images: Sequence[Image.Image], tokens: int, ends: Sequence[int] = ()) -> float:
-        sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, stop_token_ids=list(ends))
+    def generate_lengths(images: Sequence[Image.Image], lengths: Sequence[int]) -> float:
+        sampling = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in lengths]
         requests = [{"prompt": text, "multi_modal_data": {"image": image}} for image in images]
         outputs = engine.generate(requests, sampling, use_tqdm=False)
-        lengths = [len(output.outputs[0].token_ids) for output in outputs]
-        assert ends or set(lengths) == {tokens}
+        assert [len(output.outputs[0].token_ids) for output in outputs] == list(lengths)
         return statistics.mean(lengths)
 
-    def caption(tokens: int, ends: Sequence[int] = ()) -> Run:
-        return timed(lambda paths, tokens: generate(opened(paths), tokens, ends), pictures, tokens, cuda=False)
+    def generate(images: Sequence[Image.Image], tokens: int) -> float:
+        return generate_lengths(images, [tokens] * len(images))
+
+    def caption(tokens: int) -> Run:
+        return timed(lambda paths, tokens: generate(opened(paths), tokens), pictures, tokens, cuda=False)
+
+    def caption_unequally(tokens: int) -> Run:
+        lengths = json.loads(lengths_file(model, folder).read_text())  # missing until our side ran
+        return timed(lambda paths, _: generate_lengths(opened(paths), lengths), pictures, tokens, cuda=False)
 
     return {
         CAPTIONING: caption,
-        UNEQUAL: partial(caption, ends=ends_of(model)),
+        UNEQUAL: caption_unequally,
         **calls_of(model, generate, cuda=False),  # the GPU is another process's
     }
 
@@ -202,6 +214,9 @@ def jobs_of_ours(model: str, folder: Path, pictures: Sequence[Path]) -> dict[str
         arguments += ["--model", checkpoint, "--prompt", PROMPT, "--attempt", str(next(attempts))]
         worker = run_captioner([*arguments, "--max-new-tokens", str(tokens)])
         full_size.generation_config.eos_token_id = None
+        if ends is not None:
+            tokens_of = {record.key: record.tokens for record in worker.journal.records() if record.run == worker.run}
+            lengths_file(model, folder).write_text(json.dumps([tokens_of[path.name] for path in pictures]))
         return Run(worker.ms, worker.progress.counts["text"] / len(pictures))
 
     def generate(images: Sequence[Image.Image], tokens: int) -> float:
