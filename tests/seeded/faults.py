@@ -551,6 +551,32 @@ _BY_FILE: dict[str, dict[str, tuple[str, str, str]]] = {
             "tests/unit/test_decoding.py",
         ),
     },
+    "../examples/captioner/journal.py": {
+        "a torn line is a record": (
+            'if line.endswith("\\n"):',
+            "if line:",
+            "tests/examples/captioning/test_caption_records.py tests/examples/captioning/test_caption_losses.py",
+        ),
+        "an earlier record takes the place of a later one": (
+            "latest[record.run, record.key, record.prompt] = record",
+            "latest.setdefault((record.run, record.key, record.prompt), record)",
+            "tests/examples/captioning/test_caption_records.py tests/examples/captioning/test_caption_changes.py",
+        ),
+    },
+    "../examples/captioner/plan.py": {
+        "a changed picture keeps its caption": (
+            "return checksum(file) == record.checksum",
+            "return True",
+            "tests/examples/captioning/test_caption_changes.py",
+        ),
+    },
+    "../examples/captioner/worker.py": {
+        "half a batch is lost where memory ran out": (
+            "[*self._captioned(rows[:middle], []), *self._captioned(rows[middle:], [])]",
+            "self._captioned(rows[:middle], [])",
+            "tests/examples/captioning/test_caption_worker.py",
+        ),
+    },
     "../examples/caption.py": {
         "a photo is captioned on its side": ("ImageOps.exif_transpose(Image.open(path))", "Image.open(path)", SCRIPTS),
     },

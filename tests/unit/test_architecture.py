@@ -108,6 +108,12 @@ def test_what_users_call_is_documented_field_by_field() -> None:
             assert "Args:" in docstring, name
 
 
+def test_the_bench_of_the_package_is_one_screen() -> None:
+    """What measures us stands in `benchmarks/`."""
+    files = (PACKAGE / "tools" / "bench").glob("*.py")
+    assert sum(len(path.read_text().splitlines()) for path in files) <= 600
+
+
 def test_the_files_of_make_quick_are_there() -> None:
     [words] = re.findall(r"^QUICK := (.*)$", (TESTS.parent / "Makefile").read_text(), re.MULTILINE)
     assert all((TESTS.parent / f"tests/unit/test_{word}.py").is_file() for word in words.split())
