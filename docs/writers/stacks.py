@@ -34,7 +34,7 @@ VERL = "+actor_rollout_ref.model.override_config.vision_config._attn_implementat
 STACKS = (
     Stack("Trainer, PEFT", "trainer", "transformers", ("trainer", "callback", "peft"), PATCH),
     Stack("TRL: SFT, DPO, GRPO, QLoRA", "trl", "trl", ("trl", "qlora", "qlora_plain_tower"), AFTER),
-    Stack("GRPO without vLLM: this first, then as above", "trl", "trl", ("grpo",), ROLLOUTS),
+    Stack("GRPO without vLLM: also, before the trainer", "trl", "trl", ("grpo",), ROLLOUTS),
     Stack("LLaMA-Factory", "llama-factory", "llamafactory", ("llamafactory",), "run_exp(callbacks=[PatchTower()])"),
     Stack("ms-swift 4: `swift sft`", "ms-swift", "swift", ("swift",), PLUGIN),
     Stack("axolotl, under `plugins`", "axolotl", "axolotl", ("axolotl",), "- fast_vision.PatchTower"),
@@ -89,7 +89,7 @@ def table() -> str:
             raise ValueError(f"{stack.name}: {stack.line!r} is not in its recipe, or no run is recorded")
         fast = f"{len(jobs - slow)}/{len(jobs)}"
         rows.append([f"[{stack.name}](docs/migrate.md#{stack.anchor})", f"`{stack.line}`", fast])
-    return grid(["stack (its recipe and files)", "the key line", "tested jobs with 0 stock"], rows)
+    return grid(["stack (link: files to write)", "the key line", "tested jobs with 0 stock"], rows)
 
 
 def _runs(framework: str) -> Iterator[tuple[str, dict[str, Any]]]:
