@@ -3,7 +3,7 @@
 Each row of WAYS is a way of patching. Each test is a contract, and runs for every row:
 
 1. A copy (by `deepcopy`, `pickle`, `torch.save`) computes what the original does and is patched alike. It starts with
-   nothing cached or counted, shares no weights, and is unpatched by itself.
+   nothing cached or counted, shares no weights, and is unpatched by itself. A copied method has its copied owner.
 2. Under `strict`, a call that the way cannot serve raises, and all others run; in pickled copies, too.
 3. The random states of torch, Python and NumPy stay, so a seeded program draws the same numbers with us.
 """
@@ -11,6 +11,8 @@ Each row of WAYS is a way of patching. Each test is a contract, and runs for eve
 from __future__ import annotations
 
 import copy
+import gc
+import inspect
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -30,7 +32,7 @@ from support.libraries import Handler
 from support.ranks import run_on_ranks, share_small_calls
 from support.tensors import flat
 from support.towers import alike
-from tiny import GRIDS, TINY, assert_close, chat_inputs, pixels_for, relative_error, run_tower, tower_of
+from tiny import GRIDS, TINY, assert_close, chat_inputs, left_padded, pixels_for, relative_error, run_tower, tower_of
 from torch import nn
 
 import hf_vit_accel
@@ -228,6 +230,58 @@ def test_a_copy_of_a_tower_that_shares_calls(tmp_path: Path, monkeypatch: pytest
     hf_vit_accel.patch(qwen3_tower())  # forked ranks inherit the proof
     share_small_calls(monkeypatch)
     run_on_ranks(check_copies_on_rank, 2, tmp_path)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method that programs hold: collators keep `model.get_rope_index`, and data loaders pickle it for workers."""
+
+    name: str
+    owner: Callable[[Any], Any]
+    fast_calls: Callable[[Any], int]  # of the owner
+    copies: tuple[str, ...] = ("deepcopy", "pickle")
+
+
+METHODS = {
+    "tower": Method("forward", tower_of, lambda tower: state_of(tower).fast_calls, copies=("pickle",)),
+    "text": Method("forward", lambda model: model.model.language_model, lambda text: text.forward.calls),
+    "positions": Method(
+        "get_rope_index", lambda model: model.model, lambda model: hf_vit_accel.status(model).models[0].calls
+    ),
+    "features": Method(
+        "get_image_features", lambda model: model.model, lambda model: state_of(tower_of(model)).fast_calls
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name in METHODS for kind in METHODS[name].copies])
+def test_a_copied_method_has_its_copied_owner(name: str, kind: str) -> None:
+    """As stock's. Copied alone it keeps the owner; beside the owner it does not, so that the owner is freed at once."""
+    method = METHODS[name]
+    model = hf_vit_accel.patch(TINY["qwen2_5_vl"].build(), text=True)
+    owner = method.owner(model)
+    bound = getattr(owner, method.name)
+    inputs = left_padded(model)
+    inputs |= {"hidden_states": inputs["pixel_values"], "grid_thw": inputs["image_grid_thw"], "use_cache": False}
+    arguments = {name: value for name, value in inputs.items() if name in inspect.signature(bound).parameters}
+
+    def run(bound: Any) -> list[torch.Tensor]:
+        with torch.no_grad():
+            return flat(bound(**arguments))
+
+    alone = COPIES[kind](bound)
+    gc.collect()
+    expected = run(bound)
+    assert_close(run(alone), expected, 0.0)
+    assert alone.__self__ is not owner and getattr(alone.__self__, method.name) is alone
+    assert method.fast_calls(alone.__self__) == 1
+    for held in ({"bound": bound, "owner": owner}, {"owner": owner, "bound": bound}):
+        twin = COPIES[kind](held)
+        assert twin["owner"] is not owner and twin["bound"].__self__ is twin["owner"]
+        assert_close(run(twin["bound"]), expected, 0.0)
+    del twin["owner"]
+    with pytest.raises(ReferenceError, match="was deleted; keep the model"):
+        run(twin["bound"])
 
 
 # --- random states ----------------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ import torch
 from support.changes import through_pickle
 from support.composites import COMPOSITES
 from support.cpu_graphs import SMALL, Recorder
-from support.tensors import flat
 from support.towers import alike
 from tiny import TINY, left_padded, run_tower, tower_of
 from torch import nn
@@ -349,36 +348,6 @@ def test_a_property_that_transformers_methods_may_mean(name: str, new: property)
     inner.__class__ = type("Mine", (type(inner),), {name: new})
     hf_vit_accel.patch(model)
     assert status_of(model).unknown
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, through_pickle])
-@pytest.mark.parametrize("name", ["get_rope_index", "get_image_features"])
-def test_a_method_that_is_copied_alone_keeps_its_copy_of_the_model(duplicate: Model, name: str) -> None:
-    """A collator may hold `model.get_rope_index` alone; a data loader pickles it for its workers."""
-    model = hf_vit_accel.patch(TINY["qwen2_5_vl"].build()).model
-    method = getattr(model, name)
-    twin = duplicate(method)
-    gc.collect()
-    assert twin.__self__ is not model
-    assert vars(twin.__self__)[name] is twin
-    names = around.parameters_of(getattr(type(model), name))
-    batch = {parameter: x for parameter, x in left_padded(model).items() if parameter in names}
-    with torch.no_grad():
-        for ours, expected in zip(flat(twin(**batch)), flat(method(**batch)), strict=True):
-            assert torch.equal(ours, expected)
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, through_pickle])
-def test_a_method_beside_its_model_is_copied_with_it(duplicate: Model) -> None:
-    """LLaMA-Factory's collator holds `model.get_rope_index` and the model; a data loader pickles it for its workers."""
-    model = hf_vit_accel.patch(TINY["qwen2_5_vl"].build()).model
-    names = around.parameters_of(type(model).get_rope_index)
-    batch = {name: x for name, x in left_padded(model).items() if name in names}
-    for held in ({"method": model.get_rope_index, "model": model}, {"model": model, "method": model.get_rope_index}):
-        twin = duplicate(held)
-        assert twin["method"].__self__ is twin["model"] and twin["model"] is not model
-        for ours, expected in zip(twin["method"](**batch), model.get_rope_index(**batch), strict=True):
-            assert torch.equal(ours, expected)
 
 
 def test_signatures_are_those_of_stock() -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from support.changes import through_pickle
 from support.composites import COMPOSITES, left_padded
 from support.decoding import Counts, add_adapters, assert_equal_outputs, both, change_model, counts_of
 from support.towers import alike
@@ -316,24 +315,6 @@ def test_copies_and_pickles_run_their_own_modules(model: Any) -> None:
             text_of(clone).norm.weight.mul_(2)
         assert not torch.allclose(compare(clone, inputs).logits, run(model, inputs).logits)
         assert counts(clone) == (1, {})
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, through_pickle], ids=["deepcopy", "pickle"])
-def test_a_forward_that_is_copied_alone_brings_its_model(model: Any, duplicate: Callable[[Any], Any]) -> None:
-    """As stock's, which is a method. Beside its model it holds none, so that the model is freed at once."""
-    patch(model, text=True)
-    text = text_of(model)
-    inputs = joined_text((9, 5, 7))
-    forward = duplicate(text.forward)
-    with torch.no_grad():
-        expected = text(**inputs, use_cache=False).last_hidden_state
-        assert torch.equal(forward(**inputs, use_cache=False).last_hidden_state, expected)
-    assert forward.__self__ is not text and forward.calls == 1
-    copied, its_forward = duplicate((text, text.forward))
-    assert its_forward is copied.forward and its_forward.__self__ is copied
-    del copied
-    with pytest.raises(ReferenceError, match="was deleted; keep the model"):
-        its_forward(**inputs, use_cache=False)
 
 
 def test_a_shallow_copy_runs_its_own_modules(model: Any) -> None:

@@ -57,23 +57,6 @@ def test_an_output_is_what_its_constructor_makes(shared: PreTrainedModel) -> Non
             assert len(output.to_tuple()) == len(stock.to_tuple())
 
 
-def test_a_forward_that_is_pickled_alone_brings_its_tower(shared: PreTrainedModel) -> None:
-    """As stock's, which is a method. Beside its tower it holds none, so that the tower is freed at once."""
-    tower = tower_of(shared)
-    grid = GRIDS["mixed"]
-    with hf_vit_accel.patched(shared):
-        expected = run_tower(tower, grid)
-        forward = pickle.loads(pickle.dumps(tower.forward))
-        copied, its_forward = pickle.loads(pickle.dumps((tower, tower.forward)))
-    with torch.no_grad():
-        assert_close(outputs_of(forward(pixels_for(tower, grid), grid_thw=torch.tensor(grid))), expected, 0.0)
-    assert forward.__self__ is not tower and state_of(forward.__self__).fast_calls == 1
-    assert its_forward is copied.forward and its_forward.__self__ is copied
-    del copied
-    with pytest.raises(ReferenceError, match="was deleted; keep the model"):
-        its_forward(pixels_for(tower, grid), grid_thw=torch.tensor(grid))
-
-
 @dataclass
 class MergedFirst(ModelOutput):
     """An output as the code of a copy may declare it."""
