@@ -15,7 +15,7 @@ from axolotl.cli.config import load_cfg
 from axolotl.common.datasets import load_datasets
 from axolotl.integrations.base import PluginManager
 from axolotl.train import train
-from support.stacks import FAMILIES, Job, losses, pictures, read_recipe, recipe
+from support.stacks import ANSWER, FAMILIES, QUESTION, Job, losses, read_recipe, recipe, rows_of_captions, write_rows
 from torch import Tensor, nn
 
 Checkpoint = Callable[[str], str]
@@ -30,24 +30,16 @@ def _without_plugins_of_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PluginManager.get_instance(), "plugins", OrderedDict())
 
 
-def dataset(folder: Path) -> Path:
-    """Write pictures with captions."""
-    rows = []
-    for index, picture in enumerate(pictures(8)):
-        picture.save(folder / f"{index}.png")
-        question = [{"type": "image"}, {"type": "text", "text": "describe this picture"}]
-        answer = [{"type": "text", "text": "a small red circle ."}]
-        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        rows.append({"messages": messages, "images": [str(folder / f"{index}.png")]})
-    file = folder / "data.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
+def dataset(folder: Path) -> str:
+    question = [{"type": "image"}, {"type": "text", "text": QUESTION}]
+    answer = [{"type": "text", "text": ANSWER}]
+    return write_rows(rows_of_captions(folder, question, answer), folder / "data.jsonl")
 
 
 def run(code: str, path: str, folder: Path, **options: Any) -> Tensor:
     """Train by the YAML file of a side of the recipe, as `axolotl train`; return the losses."""
     fixed = {
-        "datasets": [{"path": str(dataset(folder)), "ds_type": "json", "type": "chat_template", "split": "train"}],
+        "datasets": [{"path": dataset(folder), "ds_type": "json", "type": "chat_template", "split": "train"}],
         "chat_template": "tokenizer_default",
         "skip_prepare_dataset": True,
         "remove_unused_columns": False,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.stacks import FAMILIES, Job, losses, pictures, read_recipe
+from support.stacks import FAMILIES, Job, losses, read_recipe, rows_of_captions
 from torch import Tensor, nn
 
 Checkpoint = Callable[[str], str]
@@ -31,15 +31,7 @@ TEMPLATES = {"qwen2_5_vl": "qwen2_vl", "qwen3_vl": "qwen3_vl_nothink"}
 def dataset(folder: Path) -> Path:
     """Write pictures with captions, and the file that describes them."""
     folder.mkdir(exist_ok=True)
-    rows = []
-    for index, picture in enumerate(pictures(8)):
-        picture.save(folder / f"{index}.png")
-        messages = [
-            {"role": "user", "content": "<image>describe this picture"},
-            {"role": "assistant", "content": "a small red circle ."},
-        ]
-        rows.append({"messages": messages, "images": [str(folder / f"{index}.png")]})
-    (folder / "captions.json").write_text(json.dumps(rows))
+    (folder / "captions.json").write_text(json.dumps(rows_of_captions(folder)))
     tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
     columns = {"messages": "messages", "images": "images"}
     info = {"file_name": "captions.json", "formatting": "sharegpt", "columns": columns, "tags": tags}

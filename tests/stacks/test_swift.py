@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.stacks import FAMILIES, Job, losses, pictures, read_recipe, recipe
+from support.stacks import FAMILIES, Job, losses, read_recipe, recipe, rows_of_captions, write_rows
 from swift.pipelines import rlhf_main, sft_main
 from swift.template.templates import qwen
 from torch import Tensor, nn
@@ -41,20 +41,10 @@ def _tiny(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IMAGE_MAX_TOKEN_NUM", "64")
 
 
-def dataset(folder: Path, *, with_rejected: bool) -> Path:
+def dataset(folder: Path, *, with_rejected: bool) -> str:
     """Write pictures with captions, and with those that `swift rlhf` shall learn to avoid."""
     rejected = {"rejected_response": "a large blue square ."} if with_rejected else {}
-    rows = []
-    for index, picture in enumerate(pictures(8)):
-        picture.save(folder / f"{index}.png")
-        messages = [
-            {"role": "user", "content": "<image>describe this picture"},
-            {"role": "assistant", "content": "a small red circle ."},
-        ]
-        rows.append({"messages": messages, "images": [str(folder / f"{index}.png")]} | rejected)
-    file = folder / "data.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
+    return write_rows([row | rejected for row in rows_of_captions(folder)], folder / "data.jsonl")
 
 
 def train(main: Program, family: str, path: str, folder: Path, *options: str, **settings: str) -> Tensor:
@@ -64,7 +54,7 @@ def train(main: Program, family: str, path: str, folder: Path, *options: str, **
         "model": path,
         "model_type": family,
         "template": family,
-        "dataset": str(dataset(folder, with_rejected=main is rlhf_main)),
+        "dataset": dataset(folder, with_rejected=main is rlhf_main),
         "output_dir": str(output),
         "add_version": "false",
         "max_steps": "4",

@@ -102,6 +102,27 @@ def pictures(count: int) -> list[Image.Image]:
     return drawn
 
 
+QUESTION = "describe this picture"
+ANSWER = "a small red circle ."
+
+
+def rows_of_captions(folder: Path, question: object = f"<image>{QUESTION}", answer: object = ANSWER) -> list[Names]:
+    """Save pictures in a folder; return a row for each: its path, and a question with its answer."""
+    rows = []
+    for index, picture in enumerate(pictures(8)):
+        file = folder / f"{index}.png"
+        picture.save(file)
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        rows.append({"messages": messages, "images": [str(file)]})
+    return rows
+
+
+def write_rows(rows: list[Names], file: Path) -> str:
+    """Write a row of JSON a line; return the path."""
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
 def losses(log: Sequence[Mapping[str, float]]) -> Tensor:
     """Return the losses that a transformers Trainer logged."""
     return torch.tensor([entry["loss"] for entry in log if "loss" in entry], dtype=torch.float64)
