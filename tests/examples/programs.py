@@ -6,7 +6,9 @@ import io
 import os
 import random
 import socket
+import struct
 import threading
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -43,6 +45,16 @@ def encode(image: Image.Image, format: str = "PNG", **options: object) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, format, **options)
     return buffer.getvalue()
+
+
+def _png_chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png(width: int, height: int) -> bytes:
+    """Return a PNG file whose header names a size, and that holds no pixels."""
+    header = _png_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + _png_chunk(b"IDAT", b"") + _png_chunk(b"IEND", b"")
 
 
 def words(result: Result) -> str:

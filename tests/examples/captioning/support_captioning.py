@@ -91,6 +91,13 @@ def write_tar(path: Path, *members: tuple[str, bytes], **options: object) -> Pat
     return path
 
 
+def write_parquet(path: Path, columns: Mapping[str, object], **options: object) -> Path:
+    """Write a table, with the options of `pyarrow.parquet.write_table`; skip the test where pyarrow is missing."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pytest.importorskip("pyarrow").table(columns), path, **options)
+    return path
+
+
 def call(*arguments: object) -> Result:
     """Run `captioner/main.py` with any arguments."""
     return RUNNER.invoke(batch_caption.app, [str(argument) for argument in arguments])
@@ -176,20 +183,15 @@ def as_member(folder: Path, image: Image.Image) -> str:
 
 def as_row(folder: Path, image: Image.Image) -> str:
     """Write a table of one picture, and return the input that names it."""
-    pa = pytest.importorskip("pyarrow")
-    pq = pytest.importorskip("pyarrow.parquet")
-    table = pa.table({"image": [encode(image, "BMP")]})
-    pq.write_table(table, folder / "x.parquet", compression="none", use_dictionary=False, write_statistics=False)
-    return str(folder / "x.parquet")
+    of_one_size = dict(compression="none", use_dictionary=False, write_statistics=False)
+    return str(write_parquet(folder / "x.parquet", {"image": [encode(image, "BMP")]}, **of_one_size))
 
 
 def as_row_that_names_a_file(folder: Path, image: Image.Image) -> str:
     """Write a picture and a table with its path, and return the input that names the table."""
-    pa = pytest.importorskip("pyarrow")
-    pq = pytest.importorskip("pyarrow.parquet")
     as_file(folder, image)
     if not (folder / "x.parquet").exists():
-        pq.write_table(pa.table({"image": ["x.bmp"]}), folder / "x.parquet")
+        write_parquet(folder / "x.parquet", {"image": ["x.bmp"]})
     return str(folder / "x.parquet")
 
 

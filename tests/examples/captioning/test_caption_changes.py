@@ -28,6 +28,7 @@ from support_captioning import (
     merged,
     start_anew,
     texts,
+    write_parquet,
     write_tar,
 )
 
@@ -84,10 +85,7 @@ def test_a_shard_that_is_replaced_while_a_run_goes(
         if kind == "tar":
             write_tar(tmp_path / "new", *members)
         else:
-            pq = pytest.importorskip("pyarrow.parquet")
-            pq.write_table(
-                pytest.importorskip("pyarrow").table({"image": [data for _, data in members]}), tmp_path / "new"
-            )
+            write_parquet(tmp_path / "new", {"image": [data for _, data in members]})
         (tmp_path / "new").replace(place)
 
     def replaced(*arguments: object) -> list[Task]:
@@ -107,12 +105,10 @@ def test_a_shard_that_is_replaced_while_a_run_goes(
 
 
 def test_another_column_is_another_picture(tmp_path: Path, output: Path) -> None:
-    pa = pytest.importorskip("pyarrow")
-    pq = pytest.importorskip("pyarrow.parquet")
     scenes = {name: draw(seed) for seed, name in enumerate(("image", "thumb"))}
-    pq.write_table(pa.table({name: [encode(image)] for name, (image, _) in scenes.items()}), tmp_path / "t.parquet")
+    table = write_parquet(tmp_path / "t.parquet", {name: [encode(image)] for name, (image, _) in scenes.items()})
     for name, (_, expected) in scenes.items():
-        assert "1 of them to caption" in words(caption(tmp_path / "t.parquet", output, f"--column={name}", WHOLE))
+        assert "1 of them to caption" in words(caption(table, output, f"--column={name}", WHOLE))
         assert list(captions_in(output).values()) == [expected]
 
 

@@ -7,11 +7,9 @@ import os
 import random
 import re
 import signal
-import struct
 import subprocess
 import sys
 import time
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,7 +25,7 @@ from captioner import main as batch_caption
 from captioner.files import lock
 from captioner.journal import Journal
 from PIL import Image
-from programs import EXAMPLES, ROOT, draw, encode, launched
+from programs import EXAMPLES, ROOT, draw, encode, launched, png
 from support_captioning import MODEL, PROMPT, call, lines, write_tar
 
 GOOD = 30
@@ -58,9 +56,6 @@ KINDS: dict[str, Callable[[Image.Image], bytes]] = {
     "avif": lambda image: encode(image, "AVIF", quality=95),
 }
 """Writes an image as a file of this kind, by the end of the file's name. `test_caption_pictures.py` reads all."""
-IHDR = b"IHDR" + struct.pack(">IIBBBBB", 100_000, 100_000, 8, 2, 0, 0, 0)
-BOMB = b"\x89PNG\r\n\x1a\n\0\0\0\r" + IHDR + struct.pack(">I", zlib.crc32(IHDR)) + b"\0\0\0\0IDAT" + bytes(50)
-"""A tiny PNG file of 100,000 x 100,000 pixels."""
 
 
 def bad_files() -> dict[str, tuple[bytes, str]]:
@@ -71,7 +66,7 @@ def bad_files() -> dict[str, tuple[bytes, str]]:
         data = KINDS[kind](image)
         files[f"bad/truncated.{kind}"] = (data[: len(data) // 2], "truncated|broken|decode|decoding|not an image")
     return files | {
-        "bad/bomb.png": (BOMB, "limit"),
+        "bad/bomb.png": (png(100_000, 100_000), "limit"),
         "bad/empty.jpg": (b"", "the file is empty"),
         "bad/float.tiff": (encode(Image.fromarray(np.ones((64, 64), np.float32)), "TIFF"), "floating-point"),
         "bad/html.gif": (b"<html>404 not found</html>", "not an image"),

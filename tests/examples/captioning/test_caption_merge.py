@@ -10,7 +10,7 @@ import pytest
 from captioner.exports import Export
 from captioner.journal import Journal, Record
 from programs import draw, encode, words
-from support_captioning import PROMPT, call, caption, lines, put
+from support_captioning import PROMPT, call, caption, lines, put, write_parquet
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -117,13 +117,11 @@ def test_metadata_for_imagefolder(output: Path, tmp_path: Path) -> None:
 
 def test_records_name_the_rows_of_a_table(output: Path, tmp_path: Path) -> None:
     """So they can be joined."""
-    parquet = pytest.importorskip("pyarrow.parquet")
-    pyarrow = pytest.importorskip("pyarrow")
     put(tmp_path / "data", "x.png")
     (tmp_path / "data" / "part").mkdir()
-    table = pyarrow.table({"image": [encode(draw(seed)[0]) for seed in range(3)]})
-    parquet.write_table(table, tmp_path / "data" / "part" / "t.parquet")
-    caption([tmp_path / "data", tmp_path / "data" / "part" / "t.parquet"], output)
+    pictures = [encode(draw(seed)[0]) for seed in range(3)]
+    table = write_parquet(tmp_path / "data" / "part" / "t.parquet", {"image": pictures})
+    caption([tmp_path / "data", table], output)
     assert call("merge", output, tmp_path / "out.jsonl").exit_code == 0
     rows = lines(tmp_path / "out.jsonl")
     assert [(row["source"], row["row"]) for row in rows] == [*(("part/t.parquet", n) for n in range(3)), (None, None)]

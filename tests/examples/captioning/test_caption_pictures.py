@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import random
 import struct
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ from captioner.items import Item
 from captioner.pictures import read_bytes, read_image, upright_size
 from captioner.worker import Row, decode
 from PIL import Image, ImageFile, PngImagePlugin
-from programs import encode
+from programs import encode, png
 from support_captioning import PICTURE_PROMPT
 from transformers import video_utils
 
@@ -234,15 +233,6 @@ def test_torchvision_gives_the_bytes_and_errors_of_pillow(noise: Image.Image, na
     pytest.importorskip("torchvision")
     mode, options = JPEGS[name]
     check_whole_and_damaged(encode(noise.convert(mode), "JPEG", **options))
-
-
-def png_chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-
-def png(width: int, height: int, *chunks: bytes, data: bytes = b"") -> bytes:
-    header = png_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + header + b"".join(chunks) + png_chunk(b"IDAT", data) + png_chunk(b"IEND", b"")
 
 
 def test_bombs_are_refused_by_their_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from captioner import sources
 from captioner.batches import Task
 from captioner.items import Item, fields, fill, named, open_item, size
 from captioner.worker import decode
-from support_captioning import PICTURE_PROMPT, named_task, start_anew, write_tar
+from support_captioning import PICTURE_PROMPT, named_task, start_anew, write_parquet, write_tar
 
 
 def find_items(inputs: list[str], **options: object) -> list[Item]:
@@ -134,32 +134,25 @@ def test_damaged_tar_shards(tmp_path: Path) -> None:
     assert keys(tmp_path / "s.tar") == ["s.tar"]
 
 
-def write_parquet(path: Path, **columns: object) -> Path:
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pyarrow.table(columns), path, row_group_size=3)
-    return path
-
-
 def test_parquet_files(tmp_path: Path) -> None:
     (tmp_path / "there.png").write_bytes(b"by path")
     blobs = [{"bytes": bytes([65 + index]), "path": "x.png"} for index in range(7)]
-    path = write_parquet(
-        tmp_path / "p.parquet", id=list(range(7)), title=[f"t{index}" for index in range(7)], image=blobs
-    )
+    columns = {"id": list(range(7)), "title": [f"t{index}" for index in range(7)], "image": blobs}
+    path = write_parquet(tmp_path / "p.parquet", columns, row_group_size=3)
     items = find_items([str(path)])
     assert [item.key for item in items] == [f"p.parquet#{index:09d}" for index in range(7)]
     assert [content(item) for item in items] == [b"A", b"B", b"C", b"D", b"E", b"F", b"G"]
     assert fields(items[4], {"title"})["title"] == "t4" and fields(items[4], {"id"})["id"] == 4
     assert size(items[0]) == path.stat().st_size
-    mixed = write_parquet(tmp_path / "q.parquet", blob=["there.png", "gone.png", None], bytes=[b"1", b"2", b""])
+    columns = {"blob": ["there.png", "gone.png", None], "bytes": [b"1", b"2", b""]}
+    mixed = write_parquet(tmp_path / "q.parquet", columns)
     named = find_items([str(mixed)], column="blob")
     assert content(named[0]) == b"by path"
     for item, error in ((named[1], FileNotFoundError), (named[2], ValueError)):
         with pytest.raises(error):
             content(item)
     assert content(find_items([str(mixed)])[1]) == b"2"
-    videos = find_items([str(write_parquet(tmp_path / "v.parquet", video=[b"clip"]))])
+    videos = find_items([str(write_parquet(tmp_path / "v.parquet", {"video": [b"clip"]}))])
     assert [item.kind for item in videos] == ["video"]
     with pytest.raises(ValueError, match=r"expected a column 'nope' in .*, it has blob, bytes; name it with --column"):
         find_items([str(mixed)], column="nope")
@@ -167,14 +160,14 @@ def test_parquet_files(tmp_path: Path) -> None:
 
 def test_empty_or_unreadable_columns_harm_no_other(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
-    path = write_parquet(
-        tmp_path / "p.parquet",
-        image=[b"A", b"B"],
-        title=["one", None],
-        price=[float("nan"), 2.5],
-        tags=[["x"], None],
-        taken_at=pyarrow.array([1, 2], pyarrow.timestamp("ns")),  # no Python datetime, but pandas' own
-    )
+    table = {
+        "image": [b"A", b"B"],
+        "title": ["one", None],
+        "price": [float("nan"), 2.5],
+        "tags": [["x"], None],
+        "taken_at": pyarrow.array([1, 2], pyarrow.timestamp("ns")),  # no Python datetime, but pandas' own
+    }
+    path = write_parquet(tmp_path / "p.parquet", table)
     first, second = find_items([str(path)])
     assert [content(first), content(second)] == [b"A", b"B"]
     columns = {"title", "price", "tags"}
@@ -188,7 +181,8 @@ def test_empty_or_unreadable_columns_harm_no_other(tmp_path: Path) -> None:
 
 
 def test_damaged_parquet_files(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "p.parquet", image=[random.Random(index).randbytes(5000) for index in range(6)])
+    pictures = [random.Random(index).randbytes(5000) for index in range(6)]
+    path = write_parquet(tmp_path / "p.parquet", {"image": pictures}, row_group_size=3)
     complete_file = path.read_bytes()
     for data in (b"", complete_file[: len(complete_file) // 2], b"text"):
         path.write_bytes(data)
