@@ -441,10 +441,12 @@ def test_no_call_of_a_tower_is_stale(recorded: type[OperationRecorder], consumer
     assert why is None or any(why in reason for reason in status.fallbacks), str(status)
 
 
-@pytest.mark.parametrize("name", [x for x in (*CHANGES, *OF_TEXTS, *OF_THE_PROCESS) if "adapter" not in x])
+@pytest.mark.parametrize("name", [*CHANGES, *OF_TEXTS, *OF_THE_PROCESS])
 def test_no_decoded_token_is_stale(recorder: type[OperationRecorder], name: str) -> None:
-    """Nor hidden states under `text=True`. `test_decode_steps.py` has the changes of adapters."""
+    """Nor hidden states under `text=True`. `test_prefill.py` switches between two adapters."""
     model = TINY["qwen3_vl"].build()
+    if "adapter" in name:
+        adapted(model, r".*language_model.*\.o_proj")
     inputs = {"input_ids": torch.tensor([[5, 6, 7, 8], [9, 4, 3, 3]])}
     options = dict(max_new_tokens=9, output_logits=True, return_dict_in_generate=True)
     part = part_of_text(model)

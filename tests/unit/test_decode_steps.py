@@ -90,34 +90,6 @@ def test_only_other_memory_is_captured_anew(model: Any, recorder: Recorder) -> N
     assert counts_of(model).static_calls == 9
 
 
-def test_adapters_that_are_switched_scaled_merged_or_off(recorder: Recorder) -> None:
-    peft = pytest.importorskip("peft")
-    model = TINY["qwen3_vl"].build()
-    config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False, r=4)
-    wrapped = peft.get_peft_model(model, config, adapter_name="one").eval()
-    wrapped.add_adapter("two", config)
-    outputs = []
-
-    def note() -> None:
-        outputs.append(both(wrapped, TEXT, max_new_tokens=9, min_new_tokens=9))
-
-    note()
-    wrapped.set_adapter("two")
-    note()
-    with wrapped.disable_adapter():
-        note()
-    note()
-    for module in wrapped.modules():
-        if hasattr(module, "set_scale"):
-            module.set_scale("two", 5.0)
-    wrapped.merge_adapter()
-    note()
-    wrapped.unmerge_adapter()
-    note()
-    assert len({tuple(output.flatten().tolist()) for output in outputs}) >= 4, "the adapters matter"
-    assert torch.equal(outputs[1], outputs[3]) and counts_of(model).static_calls == 6
-
-
 @pytest.mark.parametrize("at", [1, 2])
 def test_weights_that_a_call_puts_in_and_takes_out_are_not_captured_as_the_others(
     model: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch, at: int

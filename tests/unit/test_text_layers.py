@@ -219,22 +219,15 @@ def test_gradients_are_stocks(model: Any) -> None:
     assert counts(model) == (0, {GRADIENTS: 1})
 
 
-def test_weights_that_change_and_hooks_that_come_act_at_once(model: Any) -> None:
+def test_our_layers_run_again_without_a_hook_that_is_removed(model: Any) -> None:
+    """`test_changes.py` shows that changed weights and hooks act at once."""
     patch(model, text=True)
     inputs = batch(model, random.Random(4), 3)
-    before = compare(model, inputs).logits
-    layer = model.model.language_model.layers[0]
-    with torch.no_grad():
-        layer.mlp.down_proj.weight.mul_(1.5)
-    assert not torch.allclose(compare(model, inputs).logits, before)
-    assert counts(model) == (2, {})
-    seen = []
-    hook = layer.register_forward_hook(lambda *_: seen.append(0))
-    run(model, inputs)
-    hook.remove()
-    assert seen and sum(counts(model)[1].values()) == 1
+    with model.model.language_model.layers[0].register_forward_hook(lambda *_: None):
+        run(model, inputs)
+    assert counts(model)[0] == 0
     compare(model, inputs)
-    assert counts(model)[0] == 3
+    assert counts(model)[0] == 1
 
 
 def test_layers_that_attend_in_both_directions_are_stocks(model: Any) -> None:
