@@ -11,6 +11,7 @@ from typing import NoReturn
 import pytest
 import torch
 import torch.distributed as dist
+from support.faults import raises
 from support.ranks import MIXED, OnRanks, loss_of
 from tiny import TINY, assert_close, pixels_for, run_tower, tower_of
 
@@ -24,15 +25,6 @@ class RankFailure(RuntimeError):
     """The error that a rank raises in these tests."""
 
 
-def raiser(error: Exception) -> Callable[..., NoReturn]:
-    """Return a function that raises an error, whatever it is called with."""
-
-    def fail(*_: object, **__: object) -> NoReturn:
-        raise error
-
-    return fail
-
-
 def check_errors(rank: int) -> None:
     tower = tower_of(TINY["qwen2_vl"].build())
     expected = run_tower(tower, MIXED)
@@ -43,7 +35,7 @@ def check_errors(rank: int) -> None:
     for error, on_others in ((RankFailure("no such pixel, ∅"), RankError), (out_of_memory, torch.OutOfMemoryError)):
         for failing_rank in range(3):
             if rank == failing_rank:
-                tower_module.encode = raiser(error)
+                tower_module.encode = raises(error)
                 with pytest.raises(type(error)) as caught:
                     run_tower(tower, MIXED)
                 assert caught.value is error
@@ -83,7 +75,7 @@ def check_memory_in_backward(rank: int) -> None:
 
     def encode_and_fail_in_backward(*args: object, **options: object) -> list[torch.Tensor]:
         outputs = encode(*args, **options)
-        outputs[-1].register_hook(raiser(error))
+        outputs[-1].register_hook(raises(error))
         return outputs
 
     if rank == 1:
