@@ -9,6 +9,7 @@ import pytest
 import torch
 from click.testing import Result
 from support.backends import Spoil, add_spoiled
+from support.faults import raises
 from typer.testing import CliRunner
 
 import hf_vit_accel
@@ -109,10 +110,6 @@ def test_every_key_is_documented() -> None:
             assert key in document
 
 
-def raises(_: torch.Tensor) -> torch.Tensor:
-    raise RuntimeError("no kernel\nfor this")
-
-
 @pytest.mark.usefixtures("short_segments")
 @pytest.mark.parametrize(
     ("spoil", "problem"),
@@ -121,7 +118,7 @@ def raises(_: torch.Tensor) -> torch.Tensor:
         (lambda out_THD: out_THD.index_fill(0, torch.tensor([7]), float("nan")), "NaN"),
         (lambda out_THD: out_THD[:1], "got float32 of shape (1, 2, 64)"),
         (lambda out_THD: None, "AttributeError"),
-        (raises, "RuntimeError: no kernel for this"),
+        (raises(RuntimeError("no kernel\nfor this")), "RuntimeError: no kernel for this"),
     ],
     ids=["scaled", "nan", "shape", "none", "raises"],
 )
@@ -138,9 +135,7 @@ def test_a_wrong_backend(monkeypatch: pytest.MonkeyPatch, no_gpu: None, spoil: S
 
 @pytest.mark.usefixtures("short_segments")
 def test_a_gpu_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    def busy(index: int | None = None) -> None:
-        raise RuntimeError("CUDA error: all devices are busy")
-
+    busy = raises(RuntimeError("CUDA error: all devices are busy"))
     monkeypatch.setattr(machine, "has_cuda", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", busy)

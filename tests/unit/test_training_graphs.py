@@ -200,20 +200,19 @@ def test_gradients_are_added_up_and_never_overwritten(one_pair: Pair) -> None:
 
 
 def test_two_forwards_before_their_backwards(one_pair: Pair) -> None:
-    """The halves of a contrastive batch: the second forward runs eagerly, and all gradients are right."""
+    """The halves of a contrastive batch: the second forward runs eagerly. `GraphMachine` has other orders and sizes."""
     runner = patch(one_pair.tower, strict=True)
     for _ in range(2):
         train(one_pair.tower, SMALL)
-    for order in (1, -1):
 
-        def run(tower: nn.Module, order: int = order) -> None:
-            losses = [loss_of(forward(tower, grid, seed), seed) for seed, grid in enumerate([SMALL, SMALL, LARGE])]
-            for loss in losses[::order]:
-                loss.backward()
+    def run(tower: nn.Module) -> None:
+        losses = [loss_of(forward(tower, SMALL, seed), seed) for seed in range(2)]
+        for loss in losses:
+            loss.backward()
 
-        compare(one_pair, run)
-    assert runner.status().eager == {"the gradients of an earlier call are still to come": 4}
-    assert runner.status().replays == 4
+    compare(one_pair, run)
+    assert runner.status().eager == {"the gradients of an earlier call are still to come": 1}
+    assert runner.status().replays == 3
 
 
 def test_a_forward_without_a_backward_does_not_block_the_next(one_pair: Pair) -> None:
