@@ -11,9 +11,11 @@ from unittest.mock import Mock
 import pytest
 import torch
 from support.cpu_graphs import Masked, Recorder, status_of
+from support.faults import raises
 from support.graphs import Grid, patch
+from support.patching import training_step
 from support.towers import SHALLOW
-from tiny import assert_close, outputs_of, pixels_for, run_tower, tower_of
+from tiny import assert_close, run_tower, tower_of
 from torch import nn
 
 import hf_vit_accel
@@ -60,22 +62,13 @@ class BrokenInGraphs(Masked):
     """The backend that exact replays take, and eager calls do not. It raises."""
 
     name = "torch_cudnn"
-
-    def attend(self, *args: object) -> torch.Tensor:
-        """Raise as cuDNN does for a shape that it does not know."""
-        raise RuntimeError("no engine found")
-
-
-def train(tower: nn.Module, grid: Grid) -> None:
-    outputs = outputs_of(tower(pixels_for(tower, grid), grid_thw=torch.tensor(grid)))
-    torch.stack([output.square().sum() for output in outputs[1:]]).sum().backward()
-    tower.zero_grad(set_to_none=True)
+    attend = raises(RuntimeError("no engine found"))  # as cuDNN does for a shape that it does not know
 
 
 def test_a_backend_that_fails_in_a_captured_step_is_disabled_and_another_is_captured(
     on_cpu: type[Recorder], monkeypatch: pytest.MonkeyPatch, model: nn.Module
 ) -> None:
-    """`test_faults_of_kernels.py` has the same of inference."""
+    """Inference meets such a fault in `test_faults_of_kernels.py`."""
     exact = Rule(kind="full", in_exact_graph=True, order=("torch_cudnn", "sdpa"), measured="")
     other = Rule(kind="full", order=("sdpa",), measured="")
     monkeypatch.setattr(backends, "AUTO", (exact, other))
@@ -84,7 +77,7 @@ def test_a_backend_that_fails_in_a_captured_step_is_disabled_and_another_is_capt
     patch(model, "auto")
     for grid in ([(1, 4, 4)], [(1, 8, 8)], [(1, 4, 8)], IMAGE):
         for _ in range(12):
-            train(tower, grid)
+            training_step(tower, grid)
     status = hf_vit_accel.status(model).towers[0]
     assert "no engine found" in state_of(tower).faults["torch_cudnn"] and status.backends == {"full": "sdpa"}
     graphs = status.training

@@ -17,6 +17,7 @@ import torch
 from support.backends import skip_for
 from support.cpu_graphs import SMALL, Recorder, status_of
 from support.graphs import Grid, draw_grid, patch
+from support.patching import training_step
 from tiny import GRIDS, TINY, all_equal, assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
 from torch import nn
 
@@ -95,18 +96,13 @@ def test_the_next_call_frees_replaced_modules(on_cpu: type[Recorder], references
     grid = [(1, 4, 6), (1, 2, 2)]
     hf_vit_accel.patch(model, cuda_graphs=GraphConfig(max_tokens=128, exact_after=1))
 
-    def call() -> None:
-        outputs = outputs_of(tower(pixels_for(tower, grid), grid_thw=torch.tensor(grid)))
-        torch.stack([output.square().mean() for output in outputs[1:] or outputs]).sum().backward()
-        tower.zero_grad(set_to_none=True)
-
     for _ in range(3):
-        call()
+        training_step(tower, grid)
     assert hf_vit_accel.status(model).towers[0].training.captures
     attention = tower.blocks[1].attn
     replaced = [weakref.ref(parameter) for parameter in attention.proj.parameters()]
     attention.proj = copy.deepcopy(attention.proj)
-    call()
+    training_step(tower, grid)
     gc.collect()
     assert replaced and not any(parameter() is not None for parameter in replaced)
 
