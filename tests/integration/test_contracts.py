@@ -258,7 +258,7 @@ METHODS = {
 def test_a_copied_method_has_its_copied_owner(name: str, kind: str) -> None:
     """As stock's. Copied alone it keeps the owner; beside the owner it does not, so that the owner is freed at once."""
     method = METHODS[name]
-    model = hf_vit_accel.patch(TINY["qwen2_5_vl"].build(), text=True)
+    model = hf_vit_accel.patch(TINY["qwen2_5_vl"].build(), text=name == "text")
     owner = method.owner(model)
     bound = getattr(owner, method.name)
     inputs = left_padded(model)

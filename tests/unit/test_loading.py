@@ -49,7 +49,6 @@ def test_loading_by_name_equals_patch(saved: Saved, spelling: Spelling, tmp_path
     assert state_of(tower).settings == state_of(tower_of(hf_vit_accel.patch(TINY["qwen2_vl"].build()))).settings
     assert_close(run_tower(tower, GRIDS["mixed"]), expected)
     assert state_of(tower).fast_calls == 1
-    assert hf_vit_accel.status(model).models and "get_rope_index" in vars(model.model)
     model.save_pretrained(tmp_path)
     assert "flash_vit" not in (tmp_path / "config.json").read_text()
     reloaded = tower_of(AutoModelForImageTextToText.from_pretrained(tmp_path, attn_implementation=spelling))
@@ -57,7 +56,6 @@ def test_loading_by_name_equals_patch(saved: Saved, spelling: Spelling, tmp_path
     assert state_of(reloaded).fast_calls == 1
     hf_vit_accel.unpatch(model)
     assert set(names(model).values()) == {"sdpa"} and state_of(tower) is None
-    assert not hf_vit_accel.status(model).models and vars(model.model).keys() == vars(saved.model.model).keys()
     assert_close(run_tower(tower, GRIDS["mixed"]), expected, 0.0)
 
 
@@ -71,13 +69,11 @@ def test_set_attn_implementation_there_and_back(saved: Saved) -> None:
         calls = state_of(tower).fast_calls
         assert_close(run_tower(tower, GRIDS["mixed"]), expected)
         assert state_of(tower).fast_calls == calls + 1
-        assert ours != AUTO or hf_vit_accel.status(model).models
         model.set_attn_implementation(ours)
         assert state_of(tower).fast_calls == calls + 1, "the same name again keeps the state"
         copy.deepcopy(model).set_attn_implementation(ours)
         model.set_attn_implementation(former)
         assert state_of(tower) is None and "forward" not in vars(tower)
-        assert not hf_vit_accel.status(model).models
         assert AUTO not in names(model).values()
         assert_close(run_tower(tower, GRIDS["mixed"]), expected)
 

@@ -368,3 +368,17 @@ def test_a_tower_alone_changes_no_model() -> None:
     with torch.no_grad():
         model(**left_padded(model))
     assert status_of(model).calls == 1
+
+
+def test_loading_by_name() -> None:
+    stock = TINY["qwen3_vl"].build()
+    model = TINY["qwen3_vl"].build(attn_implementation="flash_vit_auto")
+    inputs = left_padded(stock)
+    assert torch.equal(text_inputs(model, inputs)["position_ids"], text_inputs(stock, inputs)["position_ids"])
+    assert status_of(model).calls == 1
+    hf_vit_accel.unpatch(model)
+    assert hf_vit_accel.status(model).models == () and vars(model.model).keys() == vars(stock.model).keys()
+    model.set_attn_implementation("flash_vit_auto")
+    assert status_of(model).calls == 0
+    model.set_attn_implementation("sdpa")
+    assert hf_vit_accel.status(model).models == ()
