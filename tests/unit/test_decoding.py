@@ -41,11 +41,6 @@ NO_PICTURES = dict(suppress_tokens=[tiny.IMAGE, tiny.VIDEO, tiny.START, tiny.END
 both_ways = pytest.mark.usefixtures("way")
 
 
-@pytest.fixture
-def model() -> Any:
-    return TINY["qwen2_5_vl"].build()
-
-
 def text(*rows: list[int]) -> dict[str, Any]:
     return {"input_ids": torch.tensor(rows)}
 
