@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from support.towers import alike
 from tiny import TINY, all_equal, assert_close, chat_inputs, outputs_of, tower_of
 
 import hf_vit_accel
@@ -78,11 +77,6 @@ def torchvision_video_processor() -> Any:
 @pytest.fixture(params=[pil_processor, torchvision_processor])
 def processor(request: pytest.FixtureRequest) -> Any:
     return request.param()
-
-
-@pytest.fixture(params=alike("qwen3_vl", "qwen2_5_vl", "qwen2_vl"))
-def model(request: pytest.FixtureRequest) -> Any:
-    return TINY[request.param].build()
 
 
 def pictures(seed: int = 0) -> list[np.ndarray]:
