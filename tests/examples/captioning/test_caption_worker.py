@@ -113,13 +113,18 @@ def test_worker_writes_every_record_once(tmp_path: Path, prompts: tuple[str, ...
     assert "45 of 45 items in" in captioner.progress.summary() and "halved" not in captioner.progress.summary()
 
 
-def test_a_batch_of_several_parts_loses_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One part has nothing but unreadable pictures, another has one that the processor refuses."""
-    monkeypatch.setattr(worker_module, "_PART_TOKENS", 1)
-    captioner = FakeCaptioner(refused=(4,))
+@pytest.mark.parametrize("part_tokens", [worker_module._PART_TOKENS, 1], ids=["one part", "several parts"])
+def test_items_that_the_processor_refuses_cost_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_tokens: int
+) -> None:
+    """Of several parts one has nothing but unreadable pictures, and others have pictures that are refused."""
+    monkeypatch.setattr(worker_module, "_PART_TOKENS", part_tokens)
+    captioner = FakeCaptioner(refused=(4, 5, 30))
     records = work(tmp_path, captioner, 45, ("p", "q"))
+    refused = {record.key: record.error for record in records if "refused" in (record.error or "")}
+    assert refused == dict.fromkeys(("004.png", "005.png", "030.png"), "IndexError: refused")
     captions = {(record.key, record.prompt): record.caption for record in records}
-    good = [index for index in range(45) if index % 10 != 1 and index != 4]
+    good = [index for index in range(45) if index % 10 != 1 and index not in captioner.refused]
     expected = {(f"{index:03d}.png", prompt): f"{prompt}{index}" for index in good for prompt in ("p", "q")}
     assert {key: caption for key, caption in captions.items() if caption} == expected
     assert len(captions) == len(records) == 90 and len(captioner.batches) == 12
@@ -191,10 +196,3 @@ def test_other_errors_of_the_model_stop_the_run(tmp_path: Path, error: Exception
     with pytest.raises(RuntimeError, match=str(error)):
         work(tmp_path, FakeCaptioner(3, error), 45)
     assert Journal(tmp_path).records() == []
-
-
-def test_one_item_that_the_processor_refuses_costs_no_other(tmp_path: Path) -> None:
-    records = work(tmp_path, FakeCaptioner(refused=(4, 5, 30)), 45)
-    refused = {record.key: record.error for record in records if "refused" in (record.error or "")}
-    assert refused == dict.fromkeys(("004.png", "005.png", "030.png"), "IndexError: refused")
-    assert len(records) == 45 and sum(record.status == "ok" for record in records) == 37
