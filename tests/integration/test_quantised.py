@@ -15,6 +15,7 @@ from support import quantised
 from support.changes import Change
 from support.cpu_graphs import SMALL, Recorder
 from support.cpu_graphs import status_of as graphs_of
+from support.libraries import lora
 from support.patching import check_calls, check_stock, mean_errors, run, training_step
 from support.tensors import flat
 from support.towers import alike
@@ -48,10 +49,8 @@ def quantise(model: nn.Module, way: str) -> nn.Module:
 
 
 def with_adapters(model: nn.Module, adapted: str) -> nn.Module:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=adapted, init_lora_weights=False)
-    torch.manual_seed(0)
-    return peft.get_peft_model(model, config).train()
+    pytest.importorskip("peft")
+    return lora(adapted)(model, ExitStack()).train()
 
 
 def call(tower: nn.Module, dtype: torch.dtype, *, autocast: bool) -> list[torch.Tensor]:
