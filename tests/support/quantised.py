@@ -82,32 +82,28 @@ def int8_weights(model: nn.Module, _: ExitStack) -> nn.Module:
     return replace_linears(model, quantise)
 
 
-def bitsandbytes_4bit(model: nn.Module, _: ExitStack) -> nn.Module:
-    """Replace every Linear by bitsandbytes' own in 4 bit."""
+def _bitsandbytes(model: nn.Module, kinds: tuple[str, str], of_weight: dict[str, Any], **of_linear: Any) -> nn.Module:
+    """Replace every Linear by bitsandbytes' own. kinds: the classes of the Linear and of its weight."""
     import bitsandbytes as bnb
+
+    linear_kind, weight_kind = (getattr(bnb.nn, kind) for kind in kinds)
 
     def quantise(linear: nn.Linear) -> nn.Module:
         sizes = (linear.in_features, linear.out_features, linear.bias is not None)
-        quantised = bnb.nn.Linear4bit(*sizes, compute_dtype=torch.float32, quant_type="nf4")
-        quantised.weight = bnb.nn.Params4bit(linear.weight.detach().cpu(), requires_grad=False, quant_type="nf4")
+        quantised: nn.Module = linear_kind(*sizes, **of_weight, **of_linear)
+        quantised.weight = weight_kind(linear.weight.detach().cpu(), requires_grad=False, **of_weight)
         quantised.bias = linear.bias
         return quantised.to(linear.weight.device)  # quantises
 
     return replace_linears(model, quantise)
+
+
+def bitsandbytes_4bit(model: nn.Module, _: ExitStack) -> nn.Module:
+    return _bitsandbytes(model, ("Linear4bit", "Params4bit"), {"quant_type": "nf4"}, compute_dtype=torch.float32)
 
 
 def bitsandbytes_8bit(model: nn.Module, _: ExitStack) -> nn.Module:
-    """Replace every Linear by bitsandbytes' own in 8 bit."""
-    import bitsandbytes as bnb
-
-    def quantise(linear: nn.Linear) -> nn.Module:
-        sizes = (linear.in_features, linear.out_features, linear.bias is not None)
-        quantised = bnb.nn.Linear8bitLt(*sizes, has_fp16_weights=False)
-        quantised.weight = bnb.nn.Int8Params(linear.weight.detach().cpu(), requires_grad=False, has_fp16_weights=False)
-        quantised.bias = linear.bias
-        return quantised.to(linear.weight.device)  # quantises
-
-    return replace_linears(model, quantise)
+    return _bitsandbytes(model, ("Linear8bitLt", "Int8Params"), {"has_fp16_weights": False})
 
 
 def torchao_int8(model: nn.Module, _: ExitStack) -> nn.Module:
