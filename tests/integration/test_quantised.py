@@ -20,7 +20,7 @@ from support.patching import check_calls, check_stock, mean_errors, run, trainin
 from support.tensors import flat
 from support.towers import alike
 from support.uses import prompt_with_labels
-from tiny import GRIDS, assert_close, checkpoint_layers, pixels_for, relative_error, tower_of
+from tiny import FAMILIES, GRIDS, TINY, assert_close, checkpoint_layers, pixels_for, relative_error, tower_of
 from torch import nn
 
 import hf_vit_accel
@@ -58,6 +58,11 @@ def call(tower: nn.Module, dtype: torch.dtype, *, autocast: bool) -> list[torch.
     pixels = pixels_for(tower, grid).to(tower.patch_embed.proj.weight.dtype)
     with torch.no_grad(), torch.autocast("cpu", dtype, enabled=autocast):
         return flat(tower(pixels, grid_thw=torch.tensor(grid)))
+
+
+@pytest.fixture(params=[FAMILIES[0], *(pytest.param(name, marks=pytest.mark.matrix) for name in FAMILIES[1:])])
+def model(request: pytest.FixtureRequest) -> nn.Module:
+    return TINY[request.param].build()
 
 
 @pytest.mark.parametrize("way", WAYS)
