@@ -267,6 +267,8 @@ def main(
             row["tokens of a picture"] = statistics.mean(run.length for run in timed_runs)
             if name in tokens_of_captions:
                 row["pictures/s"] = 1e3 * len(pictures) / row["ms"]
+            if side == "ours" and DEVICE.type == "cuda":
+                row["GB"] = torch.cuda.max_memory_allocated() / 1e9  # of all jobs so far, weights included
             print(row, flush=True)
             before["rows"].append(row)
             write_json(json_path, before)

@@ -63,6 +63,7 @@ def captions_beside_vllm() -> str:
         if job == CAPTIONING:
             vllm, ours, ratio = both_sides(sides)
             hours = 1e6 / 3600 / sides["ours"]["pictures/s"]
-            rows.append([title(model), str(tokens), vllm, f"{ours} ({ratio})", f"{hours:.1f} h"])
-    head = ["pictures a second", "new tokens", name(document), "the captioner", "a million pictures, one GPU"]
+            memory = f"{sides['ours']['GB']:.1f} GB"
+            rows.append([title(model), str(tokens), vllm, f"{ours} ({ratio})", f"{hours:.1f} h", memory])
+    head = ["pictures a second", "new tokens", name(document), "the captioner", "a million pictures", "memory"]
     return f"{grid(head, rows)}\n*{measured_at(document, FILE)}*\n"
