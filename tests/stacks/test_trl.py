@@ -204,3 +204,17 @@ def test_grpo_rollouts(family: str, checkpoint: Checkpoint, tmp_path: Path) -> N
     assert "by stock" not in status.decoding, status.decoding
     stock, patched = (torch.tensor(values, dtype=torch.float64) for values in logged)
     Job("trl", "GRPOTrainer, LoRA, rollouts", "grpo").expect(family, stock, patched, runs[-1].model, bound=1e-2)
+
+
+def test_grpo_samples_with_dropout_by_stock(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """It samples in training mode, and `ModelConfig` of TRL gives LoRA a dropout. The page says so, and `status`."""
+    rows = [
+        {"image": picture, "prompt": [{"role": "user", "content": "describe this picture"}]} for picture in pictures(8)
+    ]
+    args = trl.GRPOConfig(**settings(tmp_path, num_generations=2, max_completion_length=24, max_steps=1))
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint("qwen3_vl"))
+    with_dropout = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.05)
+    names = {"model": model, "args": args, "data": Dataset.from_list(rows), "lora": with_dropout, "rewards": variety}
+    names = recipe("grpo").run(patched=True, names=names | {"GRPOTrainer": trl.GRPOTrainer})
+    decoding = str(hf_vit_accel.status(names["trainer"].model).decoding)
+    assert decoding.startswith("0 calls on a static cache") and "x dropout on" in decoding, decoding
