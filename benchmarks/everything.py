@@ -183,7 +183,7 @@ JOBS = {
         seconds=80,
     ),
     "ways": _script("ways.json", "ways.py", QWEN[:2], seconds=160),
-    "captions": Job(file="captions.json", command="python tests/tiny_captioner/parity.py --scenes 300", seconds=120),
+    "captions": _script("captions.json", "parity.py --scenes 300", seconds=120),
     "data_parallel": Job(
         file="data_parallel.json",
         command="torchrun --nproc-per-node {gpus} benchmarks/data_parallel.py --rounds 3 "

@@ -20,10 +20,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import everything
+import measuring
 import pytest
+import shapes
 import torch
 import torch.distributed as dist
+import training
 import transformers
+import ways
 from packaging.version import Version
 from programs import EXAMPLES, ROOT
 from support.backends import add_spoiled, hide_gpu
@@ -37,14 +42,6 @@ from hf_vit_accel.tools.bench import towers
 from hf_vit_accel.tools.bench import ways as bench_ways
 
 BENCHMARKS = ROOT / "benchmarks"
-sys.path[:0] = [str(BENCHMARKS)]
-
-import everything  # noqa: E402
-import measuring  # noqa: E402
-import shapes  # noqa: E402
-import training  # noqa: E402
-import ways  # noqa: E402
-
 CPU = torch.device("cpu")
 GRID = ((1, 4, 4), (1, 2, 4))
 
