@@ -1,13 +1,13 @@
 """Fast, exact vision towers for Qwen-VL models in plain transformers.
 
 The rooms, each importing only rooms before it: `config` (settings), `layout` (`grid_thw` to metadata on the host),
-`machine` (what this machine can do) and `watch` (whether values that others may change stayed); `families` (what
-differs between models); `versions` (what differs between versions of transformers); `ops` and `backends` (the
-operations and the attention of a tower); `engine` (one call on one device); `graphs` (the call replayed from a CUDA
-graph); `options` (long calls in passes, one picture for many, one call for many ranks); `decoding`
-(`graphed_decoding`, which knows no tower); `tower` (the accelerated forward, its state and its proof); `model` (the
-whole model around the tower); `status`, `api` and `calibration` (what users call); `tools` (the command line).
-To follow a call, begin at `tower/forward.py`.
+`machine` (what this machine can do), `watch` (whether values that others may change stayed) and `attached` (hooks and
+methods of ours on modules); `families` (what differs between models); `versions` (what differs between versions of
+transformers); `ops` and `backends` (the operations and the attention of a tower); `engine` (one call on one device);
+`graphs` (the call replayed from a CUDA graph); `options` (long calls in passes, one picture for many, one call for many
+ranks); `decoding` (`graphed_decoding`, which knows no tower); `tower` (the accelerated forward, its state and its
+proof); `model` (the whole model around the tower); `status`, `api` and `calibration` (what users call); `tools` (the
+command line). To follow a call, begin at `tower/forward.py`.
 
 Examples:
     >>> model = hf_vit_accel.patch(model)

@@ -21,7 +21,6 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 Attributes = dict[str, Any]
 """The dictionary of a module or of another object."""
@@ -118,21 +117,6 @@ class Watch:
 
 def _values_of(reads: Iterable[tuple[str, Read, Iterable[Any]]]) -> list[list[object]]:
     return [list(map(read, owners)) for _, read, owners in reads]
-
-
-class OurHooks:
-    """The handles of hooks of ours on a module.
-
-    Shallow copies share this object, as they share dictionaries of hooks. Hooks go with the last of them: a dictionary
-    stays the one that handles of others remove from.
-    """
-
-    def __init__(self, *handles: RemovableHandle) -> None:
-        self._handles = handles
-
-    def __del__(self) -> None:
-        for handle in self._handles:
-            handle.remove()
 
 
 def stamp_of(tensor: Tensor) -> tuple[int, Tensor, int, int | None]:

@@ -7,7 +7,6 @@ The tokens of all rows run one after the other, without padding. Hidden states o
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections import Counter
 from collections.abc import Hashable
 from functools import lru_cache
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_vit_accel.attached import OurHooks, OurMethod
 from hf_vit_accel.decoding.layers import check_equal, norm, refuse_unpacked
 from hf_vit_accel.decoding.packed import CACHE, Arguments, PackedRows
 from hf_vit_accel.decoding.text_models import (
@@ -28,7 +28,6 @@ from hf_vit_accel.decoding.text_models import (
     refuse,
 )
 from hf_vit_accel.machine import one_line, raise_if_any, reasons_untraceable
-from hf_vit_accel.watch import OurHooks
 
 GRADIENTS = "gradients are enabled"
 HAS_CACHE = "a cache; use_cache=False does without"
@@ -50,37 +49,21 @@ _MOST_PROOFS = 32
 """Proofs that are remembered: their keys name every weight."""
 
 
-class TextForward:
-    """Replacement for a text model's `forward`. Copies and pickles begin without counts.
+class TextForward(OurMethod):
+    """Replacement for a text model's `forward`. Copies and pickles begin without counts."""
 
-    Holds the model weakly, so that a deleted one is freed at once. A forward that was copied alone holds its copy.
-    """
-
-    def __init__(self, text: Model, strict: bool) -> None:
-        self._text = weakref.ref(text)
+    def __init__(self, text: Model, strict: bool, hooks: OurHooks | None = None) -> None:
+        super().__init__(text)
+        self.__name__ = "forward"
         self._strict = strict
         self._proofs: dict[Hashable, type[Any] | str] = {}  # stock's class of outputs, or why stock runs such calls
         self.calls = 0
         self.stock_reasons: Counter[str] = Counter()
         self.__signature__ = inspect.signature(type(text).forward.__get__(text))
-        self.hooks: OurHooks | None = None
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return TextForward.__new__, (TextForward,), (self.__self__, self._strict, self.hooks)
-
-    def __setstate__(self, state: tuple[Model, bool, OurHooks | None]) -> None:
-        text, strict, hooks = state
-        TextForward.__init__(self, text, strict)
         self.hooks = hooks
-        if vars(text):  # a text model that is copied with its forward gets its attributes after it
-            self._copied_text = text
 
-    @property
-    def __self__(self) -> Model:
-        text = self._text()
-        if text is None:
-            raise ReferenceError("the text model of this forward was deleted; keep the model, and call it")
-        return text
+    def _settings(self) -> tuple[object, ...]:
+        return self._strict, self.hooks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the stock forward returns.
@@ -151,7 +134,7 @@ def _name_shallow_copy(module: nn.Module, args: Any, kwargs: Arguments) -> tuple
     makes such copies, and `nn.DataParallel` its replicas.
     """
     forward = vars(module).get("forward")
-    if torch.compiler.is_compiling() or not isinstance(forward, TextForward) or forward._text() is module:
+    if torch.compiler.is_compiling() or not isinstance(forward, TextForward) or forward._module() is module:
         return None
     return args, {**kwargs, _CALLED_ON: module}
 

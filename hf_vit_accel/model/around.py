@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import lru_cache
@@ -19,6 +18,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from hf_vit_accel.attached import OurHooks, OurMethod
 from hf_vit_accel.families import FAMILIES, Model, find_towers
 from hf_vit_accel.machine import is_upstream, one_line, reasons_untraceable
 from hf_vit_accel.model.every_rank import (
@@ -43,7 +43,6 @@ from hf_vit_accel.tower.snapshot import is_inert
 from hf_vit_accel.tower.state import HOOKS
 from hf_vit_accel.tower.state import state_of as tower_state_of
 from hf_vit_accel.versions import cache_name
-from hf_vit_accel.watch import OurHooks
 
 STATE = "_hf_vit_accel_model"
 
@@ -149,33 +148,16 @@ def reason_not_one_call(model: Model) -> str | None:
     return None if why is None else f"images and videos need more than one call: {why}"
 
 
-class Method:
-    """Replacement for a method of a model. Behaves like the bound method, and holds the model weakly.
-
-    So a deleted model is freed at once. A copy of the model gets methods of its own. A method that is copied alone, as
-    a data loader pickles it for its workers, holds its copy of the model.
-    """
+class Method(OurMethod):
+    """Replacement for a method of a model. Behaves like the bound method."""
 
     def __init__(self, model: Model, name: str) -> None:
-        self._model = weakref.ref(model)
+        super().__init__(model)
         self.__name__ = name
         self.__signature__ = inspect.signature(getattr(type(model), name).__get__(model))
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return Method.__new__, (Method,), (self.__self__, self.__name__)
-
-    def __setstate__(self, state: tuple[Model, str]) -> None:
-        model, name = state
-        Method.__init__(self, model, name)
-        if vars(model):  # a model that is being copied with its methods gets its attributes after them
-            self._copied_model = model
-
-    @property
-    def __self__(self) -> Model:
-        model = self._model()
-        if model is None:
-            raise ReferenceError(f"the model of this {self.__name__} was deleted; keep the model")
-        return model
+    def _settings(self) -> tuple[object, ...]:
+        return (self.__name__,)
 
     def __call__(self, *args: object, **kwargs: Result) -> Result:
         model = self.__self__
@@ -217,9 +199,10 @@ def _is_new(model: Model, name: str, method: Any) -> bool:
     Transformers' methods then read an attribute of this name of another object. colpali's ColQwen2_5 adds a
     `spatial_merge_size`, which they read of the config and the tower.
     """
+    if not isinstance(method, property) or method.fset is not None:  # the __init__ of transformers' class may set it
+        return False
     stock = next((kind for kind in type(model).__mro__ if kind.__module__ in _FILES), type(model))
-    can_be_set = not isinstance(method, property) or method.fset is not None  # by the __init__ of transformers' class
-    return not (can_be_set or hasattr(stock, name) or name in model._modules)
+    return not hasattr(stock, name) and name not in model._modules
 
 
 @lru_cache(maxsize=256)
@@ -395,7 +378,7 @@ def _own_state(model: nn.Module) -> ModelState:
     """Return the state of a model. A shallow copy gets a state and methods of its own."""
     state: ModelState = vars(model)[STATE]
     methods = [method for method in vars(model).values() if isinstance(method, Method)]
-    if any(method._model() is not model for method in methods):
+    if any(method._module() is not model for method in methods):
         state = vars(model)[STATE] = ModelState(state.every_rank)
         for method in methods:
             vars(model)[method.__name__] = Method(model, method.__name__)

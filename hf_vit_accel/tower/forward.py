@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import lru_cache, partial
@@ -24,6 +23,7 @@ from torch.jit._trace import is_tracing
 from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from hf_vit_accel.attached import OurMethod
 from hf_vit_accel.engine.call import Attempt, Batch, FastPlan, WeightMemory
 from hf_vit_accel.engine.encoder import CalledBlock
 from hf_vit_accel.families import Family, Tower, interface
@@ -58,24 +58,22 @@ _GLOBAL_HOOKS = tuple(
 )
 
 
-class AcceleratedForward:
+class AcceleratedForward(OurMethod):
     """Replacement for a tower's `forward`. Takes pixels (T, P) and the grid, returns the stock output class.
 
     Behaves like the bound method that it replaces. Other code may bind it again (`MethodType(forward, tower)`), wrap
     it, or ask for its signature, name or code. It is no bound method itself: unpickling one asks the instance for
     `forward` before that attribute is restored, and silently gets the function of the class.
 
-    Holds its tower weakly, so that a deleted model is freed at once. One that was pickled alone holds its copy.
-
     Attributes:
         former: The callable in whose place it was put; None where the instance had no forward.
     """
 
-    __slots__ = ("__signature__", "__weakref__", "_class", "_copied_tower", "_state", "_tower", "former")
+    __slots__ = ("__signature__", "_class", "_state", "former")
 
     def __init__(self, tower: nn.Module, state: TowerState, former: Callable[..., object] | None = None) -> None:
         _exclude_from_compile()
-        self._tower = weakref.ref(tower)
+        super().__init__(tower)
         self._state = state
         self._class: Any = type(tower)
         self.former = former
@@ -84,17 +82,11 @@ class AcceleratedForward:
             with suppress(TypeError, ValueError):  # raised for callables that are not written in Python
                 self.__signature__ = inspect.signature(state.former_forward)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self).__new__, (type(self),), (self.__self__, self._state, self.former)
-
-    def __setstate__(self, state: tuple[nn.Module, TowerState, Callable[..., object] | None]) -> None:
-        tower, _, _ = state
-        AcceleratedForward.__init__(self, *state)
-        if vars(tower):  # a tower that is unpickled with its forward gets its attributes after it
-            self._copied_tower = tower
+    def _settings(self) -> tuple[object, ...]:
+        return self._state, self.former
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AcceleratedForward:
-        tower: Any = self._tower()
+        tower: Any = self._module()
         former = copy.deepcopy(self.former, memo) if id(tower) in memo else self.former  # bound to the copy, as it is
         return type(self)(memo.get(id(tower), tower), copy.deepcopy(self._state, memo), former)
 
@@ -102,13 +94,6 @@ class AcceleratedForward:
         if name in ("__func__", "__wrapped__"):  # code that unwraps methods would reach the stock forward
             raise AttributeError(name)
         return getattr(self._class.forward, name)
-
-    @property
-    def __self__(self) -> Any:
-        tower = self._tower()
-        if tower is None:
-            raise ReferenceError("the model of this forward was deleted; keep the model, and call it")
-        return tower
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Return the outputs of a call.
@@ -129,11 +114,11 @@ class AcceleratedForward:
             tower = args[0]
             args = args[1:]
             state = state_of(tower)
-            if state is self._state and tower is not self._tower():  # a shallow copy: its state is the original's
+            if state is self._state and tower is not self._module():  # a shallow copy: its state is the original's
                 redirect_shallow_copies(tower, args, kwargs)
                 state = state_of(tower)
         else:
-            tower = self._tower() or self.__self__
+            tower = self._module() or self.__self__
         original: Original = partial(type(tower).forward, tower)
         if state is not None and state.former_forward is not None:
             original = state.former_forward
@@ -163,7 +148,7 @@ def redirect_shallow_copies(module: nn.Module, args: Arguments, kwargs: Options)
     forward cannot see the instance that it is called on, but a hook can. From then on the copy has its own forward.
     """
     forward: Any = vars(module).get("forward")
-    if type(forward) is AcceleratedForward and forward._tower() is module:
+    if type(forward) is AcceleratedForward and forward._module() is module:
         return None
     state = state_of(module)
     if state is None or not is_our_forward(forward) or forward.__self__ is module or state.former_forward is not None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from hf_vit_accel.attached import OurHooks
 from hf_vit_accel.families import FAMILIES_OF_COPIES, Family, Tower, family_of
 from hf_vit_accel.families.copies import CopyFamily, class_in, copy_family, misfits
 from hf_vit_accel.tower.code import name_of, names_in_code
@@ -22,7 +23,6 @@ from hf_vit_accel.tower.forward import (
 from hf_vit_accel.tower.processors import leave_to_tower, put_back
 from hf_vit_accel.tower.proof import warn_once
 from hf_vit_accel.tower.state import HOOKS, STATE, TowerState, state_of
-from hf_vit_accel.watch import OurHooks
 
 Forward = Callable[..., object]
 
