@@ -1,7 +1,5 @@
 """Shared set-up: tests marked gpu run only where a CUDA device is present, those marked matrix only with --matrix."""
 
-from __future__ import annotations
-
 import gc
 import os
 

@@ -4,8 +4,6 @@ These are complete models. Towers of every family are in `support/composites.py`
 72, 72). Norms and biases are random, so that no term of the tower is trivial.
 """
 
-from __future__ import annotations
-
 import inspect
 import io
 import pickle

@@ -1,7 +1,5 @@
 """Run programs in one or two processes, and draw scenes, for the tests of several examples."""
 
-from __future__ import annotations
-
 import io
 import os
 import random

@@ -1,7 +1,5 @@
 """Run benchmarks with tiny models on a CPU: what they verify, what they time, and that patched towers run fast."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import itertools

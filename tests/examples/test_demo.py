@@ -1,7 +1,5 @@
 """Run the demo as users do."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -4,8 +4,6 @@
 for videos, and the test of videos is skipped.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

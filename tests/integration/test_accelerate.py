@@ -1,7 +1,5 @@
 """Hooks of accelerate on a tower and on its parts: added before or after patching, offloading, removed again."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from accelerate import cpu_offload, dispatch_model

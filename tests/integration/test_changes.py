@@ -5,8 +5,6 @@ with features of earlier calls, a copy under `like`, decoding. Graphs are truly 
 its capture, whatever modules hold now.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """Checkpoint functions and wrappers of frameworks around layers: ours run inside, with the gradients of stock."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tiny composite models of every family, loaded by name in every spelling and patched: their text part is untouched."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

@@ -8,8 +8,6 @@ Each row of WAYS is a way of patching. Each test is a contract, and runs for eve
 3. The random states of torch, Python and NumPy stay, so a seeded program draws the same numbers with us.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import inspect

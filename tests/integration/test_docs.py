@@ -1,7 +1,5 @@
 """README and docs: Python runs, commands exist, links lead somewhere, the site builds."""
 
-from __future__ import annotations
-
 import copy
 import doctest
 import functools

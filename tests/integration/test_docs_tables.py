@@ -1,7 +1,5 @@
 """Tables of README and docs, and README's chart, are those of the JSON files; SUPPORT.md says what is declared."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Test `like={"DotsVisionTransformer": "dots_ocr"}` on a tiny tower in the manner of dots.ocr's remote code."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

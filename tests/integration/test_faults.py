@@ -1,7 +1,5 @@
 """Errors that are no faults of backends or kernels reach the user: memory that runs out, users' modules, invariants."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

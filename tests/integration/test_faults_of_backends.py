@@ -3,8 +3,6 @@
 A FlashInfer of plain torch stands in for cuDNN.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 References stand in for all other kernels, and a recorder replays graphs by running again.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import threading

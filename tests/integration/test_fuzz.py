@@ -3,8 +3,6 @@
 Seeds are fixed, so that every run tries the same inputs.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable

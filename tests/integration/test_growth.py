@@ -1,7 +1,5 @@
 """Caches of routes and graphs are bounded, and memory does not grow with the number of calls."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import importlib

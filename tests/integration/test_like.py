@@ -1,7 +1,5 @@
 """Test `patch(like=...)`: copies of towers from remote code are served, and sabotaged copies are refused."""
 
-from __future__ import annotations
-
 import copy
 import re
 import types

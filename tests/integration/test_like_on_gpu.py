@@ -1,7 +1,5 @@
 """Test `patch(like=...)` on a GPU: copies in bf16 take kernels and backends, as exactly as their own code."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

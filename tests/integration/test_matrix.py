@@ -3,8 +3,6 @@
 By default one cell of each row runs, another family from row to row, and no slow row; `--matrix` runs all cells.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Code of the user's that mixes rows of several images, in places where no module of the user's stands."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable

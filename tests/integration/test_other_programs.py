@@ -1,7 +1,5 @@
 """Programs that copy, bind, wrap, trace or keep a patched tower: each gets what it would get from a stock tower."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """Parameters of several dtypes, of classes of their own, beside adapters, and on the meta device."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Stand-ins of the same shape run everywhere, bitsandbytes, torchao and quanto where they are installed.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Releases: the wheel and sdist as built, versions and dates that agree, workflows that name existing commands."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

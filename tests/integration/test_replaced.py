@@ -1,7 +1,5 @@
 """Parts of a tower that others replace or wrap: the fast path uses the replacement, or the call goes the stock way."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 A seed decides everything: depth, kept blocks, heads, windows, deepstack layers, images, and the settings of the patch.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 from dataclasses import dataclass, replace

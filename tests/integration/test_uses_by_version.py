@@ -4,8 +4,6 @@
 `nox -s versions` does for every version.
 """
 
-from __future__ import annotations
-
 import os
 from types import SimpleNamespace
 

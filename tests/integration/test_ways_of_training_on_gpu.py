@@ -1,7 +1,5 @@
 """Ways of training a whole model on a GPU with `patch(model)` as it is, beside the same without CUDA graphs."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext

@@ -1,7 +1,5 @@
 """Wrappers that frameworks put around a tower's forward: ours runs below them, and comes off without a trace."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """Ways to call a patched model: modes, `generate`, wrappers, metadata of the caller, several models."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable, Iterator

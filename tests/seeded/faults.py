@@ -3,8 +3,6 @@
 Each names its kind, the place, and the tests that should catch it. A rebuilt part gets the same kinds anew.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -6,8 +6,6 @@ A run takes some minutes on many cores, so it is a session of nox of its own: `n
 fault goes uncaught.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

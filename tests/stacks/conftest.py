@@ -1,7 +1,5 @@
 """Leave out the files of frameworks that are not installed, and share tiny checkpoints."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """axolotl: SFT of tiny captioners by a YAML file, with LoRA and all weights."""
 
-from __future__ import annotations
-
 import json
 from collections import OrderedDict
 from collections.abc import Callable

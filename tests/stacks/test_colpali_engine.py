@@ -1,7 +1,5 @@
 """colpali-engine's models on tiny checkpoints: pages and queries embedded, and LoRA by its own trainer."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """transformers' `use_kernels=True` on tiny captioners; its kernels are a repository on this machine."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """LLaMA-Factory: SFT of tiny captioners with LoRA, QLoRA and all weights, the tower frozen and trained."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """lmms-eval's wrappers of tiny captioners: answers to pictures, as its evaluator asks for them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

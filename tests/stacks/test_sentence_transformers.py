@@ -1,7 +1,5 @@
 """sentence-transformers on tiny captioners: pictures, texts and both embedded, hidden states, and training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

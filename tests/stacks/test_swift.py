@@ -1,7 +1,5 @@
 """ms-swift on tiny captioners: `swift sft` with LoRA and all weights, the tower frozen and trained; `swift rlhf`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """transformers' Trainer and pipeline, PEFT, and accelerate's offloading, on tiny captioners."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

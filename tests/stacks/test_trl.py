@@ -1,7 +1,5 @@
 """TRL's trainers on tiny captioners: SFT with LoRA, all weights, QLoRA and Liger; DPO and GRPO."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 Its engine finds a device by CUDA alone, so the test gives it a mesh on the CPU. No rollout runs.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path

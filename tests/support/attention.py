@@ -3,8 +3,6 @@
 `T` rows, `S` segments, `H` heads, `D` head dim.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -1,7 +1,5 @@
 """Build tiny towers of which only the attention is ours, and draw inputs for them."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Sequence

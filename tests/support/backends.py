@@ -1,7 +1,5 @@
 """Backends whose results a test spoils, or that cannot run here, and a machine without a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import pytest

@@ -4,8 +4,6 @@ A change is called with the model and a stack of what must be undone after the t
 then on. A function that takes other arguments returns a change.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 import tempfile

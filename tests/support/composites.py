@@ -1,7 +1,5 @@
 """Tiny composite models of the families that `tiny.py` lacks: a text model of two layers around the tower's `tiny`."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass, field
 from typing import Any

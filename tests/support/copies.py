@@ -4,8 +4,6 @@ Their classes are other classes than transformers', as in a checkpoint whose cod
 forms: that of the installed version, and the bare tensors of transformers 4.57.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Capture CUDA graphs on a CPU: a graph that runs again, and an attention that reads its offsets at every run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

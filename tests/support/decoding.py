@@ -1,7 +1,5 @@
 """Compare `graphed_decoding` with stock's `generate`, every output, and replay steps without Python on a CPU."""
 
-from __future__ import annotations
-
 import inspect
 import random
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 `T` packed patch rows, `E` width, `H` heads, `D` head dim, `M` merged tokens.
 """
 
-from __future__ import annotations
-
 import torch
 from tiny import randomise
 from torch import Tensor, nn

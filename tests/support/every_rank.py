@@ -1,7 +1,5 @@
 """Train on several ranks with `every_rank`, beside stock, which runs the batches of all ranks in one process."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from contextlib import ExitStack, nullcontext

@@ -1,7 +1,5 @@
 """Build and run tiny towers of any class that a family supports."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

@@ -3,8 +3,6 @@
 conftest.py registers this file as a plugin, so that its fixtures need no import.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace

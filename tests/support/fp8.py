@@ -3,8 +3,6 @@
 `T` rows, `H` heads, `D` head dim, `P` padded head dim.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Declare for every argument of `generate` whether `graphed_decoding` serves it, with calls that show it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal
 

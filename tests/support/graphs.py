@@ -1,7 +1,5 @@
 """Patch with CUDA graphs whose buffers are poisoned, and draw layouts to replay."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

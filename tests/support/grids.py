@@ -1,7 +1,5 @@
 """Draw images and videos for tests of layouts, and cut them into frames."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """Say whether Triton interprets kernels in this process, on a CPU, and where tests run kernels."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

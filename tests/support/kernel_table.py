@@ -3,8 +3,6 @@
 The fixture `references` (`support/references.py`) replaces the functions of `KERNELS`. A new kernel gets a row here.
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Draw inputs for kernels, and compile kernels without a GPU."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

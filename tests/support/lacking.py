@@ -3,8 +3,6 @@
 `conftest.py` skips them. Versions are told apart by what they have, not by their numbers.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 from dataclasses import dataclass

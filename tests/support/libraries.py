@@ -3,8 +3,6 @@
 See `support.changes` for what a change is.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from collections.abc import Callable

@@ -4,8 +4,6 @@
 To add a way, write a change (`support.changes`, `support.libraries`) and a row here.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import importlib.util

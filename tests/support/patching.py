@@ -1,7 +1,5 @@
 """Patch a model in either way, call its tower, and check what `status` says of the calls."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Sequence
 

@@ -1,7 +1,5 @@
 """Replace the Linears of a tower's blocks, or their weights, by quantised ones."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -34,7 +32,7 @@ class Int8Weight(torch.Tensor):
     """A tensor whose class computes a Linear's product from int8 and a scale, as torchao's do."""
 
     @staticmethod
-    def __new__(cls, weight: torch.Tensor) -> Int8Weight:
+    def __new__(cls, weight: torch.Tensor) -> "Int8Weight":
         return torch.Tensor._make_wrapper_subclass(cls, weight.shape, dtype=weight.dtype, device=weight.device)
 
     def __init__(self, weight: torch.Tensor) -> None:
@@ -117,7 +115,7 @@ def torchao_int8(model: nn.Module, _: ExitStack) -> nn.Module:
 class PackedWeight(nn.Parameter):
     """A parameter of bytes, as bitsandbytes' `Params4bit`: the values are elsewhere."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PackedWeight":
         copied = PackedWeight(self.data.clone(), requires_grad=self.requires_grad)
         vars(copied).update(copy.deepcopy(vars(self), memo))
         return copied

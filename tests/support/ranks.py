@@ -1,7 +1,5 @@
 """Run a check on several ranks: forked processes that gloo connects, which inherit the objects of the test."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache

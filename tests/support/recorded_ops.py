@@ -1,7 +1,5 @@
 """Stand in for CUDA graphs on a CPU: a replay runs a function again, or the operations that were recorded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Run towers by the references of their kernels, on a machine without a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Save a tiny model, and load it by any name of attention."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

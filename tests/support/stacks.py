@@ -4,8 +4,6 @@ docs/migrate.md shows the recipes. A test runs the old side of a diff, which is 
 are equal and fast are recorded for SUPPORT.md and README where RECORD_STACKS is set, as `nox -s stacks` does.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

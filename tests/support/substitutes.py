@@ -4,8 +4,6 @@ They have the shape of Liger's: an autograd function that writes the gradient ov
 that a patched module gets beside its own.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Gather the tensors of any output."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 

@@ -1,7 +1,5 @@
 """Choose the families and cases of a test: a few in every run, all of them in the matrix."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ways to use a wrapped model: call it, train it, generate with it. Each returns tensors to compare with stock's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 

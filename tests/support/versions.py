@@ -3,8 +3,6 @@
 A cell says whether a use of a tower is fast. A use that does not give stock's results fails the test instead.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import json

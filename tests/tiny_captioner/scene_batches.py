@@ -1,7 +1,5 @@
 """Draw batches of scenes, and make the inputs of a model from them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from typing import Any

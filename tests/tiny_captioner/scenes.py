@@ -4,8 +4,6 @@ The seed alone decides a scene, which can be drawn at any size. The same seed gi
 size, the same picture. There are over four million captions.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass

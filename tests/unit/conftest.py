@@ -1,7 +1,5 @@
 """Fixtures of unit tests, which alone may use private names."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

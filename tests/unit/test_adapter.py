@@ -1,7 +1,5 @@
 """Compare our products with PEFT's LoRA modules, in every state that these modules can be in."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Check the rules of the house in its source: imports between rooms, docstrings of what users call, private names."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import inspect

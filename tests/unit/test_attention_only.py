@@ -1,7 +1,5 @@
 """Towers whose attention alone is ours. Their own forward equals stock, with one plan per kind of layer, no warning."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import warnings

@@ -3,8 +3,6 @@
 On a CPU a recorder stands in that replays by running again, on poisoned buffers.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from unittest.mock import Mock
 

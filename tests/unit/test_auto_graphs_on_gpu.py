@@ -1,7 +1,5 @@
 """`patch(model)` on a GPU, in programs where a capture might hurt: threads, forks, profilers, little memory."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import os

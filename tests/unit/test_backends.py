@@ -3,8 +3,6 @@
 `T` rows, `S` segments, `H` heads, `D` head dim.
 """
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any

@@ -4,8 +4,6 @@ One table of cases. On a CPU Triton's interpreter runs them at small sizes; on a
 Exact is the reference in fp64. The bound is stock's own error: the reference's error under autograd in the same dtype.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """`hf-vit-accel bench`: what is built, its verdicts, and what it prints and writes."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

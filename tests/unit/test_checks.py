@@ -1,7 +1,5 @@
 """Test which hooks and changes of other programs a call notices, and the form of outputs that the config says."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The command line `doctor`: its verdicts on good, missing and wrong backends, as text and as JSON."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

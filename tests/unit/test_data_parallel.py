@@ -4,8 +4,6 @@ Processes are forked, so they inherit the objects of the test; gloo connects the
 Calls that are not shared: test_not_shared.py.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 import random

@@ -1,7 +1,5 @@
 """The steps of `graphed_decoding`: when they are captured anew, dropped or refused, and what never reaches a result."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import sys

@@ -1,7 +1,5 @@
 """`graphed_decoding` beside stock's `generate` in fp32: prompts, caches, streamers, criteria, wrapped models."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

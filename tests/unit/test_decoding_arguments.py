@@ -1,7 +1,5 @@
 """Every argument of `generate`: what `graphed_decoding` gives for it is stock's, by the way that the table says."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`graphed_decoding` with real CUDA graphs, beside stock."""
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 from dataclasses import replace

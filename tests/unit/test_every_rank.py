@@ -3,8 +3,6 @@
 Ranks hold images, videos, both or text alone, in every order. Without `every_rank`, they would wait for each other.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import itertools

@@ -1,7 +1,5 @@
 """Prove every tower class of every family in its smallest shape, and compare it with stock and its gradients."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import importlib

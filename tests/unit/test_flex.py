@@ -3,8 +3,6 @@
 `T` rows, `S` segments, `H` heads, `D` head dim, `B` blocks of rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any

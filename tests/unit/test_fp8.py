@@ -4,8 +4,6 @@ On a CPU the plain-torch references stand in for the kernels and for cuDNN. They
 exact sums, so that complete towers run. Legend: T rows, H heads, D head dim, P padded head dim, L layers.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Test FSDP2: sharded layers run fast, with the gradients of one process and the dtypes of a policy."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Iterator

@@ -8,8 +8,6 @@ On a CPU a recorder stands in that replays by running again, on poisoned buffers
 - after any fault, at any point, every later call is answered.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import threading

@@ -4,8 +4,6 @@ Before each replay every static buffer is poisoned, so a graph may read only wha
 captures are real.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref
@@ -44,6 +42,15 @@ def test_strict_holds_for_replays(on_cpu: type[Recorder], model: nn.Module, monk
     assert status.backends["full"] == "sdpa"
 
 
+class Event:
+    """What a recorder sees of an event."""
+
+    stream: Any = None
+
+    def record(self, stream: Any = None) -> None:
+        self.stream = stream
+
+
 class Stream:
     """What a recorder sees of a stream."""
 
@@ -52,15 +59,6 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         self.waited_for.append(event.stream)
-
-
-class Event:
-    """What a recorder sees of an event."""
-
-    stream: Any = None
-
-    def record(self, stream: Any = None) -> None:
-        self.stream = stream
 
 
 @pytest.mark.parametrize("has_waited", [True, False])

@@ -1,7 +1,5 @@
 """Hidden states of a tower equal stock's, and are served fast: every ColQwen of colpali requests them in every call."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Hooks on blocks, mergers and the patch embedding, and inside them, run on the fast path and see what stock's see."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Importing the package costs little, disturbs nothing, and registers names once models are imported."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import subprocess

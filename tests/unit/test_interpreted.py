@@ -1,7 +1,5 @@
 """Run the tests named "interpreted" of all files in this folder, in one process where Triton interprets kernels."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

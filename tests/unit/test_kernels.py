@@ -5,8 +5,6 @@
 The interpreter truncates to bf16 where hardware rounds, and cannot multiply it: on a CPU kernels run in fp16.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from typing import Any

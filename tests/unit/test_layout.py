@@ -1,7 +1,5 @@
 """Compare every array with transformers' own functions, over random grids; test the packed copy and the cache."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Rows that have ended leave a decode step: tokens are stock's, and steps of fewer rows are kept for the next calls."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

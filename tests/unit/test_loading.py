@@ -1,7 +1,5 @@
 """Test the load-time names: every spelling loads, saves and reloads, and the attention behind them is stock's."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from pathlib import Path

@@ -3,8 +3,6 @@
 A newer transformers is transformers' own source with a few words changed, compiled as if it were in its files.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys

@@ -1,7 +1,5 @@
 """Test which calls the ranks of `data_parallel` do not share: with other pixels or weights, under DDP, and so on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

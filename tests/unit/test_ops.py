@@ -1,7 +1,5 @@
 """Test every operation of `ops.TABLE` in towers: by the kernels' references on a CPU, and compiled on a GPU."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Test `max_rows`: passes equal one call, take the memory of a pass, and survive memory running out."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Pixels that reach the model as bytes: the tower computes what the processor would have, or the call is refused."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Test the model around the tower: positions and masks are transformers' own, and every change of a model counts."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import inspect

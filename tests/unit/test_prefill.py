@@ -1,7 +1,5 @@
 """Prompts in groups of rows of similar length: tokens and logits are stock's, and pictures stay with their rows."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import itertools

@@ -1,7 +1,5 @@
 """Test the proof of a tower's class: at bad moments, in child processes, and where it cannot run."""
 
-from __future__ import annotations
-
 import multiprocessing
 import warnings
 from collections.abc import Callable
@@ -129,7 +127,7 @@ def test_missing_parts_are_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "is not built as qwen2_vl is known" in (prove(tower).why_not_fast or "") and prove(tower).is_verdict
 
 
-def prove_in_child(tower: nn.Module, queue: Queue[str]) -> None:
+def prove_in_child(tower: nn.Module, queue: Queue) -> None:
     queue.put(prove(tower).why_not_fast or "proven")
 
 

@@ -1,7 +1,5 @@
 """Test what the other ranks of `data_parallel` do when one rank fails, differs or is gone."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Test `reuse`: checksums, equal items of a call, gradients of copies, kept features, weights that change."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Test modules that treat each row alone: the table of them is true, and other modules get all rows at once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The seeded faults still fit the source: each replaces text that stands there once."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Bound what the host does for a steady call: files of ours that it enters, kernels and operators of a layer."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Callable

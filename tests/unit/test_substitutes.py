@@ -1,7 +1,5 @@
 """Test towers whose modules or functions other code has put in, as Liger and `kernels` do."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

@@ -1,7 +1,5 @@
 """Test towers with Liger's kernels on a GPU: outputs, gradients of LoRA, what is fused, and what is replayed."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections.abc import Iterator

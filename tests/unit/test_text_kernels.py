@@ -1,7 +1,5 @@
 """What runs between and inside the products of a text model: each kernel beside its reference, and whole calls."""
 
-from __future__ import annotations
-
 import copy
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """`text=True`: hidden states and logits are stock's without gradients and a cache, and all other calls are stock's."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import pickle

@@ -3,8 +3,6 @@
 TRL's GRPO trainer switches checkpointing off for its rollouts and on for its step, and adapters off for the reference.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Test patched towers against stock ones: every family, kind of input, way to patch and undo, and reason for stock."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from concurrent.futures import ThreadPoolExecutor

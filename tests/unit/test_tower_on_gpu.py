@@ -1,7 +1,5 @@
 """Test patched towers on a GPU: exactness of every backend, one wait per forward, streams, memory, captures."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Gradients must be stock's whatever a program does between a forward and its backward. On a GPU the captures are real.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import itertools

@@ -1,7 +1,5 @@
 """Provide pictures, an output folder and models that load once to the tests of captioning."""
 
-from __future__ import annotations
-
 import random
 import zlib
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Run the captioner, load its models once, draw its pictures and read its records, for the tests of captioning."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json

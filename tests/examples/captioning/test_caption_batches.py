@@ -1,7 +1,5 @@
 """Batches: sizes from headers, costs, shares of processes, budgets, halves."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """Captions of pictures and prompts that changed, and messages of runs and merges."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Caption good and bad files of every kind with `accelerate launch`, kill the run, and resume it."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

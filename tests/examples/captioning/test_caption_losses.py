@@ -1,7 +1,5 @@
 """Files and records that must not be lost, and the prompts and pictures that a merge takes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Bounds of memory, and captions of pictures that are reduced while they are decoded."""
 
-from __future__ import annotations
-
 import io
 import os
 import random

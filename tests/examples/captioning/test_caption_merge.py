@@ -1,7 +1,5 @@
 """Merges never replace a complete file by few lines: they ask for the name of a run or of a prompt. Their formats."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

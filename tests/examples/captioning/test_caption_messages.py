@@ -1,7 +1,5 @@
 """Messages and options: items that are passed over, runs that stop, settings that differ, disks that are full."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """The captioner with the tiny models: shared pictures, seeds, sampling."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Decoding: every format and mode to upright RGB; damaged, hostile and huge files to errors."""
 
-from __future__ import annotations
-
 import io
 import random
 import struct

@@ -1,7 +1,5 @@
 """Records on disk: written, torn, rewritten, selected and exported; plans of what lacks one."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """Runs on the command line: resumed, with other settings, limits and prompts; refusals, exit codes and locks."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import re

@@ -1,7 +1,5 @@
 """Sources: items of folders, globs, lists, shards, tables and data sets, and their metadata."""
 
-from __future__ import annotations
-
 import random
 import sys
 import tarfile

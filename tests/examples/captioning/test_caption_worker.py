@@ -1,7 +1,5 @@
 """The worker, with a captioner that needs no model: every record once, whatever fails."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
