@@ -140,7 +140,21 @@ def knows_segments(names: Iterable[str]) -> bool:
     return "flash_attention_2" not in names
 
 
-# Recorded outputs. From 5.0 on, hooks on blocks add hidden states to the collector of whichever forward is running.
+# Hooks of transformers. From 5.0 on, those on blocks add hidden states to the collector of whichever forward runs, and
+# stay on after one use.
+
+
+def is_output_marker(hook: object) -> bool:
+    """Return whether a hook is the one that makes outputs require gradients, for checkpointing."""
+    return (
+        getattr(hook, "__module__", None) == "transformers.modeling_utils"
+        and getattr(hook, "__name__", None) == "make_inputs_require_grads"
+    )
+
+
+def is_inert(hook: object) -> bool:
+    """Return whether a hook of transformers does nothing unless hidden states or attentions are requested."""
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing" or is_output_marker(hook)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_vit_accel import machine
-from hf_vit_accel.versions import FORWARD_WRAPPERS, is_adapter
+from hf_vit_accel.versions import FORWARD_WRAPPERS, is_adapter, is_inert
 from hf_vit_accel.watch import Watch
 
 Model: TypeAlias = Any
@@ -90,8 +90,6 @@ _UPSTREAM = ("transformers.", "torch.")
 """Where the functions and classes are written that a step calls, or replaces."""
 _BASES = {*transformers.PreTrainedModel.__mro__, *transformers.GenerationMixin.__mro__}
 """Classes whose code no step replaces."""
-_HARMLESS_HOOKS = ("hf_vit_accel.", "transformers.utils.output_capturing")
-"""Where hooks are made that do nothing in a step: ours act on pictures, transformers' on calls that ask for states."""
 _SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 """The attributes of an adapter that may change within a call, as where a logits processor picks an expert."""
 
@@ -356,10 +354,9 @@ def _has_other_hooks(module: nn.Module) -> bool:
     return not all(map(_is_harmless, hooks))
 
 
-def _is_harmless(hook: Any) -> bool:
-    home = getattr(hook, "__module__", None) or ""
-    is_marker = getattr(hook, "__name__", "") == "make_inputs_require_grads" and home == "transformers.modeling_utils"
-    return is_marker or home.startswith(_HARMLESS_HOOKS)
+def _is_harmless(hook: object) -> bool:
+    """Return whether a hook does nothing in a step: ours act on pictures, transformers' where states are requested."""
+    return is_inert(hook) or str(getattr(hook, "__module__", None)).startswith("hf_vit_accel.")
 
 
 def has_hooks_around(model: Model) -> bool:

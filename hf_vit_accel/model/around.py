@@ -39,10 +39,9 @@ from hf_vit_accel.tower import fsdp
 from hf_vit_accel.tower.code import names_of_method
 from hf_vit_accel.tower.forward import is_our_forward, redirect_shallow_copies
 from hf_vit_accel.tower.processors import BYTES_UNKNOWN
-from hf_vit_accel.tower.snapshot import is_inert
 from hf_vit_accel.tower.state import HOOKS
 from hf_vit_accel.tower.state import state_of as tower_state_of
-from hf_vit_accel.versions import cache_name
+from hf_vit_accel.versions import cache_name, is_inert
 
 STATE = "_hf_vit_accel_model"
 

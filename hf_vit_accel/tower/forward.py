@@ -34,10 +34,10 @@ from hf_vit_accel.tower import attention, fsdp, proof, stock_way
 from hf_vit_accel.tower.attention import reasons_custom_attention
 from hf_vit_accel.tower.code import name_of
 from hf_vit_accel.tower.differences import CallDtypes
-from hf_vit_accel.tower.snapshot import HOOKS, Snapshot, is_inert
+from hf_vit_accel.tower.snapshot import HOOKS, Snapshot
 from hf_vit_accel.tower.state import STATE, SpecKey, TowerState, state_of
 from hf_vit_accel.tower.stock_way import StockPlan
-from hf_vit_accel.versions import POPPED
+from hf_vit_accel.versions import POPPED, is_inert
 
 Original = Callable[..., object]
 """The stock forward of a tower, or the forward that its instance had before it was patched."""

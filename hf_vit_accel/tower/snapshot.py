@@ -8,7 +8,7 @@ there is none. `forward.reasons_of` adds those of a call.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter, itemgetter, methodcaller
@@ -33,6 +33,7 @@ from hf_vit_accel.tower import fsdp, proof
 from hf_vit_accel.tower.code import names_of_method, watch_methods
 from hf_vit_accel.tower.exchanged import exchanged_modules, row_wise_modules
 from hf_vit_accel.tower.wrappers import CHECKPOINTED, looked_through, module_inside
+from hf_vit_accel.versions import is_output_marker
 from hf_vit_accel.watch import Watch, watch_called
 
 # Read from every module at every call: code that sets hooks aside may put another dict in their place.
@@ -430,19 +431,3 @@ _BASE_NAMES = {
     *_READ_AT_EVERY_CALL,
     *vars(nn.Module()),
 }
-
-
-def is_output_marker(hook: Callable[..., object]) -> bool:
-    """Return whether a hook is the one that makes outputs require gradients, for checkpointing."""
-    return (
-        getattr(hook, "__module__", None) == "transformers.modeling_utils"
-        and getattr(hook, "__name__", None) == "make_inputs_require_grads"
-    )
-
-
-def is_inert(hook: Callable[..., object]) -> bool:
-    """Return whether a hook is one of transformers' that does nothing unless hidden states or attentions are requested.
-
-    Output-capturing hooks stay on after one use.
-    """
-    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing" or is_output_marker(hook)
