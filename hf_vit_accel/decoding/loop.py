@@ -188,8 +188,6 @@ def _decode_by_steps(
 ) -> Any:
     """Run transformers' loop around a model whose forwards of one token are steps."""
     max_length = arguments["stopping_criteria"].max_length  # of the user's own criterion, if there is one
-    if max_length is None:
-        max_length = arguments["generation_config"].max_length
     rows = RowsInStep(len(input_ids))
     names = "generation_config", "logits_processor", "stopping_criteria"
     if may_leave(*(arguments[name] for name in names)):

@@ -150,7 +150,7 @@ def qwen_parts(tower: Tower, **other_parts: Any) -> Parts:
         projection=other_parts.get("projection") or tower.patch_embed.proj,
         table=getattr(tower, "pos_embed", None),
         rotary=tower.rotary_pos_emb,
-        blocks=other_parts.get("blocks") or tuple(block_of(block) for block in tower.blocks),
+        blocks=tuple(block_of(block) for block in tower.blocks),
         full_layers=full_layers,
         deepstack=_reached_mergers(len(tower.blocks), indexes, getattr(tower, "deepstack_merger_list", ())),
         merger=getattr(tower, "merger", None),
