@@ -115,8 +115,8 @@ def graphed_decoding(
         model.generate(**inputs, custom_generate=functools.partial(hf_vit_accel.graphed_decoding, streamer=streamer))
         ```
     """
-    for name, bound, least in (("max_graphs", max_graphs, 1), ("max_bytes", max_bytes, 0)):
-        if (type(bound) is not int and bound is not None) or (bound is not None and bound < least):
+    for name, bound, least in (("max_graphs", max_graphs, 1), ("max_bytes", 0 if max_bytes is None else max_bytes, 0)):
+        if type(bound) is not int or bound < least:
             raise ValueError(f"expected {name} to be a whole number of at least {least}, got {bound!r}")
     of_generate = _variables_of_generate()
     mode = generation_config.get_generation_mode(None)

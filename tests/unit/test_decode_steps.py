@@ -131,8 +131,8 @@ def test_the_bounds_drop_the_steps_used_least_recently(model: Any, recorder: Rec
         (dict(max_graph=2), "unknown option 'max_graph': pass it to generate. graphed_decoding has streamer"),
         (dict(max_new_tokens=3), "unknown option 'max_new_tokens': pass it to generate"),
         (dict(assistant_model=None), "unknown option 'assistant_model'"),
-        *((bounds, "expected max_graphs to be") for bounds in (dict(max_graphs="8"), dict(max_graphs=0))),
-        *((bounds, "expected max_bytes to be") for bounds in (dict(max_bytes="1GB"), dict(max_bytes=-1))),
+        *((dict(max_graphs=bound), "expected max_graphs to be") for bound in ("8", 0, None)),
+        *((dict(max_bytes=bound), "expected max_bytes to be") for bound in ("1GB", -1)),
     ],
 )
 def test_wrong_bounds_and_options_that_would_be_dropped_are_refused(
