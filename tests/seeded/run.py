@@ -52,12 +52,14 @@ def is_caught(fault: Fault) -> bool:
 
 
 def main() -> int:
-    """Run all faults, or those whose kind has a word in it."""
+    """Run all faults, or those whose kind or file has a word in it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
-    faults = [fault for fault in FAULTS if options.only in fault.kind]
+    faults = [fault for fault in FAULTS if options.only in f"{fault.path}: {fault.kind}"]
+    if not faults:
+        parser.error(f"no fault has {options.only!r} in its kind or its file")
     uncaught = []
     with ThreadPoolExecutor(options.workers) as pool:
         for fault, caught in zip(faults, pool.map(is_caught, faults), strict=True):

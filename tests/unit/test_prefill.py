@@ -18,6 +18,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from support.decoding import Counts, add_adapters, both, change_model, counts_of
+from support.recorded_ops import OperationRecorder
 from support.towers import alike
 from tiny import TINY
 from torch import nn
@@ -386,6 +387,26 @@ def test_a_hook_that_a_processor_adds_acts_from_the_next_token_on(family: str, l
     assert torch.equal(*outputs) and counts_of(model).reasons == {"a forward hook on lm_head": 1}
     compare(model, inputs, max_new_tokens=9)
     assert counts_of(model).static_calls == 1
+
+
+def test_a_step_of_an_adapter_that_a_processor_picks_has_a_room_of_its_own(recorder: type[OperationRecorder]) -> None:
+    """The prompt lies in the room of the adapter that was active before."""
+    model = TINY["qwen2_5_vl"].build()
+    add_adapters(model)
+    inputs = ragged(model, 300, 60, 70, 65, 80, 62, 75)
+    model.set_adapter("two")
+    both(model, inputs, max_new_tokens=9)
+
+    def pick(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        model.set_adapter("two")
+        return scores
+
+    outputs = []
+    for custom_generate in (None, graphed_decoding):
+        model.set_adapter("one")
+        options = dict(max_new_tokens=9, logits_processor=[pick])
+        outputs.append(model.generate(**inputs, **options, do_sample=False, custom_generate=custom_generate))
+    assert torch.equal(*outputs) and counts_of(model) == Counts(2, {})
 
 
 @pytest.mark.usefixtures("way")
