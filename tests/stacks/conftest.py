@@ -2,11 +2,10 @@
 
 import importlib.util
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.stacks import REQUIREMENTS, save_captioner
+from support.stacks import REQUIREMENTS, Checkpoint, save_captioner
 from torch import nn
 
 import hf_vit_accel
@@ -18,7 +17,7 @@ collect_ignore = [f"test_{name}.py" for name in REQUIREMENTS if importlib.util.f
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     """Return the path of a tiny captioner in fp32 with its processor."""
     paths: dict[str, str] = {}
 

@@ -1,7 +1,6 @@
 """colpali-engine's models on tiny checkpoints: pages and queries embedded, and LoRA by its own trainer."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,13 @@ from colpali_engine.trainer import contrastive_trainer
 from colpali_engine.trainer.colmodel_training import ColModelTraining, ColModelTrainingConfig
 from datasets import Dataset
 from peft import LoraConfig
-from support.stacks import Job, Names, expect_same_and_fast, losses, pictures, recipe
+from support.stacks import Checkpoint, Job, Names, expect_same_and_fast, losses, pictures, recipe, short_training
 from tiny import randomise
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText, TrainingArguments
 
 import hf_vit_accel
 
-Checkpoint = Callable[[str], str]
 MODELS = {
     "ColQwen2": "qwen2_vl",
     "BiQwen2": "qwen2_vl",
@@ -127,18 +125,8 @@ def test_train(name: str, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: p
         contrastive_trainer.ContrastiveTrainer, "train", lambda self, **options: trainers.append(self) or train(self)
     )
     for patched in (False, True):
-        args = TrainingArguments(
-            tmp_path,
-            per_device_train_batch_size=2,
-            max_steps=3,
-            logging_steps=1,
-            report_to=[],
-            use_cpu=True,
-            save_strategy="no",
-            remove_unused_columns=False,
-            disable_tqdm=True,
-            learning_rate=1e-3,
-        )
+        options = dict(per_device_train_batch_size=2, max_steps=3, remove_unused_columns=False)
+        args = TrainingArguments(**short_training(tmp_path, **options))
         config = ColModelTrainingConfig(
             model=load(name, path, patched=patched),
             processor=processor_of(name, path),

@@ -2,18 +2,17 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
 from captioner.processors import load_processor
 from kernels import LocalLayerRepository, Mode, use_kernel_mapping
-from support.stacks import FAMILIES, Job, Names, pictures, recipe
+from support.stacks import Checkpoint, Job, Names, every_family, inputs_of, pictures, recipe
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 import hf_vit_accel
 
-Checkpoint = Callable[[str], str]
 LAYERS = """
 import torch
 from torch import nn
@@ -58,14 +57,6 @@ def _repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def inputs_of(path: str) -> Names:
-    processor = load_processor(path)
-    content = [{"type": "image"}, {"type": "text", "text": "describe this picture"}]
-    chat = [{"role": "user", "content": content}]
-    text = processor.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    return dict(processor(text=[text], images=pictures(1), return_tensors="pt"))
-
-
 def results(model: PreTrainedModel, inputs: Names) -> torch.Tensor:
     """Return logits and all gradients."""
     with torch.no_grad():
@@ -75,12 +66,12 @@ def results(model: PreTrainedModel, inputs: Names) -> torch.Tensor:
     return torch.cat([tensor.flatten() for tensor in (logits, *gradients)])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 @pytest.mark.parametrize("order", ["loaded with kernels", "patched first"])
 def test_use_kernels(order: str, family: str, checkpoint: Checkpoint) -> None:
     """The tower is fast, and the language model keeps its kernels."""
     path = checkpoint(family)
-    inputs = inputs_of(path)
+    inputs = inputs_of(load_processor(path), pictures(1)[0])
     names = {"AutoModelForImageTextToText": AutoModelForImageTextToText, "name": path}
     stock = recipe("use_kernels").run(patched=False, names=names)["model"]
     if order == "patched first":

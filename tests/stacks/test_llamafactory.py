@@ -2,16 +2,14 @@
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.stacks import FAMILIES, Job, losses, read_recipe, rows_of_captions
+from support.stacks import Checkpoint, Job, every_family, losses, read_recipe, rows_of_captions
 from torch import Tensor, nn
 
-Checkpoint = Callable[[str], str]
 LORA = {"finetuning_type": "lora", "lora_rank": 4, "lora_target": "all"}
 TRAINED = {"freeze_vision_tower": False, "freeze_multi_modal_projector": False}
 WAYS: dict[str, dict[str, Any]] = {
@@ -73,7 +71,7 @@ def train(code: str, family: str, path: str, folder: Path, monkeypatch: pytest.M
     return losses([json.loads(line) for line in log])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 @pytest.mark.parametrize("way", WAYS)
 def test_sft(
     way: str,

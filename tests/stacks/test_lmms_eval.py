@@ -1,6 +1,5 @@
 """lmms-eval's wrappers of tiny captioners: answers to pictures, as its evaluator asks for them."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,9 +7,8 @@ import torch
 from lmms_eval.api.instance import Instance
 from lmms_eval.models.simple.qwen2_5_vl import Qwen2_5_VL
 from lmms_eval.models.simple.qwen3_vl import Qwen3_VL
-from support.stacks import Job, pictures, recipe
+from support.stacks import QUESTION, Checkpoint, Job, pictures, recipe
 
-Checkpoint = Callable[[str], str]
 WRAPPERS = {"qwen2_5_vl": Qwen2_5_VL, "qwen3_vl": Qwen3_VL}
 
 
@@ -22,7 +20,7 @@ def answers(lm: Any) -> list[str]:
     requests = [
         Instance(
             request_type="generate_until",
-            arguments=("describe this picture", settings, lambda doc: [doc["image"]], index, "captions", "test"),
+            arguments=(QUESTION, settings, lambda doc: [doc["image"]], index, "captions", "test"),
             idx=0,
             metadata={"task": "captions", "doc_id": index, "repeats": 1},
         )

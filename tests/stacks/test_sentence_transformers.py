@@ -11,19 +11,26 @@ from sentence_transformers import SentenceTransformer, SentenceTransformerTraine
 from sentence_transformers.base.modules import Transformer
 from sentence_transformers.sentence_transformer import losses
 from sentence_transformers.sentence_transformer.modules import Pooling
-from support.stacks import FAMILIES, Job, expect_same_and_fast, pictures, recipe
+from support.stacks import (
+    QUESTION,
+    Checkpoint,
+    Job,
+    every_family,
+    expect_same_and_fast,
+    pictures,
+    recipe,
+    short_training,
+)
 from support.stacks import losses as logged
 
 import hf_vit_accel
 
 Dataset = pytest.importorskip("datasets").Dataset  # its trainer needs it, the package itself does not
-Checkpoint = Callable[[str], str]
-every_family = pytest.mark.parametrize("family", FAMILIES)
 FEW: list[Image.Image] = pictures(4)
 INPUTS: dict[str, list[Any]] = {
     "pictures": FEW,
-    "pictures and texts": [{"text": "describe this picture", "image": picture} for picture in FEW],
-    "some with a picture": ["a small red circle", FEW[0], {"text": "describe this picture", "image": FEW[1]}],
+    "pictures and texts": [{"text": QUESTION, "image": picture} for picture in FEW],
+    "some with a picture": ["a small red circle", FEW[0], {"text": QUESTION, "image": FEW[1]}],
 }
 
 
@@ -79,17 +86,8 @@ def test_train(family: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     runs = []
     for patched in (False, True):
         model, _ = run(checkpoint(family), FEW, patched=patched, make=SentenceTransformer)
-        args = SentenceTransformerTrainingArguments(
-            str(tmp_path),
-            per_device_train_batch_size=4,
-            max_steps=3,
-            logging_steps=1,
-            learning_rate=1e-4,
-            report_to=[],
-            use_cpu=True,
-            save_strategy="no",
-            disable_tqdm=True,
-        )
+        settings = short_training(tmp_path, per_device_train_batch_size=4, max_steps=3, learning_rate=1e-4)
+        args = SentenceTransformerTrainingArguments(**settings)
         loss = losses.MultipleNegativesRankingLoss(model)
         torch.manual_seed(0)
         trainer = SentenceTransformerTrainer(model=model, args=args, train_dataset=data, loss=loss)

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.stacks import FAMILIES, Job, losses, read_recipe, recipe, rows_of_captions, write_rows
+from support.stacks import FAMILIES, Checkpoint, Job, losses, read_recipe, recipe, rows_of_captions, write_rows
 from swift.pipelines import rlhf_main, sft_main
 from swift.template.templates import qwen
 from torch import Tensor, nn
 from transformers import AutoTokenizer, modeling_utils
 
-Checkpoint = Callable[[str], str]
 Program = Callable[[list[str]], object]
 # Its dropout would draw other masks for the tower, whose layers ask for them in another order.
 LORA = {"tuner_type": "lora", "lora_rank": "4", "target_modules": "all-linear", "lora_dropout": "0"}

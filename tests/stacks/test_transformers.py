@@ -1,7 +1,6 @@
 """transformers' Trainer and pipeline, PEFT, and accelerate's offloading, on tiny captioners."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +8,21 @@ import pytest
 import torch
 from captioner.processors import load_processor
 from peft import LoraConfig, get_peft_model
-from support.stacks import FAMILIES, Job, Names, losses, pictures, read_recipe, recipe
+from support.stacks import (
+    FAMILIES,
+    QUESTION,
+    Checkpoint,
+    Job,
+    inputs_of,
+    losses,
+    pictures,
+    read_recipe,
+    recipe,
+    short_training,
+)
 from transformers import (
     AutoModelForImageTextToText,
     PreTrainedModel,
-    ProcessorMixin,
     Trainer,
     TrainingArguments,
     pipeline,
@@ -33,36 +42,16 @@ def every_family(*, first: str) -> pytest.MarkDecorator:
     )
 
 
-PROMPT = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "describe this picture"}]}]
-Checkpoint = Callable[[str], str]
-
-
-def example(processor: ProcessorMixin, picture: Any) -> Names:
-    text = processor.apply_chat_template(PROMPT, tokenize=False, add_generation_prompt=True)
-    return dict(processor(text=[text], images=[picture], return_tensors="pt"))
-
-
 def load(path: str, **options: object) -> PreTrainedModel:
     return AutoModelForImageTextToText.from_pretrained(path, **options).eval()
 
 
-def training(path: str, folder: Path, **options: Any) -> Names:
+def training(path: str, folder: Path, **options: Any) -> dict[str, Any]:
     """Return what the recipe of Trainer assumes."""
     processor = load_processor(path)
-    data = [example(processor, picture) for picture in pictures(4)]
-    args = TrainingArguments(
-        folder,
-        max_steps=4,
-        logging_steps=1,
-        per_device_train_batch_size=1,
-        use_cpu=True,
-        report_to=[],
-        save_strategy="no",
-        remove_unused_columns=False,
-        disable_tqdm=True,
-        learning_rate=1e-4,
-        **options,
-    )
+    data = [inputs_of(processor, picture) for picture in pictures(4)]
+    options |= dict(per_device_train_batch_size=1, remove_unused_columns=False, learning_rate=1e-4)
+    args = TrainingArguments(**short_training(folder, **options))
     return {
         "AutoModelForImageTextToText": AutoModelForImageTextToText,
         "Trainer": Trainer,
@@ -89,7 +78,7 @@ def test_trainer(family: str, checkpointing: bool, checkpoint: Checkpoint, tmp_p
 def test_trainer_with_the_callback(family: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     names = training(checkpoint(family), tmp_path)
     stock = recipe("trainer").run(patched=False, names=names)["trainer"]
-    code: Names = {}
+    code: dict[str, Any] = {}
     exec(read_recipe("callback.py"), code)
     model = load(checkpoint(family))
     trainer = Trainer(
@@ -107,7 +96,7 @@ def test_trainer_with_the_callback(family: str, checkpoint: Checkpoint, tmp_path
 @every_family(first="qwen2_5_vl")
 def test_peft(family: str, checkpoint: Checkpoint) -> None:
     """Train adapters on every linear layer, those of the tower included."""
-    inputs = example(load_processor(checkpoint(family)), pictures(1)[0])
+    inputs = inputs_of(load_processor(checkpoint(family)), pictures(1)[0])
     config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     runs = []
     for patched in (False, True):
@@ -129,10 +118,9 @@ def test_pipeline(family: str, checkpoint: Checkpoint) -> None:
     for patched in (False, True):
         model = recipe("plain_script").run(patched=patched, names=names)["model"].eval()
         pipe = pipeline("image-text-to-text", model=model, processor=processor)
-        chats = [
-            [PROMPT[0] | {"content": [{"type": "image", "image": picture}, PROMPT[0]["content"][1]]}]
-            for picture in pictures(2)
-        ]
+        question = {"type": "text", "text": QUESTION}
+        contents = [[{"type": "image", "image": picture}, question] for picture in pictures(2)]
+        chats = [[{"role": "user", "content": content}] for content in contents]
         answers = pipe(text=chats, max_new_tokens=12, return_full_text=False, do_sample=False)
         texts = "\n".join(answer[0]["generated_text"] for answer in answers)
         runs.append(torch.tensor([float(ord(letter)) for letter in texts]))
@@ -146,7 +134,7 @@ def test_offloaded(family: str, place: str, checkpoint: Checkpoint, tmp_path: Pa
     from accelerate import cpu_offload, disk_offload
 
     path = checkpoint(family)
-    inputs = example(load_processor(path), pictures(1)[0])
+    inputs = inputs_of(load_processor(path), pictures(1)[0])
     runs = []
     names = {"AutoModelForImageTextToText": AutoModelForImageTextToText, "name": path}
     for patched in (False, True):
@@ -164,7 +152,7 @@ def test_offloaded(family: str, place: str, checkpoint: Checkpoint, tmp_path: Pa
 def test_generate_called_by_others(family: str, checkpoint: Checkpoint) -> None:
     """`generate` of a patched model decodes from CUDA graphs wherever it is called, by a pipeline, too."""
     path = checkpoint(family)
-    inputs = example(load_processor(path), pictures(1)[0])
+    inputs = inputs_of(load_processor(path), pictures(1)[0])
     runs = []
     for patched in (False, True):
         names = {"model": load(path), "inputs": inputs}
@@ -177,7 +165,7 @@ def test_generate_called_by_others(family: str, checkpoint: Checkpoint) -> None:
 
 @every_family(first="qwen2_5_vl")
 def test_by_name(family: str, checkpoint: Checkpoint) -> None:
-    inputs = example(load_processor(checkpoint(family)), pictures(1)[0])
+    inputs = inputs_of(load_processor(checkpoint(family)), pictures(1)[0])
     runs = []
     for patched in (False, True):
         names = {"AutoModelForImageTextToText": AutoModelForImageTextToText, "name": checkpoint(family)}

@@ -1,7 +1,7 @@
 """TRL's trainers on tiny captioners: SFT with LoRA, all weights, QLoRA and Liger; DPO and GRPO."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,45 +10,36 @@ import torch
 import trl
 from datasets import Dataset
 from peft import LoraConfig
-from support.stacks import FAMILIES, Job, Names, expect_same_and_fast, losses, pictures, recipe
+from support.stacks import (
+    ANSWER,
+    QUESTION,
+    Checkpoint,
+    Job,
+    Names,
+    every_family,
+    expect_same_and_fast,
+    losses,
+    pictures,
+    recipe,
+    short_training,
+)
 from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
 
 import hf_vit_accel
 
-every_family = pytest.mark.parametrize("family", FAMILIES)
-Checkpoint = Callable[[str], str]
+PROMPT = {"prompt": [{"role": "user", "content": QUESTION}]}
 
 
 def settings(folder: Path, **options: Any) -> Names:
-    """Return the arguments of a short training on the CPU."""
-    defaults = dict(
-        output_dir=str(folder),
-        per_device_train_batch_size=2,
-        max_steps=4,
-        logging_steps=1,
-        learning_rate=1e-3,
-        report_to=[],
-        save_strategy="no",
-        use_cpu=True,
-        bf16=False,
-        seed=0,
-        disable_tqdm=True,
-    )
-    return defaults | options
+    return short_training(folder, **{"per_device_train_batch_size": 2, "bf16": False, "seed": 0} | options)
 
 
 def chats() -> Dataset:
     """Return prompts with one or two pictures."""
     drawn = pictures(8)
-    rows = [
-        {
-            "images": [drawn[index]] if index % 3 else [drawn[index], drawn[index - 1]],
-            "prompt": [{"role": "user", "content": "describe this picture"}],
-            "completion": [{"role": "assistant", "content": "a small red circle ."}],
-        }
-        for index in range(8)
-    ]
-    return Dataset.from_list(rows)
+    answer = {"completion": [{"role": "assistant", "content": ANSWER}]}
+    images = [[drawn[index]] if index % 3 else [drawn[index], drawn[index - 1]] for index in range(8)]
+    return Dataset.from_list([{"images": of_prompt} | PROMPT | answer for of_prompt in images])
 
 
 def run(trainer: str, names: Names, *, patched: bool) -> Any:
@@ -83,20 +74,20 @@ def test_sft(family: str, way: str, checkpoint: Checkpoint, tmp_path: Path) -> N
     expect_same(f"SFTTrainer, {way}", family, runs)
 
 
+def load_quantised(by: str, path: str, *, patched: bool) -> Any:
+    """Load a model by a side of a recipe."""
+    kinds = {"AutoModelForImageTextToText": AutoModelForImageTextToText, "BitsAndBytesConfig": BitsAndBytesConfig}
+    return recipe(by).run(patched=patched, names=kinds | {"name": path, "torch": torch})["model"]
+
+
 @every_family
 @pytest.mark.parametrize("tower", ["quantised", "left out"])
 def test_qlora(family: str, tower: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Stock trains the model that is loaded by the old side of the recipe; without the tower, by the new side."""
     name = "qlora" if tower == "quantised" else "qlora_plain_tower"
-    names = {
-        "name": checkpoint(family),
-        "torch": torch,
-        "AutoModelForImageTextToText": AutoModelForImageTextToText,
-        "BitsAndBytesConfig": BitsAndBytesConfig,
-    }
     runs = []
     for patched in (False, True):
-        model = recipe(name).run(patched=patched or tower == "left out", names=names)["model"]
+        model = load_quantised(name, checkpoint(family), patched=patched or tower == "left out")
         if not patched:
             hf_vit_accel.unpatch(model)
         runs.append(sft(checkpoint(family), tmp_path, patched=False, model=model, peft_config=lora()))
@@ -106,11 +97,9 @@ def test_qlora(family: str, tower: str, checkpoint: Checkpoint, tmp_path: Path) 
 @every_family
 def test_qlora_patched_after_the_trainer(family: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     """What the comment of the recipe says: the trainer's adapters may come first."""
-    names = {"name": checkpoint(family), "torch": torch, "BitsAndBytesConfig": BitsAndBytesConfig}
-    names["AutoModelForImageTextToText"] = AutoModelForImageTextToText
     runs = []
     for patched in (False, True):
-        model = recipe("qlora").run(patched=False, names=names)["model"]
+        model = load_quantised("qlora", checkpoint(family), patched=False)
         runs.append(sft(checkpoint(family), tmp_path, patched=patched, model=model, peft_config=lora()))
     logs = [losses(trainer.state.log_history) for trainer in runs]
     expect_same_and_fast(*logs, runs[-1].model, bound=2e-2)
@@ -132,15 +121,9 @@ def test_liger(family: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
 
 @every_family
 def test_dpo(family: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
-    rows = [
-        {
-            "images": [picture],
-            "prompt": [{"role": "user", "content": "describe this picture"}],
-            "chosen": [{"role": "assistant", "content": "a small red circle ."}],
-            "rejected": [{"role": "assistant", "content": "a large blue square ."}],
-        }
-        for picture in pictures(8)
-    ]
+    answers = {"chosen": [{"role": "assistant", "content": ANSWER}]}
+    answers |= {"rejected": [{"role": "assistant", "content": "a large blue square ."}]}
+    rows = [{"images": [picture]} | PROMPT | answers for picture in pictures(8)]
     runs = []
     for patched in (False, True):
         args = trl.DPOConfig(**settings(tmp_path, max_length=None))
@@ -154,65 +137,51 @@ def variety(completions: list[Any], **_: object) -> list[float]:
     return [float(len(set(completion[0]["content"]))) for completion in completions]
 
 
+def grpo(by: str, path: str, folder: Path, *, patched: bool, adapters: LoraConfig, **options: Any) -> Any:
+    """Train with a side of a recipe, which has a trainer of its own or takes any; return the trainer."""
+    args = trl.GRPOConfig(**settings(folder, num_generations=2, max_steps=3, temperature=1.5, **options))
+    data = Dataset.from_list([{"image": picture} | PROMPT for picture in pictures(8)])
+    model = AutoModelForImageTextToText.from_pretrained(path)
+    names = {"model": model, "args": args, "data": data, "lora": adapters, "rewards": variety}
+    names |= {"GRPOTrainer": trl.GRPOTrainer, "GRPO": functools.partial(trl.GRPOTrainer, reward_funcs=variety)}
+    torch.manual_seed(0)
+    replaced = {"SFTTrainer": "GRPO"} if by == "trl" else {}
+    return recipe(by).run(patched=patched, names=names, **replaced)["trainer"]
+
+
+def expect_same_rewards(job: str, by: str, family: str, trainers: Sequence[Any]) -> None:
+    logs = [[log for log in trainer.state.log_history if "reward" in log] for trainer in trainers]
+    logged = [[(log["reward"], log["grad_norm"]) for log in of_trainer] for of_trainer in logs]
+    stock, patched = (torch.tensor(values, dtype=torch.float64) for values in logged)
+    assert stock[:, 1].any(), "all completions of a group got one reward"
+    Job("trl", job, by).expect(family, stock, patched, trainers[-1].model, bound=1e-2)
+
+
 @every_family
 def test_grpo(family: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     """It toggles gradient checkpointing at each step, and calls `generate` itself."""
-    rows = [
-        {"image": picture, "prompt": [{"role": "user", "content": "describe this picture"}]} for picture in pictures(8)
-    ]
-    runs = []
-    for patched in (False, True):
-        args = trl.GRPOConfig(
-            **settings(tmp_path, num_generations=2, max_completion_length=8, max_steps=3, temperature=1.5)
-        )
-        model = AutoModelForImageTextToText.from_pretrained(checkpoint(family))
-        names = {"model": model, "args": args, "data": Dataset.from_list(rows), "lora": lora()}
-        trainer = functools.partial(trl.GRPOTrainer, reward_funcs=variety)
-        torch.manual_seed(0)
-        replaced = recipe("trl").run(patched=patched, names=names | {"GRPO": trainer}, SFTTrainer="GRPO")
-        runs.append(replaced["trainer"])
+    arguments = ("trl", checkpoint(family), tmp_path)
+    runs = [grpo(*arguments, patched=patched, adapters=lora(), max_completion_length=8) for patched in (False, True)]
     status = hf_vit_accel.status(runs[-1].model)
     assert all(tower.rebuilds <= 2 for tower in status.towers), str(status)
-    logged = [[(log["reward"], log["grad_norm"]) for log in run.state.log_history if "reward" in log] for run in runs]
-    stock, patched = (torch.tensor(values, dtype=torch.float64) for values in logged)
-    assert stock[:, 1].any(), "all completions of a group got one reward"
-    job = Job("trl", "GRPOTrainer, LoRA", "trl")
-    job.expect(family, stock, patched, runs[-1].model, bound=1e-2)
+    expect_same_rewards("GRPOTrainer, LoRA", "trl", family, runs)
 
 
 @every_family
 def test_grpo_rollouts(family: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     """`GRPOTrainer` binds a forward (`_fused_forward`) that passes calls of `generate` on to the model's."""
-    rows = [
-        {"image": picture, "prompt": [{"role": "user", "content": "describe this picture"}]} for picture in pictures(8)
-    ]
-    runs = []
-    for patched in (False, True):
-        args = trl.GRPOConfig(
-            **settings(tmp_path, num_generations=2, max_completion_length=24, max_steps=3, temperature=1.5)
-        )
-        model = AutoModelForImageTextToText.from_pretrained(checkpoint(family))
-        names = {"model": model, "args": args, "data": Dataset.from_list(rows), "lora": lora(), "rewards": variety}
-        torch.manual_seed(0)
-        names = recipe("grpo").run(patched=patched, names=names | {"GRPOTrainer": trl.GRPOTrainer})
-        runs.append(names["trainer"])
-    logged = [[(log["reward"], log["grad_norm"]) for log in run.state.log_history if "reward" in log] for run in runs]
+    arguments = ("grpo", checkpoint(family), tmp_path)
+    runs = [grpo(*arguments, patched=patched, adapters=lora(), max_completion_length=24) for patched in (False, True)]
     status = hf_vit_accel.status(runs[-1].model)
     assert status.decoding is not None and status.decoding.startswith("3 calls on a static cache"), str(status)
     assert "by stock" not in status.decoding, status.decoding
-    stock, patched = (torch.tensor(values, dtype=torch.float64) for values in logged)
-    Job("trl", "GRPOTrainer, LoRA, rollouts", "grpo").expect(family, stock, patched, runs[-1].model, bound=1e-2)
+    expect_same_rewards("GRPOTrainer, LoRA, rollouts", "grpo", family, runs)
 
 
 def test_grpo_samples_with_dropout_by_stock(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """It samples in training mode, and `ModelConfig` of TRL gives LoRA a dropout. The page says so, and `status`."""
-    rows = [
-        {"image": picture, "prompt": [{"role": "user", "content": "describe this picture"}]} for picture in pictures(8)
-    ]
-    args = trl.GRPOConfig(**settings(tmp_path, num_generations=2, max_completion_length=24, max_steps=1))
-    model = AutoModelForImageTextToText.from_pretrained(checkpoint("qwen3_vl"))
     with_dropout = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.05)
-    names = {"model": model, "args": args, "data": Dataset.from_list(rows), "lora": with_dropout, "rewards": variety}
-    names = recipe("grpo").run(patched=True, names=names | {"GRPOTrainer": trl.GRPOTrainer})
-    decoding = str(hf_vit_accel.status(names["trainer"].model).decoding)
+    arguments = ("grpo", checkpoint("qwen3_vl"), tmp_path)
+    trainer = grpo(*arguments, patched=True, adapters=with_dropout, max_completion_length=24)
+    decoding = str(hf_vit_accel.status(trainer.model).decoding)
     assert decoding.startswith("0 calls on a static cache") and "x dropout on" in decoding, decoding

@@ -4,21 +4,19 @@ Its engine finds a device by CUDA alone, so the test gives it a mesh on the CPU.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from captioner.processors import load_processor
-from support.stacks import FAMILIES, Job, pictures, read_recipe
+from support.stacks import Checkpoint, Job, every_family, inputs_of, pictures, read_recipe
 from torch import Tensor, nn
 from verl.trainer.config import CheckpointConfig
 from verl.utils import fsdp_utils
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine.fsdp import transformer_impl
-
-Checkpoint = Callable[[str], str]
 
 
 @pytest.fixture(autouse=True)
@@ -58,13 +56,10 @@ def build(path: str, *, patched: bool, **options: Any) -> nn.Module:
     return engine._build_fsdp_module(module).train()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 @pytest.mark.parametrize("way", ["all weights", "LoRA"])
 def test_the_engine_s_model(family: str, way: str, checkpoint: Checkpoint) -> None:
-    processor = load_processor(checkpoint(family))
-    prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "describe this picture"}]}]
-    text = processor.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    inputs = dict(processor(text=[text], images=pictures(1), return_tensors="pt"))
+    inputs = inputs_of(load_processor(checkpoint(family)), pictures(1)[0])
     inputs["position_ids"] = torch.arange(inputs["input_ids"].shape[1]).expand(4, 1, -1)  # of text, and three of M-RoPE
     runs = []
     for patched in (False, True):

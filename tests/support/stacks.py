@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import distributions, version
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers
 from packaging.version import Version
@@ -34,6 +35,9 @@ REQUIREMENTS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").rea
 ]
 """Framework -> what its environment installs. Its programs are in `tests/stacks/test_NAME.py`."""
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+every_family = pytest.mark.parametrize("family", FAMILIES)
+Checkpoint = Callable[[str], str]
+"""Returns the path of a tiny captioner by its family, as the fixture `checkpoint` does."""
 RECIPES = ROOT / "tests" / "stacks" / "recipes"
 Names = dict[str, Any]
 Result = dict[str, float]
@@ -104,6 +108,14 @@ QUESTION = "describe this picture"
 ANSWER = "a small red circle ."
 
 
+def inputs_of(processor: Any, picture: Image.Image) -> Names:
+    """Return the inputs of a model for a question about a picture."""
+    content = [{"type": "image"}, {"type": "text", "text": QUESTION}]
+    chat = [{"role": "user", "content": content}]
+    text = processor.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    return dict(processor(text=[text], images=[picture], return_tensors="pt"))
+
+
 def rows_of_captions(folder: Path, question: object = f"<image>{QUESTION}", answer: object = ANSWER) -> list[Names]:
     """Save pictures in a folder; return a row for each: its path, and a question with its answer."""
     rows = []
@@ -119,6 +131,12 @@ def write_rows(rows: list[Names], file: Path) -> str:
     """Write a row of JSON a line; return the path."""
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(file)
+
+
+def short_training(folder: Path, **options: Any) -> Names:
+    """Return arguments of a few steps on the CPU for transformers' Trainer and those that inherit from it."""
+    fixed = {"output_dir": str(folder), "max_steps": 4, "logging_steps": 1, "learning_rate": 1e-3, "use_cpu": True}
+    return fixed | {"report_to": [], "save_strategy": "no", "disable_tqdm": True} | options
 
 
 def losses(log: Sequence[Mapping[str, float]]) -> Tensor:
