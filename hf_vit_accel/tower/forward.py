@@ -256,7 +256,7 @@ def reasons_of(
         reasons = _reasons_of_copy(tower, family, snapshot, weights, options)
         if reasons:
             return Reasons(reasons)
-    requested = options.get("output_hidden_states", getattr(tower.config, "output_hidden_states", False))
+    requested = options.get("output_hidden_states", snapshot.defaults["output_hidden_states"])
     hooked_parts: set[int] = set()
     reasons_metadata = [*snapshot.reasons_metadata, *weights.reasons]
     if grad and snapshot.proof.why_not_gradients is not None:
@@ -276,7 +276,7 @@ def reasons_of(
         reasons_metadata.append(snapshot.proof.why_not_hidden_states)
     elif requested and requested is not True:  # newer towers take a number, or several, to select some
         reasons_metadata.append(f"output_hidden_states={requested!r} selects hidden states of the tower")
-    if options.get("output_attentions", getattr(tower.config, "output_attentions", False)):
+    if options.get("output_attentions", snapshot.defaults["output_attentions"]):
         reasons_metadata.append("output_attentions is requested")
     if snapshot.dropout and any(block.attention.training for block in snapshot.parts.blocks):
         reasons_metadata.append("attention weights are dropped out")
@@ -415,7 +415,7 @@ def decide(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) ->
         is_hooked=bool(reasons.hooked_parts),
         outputs_require_grad=grad_mode and not grad and snapshot.outputs_require_grad(),
         form=form,
-        as_tuple=has_class and call.options.get("return_dict", tower.config.return_dict) is False,
+        as_tuple=has_class and call.options.get("return_dict", snapshot.defaults["return_dict"]) is False,
     )
     if reasons_metadata:
         return stock_way.decide_metadata(tower, state, plan, snapshot, reasons_metadata)

@@ -74,6 +74,8 @@ class Snapshot:
         watch: Notices that the tower is not as it was read.
         reasons_stock: Why its own forward must run as it is, without metadata of ours (`stock_way.Way.STOCK`).
         reasons_metadata: Why its blocks must be called, on our metadata (`stock_way.Way.METADATA`).
+        defaults: What the config says of options that a call may leave out. Calls do not ask it: it runs Python code
+            whenever a field is read.
         parts, geometry, full_layers, heads, head_dim, scale: Set only where `reasons_stock` is empty.
         trusted: The classes of a copy's own code, and modules of others that the proof ran.
         unpredictable: Why every call may compute something else (code of others inside, randomness); None otherwise.
@@ -105,6 +107,8 @@ class Snapshot:
         self.specs: dict[Any, Spec] = {}
         self._tower = weakref.ref(tower)
         self._weights: WeightMemory | None = None
+        options = "return_dict", "output_hidden_states", "output_attentions"
+        self.defaults = {name: getattr(tower.config, name, None) for name in options}
         self._arguments = family.arguments
         self._pixel_dims = family.pixel_dims
         modules = dict(tower.named_modules())
@@ -292,7 +296,8 @@ class Snapshot:
         )
         # A tensor there is what a hook keeps of a call.
         names -= {name for name, value in vars(tower).items() if isinstance(value, Tensor)}
-        fields = vars(tower.config).keys() - _FIELDS_OF_A_CALL
+        fields = vars(tower.config).keys() | self.defaults.keys()
+        fields -= {"_attn_implementation", "_attn_implementation_internal"}  # every call reads its name anew
         config_of = partial(getattr, weakref.proxy(tower), "config")
         watch.add("the tower's class", attrgetter("__class__"), [weakref.proxy(tower)])
         watch.add("the class of a module", type, self._modules)
@@ -419,9 +424,6 @@ class Snapshot:
 _HEADS = ("num_heads", "head_dim", "scaling")
 _SWITCHES = "an attribute of a module inside", "the tower's attribute", "the config's field"
 """What a watch says of values that may be set back."""
-_FIELDS_OF_A_CALL = {"return_dict", "output_hidden_states", "output_attentions", "_output_attentions"}
-_FIELDS_OF_A_CALL |= {"_attn_implementation", "_attn_implementation_internal"}
-"""Fields that every call reads anew."""
 
 
 _READ_AT_EVERY_CALL = {"gradient_checkpointing", "_gradient_checkpointing_func"}

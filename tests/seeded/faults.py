@@ -367,6 +367,11 @@ _BY_FILE: dict[str, dict[str, tuple[str, str, str]]] = {
             "pass",
             CHANGES,
         ),
+        "a changed default of an option goes unseen": (
+            "fields -= {",
+            'fields -= {"return_dict", "output_hidden_states", ',
+            "tests/unit/test_checks.py -k config",
+        ),
         "an attribute that appears goes unseen": (
             'watch.add("the number of a module\'s attributes", len, self.attributes_inside)',
             "pass",

@@ -49,6 +49,24 @@ def test_outputs_are_returned_as_the_config_says(tower: nn.Module, options: dict
         assert_close(flat(output), flat(expected))
 
 
+@pytest.mark.parametrize("changes", [{"return_dict": False}, {"output_hidden_states": True}], ids=str)
+def test_a_call_follows_the_config_as_it_is_now(tower: nn.Module, changes: dict[str, bool]) -> None:
+    stock = copy.deepcopy(tower)
+    hf_vit_accel.patch(tower)
+    before = {name: getattr(tower.config, name) for name in changes}
+    pixels = pixels_for(tower, GRID)
+    grid = torch.tensor(GRID)
+    for values in (before, changes, before):
+        for part in (stock, tower):
+            for name, value in values.items():
+                setattr(part.config, name, value)
+        with torch.no_grad():
+            expected = stock(pixels, grid_thw=grid)
+            output = tower(pixels, grid_thw=grid)
+        assert type(output) is type(expected)
+        assert_close(flat(output), flat(expected))
+
+
 def test_an_attention_that_the_user_sets_is_not_taken_back(tower: nn.Module) -> None:
     """Another reading of the tower changes no name."""
     hf_vit_accel.patch(tower)
