@@ -6,6 +6,7 @@ Exact is the reference in fp64. The bound is stock's own error: the reference's 
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -108,163 +109,137 @@ def sized(target: Target, small: int, large: int) -> int:
     return min(small, target.get("most_rows", small)) if target["device"] == "cpu" else large
 
 
-def norm_case(width: int, *, rms: bool, delta: bool, wide: bool = False) -> Callable[[Target], Case]:
+def norm_case(width: int, target: Target, *, rms: bool, delta: bool, wide: bool = False) -> Case:
     """Add and normalise; `wide` keeps all tensors but delta and the result in fp32."""
+    used = sized(target, width, width)
+    rows = min(sized(target, 5, target["rows"]), target["rows"]), used
+    drawn = leaves(target, x=rows, scale=(used,)) | (leaves(target, delta=rows) if delta else {})
+    drawn |= {} if rms else leaves(target, bias=(used,))
+    drawn["x"] = drawn["x"] + 0.5
+    if wide:
+        drawn |= {name: value.float() for name, value in drawn.items() if name != "delta"}
 
-    def make(target: Target) -> Case:
-        used = sized(target, width, width)
-        rows = min(sized(target, 5, target["rows"]), target["rows"]), used
-        drawn = leaves(target, x=rows, scale=(used,)) | (leaves(target, delta=rows) if delta else {})
-        drawn |= {} if rms else leaves(target, bias=(used,))
-        drawn["x"] = drawn["x"] + 0.5
-        if wide:
-            drawn |= {name: value.float() for name, value in drawn.items() if name != "delta"}
+    def call(function: Any) -> Callable[[Tensors], Any]:
+        def run(p: Tensors) -> Any:
+            dtype = p["x"].dtype if p["x"].dtype == torch.float64 else target["dtype"]
+            return function(p["x"], p.get("delta"), p["scale"], p.get("bias"), 1e-6, rms, dtype)
 
-        def call(function: Any) -> Callable[[Tensors], Any]:
-            def run(p: Tensors) -> Any:
-                dtype = p["x"].dtype if p["x"].dtype == torch.float64 else target["dtype"]
-                return function(p["x"], p.get("delta"), p["scale"], p.get("bias"), 1e-6, rms, dtype)
+        return run
 
-            return run
-
-        return Case(drawn, call(add_norm), call(add_norm_reference))
-
-    return make
+    return Case(drawn, call(add_norm), call(add_norm_reference))
 
 
-def rope_case(dim: int) -> Callable[[Target], Case]:
-    def make(target: Target) -> Case:
-        cos, sin = tables(target["rows"], dim, target)
-        return Case(
-            leaves(target, qkv=(target["rows"], 3, target["heads"], dim)),
-            lambda p: Rope.apply(p["qkv"], cos, sin),
-            lambda p: rope_reference(p["qkv"], cos, sin),
-        )
-
-    return make
+def rope_case(dim: int, target: Target) -> Case:
+    cos, sin = tables(target["rows"], dim, target)
+    return Case(
+        leaves(target, qkv=(target["rows"], 3, target["heads"], dim)),
+        lambda p: Rope.apply(p["qkv"], cos, sin),
+        lambda p: rope_reference(p["qkv"], cos, sin),
+    )
 
 
-def window_case(dim: int, lengths: list[int]) -> Callable[[Target], Case]:
-    def make(target: Target) -> Case:
-        repeated = lengths * sized(target, 1, 20)
-        cos, sin = tables(sum(repeated), dim, target)
-        offsets = torch.tensor([0, *repeated]).cumsum(0).to(torch.int32).to(target["device"])
-        settings = cos, sin, offsets, dim**-0.5
-        return Case(
-            leaves(target, qkv=(sum(repeated), 3, target["heads"], dim)),
-            lambda p: WindowAttention.apply(p["qkv"], *settings),
-            lambda p: window_attention_reference(p["qkv"], *settings),
-            roundings=1.0,  # a softmax's weights are rounded before the product, in stock's kernels too
-        )
-
-    return make
+def window_case(dim: int, lengths: list[int], target: Target) -> Case:
+    repeated = lengths * sized(target, 1, 20)
+    cos, sin = tables(sum(repeated), dim, target)
+    offsets = torch.tensor([0, *repeated]).cumsum(0).to(torch.int32).to(target["device"])
+    settings = cos, sin, offsets, dim**-0.5
+    return Case(
+        leaves(target, qkv=(sum(repeated), 3, target["heads"], dim)),
+        lambda p: WindowAttention.apply(p["qkv"], *settings),
+        lambda p: window_attention_reference(p["qkv"], *settings),
+        roundings=1.0,  # a softmax's weights are rounded before the product, in stock's kernels too
+    )
 
 
-def linear_case(inner: int, width: int, *, bias: bool = True) -> Callable[[Target], Case]:
-    def make(target: Target) -> Case:
-        drawn = leaves(target, x=(target["rows"], inner), w=(width, inner))
-        drawn |= leaves(target, b=(width,)) if bias else {}
-        return Case(
-            drawn,
-            lambda p: linear(p["x"], p["w"], p.get("b")),
-            lambda p: linear_reference(p["x"], p["w"], p.get("b")),
-        )
-
-    return make
+def linear_case(inner: int, width: int, target: Target, *, bias: bool = True) -> Case:
+    drawn = leaves(target, x=(target["rows"], inner), w=(width, inner))
+    drawn |= leaves(target, b=(width,)) if bias else {}
+    return Case(
+        drawn,
+        lambda p: linear(p["x"], p["w"], p.get("b")),
+        lambda p: linear_reference(p["x"], p["w"], p.get("b")),
+    )
 
 
 def mlp_case(
     kind: str,
     sizes: tuple[int, int],
     real: tuple[int, int],
+    target: Target,
     *,
     biases: str = "012",
     limit: float | None = None,
     shift: float = 0.0,
-) -> Callable[[Target], Case]:
+) -> Case:
     """Run an MLP; `shift` moves its inner values far below zero, where formulas of the activation cancel."""
     gates = 2 if kind == "silu" else 1
+    inner, width = (sized(target, *pair) for pair in zip(sizes, real, strict=True))
+    widths = {f"w{index}": (width, inner) for index in range(gates)}
+    drawn = leaves(target, x=(target["rows"], inner), **widths, w2=(inner, width))
+    used_biases = [name for name in biases if name == "2" or int(name) < gates]
+    drawn |= leaves(target, **{f"b{name}": (inner if name == "2" else width,) for name in used_biases})
+    drawn |= {"w0": 2 * drawn["w0"]} if gates == 1 else {}
+    drawn |= {"b0": drawn["b0"] + shift} if shift else {}
 
-    def make(target: Target) -> Case:
-        inner, width = (sized(target, *pair) for pair in zip(sizes, real, strict=True))
-        widths = {f"w{index}": (width, inner) for index in range(gates)}
-        drawn = leaves(target, x=(target["rows"], inner), **widths, w2=(inner, width))
-        used_biases = [name for name in biases if name == "2" or int(name) < gates]
-        drawn |= leaves(target, **{f"b{name}": (inner if name == "2" else width,) for name in used_biases})
-        drawn |= {"w0": 2 * drawn["w0"]} if gates == 1 else {}
-        drawn |= {"b0": drawn["b0"] + shift} if shift else {}
+    def call(function: Any) -> Callable[[Tensors], Any]:
+        def run(p: Tensors) -> Any:
+            before = [p.get(f"{name}{index}") for name in "wb" for index in range(gates)]
+            return function(p["x"], before, (p["w2"], p.get("b2")), kind, limit)
 
-        def call(function: Any) -> Callable[[Tensors], Any]:
-            def run(p: Tensors) -> Any:
-                before = [p.get(f"{name}{index}") for name in "wb" for index in range(gates)]
-                return function(p["x"], before, (p["w2"], p.get("b2")), kind, limit)
+        return run
 
-            return run
-
-        return Case(drawn, call(mlp), call(mlp_reference))
-
-    return make
+    return Case(drawn, call(mlp), call(mlp_reference))
 
 
-def positions_case(taps: int, width: int) -> Callable[[Target], Case]:
-    def make(target: Target) -> Case:
-        generator = torch.Generator().manual_seed(0)
-        rows = sized(target, 9, target["rows"])
-        indices = torch.randint(0, 36, (rows, taps), generator=generator, dtype=torch.int32).to(target["device"])
-        weights = torch.rand(rows, taps, generator=generator).to(target["device"])
-        return Case(
-            leaves(target, x=(rows, width), table=(36, width)),
-            lambda p: AddPositions.apply(p["x"], p["table"], indices, weights),
-            lambda p: add_positions_reference(p["x"], p["table"], indices, weights),
-        )
-
-    return make
+def positions_case(taps: int, width: int, target: Target) -> Case:
+    generator = torch.Generator().manual_seed(0)
+    rows = sized(target, 9, target["rows"])
+    indices = torch.randint(0, 36, (rows, taps), generator=generator, dtype=torch.int32).to(target["device"])
+    weights = torch.rand(rows, taps, generator=generator).to(target["device"])
+    return Case(
+        leaves(target, x=(rows, width), table=(36, width)),
+        lambda p: AddPositions.apply(p["x"], p["table"], indices, weights),
+        lambda p: add_positions_reference(p["x"], p["table"], indices, weights),
+    )
 
 
-def heads_case(dim: int, groups: int, *, normed: bool) -> Callable[[Target], Case]:
-    def make(target: Target) -> Case:
-        heads = target["heads"]
-        key_heads = target["heads"] // groups
-        drawn = leaves(target, qkv=(target["rows"], (heads + 2 * key_heads) * dim))
-        drawn |= leaves(target, q=(dim,), k=(dim,)) if normed else {}
+def heads_case(dim: int, groups: int, target: Target, *, normed: bool) -> Case:
+    heads = target["heads"]
+    key_heads = target["heads"] // groups
+    drawn = leaves(target, qkv=(target["rows"], (heads + 2 * key_heads) * dim))
+    drawn |= leaves(target, q=(dim,), k=(dim,)) if normed else {}
 
-        def call(function: Any) -> Callable[[Tensors], Any]:
-            return lambda p: function(p["qkv"], heads, key_heads, 1e-5, *((p["q"], p["k"]) if normed else ()))
+    def call(function: Any) -> Callable[[Tensors], Any]:
+        return lambda p: function(p["qkv"], heads, key_heads, 1e-5, *((p["q"], p["k"]) if normed else ()))
 
-        return Case(drawn, call(ShapeHeads.apply), call(shape_heads_reference))
-
-    return make
+    return Case(drawn, call(ShapeHeads.apply), call(shape_heads_reference))
 
 
-def joined_case(biases: str = "012") -> Callable[[Target], Case]:
+def joined_case(biases: str, target: Target) -> Case:
     """Run three Linears as one product, of normed rows that are recomputed."""
+    inner = sized(target, 24, 1152)
+    widths = [72 * target["heads"], 72, 72]
+    drawn = leaves(target, x=(target["rows"], inner), scale=(inner,))
+    drawn |= leaves(target, **{f"w{i}": (width, inner) for i, width in enumerate(widths)})
+    drawn |= leaves(target, **{f"b{i}": (widths[int(i)],) for i in biases})
 
-    def make(target: Target) -> Case:
-        inner = sized(target, 24, 1152)
-        widths = [72 * target["heads"], 72, 72]
-        drawn = leaves(target, x=(target["rows"], inner), scale=(inner,))
-        drawn |= leaves(target, **{f"w{i}": (width, inner) for i, width in enumerate(widths)})
-        drawn |= leaves(target, **{f"b{i}": (widths[int(i)],) for i in biases})
+    def call(norm_function: Any, product: Any, recipe: Any) -> Callable[[Tensors], Any]:
+        def run(p: Tensors) -> Any:
+            weights = [p[f"w{i}"] for i in range(3)]
+            flat = [*weights, *(p.get(f"b{i}") for i in range(3)), ()]
+            settings = p["scale"], None, 1e-6
+            total, x = norm_function(p["x"], None, *settings, True)
+            return total, product(x, *flat, side_by_side(weights), recipe(total, *settings, True))
 
-        def call(norm_function: Any, product: Any, recipe: Any) -> Callable[[Tensors], Any]:
-            def run(p: Tensors) -> Any:
-                weights = [p[f"w{i}"] for i in range(3)]
-                flat = [*weights, *(p.get(f"b{i}") for i in range(3)), ()]
-                settings = p["scale"], None, 1e-6
-                total, x = norm_function(p["x"], None, *settings, True)
-                return total, product(x, *flat, side_by_side(weights), recipe(total, *settings, True))
+        return run
 
-            return run
-
-        ours = call(add_norm, ProductFunction.apply, NormRecipe)
-        return Case(drawn, ours, call(add_norm_reference, product_reference, lambda *_: None), roundings=1.5)
-
-    return make
+    ours = call(add_norm, ProductFunction.apply, NormRecipe)
+    return Case(drawn, ours, call(add_norm_reference, product_reference, lambda *_: None), roundings=1.5)
 
 
 CASES: dict[str, Callable[[Target], Case]] = {
     **{
-        f"norm {width} {'rms' if rms else 'layer'}{' delta' * delta}": norm_case(width, rms=rms, delta=delta)
+        f"norm {width} {'rms' if rms else 'layer'}{' delta' * delta}": partial(norm_case, width, rms=rms, delta=delta)
         for width, rms, delta in [
             *((80, rms, delta) for rms in (False, True) for delta in (False, True)),
             (144, False, True),
@@ -274,33 +249,33 @@ CASES: dict[str, Callable[[Target], Case]] = {
         ]
     },
     **{
-        f"norm 144 {'rms' if rms else 'layer'} of fp32": norm_case(144, rms=rms, delta=True, wide=True)
+        f"norm 144 {'rms' if rms else 'layer'} of fp32": partial(norm_case, 144, rms=rms, delta=True, wide=True)
         for rms in (True, False)
     },
-    **{f"rope {dim}": rope_case(dim) for dim in (80, 72)},
-    "window 80": window_case(80, [64, 16, 1, 37, 0, 48]),
-    "window 72": window_case(72, [64, 3]),
-    "linear 144": linear_case(144, 432),
-    "linear 80, no bias": linear_case(80, 212, bias=False),
-    "linear 1152": linear_case(1152, 30),
-    **{f"mlp {kind}": mlp_case(kind, (80, 212), (1152, 4304)) for kind in GELUS},
-    "mlp gelu_tanh, no bias": mlp_case("gelu_tanh", (144, 130), (1280, 5120), biases=""),
-    "swiglu unaligned": mlp_case("silu", (24, 132), (1280, 3420)),
-    "swiglu aligned": mlp_case("silu", (80, 72), (1280, 3456)),
-    "swiglu, odd": mlp_case("silu", (80, 61), (1280, 3419)),
-    "swiglu, no bias": mlp_case("silu", (80, 36), (1280, 3420), biases=""),
-    "swiglu, cut off": mlp_case("silu", (80, 61), (1280, 3419), limit=0.75),
-    "swiglu, one bias": mlp_case("silu", (80, 36), (1280, 3420), biases="1"),
-    "mlp gelu_tanh, closed": mlp_case("gelu_tanh", (80, 208), (1152, 4304), shift=-4.0),
+    **{f"rope {dim}": partial(rope_case, dim) for dim in (80, 72)},
+    "window 80": partial(window_case, 80, [64, 16, 1, 37, 0, 48]),
+    "window 72": partial(window_case, 72, [64, 3]),
+    "linear 144": partial(linear_case, 144, 432),
+    "linear 80, no bias": partial(linear_case, 80, 212, bias=False),
+    "linear 1152": partial(linear_case, 1152, 30),
+    **{f"mlp {kind}": partial(mlp_case, kind, (80, 212), (1152, 4304)) for kind in GELUS},
+    "mlp gelu_tanh, no bias": partial(mlp_case, "gelu_tanh", (144, 130), (1280, 5120), biases=""),
+    "swiglu unaligned": partial(mlp_case, "silu", (24, 132), (1280, 3420)),
+    "swiglu aligned": partial(mlp_case, "silu", (80, 72), (1280, 3456)),
+    "swiglu, odd": partial(mlp_case, "silu", (80, 61), (1280, 3419)),
+    "swiglu, no bias": partial(mlp_case, "silu", (80, 36), (1280, 3420), biases=""),
+    "swiglu, cut off": partial(mlp_case, "silu", (80, 61), (1280, 3419), limit=0.75),
+    "swiglu, one bias": partial(mlp_case, "silu", (80, 36), (1280, 3420), biases="1"),
+    "mlp gelu_tanh, closed": partial(mlp_case, "gelu_tanh", (80, 208), (1152, 4304), shift=-4.0),
     **{
-        f"heads {dim} {groups}{' normed' * normed}": heads_case(dim, groups, normed=normed)
+        f"heads {dim} {groups}{' normed' * normed}": partial(heads_case, dim, groups, normed=normed)
         for dim, groups, normed in ((64, 1, True), (80, 2, False), (72, 2, True))
     },
-    "joined": joined_case(),
-    "joined, two biases": joined_case("02"),
-    "joined, no bias": joined_case(""),
-    "positions 4": positions_case(4, 144),
-    "positions 16": positions_case(16, 300),
+    "joined": partial(joined_case, "012"),
+    "joined, two biases": partial(joined_case, "02"),
+    "joined, no bias": partial(joined_case, ""),
+    "positions 4": partial(positions_case, 4, 144),
+    "positions 16": partial(positions_case, 16, 300),
 }
 ALIKE = {f"mlp {kind}" for kind in GELUS if kind != "gelu_tanh"} | {"swiglu, odd", "swiglu, no bias", "swiglu, cut off"}
 ALIKE |= {"norm 80 layer", "norm 80 rms delta", "norm 144 layer of fp32", "window 80", "mlp gelu_tanh, closed"}
