@@ -7,6 +7,7 @@ These are complete models. Towers of every family are in `support/composites.py`
 import inspect
 import io
 import pickle
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -306,6 +307,14 @@ def _taken(model: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch
     """Leave the types of tokens out where an older transformers finds them by the tokens."""
     names = inspect.signature(type(model.base_model).forward).parameters
     return {name: value for name, value in inputs.items() if name != "mm_token_type_ids" or name in names}
+
+
+def padded_text(lengths: Sequence[int], seed: int = 0) -> dict[str, torch.Tensor]:
+    """Draw rows of text, padded on the left to the longest."""
+    longest = max(lengths)
+    ids = torch.randint(3, 50, (len(lengths), longest), generator=torch.Generator().manual_seed(seed))
+    mask = torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]
+    return {"input_ids": ids.where(mask, 2), "attention_mask": mask.long()}
 
 
 def left_padded(model: Any, longer: tuple[int, int, int] = (1, 8, 8)) -> dict[str, torch.Tensor]:

@@ -7,8 +7,8 @@ import pytest
 import torch
 import transformers
 from support import attention_only
-from support.composites import COMPOSITES, left_padded
-from tiny import IMAGE, TINY, assert_close, chat_inputs, randomise
+from support.composites import COMPOSITES
+from tiny import IMAGE, TINY, assert_close, chat_inputs, padded_text, randomise
 from torch import nn
 
 import hf_vit_accel
@@ -20,7 +20,7 @@ AUTO = "flash_vit_auto"
 
 def logits(model: nn.Module) -> torch.Tensor:
     with torch.no_grad():
-        return model(**left_padded()).logits
+        return model(**padded_text((5, 9))).logits
 
 
 def names(model: nn.Module) -> dict[str, str]:

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import torch
 import transformers
 from tiny import randomise
 
@@ -197,10 +196,3 @@ COMPOSITES = {
     "inkling2_loop": Composite("Inkling2Loop", _INKLING),
     "cosmos3_edge": Composite("Cosmos3Edge", dict(rope_parameters=_ROPE)),
 }
-
-
-def left_padded() -> dict[str, torch.Tensor]:
-    """Make two prompts of text, the shorter padded on the left."""
-    ids = torch.randint(3, 50, (2, 9), generator=torch.Generator().manual_seed(0))
-    ids[0, :4] = 2
-    return {"input_ids": ids, "attention_mask": (ids != 2).long()}

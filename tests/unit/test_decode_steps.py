@@ -15,7 +15,7 @@ import torch
 import transformers
 from packaging.version import Version
 from support import quantised
-from support.composites import COMPOSITES, left_padded, tiny_fields
+from support.composites import COMPOSITES, tiny_fields
 from support.decoding import both, counts_of
 from support.recorded_ops import OperationRecorder
 from tiny import TINY
@@ -363,7 +363,7 @@ DIFFERENT = {"qwen3_5", "glm4v", "ernie4_5_vl_moe", "kimi_k25", "exaone4_5", "in
 @pytest.mark.usefixtures("way")
 def test_text_models_of_every_family(name: str) -> None:
     model = COMPOSITES[name].make()
-    padded = left_padded()
+    padded = tiny.padded_text((5, 9))
     unpadded = {"input_ids": padded["input_ids"][1:]}
     outputs = dict(return_dict_in_generate=True, output_logits=True)
     for inputs in (padded, unpadded):

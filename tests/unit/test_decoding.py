@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from support.composites import COMPOSITES, left_padded
+from support.composites import COMPOSITES
 from support.decoding import both, counts_of
 from support.recorded_ops import OperationRecorder
 from support.towers import alike
@@ -45,13 +45,12 @@ def text(*rows: list[int]) -> dict[str, Any]:
 
 def prompts(model: Any) -> dict[str, dict[str, Any]]:
     """Return prompts of every kind: a picture, a video, padding on the left, text, one token."""
-    padded = text([2, 2, 7, 8], [9, 4, 3, 3])
     return {
         "picture and video": tiny.chat_inputs(model, [(1, 4, 6), (4, 4, 4)]),
         "left padding": tiny.left_padded(model),
         "text": text([5, 6, 7, 8], [9, 4, 3, 3]),
         "one token": text([5]),
-        "padded text": padded | {"attention_mask": (padded["input_ids"] != 2).long()},
+        "padded text": tiny.padded_text((2, 4)),
     }
 
 
@@ -274,7 +273,8 @@ def test_states_of_linear_attention_in_inference_mode(monkeypatch: pytest.Monkey
     """The text outgrows its first cache of 128 slots. Later calls write to the states of either step."""
     monkeypatch.setattr(decoding, "_RESERVE", 16)
     model = COMPOSITES["qwen3_5"].make()
-    inputs = {name: torch.cat([value, value[:, 4:].repeat(1, 18)], 1) for name, value in left_padded().items()}
+    rows = tiny.padded_text((5, 9))
+    inputs = {name: torch.cat([value, value[:, 4:].repeat(1, 18)], 1) for name, value in rows.items()}
     with torch.inference_mode():
         both(model, inputs, max_new_tokens=36, min_new_tokens=36, **ALL_OUTPUTS)
     steps = set(steps_of(model).kept)

@@ -47,15 +47,6 @@ def rows_of_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rows
 
 
-def texts(lengths: list[int], seed: int = 0) -> Inputs:
-    """Draw rows of text, padded on the left."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, 50, (len(lengths), max(lengths)), generator=generator)
-    first = torch.tensor([[max(lengths) - length] for length in lengths])
-    mask = (torch.arange(max(lengths)) >= first).long()
-    return {"input_ids": torch.where(mask == 1, ids, 2), "attention_mask": mask}
-
-
 def is_on_one_axis(model: Any) -> bool:
     [step] = steps_of(model).kept.values()
     return step.room.offsets_B is not None
@@ -68,7 +59,7 @@ def test_rows_that_have_ended_leave_steps(
 ) -> None:
     """Rows of one length have slots of their own; among long and short ones all rows share an axis."""
     model = TINY["qwen2_5_vl"].build()
-    inputs = texts([longest] + [9] * 15)
+    inputs = tiny.padded_text([longest] + [9] * 15)
     tokens = both(model, inputs, max_new_tokens=40, **ENDS)
     is_end = torch.isin(tokens[:, longest:], torch.tensor(ENDS["eos_token_id"]))
     going_on = (16 - (is_end.cumsum(1) > 0).sum(0)).tolist()
@@ -84,7 +75,7 @@ def test_rows_that_have_ended_leave_steps(
 def test_steps_of_fewer_rows_are_kept(model: Any, recorder: type[OperationRecorder]) -> None:
     model = TINY["qwen2_5_vl"].build()
     for seed in range(4):
-        both(model, texts([9] * 16, seed), max_new_tokens=40, **ENDS)
+        both(model, tiny.padded_text([9] * 16, seed), max_new_tokens=40, **ENDS)
     [step] = steps_of(model).kept.values()
     assert set(step.smaller) <= {12, 9, 6, 4, 3, 2} and recorder.captures == 1 + len(step.smaller)
     room_bytes = sum(state.nbytes for layer in step.layers for state in (layer.keys, layer.values))
@@ -96,7 +87,7 @@ def test_steps_of_fewer_rows_are_kept(model: Any, recorder: type[OperationRecord
 def test_random_calls_give_stocks_tokens(model: Any, rng: random.Random) -> None:
     """Equal and unequal lengths, pictures, sampling, penalties, caches that grow after rows have left."""
     lengths = [rng.choice([9, 9, 12, rng.randint(1, 300)]) for _ in range(rng.randint(4, 17))]
-    inputs = texts(lengths, rng.randrange(999))
+    inputs = tiny.padded_text(lengths, rng.randrange(999))
     if rng.random() < 0.3:
         row = tiny.left_padded(model)
         copies = rng.randint(2, 5)
@@ -142,7 +133,7 @@ def test_rows_that_stop_at_a_word_leave_if_transformers_pads_them(model: Any, en
     def stops() -> StoppingCriteriaList:
         return StoppingCriteriaList([StopStringCriteria(WordTokenizer(), words)])
 
-    both(model, texts([9] * 16), make_stopping_criteria=stops, max_new_tokens=30, **ends)
+    both(model, tiny.padded_text([9] * 16), make_stopping_criteria=stops, max_new_tokens=30, **ends)
     assert (steps_of(model).rows_left > 0) == (ends is ENDS)
 
 
@@ -154,7 +145,7 @@ def test_a_smaller_step_is_captured_once_enough_rows_ran_in_vain(
     model = TINY["qwen2_5_vl"].build()
     rows_left = []
     for seed in range(8):
-        both(model, texts([9] * 16, seed), max_new_tokens=40, **ENDS)
+        both(model, tiny.padded_text([9] * 16, seed), max_new_tokens=40, **ENDS)
         rows_left.append(steps_of(model).rows_left)
     assert rows_left[0] == 0 and rows_left[-1] > rows_left[-2] > 0
 
@@ -175,7 +166,7 @@ def _with_a_criterion(model: Any) -> Inputs:
 def test_no_row_leaves_whose_logits_are_read(
     model: Any, rows_of_steps: list[int], options_of: Callable[[Any], Inputs]
 ) -> None:
-    both(model, texts([9] * 16), max_new_tokens=30, **ENDS, **options_of(model))
+    both(model, tiny.padded_text([9] * 16), max_new_tokens=30, **ENDS, **options_of(model))
     assert set(rows_of_steps) == {16}
 
 
@@ -183,10 +174,10 @@ def test_memory_that_is_too_short_for_a_smaller_step_leaves_all_rows_in(
     model: Any, rows_of_steps: list[int], recorder: type[OperationRecorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = TINY["qwen2_5_vl"].build()
-    both(model, texts([9] * 16), max_new_tokens=40, min_new_tokens=40, **ENDS)
+    both(model, tiny.padded_text([9] * 16), max_new_tokens=40, min_new_tokens=40, **ENDS)
     rows_of_steps.clear()
     monkeypatch.setattr(recorder, "fail", torch.OutOfMemoryError("full"))
-    both(model, texts([9] * 16), max_new_tokens=40, **ENDS)
+    both(model, tiny.padded_text([9] * 16), max_new_tokens=40, **ENDS)
     assert set(rows_of_steps) == {16} and not counts_of(model).reasons
 
 
@@ -207,7 +198,7 @@ def test_an_error_while_rows_move_spoils_no_row_that_goes_on(
         raise error
 
     monkeypatch.setattr(room.Room, "take_rows", take_rows_of_one_layer)
-    both(model, texts([9] * 16, 3), max_new_tokens=40, **ENDS)
+    both(model, tiny.padded_text([9] * 16, 3), max_new_tokens=40, **ENDS)
     is_memory = isinstance(error, torch.OutOfMemoryError)
     assert set(rows_of_steps) == {16} and not steps_of(model).rows_left
     assert counts_of(model) == (Counts(1, {}) if is_memory else Counts(0, {"RuntimeError: broken": 1}))
@@ -227,7 +218,7 @@ def test_no_smaller_step_is_captured_of_a_model_that_changed(model: Any, recorde
         def end(self) -> None:
             weight.data = data
 
-    inputs = texts([9] * 16)
+    inputs = tiny.padded_text([9] * 16)
     both(model, inputs, max_new_tokens=40, min_new_tokens=40, **ENDS)  # keeps a step of all rows
     model.generate(
         **inputs, max_new_tokens=40, **ENDS, streamer=Streamer(), custom_generate=hf_vit_accel.graphed_decoding
@@ -247,6 +238,6 @@ def test_a_smaller_step_that_computes_otherwise_is_refused(model: Any, monkeypat
         return hidden if len(hidden) > 4 else hidden.neg()
 
     monkeypatch.setattr(DecodeStep, "_hidden_B1E", run_few_wrong)
-    both(model, texts([400] + [9] * 15), max_new_tokens=40, **ENDS)
+    both(model, tiny.padded_text([400] + [9] * 15), max_new_tokens=40, **ENDS)
     [reason] = counts_of(model).reasons
     assert "logits differ" in reason and steps_of(model).rows_left >= 12

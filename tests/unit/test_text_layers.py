@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from support.composites import COMPOSITES, left_padded
+from support.composites import COMPOSITES
 from support.decoding import Counts, add_adapters, assert_equal_outputs, both, change_model, counts_of
 from support.towers import alike
 from test_decode_steps import DIFFERENT
@@ -104,7 +104,7 @@ def test_text_models_of_every_family(name: str) -> None:
             patch(model, text=True)
         return
     patch(model, text=True)
-    padded = left_padded()
+    padded = tiny.padded_text((5, 9))
     for inputs in (padded, {"input_ids": padded["input_ids"]}):
         compare(model, inputs)
         compare(model, inputs, output_hidden_states=True)
@@ -134,7 +134,7 @@ def test_a_model_without_a_head_and_a_retrieval_model_on_it(family: str) -> None
 
 def test_masks_with_holes_and_rows_of_padding(model: Any) -> None:
     patch(model, text=True)
-    inputs = joined_text((9, 5, 7))
+    inputs = tiny.padded_text((9, 5, 7))
     inputs["attention_mask"][0, 3:5] = 0
     inputs["attention_mask"][1] = 0
     compare(model, inputs)
@@ -144,14 +144,6 @@ def test_masks_with_holes_and_rows_of_padding(model: Any) -> None:
     inputs["attention_mask"][:] = 0
     run(model, inputs)
     assert counts(model) == (3, {"no token": 1})
-
-
-def joined_text(lengths: tuple[int, ...]) -> Inputs:
-    """Return rows of text, padded on the left."""
-    longest = max(lengths)
-    ids_BC = torch.randint(3, 50, (len(lengths), longest), generator=torch.Generator().manual_seed(0))
-    mask_BC = torch.tensor([[column >= longest - length for column in range(longest)] for length in lengths]).long()
-    return {"input_ids": ids_BC, "attention_mask": mask_BC}
 
 
 def _packed_positions(inputs: Inputs) -> Inputs:
@@ -179,7 +171,7 @@ def test_calls_that_ask_for_more_are_stocks(name: str, strict: bool) -> None:
     text = model.model.language_model
     if name == "attentions":
         model.set_attn_implementation({"text_config": "eager"})
-    inputs = change(joined_text((9, 5, 7)))
+    inputs = change(tiny.padded_text((9, 5, 7)))
     stock = run(text, inputs)
     patch(model, text=True, strict=strict)
     with (
@@ -226,7 +218,7 @@ def test_our_layers_run_again_without_a_hook_that_is_removed(model: Any) -> None
 def test_layers_that_attend_in_both_directions_are_stocks(model: Any) -> None:
     """As users make embedding models of language models: a padded batch stays causal, others do not."""
     patch(model, text=True)
-    inputs = joined_text((9, 9))
+    inputs = tiny.padded_text((9, 9))
     compare(model, inputs)
     for layer in model.model.language_model.layers:
         layer.self_attn.is_causal = False
@@ -308,7 +300,7 @@ def test_a_shallow_copy_runs_its_own_modules(model: Any) -> None:
     text = model.model.language_model
     hooks = dict(text._forward_pre_hooks)
     patch(model, text=True)
-    inputs = joined_text((9, 5, 7))
+    inputs = tiny.padded_text((9, 5, 7))
     clone = copy.copy(text)
     clone._modules = dict(text._modules, norm=copy.deepcopy(text.norm))
     with torch.no_grad():
