@@ -30,7 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)  # as for new processes, if torch was imported before OMP_NUM_THREADS was set
     # After a fork the first thread that computes replaces torch's pool. Two threads that load weights may meet there.
     os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
-    for fixtures in ("towers", "references", "cpu_graphs", "faults", "decoding", "saved"):
+    for fixtures in ("towers", "references", "cpu_graphs", "faults", "decoding"):
         config.pluginmanager.import_plugin(f"support.{fixtures}")
 
 

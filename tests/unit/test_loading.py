@@ -2,13 +2,14 @@
 
 import copy
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from support.backends import skip_for
-from support.saved import Saved
+from support.towers import alike
 from tiny import GRIDS, TINY, assert_close, merged_of, outputs_of, pixels_for, run_tower, tower_of
 from transformers import AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
@@ -27,6 +28,28 @@ Spelling = str | dict[str, str]
 by_both_spellings = pytest.mark.parametrize(
     "spelling", ["flashinfer_cudnn", {"vision_config": "flashinfer_cudnn"}], ids=["string", "dict"]
 )
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A stock model of one family, and the folder where it is saved."""
+
+    path: Path
+    model: PreTrainedModel
+
+    def load(self, **options: object) -> PreTrainedModel:
+        return AutoModelForImageTextToText.from_pretrained(self.path, **options)
+
+    def outputs(self) -> list[torch.Tensor]:
+        return run_tower(tower_of(self.model), GRIDS["mixed"])
+
+
+@pytest.fixture(scope="module", params=alike("qwen2_5_vl", "qwen3_vl_moe", "qwen2_vl", "qwen3_vl"))
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    model = TINY[request.param].build()
+    path = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(path)
+    return Saved(path, model)
 
 
 def names(model: PreTrainedModel) -> dict[str, str]:
