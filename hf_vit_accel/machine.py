@@ -176,15 +176,14 @@ def numerics() -> tuple[object, ...]:
 
     `fp32_precision` reflects both ways to set it: `torch.backends` and `torch.set_float32_matmul_precision`.
     """
-    backends: Any = torch.backends
-    matmul = backends.cuda.matmul
+    settings: Any = torch._C  # of which `torch.backends` reads them, too, in Python code that takes 5 to 10 us
     return (
         torch.are_deterministic_algorithms_enabled(),
-        matmul.fp32_precision,
-        backends.cudnn.conv.fp32_precision,
-        backends.mkldnn.matmul.fp32_precision,
-        matmul.allow_bf16_reduced_precision_reduction,
-        matmul.allow_fp16_reduced_precision_reduction,
+        settings._get_fp32_precision_getter("cuda", "matmul"),
+        settings._get_fp32_precision_getter("cuda", "conv"),  # cuDNN's
+        settings._get_fp32_precision_getter("mkldnn", "matmul"),
+        settings._get_cublas_allow_bf16_reduced_precision_reduction(),
+        settings._get_cublas_allow_fp16_reduced_precision_reduction(),
     )
 
 

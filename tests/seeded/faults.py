@@ -356,6 +356,13 @@ _BY_FILE: dict[str, dict[str, tuple[str, str, str]]] = {
             LIKE,
         ),
     },
+    "machine.py": {
+        "a setting of torch's precision goes unseen": (
+            'settings._get_fp32_precision_getter("cuda", "conv"),',
+            "",
+            "tests/unit/test_checks.py -k precision",
+        ),
+    },
     "tower/snapshot.py": {
         "a changed attribute of the tower goes unseen": (
             'watch.add_attributes("the tower\'s attribute", weakref.ref(tower), names)',

@@ -1,6 +1,7 @@
 """Test which hooks and changes of other programs a call notices, and the form of outputs that the config says."""
 
 import copy
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel import ReuseConfig
+from hf_vit_accel.machine import numerics
 
 GRID = GRIDS["mixed"]
 
@@ -65,6 +67,30 @@ def test_a_call_follows_the_config_as_it_is_now(tower: nn.Module, changes: dict[
             output = tower(pixels, grid_thw=grid)
         assert type(output) is type(expected)
         assert_close(flat(output), flat(expected))
+
+
+SETTINGS = {
+    "cuda.matmul.fp32_precision": "tf32",
+    "cudnn.conv.fp32_precision": "ieee",
+    "mkldnn.matmul.fp32_precision": "bf16",
+    "cuda.matmul.allow_bf16_reduced_precision_reduction": False,
+    "cuda.matmul.allow_fp16_reduced_precision_reduction": False,
+}
+"""Settings below `torch.backends`, and another value than torch's default."""
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_each_setting_of_torchs_precision_is_read(name: str) -> None:
+    path, attribute = name.rsplit(".", 1)
+    owner = attrgetter(path)(torch.backends)
+    default = getattr(owner, attribute)
+    before = numerics()
+    try:
+        setattr(owner, attribute, SETTINGS[name])
+        assert numerics() != before
+    finally:
+        setattr(owner, attribute, default)
+    assert numerics() == before
 
 
 def test_an_attention_that_the_user_sets_is_not_taken_back(tower: nn.Module) -> None:
