@@ -121,8 +121,7 @@ def states_of(layer: Any, length: int | None = None) -> list[Tensor]:
     """Return the tensors that a step of this layer writes; of keys and values the first `length` tokens."""
     if not is_linear(layer):
         return [layer.keys[:, :, :length], layer.values[:, :, :length]]
-    states = [*layer.conv_states.values(), *layer.recurrent_states.values()]
-    return [state for state in states if state is not None]
+    return [*layer.conv_states.values(), *layer.recurrent_states.values()]
 
 
 def make_room(layers: Sequence[Any], size: Size) -> Room:
@@ -233,6 +232,5 @@ def layer_of_rows(layer: Any, rows: list[int]) -> Any:
         part.keys, part.values = layer.keys[rows], layer.values[rows]
         return part
     for name in ("conv_states", "recurrent_states"):
-        states = getattr(layer, name)
-        setattr(part, name, {key: None if x is None else x[rows] for key, x in states.items()})
+        setattr(part, name, {key: state[rows] for key, state in getattr(layer, name).items()})
     return part
