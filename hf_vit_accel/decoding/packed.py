@@ -28,10 +28,10 @@ Arguments: TypeAlias = dict[str, Any]
 
 
 class _Standin:
-    """A module with one part exchanged, which runs the module's own forward. The module itself stays as it is."""
+    """A module with another forward, or with parts exchanged that its own forward calls. It stays as it is itself."""
 
-    def __init__(self, module: Model, **part: Any) -> None:
-        vars(self).update(part, _module=module)
+    def __init__(self, module: Model, forward: Callable[..., Any] | None = None, **parts: Any) -> None:
+        vars(self).update(parts, _module=module, _forward=forward)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
@@ -40,6 +40,8 @@ class _Standin:
         setattr(self._module, name, value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._forward is not None:
+            return self._forward(*args, **kwargs)
         return type(self._module).forward(self, *args, **kwargs)
 
 
@@ -129,7 +131,8 @@ class PackedPrompt:
             rows: The group's rows in the room.
             encoded: The group's features that are encoded already, by modality.
         """
-        text = partial(self._text, rows, room)  # no attribute: a cycle of references would keep the room
+        forward = partial(self._text, rows, room)  # no attribute: a cycle of references would keep the room
+        text = _Standin(self._reading.text, forward)
         methods = {f"get_{modality}_features": _returning(output) for modality, output in encoded.items()}
         model = _Standin(self._model, model=_Standin(self._model.model, language_model=text, **methods))
         logits_G1V: Tensor = model(**inputs, return_dict=True).logits

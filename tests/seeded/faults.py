@@ -513,8 +513,8 @@ _BY_FILE: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "decoding/packed.py": {
         "the room of a prompt outlives its call": (
-            "text = partial(self._text, rows, room)",
-            "text = self._text_of_last = partial(self._text, rows, room)",
+            "forward = partial(self._text, rows, room)",
+            "forward = self._forward_of_last = partial(self._text, rows, room)",
             "tests/unit/test_prefill.py",
         ),
     },

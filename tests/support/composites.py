@@ -196,3 +196,7 @@ COMPOSITES = {
     "inkling2_loop": Composite("Inkling2Loop", _INKLING),
     "cosmos3_edge": Composite("Cosmos3Edge", dict(rope_parameters=_ROPE)),
 }
+
+
+LINEAR = {"qwen3_5", "qwen3_5_moe", "minicpmv4_6", "minicpmv4_7", "minicpm_ocr"}
+"""Composites whose text models have layers of linear attention."""

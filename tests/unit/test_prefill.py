@@ -17,9 +17,11 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from support.composites import COMPOSITES, LINEAR
 from support.decoding import Counts, add_adapters, both, change_model, counts_of
 from support.recorded_ops import OperationRecorder
 from support.towers import alike
+from test_decode_steps import EARLIER, SERVED
 from tiny import TINY
 from torch import nn
 from transformers.generation.stopping_criteria import MaxLengthCriteria
@@ -221,6 +223,25 @@ def test_prompts_run_without_their_padding(family: str, monkeypatch: pytest.Monk
         reasons = list(steps_of(model).padded_reasons.values())
         assert [bool(reason) for reason in reasons] == [is_wrong], str(reasons)
         assert ("a packed prompt differs" in str(steps_of(model))) == is_wrong
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.matrix] * (name not in ("paddleocr_vl", "qwen3_5")))
+        for name in COMPOSITES
+        if COMPOSITES[name].model in SERVED and name not in EARLIER
+    ],
+)
+def test_prompts_of_every_text_model_run_without_padding_but_for_linear_attention(name: str) -> None:
+    """PaddleOCR-VL embeds tokens by its text model, which is exchanged here."""
+    model = COMPOSITES[name].make()
+    ids_BT = torch.randint(3, 50, (5, 70), generator=torch.Generator().manual_seed(0))
+    mask_BT = torch.ones_like(ids_BT)
+    mask_BT[0, :60] = mask_BT[1, :50] = 0
+    compare(model, dict(input_ids=ids_BT, attention_mask=mask_BT), max_new_tokens=9)
+    assert not any(steps_of(model).padded_reasons.values()), str(steps_of(model))
+    assert counts_of(model).static_calls == 1 and (steps_of(model).groups > 0) == (name not in LINEAR)
 
 
 def ragged(model: Any, *lengths: int) -> Inputs:

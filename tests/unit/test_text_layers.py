@@ -11,21 +11,19 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from support.composites import COMPOSITES
+from support.composites import COMPOSITES, LINEAR
 from support.decoding import Counts, add_adapters, assert_equal_outputs, both, change_model, counts_of
 from support.towers import alike
-from test_decode_steps import DIFFERENT
+from test_decode_steps import DIFFERENT, SERVED
 from test_prefill import attend_to_all, batch
 from tiny import TINY
 from torch import Tensor
 
 from hf_vit_accel import FallbackError, patch, patched, status, unpatch
 from hf_vit_accel.decoding import layers
-from hf_vit_accel.decoding.text_models import TEXT_MODELS, declared_texts
+from hf_vit_accel.decoding.text_models import declared_texts
 
 Inputs = dict[str, Any]
-SERVED = {model.split(".")[1] for text in TEXT_MODELS for model in text.models.split()}
-LINEAR = {"qwen3_5", "qwen3_5_moe", "minicpmv4_6", "minicpmv4_7", "minicpm_ocr"}
 GRADIENTS = "gradients are enabled"
 CACHE = "a cache; use_cache=False does without"
 
