@@ -47,6 +47,7 @@ from hf_vit_accel.decoding.text_models import (
     has_hooks_around,
     read_model,
     refuse,
+    remember,
 )
 from hf_vit_accel.graphs.memory import capture_of_ours
 from hf_vit_accel.machine import one_line
@@ -55,8 +56,6 @@ FEWEST = 8
 """The fewest tokens to come for which a new step is captured. A capture takes some 0.1 s."""
 _PROVEN_ROWS = 8
 """Rows of a new step that stock computes, too: its step copies keys and values of all its rows several times."""
-_MOST_PROOFS = 32
-"""Proofs of packed prompts that are remembered: their keys name every weight."""
 _NOT_PACKED = "a prompt that did not run in our layers"
 _RESERVE = 128
 """Slots for tokens to come that a new cache has at least. Where it is full, a larger one takes over."""
@@ -318,20 +317,20 @@ class _ModelInLoop:
         key = reading.key, prompt.names()  # a prompt of text says nothing of one with pictures
         if reasons.get(key) or not prompt.may_be_packed():
             return None
-        if len(reasons) > _MOST_PROOFS:
-            reasons.clear()
         try:
             packed = PackedPrompt(self._model, reading, columns)
-            if key not in reasons:
-                prompt.prove(packed)
-                reasons[key] = ""
+            if key in reasons:
+                return packed
+            prompt.prove(packed)
+            why = ""
         except UnservedError as error:
-            reasons[key] = str(error)
+            why = str(error)
         except torch.OutOfMemoryError:
             return None
         except Exception as error:  # whatever a kernel or a quantised module raises, stock goes on
-            reasons[key] = one_line(error)
-        return None if reasons[key] else packed
+            why = one_line(error)
+        remember(reasons, key, why)
+        return None if why else packed
 
     def __call__(self, input_ids: Tensor, arguments: Arguments, return_dict: bool) -> Any:
         """Return the output of a forward of one token: of the step, or of stock where there is none."""
@@ -510,7 +509,7 @@ class _ModelInLoop:
             self._reason = "memory ran out"
         except Exception as error:  # whatever a kernel or a quantised module raises, stock goes on
             self._reason = one_line(error)
-            self._steps.refusals[self._key] = self._reason
+            remember(self._steps.refusals, self._key, self._reason)
         if self._reason is not None:
             self._step = None
 

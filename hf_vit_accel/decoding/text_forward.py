@@ -26,6 +26,7 @@ from hf_vit_accel.decoding.text_models import (
     has_other_forward,
     read_text,
     refuse,
+    remember,
 )
 from hf_vit_accel.machine import one_line, raise_if_any, reasons_untraceable
 
@@ -45,8 +46,6 @@ _OPTIONS: dict[str, tuple[bool, ...]] = {
 """The values of options that we serve, of a call or of the config."""
 _CALLED_ON = "_hf_vit_accel_called_on"
 """The keyword argument that names the shallow copy of a text model that is called."""
-_MOST_PROOFS = 32
-"""Proofs that are remembered: their keys name every weight."""
 
 
 class TextForward(OurMethod):
@@ -106,16 +105,16 @@ class TextForward(OurMethod):
             raise UnservedError(proof)
         if proof is None:
             refuse_unpacked(reading)
-        if len(self._proofs) > _MOST_PROOFS:
-            self._proofs.clear()
         try:
             states = call.run(reading)
-            output_class = self._proofs[key] = proof or call.prove(states)
+            output_class = proof or call.prove(states)
         except (UnservedError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # whatever a kernel or a quantised module raises, stock goes on
-            reason = self._proofs[key] = one_line(error)
-            raise UnservedError(reason) from error
+            remember(self._proofs, key, one_line(error))
+            raise UnservedError(one_line(error)) from error
+        if proof is None:
+            remember(self._proofs, key, output_class)
         output = output_class(last_hidden_state=states[-1])
         if call.keeps_states:
             output["hidden_states"] = tuple(states)

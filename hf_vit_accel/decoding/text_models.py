@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import _lru_cache_wrapper, cached_property, lru_cache
 from operator import attrgetter
 from types import BuiltinFunctionType, CodeType, FunctionType, NoneType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import transformers
@@ -28,6 +28,7 @@ from hf_vit_accel import machine
 from hf_vit_accel.versions import FORWARD_WRAPPERS, is_adapter, is_inert
 from hf_vit_accel.watch import Watch
 
+V = TypeVar("V")
 Model: TypeAlias = Any
 """A model of transformers, or a module inside one. Its attributes have no types."""
 
@@ -92,6 +93,8 @@ _BASES = {*transformers.PreTrainedModel.__mro__, *transformers.GenerationMixin._
 """Classes whose code no step replaces."""
 _SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 """The attributes of an adapter that may change within a call, as where a logits processor picks an expert."""
+_MOST_KEYS = 32
+"""Keys of readings that something is remembered for: each names every weight."""
 
 
 @dataclass(eq=False)
@@ -112,6 +115,13 @@ class Reading:
     def key(self) -> Hashable:
         """All of this, for a dictionary."""
         return tuple(self.weights), tuple(self.state.items())
+
+
+def remember(verdicts: dict[Hashable, V], key: Hashable, verdict: V) -> None:
+    """Remember what was found for the key of a reading. Forget all others where they are many."""
+    if len(verdicts) >= _MOST_KEYS:
+        verdicts.clear()
+    verdicts[key] = verdict
 
 
 def declared_class_of(model: Model) -> type:

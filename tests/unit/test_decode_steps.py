@@ -28,7 +28,7 @@ from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 
 import hf_vit_accel
 from hf_vit_accel import graphed_decoding
-from hf_vit_accel.decoding import layers
+from hf_vit_accel.decoding import layers, text_models
 from hf_vit_accel.decoding import loop as decoding
 from hf_vit_accel.decoding import step as step_module
 from hf_vit_accel.decoding.steps import steps_of
@@ -181,6 +181,19 @@ def test_a_failed_capture_is_tried_again_where_memory_ran_out(
     _other_tensor(model)
     both(model, TEXT, max_new_tokens=9)
     assert counts_of(model).static_calls == 3 - sum(reasons.values())
+
+
+def test_refusals_of_many_models_in_turn_are_not_all_kept(
+    model: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a server gives a quantised model other adapters for every call."""
+    monkeypatch.setattr(text_models, "_MOST_KEYS", 2)
+    monkeypatch.setattr(recorder, "fail", RuntimeError("no capture"))
+    for _ in range(4):
+        _other_tensor(model)
+        both(model, TEXT, max_new_tokens=9)
+        assert 1 <= len(steps_of(model).refusals) <= 2
+    assert counts_of(model).reasons == {"RuntimeError: no capture": 4}
 
 
 def test_memory_that_runs_out_in_a_long_text_lets_stock_go_on(
