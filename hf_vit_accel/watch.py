@@ -92,7 +92,8 @@ class Watch:
         """Return whether all values are as they were remembered."""
         try:
             for _, get_owner, attributes, former in self._attributes:
-                if list(map(vars(get_owner()).get, attributes, repeat(_ABSENT))) != former:
+                owned = object.__getattribute__(get_owner(), "__dict__")  # `vars` of a config runs Python functions
+                if list(map(owned.get, attributes, repeat(_ABSENT))) != former:
                     return False
             return [list(map(read, owners)) for _, read, owners in self._reads] == self._values
         except _NOT_COMPARABLE:

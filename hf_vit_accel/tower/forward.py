@@ -355,7 +355,8 @@ def decide(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) ->
     if snapshot is None or not snapshot.watch.unchanged():
         snapshot = state.read_tower(tower)
     grad_mode = torch.is_grad_enabled()
-    name = tower.config._attn_implementation
+    # transformers' configs run seven Python functions to tell `_attn_implementation`.
+    name = object.__getattribute__(tower.config, "_attn_implementation_internal")
     reasons = reasons_of(tower, state.family, snapshot, state.former_forward, name, kwargs, grad=grad_mode)
     if reasons.weights is None:
         return stock_way.decide_stock(state, reasons.stock)
