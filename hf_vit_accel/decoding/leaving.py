@@ -21,7 +21,7 @@ from transformers.generation.logits_process import (
 )
 from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStringCriteria
 
-from hf_vit_accel.decoding.halves import OF_TOKENS
+from hf_vit_accel.decoding.parts import OF_TOKENS
 from hf_vit_accel.decoding.packed import Arguments
 from hf_vit_accel.decoding.room import on_device
 from hf_vit_accel.decoding.step import tensors_of_rows

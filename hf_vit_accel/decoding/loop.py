@@ -22,7 +22,7 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_vit_accel.decoding.ahead import can_run_ahead, running_ahead
-from hf_vit_accel.decoding.halves import depends_on_tokens_alone, halves_of, joined
+from hf_vit_accel.decoding.parts import depends_on_tokens_alone, halves_of, joined
 from hf_vit_accel.decoding.leaving import WORTH_A_CAPTURE, RowsInStep, may_leave, places_without_ended, sizes_of_smaller
 from hf_vit_accel.decoding.packed import CACHE, Arguments, PackedPrompt
 from hf_vit_accel.decoding.prefill import GroupedPrompt, check_features
