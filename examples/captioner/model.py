@@ -37,6 +37,7 @@ from captioner.batches import Bounds, Inputs, joined
 
 PIXELS = frozenset({"pixel_values", "pixel_values_videos"})
 _SHARE_OF_MEMORY = 0.7  # for caches, pixels and features of batches; the rest is for forwards and graphs
+_SHARE_OF_PIXELS = 0.35  # for pixels and features, where `graphed_decoding` plans the cache
 _TAKES_FEATURES = Version(transformers.__version__) >= Version("5.4")  # as `graphed_decoding`
 _SMALLEST = 1e-300  # a uniform sample of 0 has no logarithm
 
@@ -115,20 +116,21 @@ class Captioner:
     def bounds(self, items: int | None = None) -> Bounds:
         """Return the bounds of batches: what the GPU's free memory holds, and at most as many items as the user says.
 
-        Stock prefills all rows at once, padded to the longest, and decodes each batch from copies of its cache.
+        Stock prefills and decodes all rows at once, padded to the longest. Ours wait for room, unless they are sampled.
         """
         if self.patching is None or self.model.device.type != "cuda":
             return Bounds(items=items or 64, tokens=16384, new_tokens=self.max_new_tokens)
         free, _ = torch.cuda.mem_get_info(self.model.device)
         free += torch.cuda.memory_reserved(self.model.device) - torch.cuda.memory_allocated(self.model.device)
+        waits = self.temperature == 0 and _TAKES_FEATURES
         text = self.model.config.get_text_config()
         width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         keys_and_values = 2 * text.num_hidden_layers * text.num_key_value_heads * width
         return Bounds(
-            items=items or 256,
+            items=items or (1024 if waits else 256),
             tokens=sys.maxsize,
-            nbytes=_SHARE_OF_MEMORY * free,
-            slot_bytes=keys_and_values * self.model.dtype.itemsize,
+            nbytes=(_SHARE_OF_PIXELS if waits else _SHARE_OF_MEMORY) * free,
+            slot_bytes=0 if waits else keys_and_values * self.model.dtype.itemsize,
             token_bytes=self._vision_token_bytes(),
             new_tokens=self.max_new_tokens,
         )
@@ -136,15 +138,13 @@ class Captioner:
     def _vision_token_bytes(self) -> int:
         """Return the bytes of pixels and features of one vision token.
 
-        One batch has its pixels in the model's dtype, and so has the next, which is prepared in fp32 from a copy.
-        Features are kept, and cut by rows.
+        A batch has its pixels in the model's dtype, and so has the next one. Features are kept, and joined from parts.
         """
         images = self.processor.image_processor
-        itemsize = self.model.dtype.itemsize
         values = 3 * images.temporal_patch_size * (images.patch_size * images.merge_size) ** 2
         features = 1 + len(getattr(self.model.config.vision_config, "deepstack_visual_indexes", None) or ())
         hidden = self.model.config.get_text_config().hidden_size
-        return values * (2 * itemsize + 2 * 4) + 2 * features * hidden * itemsize
+        return 2 * (values + features * hidden) * self.model.dtype.itemsize
 
     def encode(self, media: Sequence[Medium], prompts: Sequence[str]) -> Inputs:
         """Make the model's inputs: pictures (or one clip) with a prompt each, and pixels in the model's dtype.

@@ -35,7 +35,7 @@ class Options:
     min_pixels: Annotated[int | None, typer.Option(min=1, help="Smaller pictures are enlarged to it.")] = None
     max_pixels: Annotated[int | None, typer.Option(min=1, help="Larger pictures are reduced to it.")] = None
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Most items in a batch; by default 256, or 64 without a GPU or patch.")
+        int | None, typer.Option(min=1, help="Most items of a batch: 1024, 256 if sampled, 64 without GPU or patch.")
     ] = None
     dtype: Annotated[
         Literal["bfloat16", "float16", "float32"] | None,

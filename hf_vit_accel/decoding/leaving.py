@@ -21,8 +21,8 @@ from transformers.generation.logits_process import (
 )
 from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStringCriteria
 
-from hf_vit_accel.decoding.parts import OF_TOKENS
 from hf_vit_accel.decoding.packed import Arguments
+from hf_vit_accel.decoding.parts import OF_TOKENS
 from hf_vit_accel.decoding.room import on_device
 from hf_vit_accel.decoding.step import tensors_of_rows
 
@@ -59,7 +59,7 @@ class RowsInStep:
         self._rows = list(range(batch))
         self._rows_N: Tensor | None = None  # once some have left
         self._batch = batch
-        self._criteria: _WatchedCriteria | None = None
+        self._criteria: WatchedCriteria | None = None
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -71,8 +71,12 @@ class RowsInStep:
     def watch(self, criteria: StoppingCriteriaList) -> StoppingCriteriaList:
         """Return stopping criteria that let rows leave once they have ended."""
         if self._batch >= 2 * FEWEST_ROWS:
-            self._criteria = _WatchedCriteria(criteria)
+            self._criteria = WatchedCriteria(criteria)
         return criteria if self._criteria is None else self._criteria
+
+    def follow(self, criteria: WatchedCriteria) -> None:
+        """Know from these criteria which rows have ended."""
+        self._criteria = criteria
 
     def go_on(self) -> list[bool]:
         """Return of every row of the step whether it goes on; none as long as the host does not know."""
@@ -102,7 +106,7 @@ class RowsInStep:
         return logits_N1V.new_zeros(self._batch, *logits_N1V.shape[1:]).index_copy_(0, self._rows_N, logits_N1V)
 
 
-class _WatchedCriteria(StoppingCriteriaList):
+class WatchedCriteria(StoppingCriteriaList):
     """Stopping criteria that remember which rows have ended. Nobody waits for a GPU to know them."""
 
     def __init__(self, criteria: StoppingCriteriaList) -> None:
@@ -114,11 +118,22 @@ class _WatchedCriteria(StoppingCriteriaList):
     def __call__(self, input_ids: Tensor, scores: Any, **options: Any) -> Any:
         """Return which rows end with the last token."""
         ends_B = super().__call__(input_ids, scores, **options)
+        self.remember(ends_B)
+        return ends_B
+
+    def remember(self, ends_B: Tensor) -> Tensor:
+        """Remember that some rows end; return which have ended so far."""
         self._has_ended_B = ends_B if self._has_ended_B is None else self._has_ended_B | ends_B
         if self._copy_B is None:
             self._copy_B = self._has_ended_B.to("cpu", non_blocking=True)
             self._copied = torch.cuda.current_stream().record_event() if ends_B.is_cuda else None
-        return ends_B
+        return self._has_ended_B
+
+    def forget(self, rows: Sequence[int]) -> None:
+        """Forget that some rows have ended. Others begin there."""
+        assert self._has_ended_B is not None
+        self._has_ended_B = self._has_ended_B.index_fill(0, on_device(rows, self._has_ended_B.device), False)
+        self._copy_B = None  # of before
 
     def ended_rows(self) -> list[bool] | None:
         """Return which rows had ended some steps ago; None as long as the host does not know."""

@@ -22,16 +22,25 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_vit_accel.decoding.ahead import can_run_ahead, running_ahead
-from hf_vit_accel.decoding.parts import depends_on_tokens_alone, halves_of, joined
-from hf_vit_accel.decoding.leaving import WORTH_A_CAPTURE, RowsInStep, may_leave, places_without_ended, sizes_of_smaller
+from hf_vit_accel.decoding.leaving import (
+    FEWEST_ROWS,
+    WORTH_A_CAPTURE,
+    RowsInStep,
+    may_leave,
+    places_without_ended,
+    sizes_of_smaller,
+)
 from hf_vit_accel.decoding.packed import CACHE, Arguments, PackedPrompt
-from hf_vit_accel.decoding.prefill import GroupedPrompt, check_features
+from hf_vit_accel.decoding.parts import depends_on_tokens_alone, joined, parts_of
+from hf_vit_accel.decoding.prefill import GroupedPrompt, bytes_of_slot, check_features
 from hf_vit_accel.decoding.room import (
+    MOST_DUE,
     Room,
     Size,
     bytes_of_room,
     is_linear,
     make_room,
+    on_device,
     plan_axis,
     room_of,
     slots_for,
@@ -49,6 +58,7 @@ from hf_vit_accel.decoding.text_models import (
     refuse,
     remember,
 )
+from hf_vit_accel.decoding.waiting import CannotWaitError, WaitingRows, may_wait, places_within
 from hf_vit_accel.graphs.memory import capture_of_ours
 from hf_vit_accel.machine import one_line
 
@@ -77,6 +87,7 @@ def graphed_decoding(
     inputs_tensor: Tensor | None = None,
     max_graphs: int = 8,
     max_bytes: int | None = None,
+    max_rows: int = 512,
     halve: bool = True,
     features: Mapping[str, Any] | None = None,
     **model_kwargs: Any,
@@ -96,6 +107,8 @@ def graphed_decoding(
         max_graphs: Captured steps to keep: one for each batch size and number of slots. Each of them may have smaller
             ones, for the rows that go on when a quarter of the rows have ended.
         max_bytes: Bytes of steps to keep; None for an eighth of the device's memory.
+        max_rows: Rows that decode at once. In greedy calls without processors that read tokens, other rows wait until
+            some have ended, and so do rows for whose keys there is no memory. Other calls decode all rows at once.
         halve: Decode half the rows of a greedy call at a time where memory runs out. False raises, for programs that
             make their own batches smaller.
         features: What `model.get_image_features(..., return_dict=True)` returned for all images of the call, as
@@ -105,8 +118,8 @@ def graphed_decoding(
 
     Raises:
         ValueError: If transformers decodes such a call by code from the Hub, or a streamer meets beams. Also if
-            `max_graphs` or `max_bytes` is no count, for `features` that are not this model's, and for an option of
-            `generate` or a misspelt one.
+            `max_graphs`, `max_bytes` or `max_rows` is no count, for `features` that are not this model's, and for an
+            option of `generate` or a misspelt one.
 
     Example:
         ```python
@@ -114,15 +127,17 @@ def graphed_decoding(
         model.generate(**inputs, custom_generate=functools.partial(hf_vit_accel.graphed_decoding, streamer=streamer))
         ```
     """
-    for name, bound, least in (("max_graphs", max_graphs, 1), ("max_bytes", 0 if max_bytes is None else max_bytes, 0)):
+    bytes_given = 0 if max_bytes is None else max_bytes
+    bounds = ("max_graphs", max_graphs, 1), ("max_rows", max_rows, 1), ("max_bytes", bytes_given, 0)
+    for name, bound, least in bounds:
         if type(bound) is not int or bound < least:
             raise ValueError(f"expected {name} to be a whole number of at least {least}, got {bound!r}")
     of_generate = _variables_of_generate()
     mode = generation_config.get_generation_mode(None)
     unknown = sorted(model_kwargs.keys() - of_generate.get("model_kwargs", model_kwargs).keys())
     if unknown:  # transformers' loop takes any keyword, and reads none of these
-        options = "streamer, synced_gpus, max_graphs, max_bytes, halve, features"
-        raise ValueError(f"unknown option {unknown[0]!r}: pass it to generate. graphed_decoding has {options}.")
+        own = "streamer, synced_gpus, max_graphs, max_bytes, max_rows, halve, features"
+        raise ValueError(f"unknown option {unknown[0]!r}: pass it to generate. graphed_decoding has {own}.")
     if features is not None:
         check_features(model, features)
     streamer = of_generate.get("streamer") if streamer is None else streamer
@@ -144,16 +159,25 @@ def graphed_decoding(
         device = input_ids.device
         max_bytes = torch.cuda.get_device_properties(device).total_memory // 8 if input_ids.is_cuda else 1 << 30
     steps = steps_of(model)
+    parts: list[Arguments] = []
     is_simple = streamer is None and depends_on_tokens_alone(generation_config, logits_processor, stopping_criteria)
     try:
         refuse({f"the loop of transformers {transformers.__version__}": _is_loop_too_old()})
         declared_class_of(model)
         _check(input_ids, generation_config, model_kwargs, of_generate, synced_gpus)
         with steps.locked_for_call(max_graphs, max_bytes), torch.no_grad():
+            waiting: WaitingRows | None = None
+            if is_simple and may_wait(logits_processor, stopping_criteria):
+                waiting = _waiting_rows(model, input_ids, model_kwargs, features, max_rows, arguments)
+            if waiting is not None:
+                return _decode_in_places(model, method, input_ids, arguments, waiting)
             return _decode_by_steps(model, method, input_ids, arguments | {"streamer": streamer}, features, is_simple)
     except UnservedError as error:
         steps.stock_reasons[str(error)] += 1
         steps.encoded_again.update([_NOT_PACKED] if features else [])
+    except CannotWaitError as error:
+        steps.divided[str(error)] += 1
+        parts = parts_of(model, input_ids, model_kwargs, error.places)
     except torch.OutOfMemoryError as error:
         # A penalty of repetitions may hold the length of every row's prompt.
         is_penalised = RepetitionPenaltyLogitsProcessor in map(type, logits_processor)
@@ -161,15 +185,14 @@ def graphed_decoding(
             raise
         error.with_traceback(None)  # which would keep what the call computed
         free_steps(model)
-        halves = halves_of(model, input_ids, model_kwargs)
-        if not halves:
+        parts = parts_of(model, input_ids, model_kwargs, (len(input_ids) + 1) // 2)
+        if not parts:
             raise
+    if parts:
+        steps.encoded_again.update(["a part of the rows at a time"] if features else [])
         of_call = logits_processor, stopping_criteria, generation_config
-        steps.encoded_again.update(["half of the rows at a time"] if features else [])
-        outputs = [
-            graphed_decoding(model, half.pop("input_ids"), *of_call, max_graphs=max_graphs, max_bytes=max_bytes, **half)
-            for half in halves
-        ]
+        options: Arguments = dict(max_graphs=max_graphs, max_bytes=max_bytes, max_rows=max_rows, halve=halve)
+        outputs = [graphed_decoding(model, part.pop("input_ids"), *of_call, **options | part) for part in parts]
         return joined(outputs, generation_config)
     arguments |= {"synced_gpus": synced_gpus} | ({} if streamer is None else {"streamer": streamer})
     if "assisted" in mode.value:
@@ -186,16 +209,67 @@ def _decode_by_steps(
     may_run_ahead: bool,
 ) -> Any:
     """Run transformers' loop around a model whose forwards of one token are steps."""
-    max_length = arguments["stopping_criteria"].max_length  # of the user's own criterion, if there is one
     rows = RowsInStep(len(input_ids))
+    max_length = arguments["stopping_criteria"].max_length  # of the user's own criterion, if there is one
     names = "generation_config", "logits_processor", "stopping_criteria"
     if may_leave(*(arguments[name] for name in names)):
         arguments["stopping_criteria"] = rows.watch(arguments["stopping_criteria"])
     loop = _ModelInLoop(model, steps_of(model), max_length, input_ids.shape[1], features, rows)
+    return _run_loop(loop, method, input_ids, arguments, may_run_ahead)
+
+
+def _run_loop(
+    loop: _ModelInLoop, method: Callable[..., Any], input_ids: Tensor, arguments: Arguments, may_run_ahead: bool
+) -> Any:
     is_ahead = may_run_ahead and can_run_ahead(input_ids.device)
     sample = running_ahead(method, loop.has_next_step) if is_ahead else method
     with torch.cuda.device(input_ids.device) if input_ids.is_cuda else nullcontext():  # events are of this one
         return loop.finish(sample(loop, input_ids, **arguments))
+
+
+def _waiting_rows(
+    model: Model,
+    input_ids: Tensor,
+    model_kwargs: Arguments,
+    features: Mapping[str, Any] | None,
+    most: int,
+    arguments: Arguments,
+) -> WaitingRows | None:
+    """Return the rows of a call which are too many, or need too much memory; None for any other call."""
+    batch, columns = input_ids.shape
+    due = arguments["stopping_criteria"].max_length - columns
+    if batch < 2 * FEWEST_ROWS or not FEWEST < due <= MOST_DUE or has_hooks_around(model):
+        return None
+    slots = steps_of(model).bytes_for_room(input_ids.device) // bytes_of_slot(model)
+    if batch <= most and batch * slots_after(columns, due) <= slots:
+        return None
+    cache = model_kwargs[CACHE]
+    is_known = isinstance(model_kwargs.get("position_ids"), Tensor) and model_kwargs.get("inputs_embeds") is None
+    if not is_known or cache.get_seq_length():
+        return None
+    of_all = model_kwargs | {"input_ids": input_ids}
+    if of_all.get("attention_mask") is None:  # no row has padding, but those that wait will have some
+        of_all["attention_mask"] = torch.ones_like(input_ids)
+    prompt = GroupedPrompt(model, of_all, features)
+    if not prompt.groups or not prompt.may_be_packed():
+        return None
+    places = places_within(sorted(prompt.lengths_B, reverse=True), due, most, slots)
+    return WaitingRows(prompt, cache, places, due, arguments["stopping_criteria"])
+
+
+def _decode_in_places(
+    model: Model, method: Callable[..., Any], input_ids: Tensor, arguments: Arguments, waiting: WaitingRows
+) -> Tensor:
+    """Run transformers' loop for as many rows as decode at once. The others begin in their places."""
+    rows = RowsInStep(waiting.places)
+    rows.follow(waiting.criteria)
+    columns = input_ids.shape[1]
+    features = waiting.first_features()
+    loop = _ModelInLoop(model, steps_of(model), columns + waiting.due, columns, features, rows, waiting)
+    first = arguments | waiting.first_arguments() | {"stopping_criteria": waiting.criteria}
+    ids_NC = _run_loop(loop, method, first.pop("input_ids"), first, may_run_ahead=True)
+    pad = arguments["generation_config"]._pad_token_tensor
+    return waiting.collected(input_ids, ids_NC, 0 if pad is None else int(pad))
 
 
 def _variables_of_generate() -> Arguments:
@@ -250,10 +324,13 @@ class _ModelInLoop:
         columns: int,
         features: Mapping[str, Any] | None,
         rows: RowsInStep,
+        waiting: WaitingRows | None = None,
     ) -> None:
         self._model = model
         self._steps = steps
         self._rows = rows
+        self._waiting = waiting
+        self._has_new_rows = False  # which the step does not know yet
         self._largest: DecodeStep | None = None  # in whose room a smaller one runs
         self._max_length = max_length
         self._due = max_length - columns - 1  # after the first token
@@ -302,6 +379,8 @@ class _ModelInLoop:
                         self._reading = read_model(self._model)
                     self._key = self._reading.key
                     packed = self._packed(prompt, self._reading, columns)
+                if packed is None or self._key in self._steps.refusals:
+                    self._refuse_to_wait("a prompt or a step that is not ours")
                 if self._reason is None and (packed is not None or len(prompt.groups) > 1):
                     if len(prompt.groups) > 1:
                         self._steps.groups += len(prompt.groups)
@@ -337,10 +416,14 @@ class _ModelInLoop:
         ids_B1 = input_ids[:, -1:]
         cache = arguments[CACHE]
         step = self._step
+        if step is not None and self._has_new_rows:
+            inputs = self._rows.inputs_of_step(self._model.prepare_inputs_for_generation(input_ids, **arguments))
+            step.load(inputs, cache, input_ids.shape[1] - 1)
+            self._has_new_rows = False
         if step is not None and (step.length == step.room.columns or not step.reading.switches.unchanged()):
             step.store(cache)
             self._step = None
-        if self._step is not None:
+        if self._step is not None and not self._rows_wait:
             self._let_rows_leave(self._step, input_ids, arguments)
         ids_N1 = self._rows.ids_of_step(ids_B1)
         if self._step is None or not self._step.is_proven:
@@ -352,10 +435,59 @@ class _ModelInLoop:
                 with self._giving_up():  # code of others runs in a capture, such as kernels of quantised modules
                     return self._output(self._prove(self._step, inputs), cache)
             if self._step is None:
+                self._refuse_to_wait(self._reason or "the model changed within a call")
                 unshare(cache, len(ids_N1))
                 output = self._model(**inputs, return_dict=True)
                 return self._output(output.logits[:, -1:], cache) if self._rows.some_left else output
-        return self._output(self._step(ids_N1), cache)
+        logits_N1V = self._step(ids_N1)
+        if self._waiting is not None and self._rows_wait:
+            self._let_rows_begin(self._waiting, self._step, input_ids, arguments, logits_N1V)
+        return self._output(logits_N1V, cache)
+
+    @property
+    def _rows_wait(self) -> bool:
+        return self._waiting is not None and len(self._waiting) > 0
+
+    def _refuse_to_wait(self, reason: str) -> None:
+        """Raise `CannotWaitError` in a call of which rows wait, or have waited."""
+        if self._waiting is not None:
+            raise CannotWaitError(reason, self._waiting.places)
+
+    def _let_rows_begin(
+        self, waiting: WaitingRows, step: DecodeStep, input_ids: Tensor, arguments: Arguments, logits_N1V: Tensor
+    ) -> None:
+        """Let rows that wait begin where others have ended. Their prompts give the logits of these places."""
+        columns = input_ids.shape[1]
+        place_of_row = waiting.take_places(self._rows.go_on(), columns)
+        if not place_of_row:
+            return
+        rows, places = [*place_of_row], [*place_of_row.values()]
+        of_rows = waiting.arguments_of(rows)
+        of_rows["next_sequence_length"] = of_rows["input_ids"].shape[1]
+        inputs = self._model.prepare_inputs_for_generation(**of_rows, is_first_iteration=True)
+        prompt = GroupedPrompt(self._model, inputs, waiting.features_of(rows))
+        try:
+            self._refuse_changes(step)
+            refuse({"a prompt that cannot be cut": not prompt.groups})
+            packed = PackedPrompt(self._model, step.reading, columns)
+            step.room.begin_rows(places, prompt.lengths_B, columns)
+            logits = prompt.run(lambda *_: step.room, packed, places).logits
+            assert logits is not None
+        except UnservedError as error:
+            self._refuse_to_wait(str(error))
+            raise
+        logits_N1V.index_copy_(0, on_device(places, logits_N1V.device), logits)
+        for name in ("attention_mask", "position_ids"):  # the loop's own tensors, to which it appends
+            of_loop = arguments[name]
+            places_N = on_device(places, of_loop.device)
+            of_places = torch.zeros_like(of_loop.index_select(-2, places_N))
+            of_places[..., -prompt.columns :] = of_rows[name]
+            of_loop.index_copy_(-2, places_N, of_places)
+        self._steps.groups += len(prompt.groups)
+        self._steps.rows_waited += len(rows)
+        self._max_length = columns + waiting.due
+        step.room.columns = columns + waiting.due + 1
+        self._has_new_rows = True
 
     def _output(self, logits_N1V: Tensor, cache: Any) -> CausalLMOutputWithPast:
         return CausalLMOutputWithPast(logits=self._rows.logits_of_call(logits_N1V), **{CACHE: cache})
@@ -406,12 +538,16 @@ class _ModelInLoop:
 
     def _capture_smaller(self, largest: DecodeStep, step: DecodeStep, inputs: Arguments) -> DecodeStep:
         """Capture a step of fewer rows; `UnservedError` if the model changed since the present one was loaded."""
-        refuse({"the model changed within a call": read_model(self._model).key != step.reading.key})
+        self._refuse_changes(step)
         room = largest.room.first_rows(len(inputs["input_ids"]))
         smaller = DecodeStep(largest.key, step.reading, inputs, room, step.length)
         self._steps.capture(smaller)
         largest.rows_in_vain = 0
         return smaller
+
+    def _refuse_changes(self, step: DecodeStep) -> None:
+        """Raise `UnservedError` if the model changed since a step was loaded."""
+        refuse({"the model changed within a call": read_model(self._model).key != step.reading.key})
 
     def _prove(self, step: DecodeStep, inputs: Arguments) -> Tensor:
         """Return the logits of a new step, and keep it if stock computes those of some rows alike."""
@@ -438,7 +574,9 @@ class _ModelInLoop:
         positions = inputs["position_ids"]
         slots = slots_after(columns, self._due)
         may_step = self._key not in self._steps.refusals
-        plan = plan_axis(lengths, columns, self._due, slots) if may_step and lengths is not None else None
+        plan = None
+        if may_step and lengths is not None:
+            plan = plan_axis(lengths, columns, self._due, slots if self._waiting is None else None)
         size = Size(rows, slots, slots) if plan is None else plan.size
         step = self._steps.find(self._key, (rows, (*positions.shape[:-1], 1), positions.dtype), size)
         room = None if step is None else step.room
@@ -449,8 +587,7 @@ class _ModelInLoop:
         else:
             torch._foreach_zero_([states for layer in room.layers for states in (layer.keys, layer.values)])
         if plan is not None:
-            room.columns = plan.columns
-            room.offsets_B = torch.tensor(plan.offsets, device=self._model.device)
+            room.share(plan, self._model.device)
         return room
 
     def _new_room(self, layers: Sequence[Any], size: Size) -> Room:

@@ -1,4 +1,4 @@
-"""A call whose memory ran out, as two calls of half its rows, where no row's tokens depend on the others."""
+"""A call in parts, where its memory ran out and no row's tokens depend on the others."""
 
 from __future__ import annotations
 
@@ -48,23 +48,24 @@ def depends_on_tokens_alone(
     return is_greedy and not config.return_dict_in_generate and kinds <= OF_TOKENS
 
 
-def halves_of(model: Model, input_ids: Tensor, model_kwargs: Arguments) -> list[Arguments]:
-    """Return the inputs of both halves of the rows, each with an empty cache; none where they cannot be cut."""
+def parts_of(model: Model, input_ids: Tensor, model_kwargs: Arguments, most: int) -> list[Arguments]:
+    """Return the inputs of parts of at most so many rows, each with an empty cache; none where they cannot be cut."""
     cache = model_kwargs[CACHE]
     cache.layers = [DynamicLayer() for _ in cache.layers]  # frees what was computed
     prompt = GroupedPrompt(model, model_kwargs | {"input_ids": input_ids})
-    middle = len(input_ids) // 2
-    if not prompt.groups or not middle:
+    batch = len(input_ids)
+    if not prompt.groups or most < 1 or most >= batch:
         return []
-    halves = []
-    for rows in (range(middle), range(middle, len(input_ids))):
-        halves.append(prompt.inputs_of(rows, copy.deepcopy(cache), input_ids.shape[1]))
-    return halves
+    parts = []
+    for begin in range(0, batch, most):
+        rows = range(begin, min(begin + most, batch))
+        parts.append(prompt.inputs_of(rows, copy.deepcopy(cache), input_ids.shape[1]))
+    return parts
 
 
 def joined(tokens: Sequence[Tensor], config: Any) -> Tensor:
-    """Join the tokens of all rows. Rows that ended in a shorter half are padded, as stock pads them."""
-    longest = max(of_half.shape[1] for of_half in tokens)
+    """Join the tokens of all rows. Rows that ended in a shorter part are padded, as stock pads them."""
+    longest = max(of_part.shape[1] for of_part in tokens)
     pad = config._pad_token_tensor
     value = 0 if pad is None else int(pad)
-    return torch.cat([nn.functional.pad(of_half, (0, longest - of_half.shape[1]), value=value) for of_half in tokens])
+    return torch.cat([nn.functional.pad(of_part, (0, longest - of_part.shape[1]), value=value) for of_part in tokens])

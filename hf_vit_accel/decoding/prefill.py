@@ -136,6 +136,14 @@ def bytes_left(device: torch.device) -> int:
     return spare_bytes(device) if device.type == "cuda" else sys.maxsize
 
 
+def bytes_of_slot(model: Model) -> int:
+    """Return the bytes of the keys and values of a token."""
+    config = model.config.get_text_config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    of_token: int = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
+    return of_token * model.dtype.itemsize
+
+
 def bytes_of_group(model: Model, rows: int, columns: int) -> int:
     """Estimate the bytes of a group's forward, without its keys and values.
 
@@ -161,6 +169,8 @@ class GroupedPrompt:
 
     Attributes:
         groups: The rows of every group; none for a prompt that cannot be cut.
+        columns: Of the whole prompt.
+        lengths_B: The columns of every row from its first token on.
     """
 
     def __init__(self, model: Model, inputs: Arguments, encoded: Mapping[str, Any] | None = None) -> None:
@@ -170,13 +180,14 @@ class GroupedPrompt:
         self._merge: int = getattr(getattr(model.config, "vision_config", None), "spatial_merge_size", 0)
         self._pictures: dict[str, list[range]] = {}  # of every row, by modality
         self._patches: dict[str, list[int]] = {}  # of every picture
-        self._lengths_B: list[int] = []
+        self.lengths_B: list[int] = []
+        self.columns = 0
         self.groups: list[list[int]] = []
         ids_BT = inputs.get("input_ids")
         if isinstance(ids_BT, Tensor) and ids_BT.numel() and self._can_be_cut(ids_BT):
-            self._columns = ids_BT.shape[1]
-            self._lengths_B = self._lengths(ids_BT)
-            self.groups = plan_groups(self._lengths_B, GROUP_TOKENS)
+            self.columns = ids_BT.shape[1]
+            self.lengths_B = self._lengths(ids_BT)
+            self.groups = plan_groups(self.lengths_B, GROUP_TOKENS)
 
     def _can_be_cut(self, ids_BT: Tensor) -> bool:
         """Return whether every input is known, and so are the pictures of every row."""
@@ -241,8 +252,8 @@ class GroupedPrompt:
         """Return the columns of every row from its first token on."""
         mask_BT = self._inputs.get("attention_mask")
         if mask_BT is None:
-            return [self._columns] * len(ids_BT)
-        return [self._columns - first for first in (mask_BT != 0).int().argmax(1).tolist()]
+            return [self.columns] * len(ids_BT)
+        return [self.columns - first for first in (mask_BT != 0).int().argmax(1).tolist()]
 
     def may_be_packed(self) -> bool:
         """Return whether the last column is of tokens in all rows."""
@@ -253,7 +264,9 @@ class GroupedPrompt:
         """Return the names of the inputs that are given."""
         return frozenset(name for name, value in self._inputs.items() if value is not None)
 
-    def run(self, room_for: RoomFor, packed: PackedPrompt | None = None) -> CausalLMOutputWithPast:
+    def run(
+        self, room_for: RoomFor, packed: PackedPrompt | None = None, places: Sequence[int] | None = None
+    ) -> CausalLMOutputWithPast:
         """Run every group, one after the other; return what a forward of all rows would: the last column's logits.
 
         A group that the free memory does not hold is halved, and so is one for which memory runs out all the same.
@@ -261,6 +274,7 @@ class GroupedPrompt:
         Args:
             room_for: Called once, by the first group or before it.
             packed: Runs the groups instead of transformers' text model.
+            places: Of the rows in the room, where it has others, too.
         """
         cache = self._inputs[CACHE]
         room: Room | None = None
@@ -268,12 +282,12 @@ class GroupedPrompt:
         if packed is None:
             empty = copy.deepcopy(cache)
         else:
-            room = room_for(self._inputs, packed.layers, self._lengths_B)
+            room = room_for(self._inputs, packed.layers, self.lengths_B)
         logits_B1V: Tensor | None = None
         groups = list(self.groups)
         while groups:
             rows = groups.pop()
-            columns = max(self._lengths_B[row] for row in rows)
+            columns = max(self.lengths_B[row] for row in rows)
             if len(rows) > 1 and bytes_of_group(self._model, len(rows), columns) > bytes_left(self._model.device):
                 groups += in_two(rows)
                 continue
@@ -285,7 +299,9 @@ class GroupedPrompt:
                     logits_G1V = self._model(**self.inputs_of(rows, of_group, columns), return_dict=True).logits[:, -1:]
                 else:
                     assert room is not None
-                    logits_G1V = packed.logits(self.inputs_of(rows, None, columns), rows, room, self._encoded_of(rows))
+                    places_G = rows if places is None else [places[row] for row in rows]
+                    encoded = self.encoded_of(rows)
+                    logits_G1V = packed.logits(self.inputs_of(rows, None, columns), places_G, room, encoded)
             except torch.OutOfMemoryError:
                 if len(rows) == 1:
                     raise
@@ -294,27 +310,27 @@ class GroupedPrompt:
                 continue
             rows_G = on_device(rows, logits_G1V.device)
             if logits_B1V is None:
-                logits_B1V = logits_G1V.new_zeros(len(self._lengths_B), 1, logits_G1V.shape[-1])
+                logits_B1V = logits_G1V.new_zeros(len(self.lengths_B), 1, logits_G1V.shape[-1])
             logits_B1V.index_copy_(0, rows_G, logits_G1V)
             if packed is None:
                 if room is None:
                     room = room_for(self._inputs, of_group.layers, None)
-                    room.give_to(cache, self._columns)
+                    room.give_to(cache, self.columns)
                 self._collect(cache, of_group, rows_G)
         if packed is not None:
             assert room is not None
-            room.give_to(cache, self._columns)
+            room.give_to(cache, self.columns)
         return CausalLMOutputWithPast(logits=logits_B1V, **{CACHE: cache})
 
     def prove(self, packed: PackedPrompt) -> None:
         """Run the longest two rows both ways; ArithmeticError where results differ by more than rounding."""
         rows = self.groups[-1][-2:]
-        columns = max(self._lengths_B[row] for row in rows)
+        columns = max(self.lengths_B[row] for row in rows)
         mask_BT = self._inputs.get("attention_mask")
         cache = copy.deepcopy(self._inputs[CACHE])
         expected = self._model(**self.inputs_of(rows, cache, columns), return_dict=True).logits[:, -1:]
-        room = make_room(packed.layers, Size(len(rows), self._columns, self._columns))
-        logits = packed.logits(self.inputs_of(rows, None, columns), range(len(rows)), room, self._encoded_of(rows))
+        room = make_room(packed.layers, Size(len(rows), self.columns, self.columns))
+        logits = packed.logits(self.inputs_of(rows, None, columns), range(len(rows)), room, self.encoded_of(rows))
         check_equal(logits, expected, "a packed prompt differs")
         for layer, of_stock in zip(room.layers, cache.layers, strict=True):
             for ours, theirs in ((layer.keys, of_stock.keys), (layer.values, of_stock.values)):
@@ -357,7 +373,7 @@ class GroupedPrompt:
         is_per_picture = isinstance(output.pooler_output, list | tuple)
         return is_per_picture and [len(picture) for picture in output.pooler_output] == self._tokens(modality)
 
-    def _encoded_of(self, rows: Sequence[int]) -> dict[str, Any]:
+    def encoded_of(self, rows: Sequence[int]) -> dict[str, Any]:
         """Return the features of some rows that are encoded already, by modality, unless they are of another call."""
         encoded = {}
         for modality in self._encoded.keys() & self._patches.keys():
@@ -373,13 +389,24 @@ class GroupedPrompt:
         if features is not None and pictures:
             inputs[_FEATURES][modality] = _output_of(features, pictures)
         if inputs.get(names.pixels) is not None:
-            pixels = inputs[names.pixels].split(self._patches[modality])
-            inputs[names.pixels] = torch.cat([pixels[index] for index in pictures]) if pictures else None
+            inputs[names.pixels] = self._pixels_of(modality, pictures)
         for name in (names.grid, *names.others):
             if isinstance(inputs.get(name), Tensor):
                 inputs[name] = inputs[name][on_device(pictures, inputs[name].device)] if pictures else None
             elif inputs.get(name) is not None:
                 inputs[name] = [inputs[name][index] for index in pictures] or None
+
+    def _pixels_of(self, modality: str, pictures: Sequence[int]) -> Tensor | None:
+        """Return the pixels of some pictures: a view where they follow each other; None of no picture."""
+        if not pictures:
+            return None
+        pixels: Tensor = self._inputs[_MODALITIES[modality].pixels]
+        patches = self._patches[modality]
+        first, last = pictures[0], pictures[-1]
+        if list(pictures) == list(range(first, last + 1)):
+            return pixels[sum(patches[:first]) : sum(patches[: last + 1])]
+        of_pictures = pixels.split(patches)
+        return torch.cat([of_pictures[index] for index in pictures])
 
     def _collect(self, cache: Any, group_cache: Any, rows_G: Tensor) -> None:
         """Move keys and values of a group to its rows of the call's cache, at the right end of their columns."""

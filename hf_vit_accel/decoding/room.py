@@ -20,7 +20,7 @@ from hf_vit_accel.decoding.layers import Slots
 
 _UNIT = 64
 """The slots of a row are multiples of it, as attention reads so many at a time."""
-_MOST_DUE = 1024
+MOST_DUE = 1024
 """Tokens to come for which rows may share an axis. Each has slots for all of them: such a cache never grows."""
 _WORTH = 0.8
 """Rows share an axis if it has at most this part of the slots of equal rows."""
@@ -53,12 +53,16 @@ class Room:
     Attributes:
         columns: The columns that a row may have: those of the prompt, and the tokens to come.
         offsets_B: What is added to a row's column to get its slot; None where all rows have slots of their own.
+        last_B: The last slot of every row on a shared axis.
+        axis: Its plan.
     """
 
     layers: list[Any]
     size: Size
     columns: int
     offsets_B: Tensor | None = None
+    last_B: Tensor | None = None
+    axis: SharedAxis | None = None
 
     def first_rows(self, rows: int) -> Room:
         """Return room of fewer rows in the same memory: the first rows, or any rows of a shared axis."""
@@ -67,8 +71,33 @@ class Room:
             part = DynamicLayer()
             part.keys, part.values = layer.keys[:rows], layer.values[:rows]
             layers.append(part)
-        offsets_B = None if self.offsets_B is None else self.offsets_B[:rows]
-        return Room(layers, self.size, self.columns, offsets_B)
+        room = Room(layers, self.size, self.columns)
+        if self.offsets_B is not None and self.last_B is not None:
+            room.offsets_B, room.last_B = self.offsets_B[:rows], self.last_B[:rows]
+        return room
+
+    def share(self, axis: SharedAxis, device: torch.device) -> None:
+        """Let the rows of a batch lie on the one axis of this room."""
+        self.columns = axis.columns
+        self.offsets_B = torch.tensor(axis.offsets, device=device)
+        self.last_B = torch.tensor(axis.lasts, device=device)
+        self.axis = axis
+
+    def begin_rows(self, places: Sequence[int], lengths: Sequence[int], columns: int) -> None:
+        """Make room for rows whose prompts end with the last of so many columns, where other rows of a batch were."""
+        assert self.axis is not None and self.offsets_B is not None
+        device = self.offsets_B.device
+        offsets = []
+        slots: list[int] = []
+        for place, length in zip(places, lengths, strict=True):
+            begin = self.axis.begins[place]
+            offsets.append(begin - (columns - length))
+            slots += range(begin, self.axis.lasts[place] + 1)
+        self.offsets_B.index_copy_(0, on_device(places, device), on_device(offsets, device))
+        for layer in self.layers:  # attention multiplies what it does not see by zero, also what is no number
+            slots_T = on_device(slots, layer.keys.device)
+            for states in states_of(layer):
+                states.index_fill_(2, slots_T, 0)
 
     def take_rows(self, places: Sequence[int], of_all: Room, length: int) -> None:
         """Take over rows of another room in the same memory, with the first columns of their keys and values.
@@ -80,8 +109,9 @@ class Room:
             length: Its columns so far.
         """
         self.columns = of_all.columns
-        if of_all.offsets_B is not None:
-            self.offsets_B = of_all.offsets_B[on_device(places, of_all.offsets_B.device)]
+        if of_all.offsets_B is not None and of_all.last_B is not None:
+            places_N = on_device(places, of_all.offsets_B.device)
+            self.offsets_B, self.last_B = of_all.offsets_B[places_N], of_all.last_B[places_N]
             return
         to = [place for place, source in enumerate(places) if source != place]
         sources = [places[place] for place in to]
@@ -149,35 +179,39 @@ def bytes_of_room(layers: Sequence[Any], size: Size) -> int:
 
 @dataclass(frozen=True)
 class SharedAxis:
-    """A plan of rows on one axis: the size of the cache, the columns that fit, and every row's offset."""
+    """A plan of rows on one axis: the size of the cache, the columns that fit, every row's offset and slots."""
 
     size: Size
     columns: int
     offsets: list[int]
+    begins: list[int]
+    lasts: list[int]
 
 
-def plan_axis(lengths: Sequence[int], columns: int, due: int, slots: int) -> SharedAxis | None:
-    """Plan one axis for all rows; None if rows of equal slots are as good.
+def plan_axis(lengths: Sequence[int], columns: int, due: int, slots: int | None = None) -> SharedAxis | None:
+    """Plan one axis for all rows; None if rows of equal slots are as good, or for too many tokens.
 
     Args:
         lengths: The columns of every row from its first token on.
         columns: Those of the longest row.
         due: Tokens to come.
-        slots: What every row would have otherwise.
+        slots: What every row would have otherwise; None if it has to be one axis.
     """
-    if due > _MOST_DUE:
+    if due > MOST_DUE:
         return None
     after = due + 2  # a capture writes two tokens behind the prompt
     longest = _padded(columns + after)
-    offsets = []
+    offsets, begins, lasts = [], [], []
     begin = 0
     for length in lengths:
+        begins.append(begin)
         offsets.append(begin - (columns - length))
         begin += _padded(length + after)
+        lasts.append(begin - 1)
     size = Size(1, slots_for(begin), slots_for(longest))
-    if size.slots > _WORTH * len(lengths) * min(longest, slots):
+    if slots is not None and size.slots > _WORTH * len(lengths) * min(longest, slots):
         return None
-    return SharedAxis(size, columns + after, offsets)
+    return SharedAxis(size, columns + after, offsets, begins, lasts)
 
 
 def _padded(slots: int) -> int:

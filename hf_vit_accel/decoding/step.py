@@ -112,6 +112,7 @@ class DecodeStep:
         self._mask_B11S = torch.zeros(len(keys), 1, 1, keys.shape[2], dtype=keys.dtype, device=keys.device)
         self._ends_B2 = torch.zeros(rows, 2, dtype=torch.int32, device=keys.device)
         self._order_B = torch.arange(rows, dtype=torch.int32, device=keys.device)  # of the rows, the longest first
+        self._last_B = torch.full_like(self._slots_B, keys.shape[2] - 1)  # slots of rows
         self._logits: Tensor | None = None
         self.length = 0  # tokens in the cache, counted on the host
         self.graph_bytes = 0
@@ -138,6 +139,8 @@ class DecodeStep:
         for column, end in ((begins_B, 0), (torch.full_like(begins_B, length), 1)):
             self._ends_B2[:, end] = self.room.slots_of(rows_B, column).slots_T
         self._slots_B.copy_(self._ends_B2[:, 1])
+        if self.room.last_B is not None:
+            self._last_B.copy_(self.room.last_B)
         self._order_B.copy_(self._ends_B2.diff()[:, 0].argsort(descending=True))
         self.length = length
         self._mask_B11S.fill_(float("-inf"))
@@ -174,11 +177,12 @@ class DecodeStep:
         """Compute one step, and advance the buffers. This is what a graph captures."""
         states = [state.data_ptr() for layer in self.layers for state in states_of(layer)]
         self._mask_B11S.index_fill_(3, self._slots_B, 0.0)
-        self._ends_B2[:, 1].add_(1)
+        torch.add(self._slots_B, 1, out=self._ends_B2[:, 1])
         # A cache of cast weights gains nothing, since a step uses each weight once.
         with torch.autocast(*self.reading.autocast, cache_enabled=False), torch.no_grad():
             self._logits = self.reading.head(self._hidden_B1E())
-        self._slots_B.add_(1)
+        # A row that has ended may go on for longer than it has slots. It stays at its last one.
+        torch.minimum(self._slots_B + 1, self._last_B, out=self._slots_B)
         self._positions.add_(1)
         now = [state.data_ptr() for layer in self.layers for state in states_of(layer)]
         assert now == states, "not in place"

@@ -17,6 +17,9 @@ from hf_vit_accel.decoding.step import DecodeStep
 from hf_vit_accel.decoding.text_models import Reading, UnservedError
 from hf_vit_accel.graphs.recorder import CudaRecorder, free_bytes
 
+_PART_FOR_A_ROOM = 0.75
+"""Of the free memory, for keys and values."""
+
 
 def can_capture(device: torch.device) -> bool:
     """Return whether a device replays graphs. A CPU runs every step."""
@@ -26,6 +29,11 @@ def can_capture(device: torch.device) -> bool:
 def spare_bytes(device: torch.device) -> int:
     """Return the bytes of a device that torch can still allocate; some may lie in pieces."""
     return free_bytes(device) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def _bytes_of_forwards(device: torch.device) -> int:
+    """Return the bytes that are left for forwards."""
+    return int(torch.cuda.get_device_properties(device).total_memory) // 16
 
 
 class DecodeSteps:
@@ -40,8 +48,10 @@ class DecodeSteps:
         self.prompts = 0  # calls of one new token
         self.groups = 0  # forwards of prompts that were divided
         self.rows_left = 0  # rows that left their step when they had ended
+        self.rows_waited = 0  # rows that began in the place of one that had ended
         self.padded_reasons: dict[Hashable, str] = {}  # why stock's text model runs a prompt; empty where ours does
         self.stock_reasons: Counter[str] = Counter()
+        self.divided: Counter[str] = Counter()  # why calls ran in parts
         self.captures: Counter[str] = Counter()
         self.encoded_again: Counter[str] = Counter()
         self._last_captured: Reading | None = None
@@ -72,11 +82,20 @@ class DecodeSteps:
         steps = (self.kept.get((key_of_model, key_of_inputs, of_step)) for of_step in fitting)
         return next(filter(None, steps), None)
 
+    def bytes_for_room(self, device: torch.device) -> int:
+        """Return the bytes that a room may take once all steps are dropped. On a CPU there is no bound.
+
+        The rest is for forwards, and for what a program prepares meanwhile.
+        """
+        if device.type != "cuda":
+            return sys.maxsize
+        return int(_PART_FOR_A_ROOM * (spare_bytes(device) + self._nbytes - _bytes_of_forwards(device)))
+
     def make_space(self, nbytes: int, device: torch.device) -> None:
         """Drop the steps used least recently as long as memory is short of so many bytes, and of some for forwards."""
         if device.type != "cuda":
             return
-        nbytes += torch.cuda.get_device_properties(device).total_memory // 16
+        nbytes += _bytes_of_forwards(device)
         while self.kept and spare_bytes(device) < nbytes:
             self._trim(len(self.kept) - 1, sys.maxsize)
 
@@ -121,10 +140,17 @@ class DecodeSteps:
             text += f", prompts in {self.groups} groups"
             padded = dict.fromkeys(reason for reason in self.padded_reasons.values() if reason)
             text += f" (padded: {'; '.join(padded)})" if padded else ""
+        if self.rows_waited:
+            text += f", {self.rows_waited} rows waited for a place"
         if self.rows_left:
             text += f", {self.rows_left} rows left early"
-        counted = ("captured", self.captures), ("by stock", self.stock_reasons), ("encoded again", self.encoded_again)
-        for label, reasons in counted:
+        counted = {
+            "captured": self.captures,
+            "by stock": self.stock_reasons,
+            "in parts": self.divided,
+            "encoded again": self.encoded_again,
+        }
+        for label, reasons in counted.items():
             counts = "; ".join(f"{count} x {why}" for why, count in reasons.items())
             text += f", {reasons.total()} {label} ({counts})" if reasons else ""
         return text

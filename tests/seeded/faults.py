@@ -494,8 +494,8 @@ _BY_FILE: dict[str, dict[str, tuple[str, str, str]]] = {
             "tests/unit/test_prefill.py",
         ),
         "rows that go on keep the slots of those that left": (
-            "of_all.offsets_B[on_device(places, of_all.offsets_B.device)]",
-            "of_all.offsets_B[: len(places)]",
+            "self.offsets_B, self.last_B = of_all.offsets_B[places_N],",
+            "self.offsets_B, self.last_B = of_all.offsets_B[: len(places)],",
             "tests/unit/test_leaving_rows.py",
         ),
         "keys of rows that go on stay where they were": (
@@ -518,11 +518,33 @@ _BY_FILE: dict[str, dict[str, tuple[str, str, str]]] = {
             "tests/unit/test_prefill.py",
         ),
     },
-    "decoding/halves.py": {
+    "decoding/parts.py": {
         "a sample takes a random number too many": (
             "return is_greedy and not config.return_dict_in_generate and kinds <= OF_TOKENS",
             "return not config.return_dict_in_generate",
             "tests/unit/test_decoding.py",
+        ),
+    },
+    "decoding/waiting.py": {
+        "a row that begins later ends as early as the first": (
+            "self.criteria.begin([*place_of_row.values()], columns + self.due",
+            "self.criteria.begin([*place_of_row.values()], self._prompt.columns + self.due",
+            "tests/unit/test_waiting_rows.py -k random",
+        ),
+        "a row that ended before it began": (
+            "        self.forget(places)\n",
+            "",
+            "tests/unit/test_waiting_rows.py -k random",
+        ),
+        "tokens of a row go on with those of the next one": (
+            "is_there_BD &= is_end_BD.cumsum(1) - is_end_BD.int() == 0",
+            "pass",
+            "tests/unit/test_waiting_rows.py -k random",
+        ),
+        "rows wait beside a penalty of repetitions": (
+            "return kinds <= {SuppressTokensLogitsProcessor, EosTokenCriteria, MaxLengthCriteria}",
+            "return True",
+            "tests/unit/test_waiting_rows.py -k beside",
         ),
     },
     "decoding/leaving.py": {

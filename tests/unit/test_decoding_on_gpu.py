@@ -3,6 +3,7 @@
 import warnings
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +170,15 @@ def test_rows_that_have_ended_leave_steps(dtype: torch.dtype, longest: int, monk
     assert steps.rows_left >= 48 and len(step.smaller) > 1 and set(step.smaller) <= {36, 27, 20, 15, 11, 8}
     assert all(smaller.replay is not None for smaller in step.smaller.values())
     assert (step.room.offsets_B is not None) == (longest == 400)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_rows_that_wait_begin_between_replays(family: str) -> None:
+    """The room is used again by the next call, and rows leave once none waits any more."""
+    model = TINY[family].build().cuda()
+    row = on_gpu(tiny.left_padded(model))
+    inputs = {name: torch.cat([value] * 15) for name, value in row.items()}
+    decode = partial(graphed_decoding, max_rows=10)
+    for ends in (list(range(3, 50, 9)), list(range(3, 50, 20)), None):
+        both(model, inputs, max_new_tokens=40, custom_generate=decode, eos_token_id=ends, pad_token_id=2)
+    assert steps_of(model).rows_waited == 60 and not steps_of(model).divided and not counts_of(model).reasons

@@ -487,7 +487,7 @@ def test_a_call_whose_cache_does_not_fit_is_halved(family: str, most: int, monke
         both(model, inputs, max_new_tokens=9, custom_generate=decode, **options)
     assert min(sizes) <= most and counts_of(model).static_calls > 4
     assert set(counts_of(model).reasons) <= {"memory ran out"}, "of the step of a short prompt, which is no group"
-    assert steps_of(model).encoded_again["half of the rows at a time"] == 2
+    assert steps_of(model).encoded_again["a part of the rows at a time"] == 2
 
 
 @pytest.mark.parametrize(

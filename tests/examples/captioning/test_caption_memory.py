@@ -15,6 +15,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from captioner import model as model_module
 from captioner import pictures, worker
 from captioner.batches import Bounds
 from captioner.model import Captioner
@@ -157,11 +158,15 @@ def test_memory_is_planned_from_what_is_free(family: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 2000))
     for name in ("memory_reserved", "memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda device: 0)
+    vision_tokens = captioner.vision_tokens(inputs)
+    if model_module._TAKES_FEATURES:  # `graphed_decoding` plans the keys
+        waits = captioner.bounds()
+        assert (waits.items, waits.nbytes, waits.tokens, waits.slot_bytes) == (1024, 350, sys.maxsize, 0)
+        assert waits.token_bytes > 2 * inputs["pixel_values"].nbytes / vision_tokens
+    captioner.temperature = 0.7
     bounds = captioner.bounds()
     keys_and_values = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     assert bounds.slot_bytes == keys_and_values / inputs["input_ids"].numel()
-    vision_tokens = captioner.vision_tokens(inputs)
-    assert bounds.token_bytes > 4 * inputs["pixel_values"].nbytes / vision_tokens
     assert (bounds.items, bounds.nbytes, bounds.tokens) == (256, 700, sys.maxsize)
     assert bounds.new_tokens == 80 and captioner.bounds(9).items == 9
     captioner.patching = None

@@ -1,0 +1,170 @@
+"""Rows that wait: where a batch has more rows than a step, a row begins when another one has ended, in its place.
+
+transformers' loop runs for the rows of the step, its places. To the loop a row that begins later is one with more
+padding on its left: its prompt ends at the column where it begins, and its keys lie where the former row had its own.
+`B` rows of a call, `N` places, `T` columns of the prompt.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.logits_process import SuppressTokensLogitsProcessor
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+from hf_vit_accel.decoding.leaving import FEWEST_ROWS, WatchedCriteria
+from hf_vit_accel.decoding.packed import Arguments
+from hf_vit_accel.decoding.prefill import GroupedPrompt
+from hf_vit_accel.decoding.room import on_device, plan_axis
+
+_PARTS = 8
+"""Rows begin when one in so many places is free: a forward of few rows takes hardly less time."""
+
+
+class CannotWaitError(Exception):
+    """No row can begin later in this call, which runs in parts of so many rows instead."""
+
+    def __init__(self, reason: str, places: int) -> None:
+        super().__init__(reason)
+        self.places = places
+
+
+def may_wait(processors: LogitsProcessorList, criteria: StoppingCriteriaList) -> bool:
+    """Return whether a greedy call reads no column but the last: a row that begins later has others before it."""
+    kinds = {type(each) for each in (*processors, *criteria)}
+    return kinds <= {SuppressTokensLogitsProcessor, EosTokenCriteria, MaxLengthCriteria}
+
+
+def places_within(lengths: Sequence[int], due: int, most: int, slots: int) -> int:
+    """Return how many rows decode at once: the longest ones, whose keys have to fit.
+
+    Args:
+        lengths: The columns of every row, the longest first.
+        due: New tokens of a row.
+        most: Rows of a step.
+        slots: For how many tokens there is memory.
+    """
+    places = min(len(lengths), most)
+    while places > FEWEST_ROWS:
+        axis = plan_axis(lengths[:places], lengths[0], due)
+        if axis is not None and axis.size.slots <= slots:
+            break
+        places = places * 3 // 4
+    return places
+
+
+class WaitingRows:
+    """The rows of a call in the order in which they begin, the longest first, and the places that they take.
+
+    Args:
+        prompt: The arguments of all rows, to be cut.
+        cache: The call's, still empty.
+        places: How many rows decode at once.
+        due: New tokens of a row.
+        criteria: Of the call.
+
+    Attributes:
+        criteria: Of the places.
+    """
+
+    def __init__(
+        self, prompt: GroupedPrompt, cache: Cache, places: int, due: int, criteria: StoppingCriteriaList
+    ) -> None:
+        self.places = places
+        self.due = due
+        self._prompt = prompt
+        self._cache = cache
+        self._empty_cache = copy.deepcopy(cache)
+        # A row fits wherever a longer one was.
+        order = sorted(range(len(prompt.lengths_B)), key=prompt.lengths_B.__getitem__, reverse=True)
+        self._waiting = order[places:]
+        # Of every row that has begun: its place, and the column of its first token.
+        self._begun = {row: (place, prompt.columns) for place, row in enumerate(order[:places])}
+        self._ends = [criterion for criterion in criteria if isinstance(criterion, EosTokenCriteria)]
+        last_columns = [prompt.columns + due] * places
+        self.criteria = _CriteriaOfPlaces(self._ends, last_columns, is_last=not self._waiting)
+
+    def __len__(self) -> int:
+        """Return how many rows have not begun yet."""
+        return len(self._waiting)
+
+    def first_arguments(self) -> Arguments:
+        """Return the arguments of the rows that begin at once."""
+        return self._prompt.inputs_of([*self._begun], self._cache, self._prompt.columns)
+
+    def first_features(self) -> dict[str, Any]:
+        """Return their features that are encoded already, by modality."""
+        return self._prompt.encoded_of([*self._begun])
+
+    def arguments_of(self, rows: Sequence[int]) -> Arguments:
+        """Return the arguments of rows that begin later, with a cache of their own."""
+        columns = max(self._prompt.lengths_B[row] for row in rows)
+        return self._prompt.inputs_of(rows, copy.deepcopy(self._empty_cache), columns)
+
+    def features_of(self, rows: Sequence[int]) -> dict[str, Any]:
+        return self._prompt.encoded_of(rows)
+
+    def take_places(self, go_on: Sequence[bool], columns: int) -> dict[int, int]:
+        """Let rows begin in the places of rows that have ended; return their places. None begin while few are free.
+
+        Args:
+            go_on: Of every place whether its row goes on; none if the host does not know.
+            columns: Of all rows so far.
+        """
+        free = [place for place, goes_on in enumerate(go_on) if not goes_on]
+        if not free or not self._waiting or len(free) < self.places // _PARTS:
+            return {}
+        place_of_row = dict(zip(self._waiting, free, strict=False))
+        del self._waiting[: len(place_of_row)]
+        self._begun.update({row: (place, columns) for row, place in place_of_row.items()})
+        self.criteria.begin([*place_of_row.values()], columns + self.due, is_last=not self._waiting)
+        return place_of_row
+
+    def collected(self, ids_BT: Tensor, ids_NC: Tensor, pad_token: int) -> Tensor:
+        """Return the tokens of all rows as stock returns them: the prompt, new tokens, padding behind the end.
+
+        Args:
+            ids_BT: The prompt.
+            ids_NC: What the loop returned for the places.
+            pad_token: The padding.
+        """
+        device = ids_NC.device
+        places, begins = zip(*(self._begun[row] for row in range(len(ids_BT))), strict=True)
+        columns_BD = torch.tensor(begins, device=device)[:, None] + torch.arange(self.due, device=device)
+        is_there_BD = columns_BD < ids_NC.shape[1]
+        tokens_BD = ids_NC[torch.tensor(places, device=device)[:, None], columns_BD.clamp_max(ids_NC.shape[1] - 1)]
+        for criterion in self._ends:
+            is_end_BD = torch.isin(tokens_BD, criterion.eos_token_id.to(device))
+            is_there_BD &= is_end_BD.cumsum(1) - is_end_BD.int() == 0
+        tokens_BD = tokens_BD.masked_fill(~is_there_BD, pad_token)
+        return torch.cat([ids_BT, tokens_BD[:, : int(is_there_BD.sum(1).max())]], dim=1)
+
+
+class _CriteriaOfPlaces(WatchedCriteria):
+    """Stopping criteria of places. The loop hears of no end as long as rows wait, which may yet begin there."""
+
+    def __init__(self, ends: Sequence[EosTokenCriteria], last_columns: Sequence[int], *, is_last: bool) -> None:
+        super().__init__(StoppingCriteriaList(ends))
+        self._last_columns = list(last_columns)  # with the last token of every place
+        self._is_last = is_last  # no more rows wait
+
+    def __call__(self, input_ids: Tensor, scores: Any, **options: Any) -> Any:
+        ends_N = StoppingCriteriaList.__call__(self, input_ids, scores, **options)
+        columns = input_ids.shape[1]
+        full = [place for place, last in enumerate(self._last_columns) if columns == last]
+        if full:
+            ends_N.index_fill_(0, on_device(full, ends_N.device), True)
+        has_ended_N = self.remember(ends_N)
+        return has_ended_N.clone() if self._is_last else torch.zeros_like(has_ended_N)
+
+    def begin(self, places: Sequence[int], last_column: int, *, is_last: bool) -> None:
+        """Remember that rows begin at some places, the column of their last token, and whether others wait."""
+        self.forget(places)
+        for place in places:
+            self._last_columns[place] = last_column
+        self._is_last = is_last

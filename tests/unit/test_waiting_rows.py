@@ -1,0 +1,210 @@
+"""Rows that wait for a place in a step: tokens are stock's, whatever decodes beside them."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.decoding import Counts, both, counts_of
+from support.recorded_ops import OperationRecorder
+from support.towers import alike
+from test_prefill import MODELS, Inputs, batch, features_of, ragged, small_groups
+from transformers import SuppressTokensLogitsProcessor
+
+from hf_vit_accel import graphed_decoding, patch, status
+from hf_vit_accel.decoding import leaving, loop, room, waiting
+from hf_vit_accel.decoding.packed import PackedPrompt
+from hf_vit_accel.decoding.step import DecodeStep
+from hf_vit_accel.decoding.steps import DecodeSteps, steps_of
+
+__all__ = ["small_groups"]
+ENDS: Inputs = dict(eos_token_id=list(range(3, 50, 4)), pad_token_id=2)
+"""A fourth of all tokens end a row."""
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let rows of small batches wait, and leave at the end."""
+    for module in (leaving, loop, waiting):
+        monkeypatch.setattr(module, "FEWEST_ROWS", 2)
+    monkeypatch.setattr(loop, "WORTH_A_CAPTURE", 1)
+
+
+def in_places(places: int, **options: Any) -> Callable[..., Any]:
+    """Return a `graphed_decoding` of so many rows at once."""
+    return functools.partial(graphed_decoding, max_rows=places, **options)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("family", ["qwen2_5_vl", *alike("qwen3_vl", "qwen2_vl")])
+@pytest.mark.parametrize("calls", [8, pytest.param(170, marks=pytest.mark.matrix)])
+def test_random_batches_give_stocks_tokens_whatever_waits(family: str, calls: int) -> None:
+    """No, one and several pictures and videos, padding, ends, few and many places; rows leave after the last began."""
+    model = patch(MODELS[family].build())
+    rng = random.Random(calls)
+    waited_rows = 0
+    for seed in range(calls):
+        rows = rng.randint(5, 17)
+        places = rng.randint(2, rows - 1)
+        inputs = batch(model, rng, rows) if rng.random() < 0.7 else ragged(model, *[20] * rows)  # of one length
+        before = {name: value.clone() for name, value in inputs.items()}
+        ends = dict(eos_token_id=list(range(3, 50, rng.choice([2, 4, 9, 60]))), pad_token_id=2)
+        options: Inputs = rng.choice([{}, dict(suppress_tokens=[9, 10]), dict(eos_token_id=None)])
+        with torch.inference_mode(rng.random() < 0.3):
+            tokens = rng.choice([3, 9, 30])
+            both(model, inputs, seed, max_new_tokens=tokens, custom_generate=in_places(places), **(ends | options))
+        assert all(torch.equal(inputs[name], value) for name, value in before.items())
+        waited_rows += rows - places
+    assert steps_of(model).rows_waited == waited_rows and f"{waited_rows} rows waited for a place" in str(status(model))
+    assert counts_of(model) == Counts(calls, {}) and not steps_of(model).divided
+
+
+def test_a_row_that_has_ended_writes_no_keys_of_its_neighbours(recorder: type[OperationRecorder]) -> None:
+    """Rows that begin late let all others go on in vain, for longer than these have slots."""
+    model = MODELS["qwen2_5_vl"].build()
+    inputs = ragged(model, *[49] * 7)
+    at_last_slot: list[bool] = []
+    run = DecodeStep.__call__
+
+    def run_and_look(step: DecodeStep, ids_B1: torch.Tensor) -> torch.Tensor:
+        logits = run(step, ids_B1)
+        assert step.room.last_B is not None
+        at_last_slot.append(bool((step._slots_B == step.room.last_B).any()))
+        return logits
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(DecodeStep, "__call__", run_and_look)
+        patches.setattr(loop, "WORTH_A_CAPTURE", 1 << 40)  # none leaves
+        ends = dict(eos_token_id=[3, 23, 43], pad_token_id=2)
+        both(model, inputs, max_new_tokens=100, custom_generate=in_places(3), **ends)
+    assert any(at_last_slot) and steps_of(model).rows_waited == 4
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("family", alike("qwen3_vl", "qwen2_5_vl"))
+def test_rows_that_wait_take_features_that_are_given(family: str) -> None:
+    model = patch(MODELS[family].build())
+    model._supports_mm_encoder_outputs = lambda: False
+    for seed in range(3):
+        inputs = batch(model, random.Random(seed), 9)
+        decode = in_places(3, features=features_of(model, inputs))
+        calls = status(model).towers[0].calls
+        ours = model.generate(**inputs, **ENDS, max_new_tokens=9, custom_generate=decode)
+        encoded_again = status(model).towers[0].calls - calls
+        assert torch.equal(ours, model.generate(**inputs, **ENDS, max_new_tokens=9))
+        assert encoded_again == 0 or seed == 0  # a prompt is proven with pixels first
+    assert steps_of(model).rows_waited == 18
+
+
+@given(st.randoms(use_true_random=False))
+def test_rows_wait_for_memory(rng: random.Random) -> None:
+    """Keys of as many of the longest rows as fit."""
+    model = MODELS["qwen2_5_vl"].build()
+    rooms: list[room.Size] = []
+    make_room = loop.make_room
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(loop, "make_room", lambda layers, size: rooms.append(size) or make_room(layers, size))
+        inputs = batch(model, rng, rng.randint(5, 12))
+        slot_bytes = loop.bytes_of_slot(model)
+        slots = rng.choice([256, 512, 1024, 4096])
+        patches.setattr(DecodeSteps, "bytes_for_room", lambda *_: slots * slot_bytes)
+        both(model, inputs, max_new_tokens=12, **ENDS)
+    assert all(size.rows * size.slots <= max(slots, 512) for size in rooms), "two rows decode in any case"
+    assert not counts_of(model).reasons
+
+
+class Streamer:
+    def put(self, tokens: torch.Tensor) -> None: ...
+
+    def end(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(do_sample=True),
+        dict(repetition_penalty=1.2),
+        dict(min_new_tokens=4),
+        dict(max_time=1e6),
+        dict(return_dict_in_generate=True, output_scores=True),
+        dict(make_streamer=Streamer),
+        dict(make_logits_processor=lambda: [lambda input_ids, scores: scores]),
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_no_row_waits_where_others_are_seen_beside_it(options: Inputs) -> None:
+    """Random numbers are drawn for all rows; processors read columns, and code of users sees all rows."""
+    model = MODELS["qwen2_5_vl"].build()
+    inputs = batch(model, random.Random(0), 1 if "make_streamer" in options else 9)
+    both(model, inputs, max_new_tokens=9, custom_generate=in_places(3), **ENDS, **options)
+    assert counts_of(model) == Counts(1, {}) and not steps_of(model).rows_waited
+
+
+def _refuse_prompts(patches: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ArithmeticError("a packed prompt differs")
+
+    patches.setattr(PackedPrompt, "logits", refuse)
+
+
+def _refuse_steps(patches: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ArithmeticError("logits differ")
+
+    patches.setattr(DecodeStep, "prove", refuse)
+
+
+@pytest.mark.parametrize("refuse", [_refuse_prompts, _refuse_steps])
+def test_a_call_whose_rows_cannot_wait_runs_in_parts(refuse: Callable[..., None]) -> None:
+    model = patch(MODELS["qwen2_5_vl"].build())
+    inputs = batch(model, random.Random(1), 9)
+    with pytest.MonkeyPatch.context() as patches:
+        refuse(patches)
+        both(model, inputs, max_new_tokens=9, custom_generate=in_places(4), **ENDS)
+    assert steps_of(model).divided.total() == 1 and not steps_of(model).rows_waited
+    assert "1 in parts (1 x " in str(status(model))
+
+
+@pytest.mark.usefixtures("way")
+def test_memory_that_runs_out_as_rows_begin_halves_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = patch(MODELS["qwen2_5_vl"].build())
+    inputs = batch(model, random.Random(1), 9)
+    fail = iter([True])
+    begin_rows = room.Room.begin_rows
+
+    def begin_rows_once(*args: Any) -> None:
+        if next(fail, False):
+            raise torch.OutOfMemoryError
+        begin_rows(*args)
+
+    monkeypatch.setattr(room.Room, "begin_rows", begin_rows_once)
+    both(model, inputs, max_new_tokens=9, custom_generate=in_places(3), **ENDS)
+    assert steps_of(model).rows_waited == 3, "of four and five rows, three begin at once"
+    with pytest.raises(torch.OutOfMemoryError):
+        fail = iter([True])
+        both(model, inputs, max_new_tokens=9, custom_generate=in_places(3, halve=False), **ENDS)
+
+
+@pytest.mark.usefixtures("way")
+def test_a_room_that_is_used_again_holds_nothing_of_before() -> None:
+    """The next call takes the step of the last one. A key that is no number would spoil whoever reads it."""
+    model = MODELS["qwen2_5_vl"].build()
+    inputs = batch(model, random.Random(5), 9)
+    for _ in range(2):
+        both(model, inputs, max_new_tokens=9, custom_generate=in_places(3), **ENDS)
+        for step in steps_of(model).kept.values():
+            for layer in step.layers:
+                layer.keys.fill_(float("nan"))
+                layer.values.fill_(float("nan"))
+    assert counts_of(model) == Counts(2, {}) and len(steps_of(model).kept) == 1
+
+
+def test_tokens_to_suppress_are_known() -> None:
+    processors = [SuppressTokensLogitsProcessor([1], device="cpu")]
+    assert loop.may_wait(processors, []) and not loop.may_wait([*processors, Streamer()], [])
