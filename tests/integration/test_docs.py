@@ -7,7 +7,6 @@ import inspect
 import io
 import re
 import shlex
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import pytest
 import torch
 import transformers
 import typer
+from captioner.processors import load_processor
 from PIL import Image
 from support.libraries import start_process_group
 from support.versions import ENCODES_AGAIN
@@ -26,10 +26,6 @@ import hf_vit_accel
 from hf_vit_accel.tools.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "examples"))
-
-from captioner.processors import load_processor  # noqa: E402
-
 README = ROOT / "README.md"
 START = ROOT / "docs" / "index.md"
 PAGES = sorted((ROOT / "docs").glob("*.md"))

@@ -13,6 +13,7 @@ import copy
 import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -122,21 +123,16 @@ class GraphMachine(RuleBasedStateMachine):
         for name in names:
             self.seed += 1
             inputs.append((pixels_for(tower, GRIDS[name], self.seed), torch.tensor(GRIDS[name])))
-        outputs: dict[int, Any] = {}
 
-        def work(index: int) -> None:
+        def work(tower: Any, pixels_TP: torch.Tensor, grid_N3: torch.Tensor) -> list[torch.Tensor]:
             with torch.no_grad():
-                outputs[index] = outputs_of(tower(inputs[index][0], grid_thw=inputs[index][1]))
+                return outputs_of(tower(pixels_TP, grid_thw=grid_N3))
 
-        threads = [threading.Thread(target=work, args=(index,)) for index in range(len(names))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(len(names)) as threads:
+            answers = [threads.submit(work, tower, *of_call) for of_call in inputs]
         self.calls += len(names)
-        with torch.no_grad():
-            for index, (pixels_TP, grid_N3) in enumerate(inputs):
-                assert_close(outputs[index], outputs_of(stock(pixels_TP, grid_thw=grid_N3)))
+        for answer, of_call in zip(answers, inputs, strict=True):
+            assert_close(answer.result(), work(stock, *of_call))
 
     @rule(first=st.sampled_from(sorted(GRIDS)), second=st.sampled_from(sorted(GRIDS)), reverse=st.booleans())
     def train_on_two_calls_at_once(self, first: str, second: str, reverse: bool) -> None:

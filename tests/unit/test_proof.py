@@ -1,10 +1,8 @@
 """Test the proof of a tower's class: at bad moments, in child processes, and where it cannot run."""
 
-import multiprocessing
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from multiprocessing.queues import Queue
 from unittest.mock import Mock
 
 import pytest
@@ -13,6 +11,7 @@ from support.towers import ONE_TOWER
 from tiny import GRIDS, TINY, assert_close, relative_error, run_tower, tower_of
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.multiprocessing import start_processes
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules import module as torch_module
 from torch.utils.flop_counter import FlopCounterMode
@@ -127,18 +126,14 @@ def test_missing_parts_are_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "is not built as qwen2_vl is known" in (prove(tower).why_not_fast or "") and prove(tower).is_verdict
 
 
-def prove_in_child(tower: nn.Module, queue: Queue) -> None:
-    queue.put(prove(tower).why_not_fast or "proven")
+def prove_in_child(_: int, tower: nn.Module) -> None:
+    assert prove(tower).why_not_fast is None
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_proof_in_a_forked_child(tower: nn.Module) -> None:
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    child = context.Process(target=prove_in_child, args=(tower, queue))
-    child.start()
-    assert queue.get(timeout=60) == "proven"
-    child.join()
+    child = start_processes(prove_in_child, (tower,), nprocs=1, join=False, daemon=True, start_method="fork")
+    assert child.join(timeout=60), "it waits for a lock that its parent held"
 
 
 def test_a_tower_with_a_method_of_its_own_stays_stock() -> None:

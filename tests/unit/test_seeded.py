@@ -1,14 +1,11 @@
 """The seeded faults still fit the source: each replaces text that stands there once."""
 
-import sys
 from pathlib import Path
 
 import pytest
+from seeded.faults import FAULTS, Fault
 
 import hf_vit_accel
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "seeded"))
-from faults import FAULTS, Fault
 
 PACKAGE = Path(hf_vit_accel.__file__).parent
 
