@@ -163,10 +163,12 @@ class CudaRecorder:
 
     def wait(self) -> None:
         """Let work that is queued from now on begin after the last `done`."""
-        stream = torch.cuda.current_stream(self._device)
-        if self._last_stream is not None and self._last_stream != stream:
-            stream.wait_event(self._event)
-        self._last_stream = stream
+        last = self._last_stream
+        if last is not None and last.cuda_stream == torch._C._cuda_getCurrentRawStream(self._stream.device_index):
+            return  # the work of one stream runs in order
+        self._last_stream = torch.cuda.current_stream(self._device)
+        if last is not None:
+            self._last_stream.wait_event(self._event)
 
     def done(self) -> None:
         """Mark the static buffers as free for the next `wait`, on the stream of the last one."""

@@ -54,8 +54,11 @@ class Event:
 class Stream:
     """What a recorder sees of a stream."""
 
+    device_index = 1
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.waited_for: list[Any] = []
+        self.cuda_stream = id(self)
 
     def wait_event(self, event: Event) -> None:
         self.waited_for.append(event.stream)
@@ -71,6 +74,7 @@ def test_a_use_waits_for_the_last_one_on_another_stream(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[device])
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: current[device].cuda_stream, raising=False)
     recorder = CudaRecorder(device)
     if has_waited:
         recorder.wait()
