@@ -47,591 +47,488 @@ LORA = "tests/unit/test_adapter.py"
 SCRIPTS = "tests/examples/test_scripts.py"
 FAULTS_OF_PARTS = "tests/integration/test_faults.py tests/integration/test_faults_of_backends.py"
 
-_BY_FILE: dict[str, dict[str, tuple[str, str, str]]] = {
-    "layout.py": {
+_BY_PLACE: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
+    ("layout.py", LAYOUT): {
         "an offset of clips is that of frames": (
             "t_F * h_F * w_F if geometry.clips else np.repeat(h_F * w_F, t_F)",
             "np.repeat(h_F * w_F, t_F)",
-            LAYOUT,
         ),
         "windows of a frame are counted by the height alone": (
             "row // side * -(-w // side) + column // side",
             "row // side * -(-h // side) + column // side",
-            LAYOUT,
         ),
         "the inverse order is the order": (
             "inverse_index_M[window_index_M] = np.arange(len(window_index_M))",
             "inverse_index_M[:] = window_index_M",
-            LAYOUT,
         ),
         "positions lie in row-major order": (
             "blocks = positions.reshape(h // merge, merge, w // merge, merge, 2).swapaxes(1, 2)",
             "blocks = positions",
-            LAYOUT,
         ),
         "weights of the table's other axis": (
             "weights_TK = (weights[0][:, :, None] * weights[1][:, None, :])",
             "weights_TK = (weights[1][:, :, None] * weights[0][:, None, :])",
-            LAYOUT,
         ),
         "arrays overlap when they are packed": (
             "total += -(-array.nbytes // _ALIGN) * _ALIGN",
             "total += array.nbytes // _ALIGN * _ALIGN",
-            LAYOUT,
         ),
     },
-    "engine/encoder.py": {
+    ("engine/encoder.py", FAMILIES): {
         "features stay in the order of windows": (
             'outputs[-1] = outputs[-1][tensors["inverse_index"]]',
             'outputs[-1] = outputs[-1][tensors["window_index"]]',
-            FAMILIES,
         ),
         "positions are not reordered with the rows": (
             "positions_T2 = positions_T2.unflatten(0, merges)[window_index_M].flatten(0, 1)",
             "pass",
-            FAMILIES,
         ),
         "the residual is kept beside deepstack, and added twice": (
             "            del merged\n            delta_TE = None\n",
             "            del merged\n",
-            FAMILIES,
         ),
+    },
+    ("engine/encoder.py", "tests/integration/test_checkpoint_functions.py"): {
         "a merger under a checkpoint wrapper keeps what its gradient needs": (
             "finish = ops.finish_by(_checkpointed(ops.merge, merger_checkpoint))",
             "finish = ops.finish",
-            "tests/integration/test_checkpoint_functions.py",
         ),
     },
-    "engine/route.py": {
+    ("engine/route.py", TOWER): {
         "a layout is found by the number of its rows": (
             "return self.cache.get(RouteKey(grid, spec, stream, replay, budget), make)",
             "return self.cache.get((sum(t * h * w for t, h, w in grid), spec, stream, replay, budget), make)",
-            TOWER,
         ),
+    },
+    ("engine/route.py", GRAPHS): {
         "a graph is found by the number of its rows": (
             "return self.metadata.rows, arrays, plans",
             "return self.metadata.rows",
-            GRAPHS,
         ),
     },
-    "tower/stock_way.py": {
+    ("tower/stock_way.py", "tests/unit/test_attention_only.py"): {
         "segments of an attention-only tower are those of its first layout": (
             "route = state.routes.get(grid, state.attention_spec(",
             "route = state.last_route or state.routes.get(grid, state.attention_spec(",
-            "tests/unit/test_attention_only.py",
         ),
     },
-    "families/interface.py": {
-        "pixels of another grid are taken": (
-            "if rows != pixels.shape[0]:",
-            "if rows < 0:",
-            "tests/integration/test_fuzz.py",
-        ),
-        "frames that pad a batch count as images": ("if t or h < 0 or w < 0])", "])", TOWER),
+    ("families/interface.py", "tests/integration/test_fuzz.py"): {
+        "pixels of another grid are taken": ("if rows != pixels.shape[0]:", "if rows < 0:"),
     },
-    "graphs/runner.py": {
-        "arrays of the layout are not copied before a replay": ("self.packed.copy_(route.packed)", "pass", GRAPHS),
+    ("families/interface.py", TOWER): {
+        "frames that pad a batch count as images": ("if t or h < 0 or w < 0])", "])"),
+    },
+    ("graphs/runner.py", GRAPHS): {
+        "arrays of the layout are not copied before a replay": ("self.packed.copy_(route.packed)", "pass"),
         "arrays of another layout of the same spec are not copied": (
             "if self.packed_route is not route:",
             "if self.packed_route.spec is not route.spec:",
-            GRAPHS,
         ),
         "outputs are those of the graph of a layout, not copies": (
             "return [output.clone() for output in graph.outputs]",
             "return list(graph.outputs)",
-            GRAPHS,
         ),
-        "pixels of the last call stay behind those of this one": ("graph.pixels_TP[rows:].zero_()", "pass", GRAPHS),
-        "outputs are those of the graph, not copies": (
-            "results.append(fresh.clone())",
-            "results.append(fresh)",
-            GRAPHS,
-        ),
+        "pixels of the last call stay behind those of this one": ("graph.pixels_TP[rows:].zero_()", "pass"),
+        "outputs are those of the graph, not copies": ("results.append(fresh.clone())", "results.append(fresh)"),
     },
-    "graphs/budgets.py": {
+    ("graphs/budgets.py", GRAPHS): {
         "padding rows join the last image": (
             "    if parts:\n        shares",
             "    lengths_S[segments.count - 1] += spare_rows\n    if False:\n        shares",
-            GRAPHS,
         ),
         "the last tokens of a padded layout are not permuted": (
             "of_tokens[name][len(array) :] = np.arange(len(array), tokens)",
             "of_tokens[name][len(array) - 4 :] = np.arange(len(array) - 4, tokens)",
-            GRAPHS,
         ),
     },
-    "graphs/store.py": {
+    ("graphs/store.py", "tests/integration/test_changes.py"): {
         "weights that moved do not make graphs stale": (
             "or self._identities[-1] != identity:",
             "or self._identities[-1]._replace(memory=identity.memory) != identity:",
-            "tests/integration/test_changes.py",
         ),
+    },
+    ("graphs/store.py", STEPS): {
         "trained tensors do not make graphs stale": (
             "or self._identities[-1] != identity:",
             "or self._identities[-1]._replace(requires_grad=identity.requires_grad) != identity:",
-            STEPS,
         ),
+    },
+    ("graphs/store.py", AUTO): {
         "graphs take all the memory that is free": (
             "return NO_ROOM if self.nbytes >= most_bytes else None",
             "return None",
-            AUTO,
         ),
         "a failed capture leaves the recorder in use": (
             "isinstance(error, Fault) else ())\n        finally:\n            recorder.done()",
             "isinstance(error, Fault) else ())\n        else:\n            recorder.done()",
-            AUTO,
         ),
     },
-    "graphs/training.py": {
+    ("graphs/training.py", STEPS): {
         "a second call overwrites the activations of the first": (
             "if last is not None and not last.is_over:",
             "if False:",
-            STEPS,
         ),
         "gradients of an overwritten call come from the graph": (
             "is_overwritten = was_over or self._last is None or self._last() is not call",
             "is_overwritten = False",
-            STEPS,
         ),
     },
-    "graphs/step.py": {
+    ("graphs/step.py", STEPS): {
         "gradients of the graph are not copied": (
             "copies = [torch.empty_like(gradient) for gradient in self.gradients]\n"
             "        if copies:\n            torch._foreach_copy_(copies, self.gradients)",
             "copies = list(self.gradients)",
-            STEPS,
         ),
         "a shared parameter keeps the gradient of one stage": (
             "gradient if earlier is None else earlier.add_(gradient)",
             "gradient",
-            STEPS,
         ),
     },
-    "graphs/policy.py": {
-        "captures need not be paid for": ("if self.credit < captures * _CAPTURE:", "if False:", AUTO),
+    ("graphs/policy.py", AUTO): {
+        "captures need not be paid for": ("if self.credit < captures * _CAPTURE:", "if False:"),
     },
-    "graphs/memory.py": {
+    ("graphs/memory.py", AUTO): {
         "graphs stay when memory runs out": (
             'store.give_up("device memory ran out after graphs were captured")',
             "pass",
-            AUTO,
         ),
     },
-    "options/passes.py": {
+    ("options/passes.py", PASSES): {
         "a pass begins a frame late": (
             "            room = max_rows\n",
             "            room = max_rows\n            if len(passes) > 2:\n                continue\n",
-            PASSES,
         ),
         "an output of a pass is written to the rows of another": (
             "[output[start * len(output) // total :",
             "[output[start:",
-            PASSES,
         ),
     },
-    "options/split.py": {
-        "the last frames of long videos are in no pass": (
-            "for frame in range(t)]",
-            "for frame in range(min(t, 4))]",
-            PASSES,
-        ),
+    ("options/split.py", PASSES): {
+        "the last frames of long videos are in no pass": ("for frame in range(t)]", "for frame in range(min(t, 4))]"),
     },
-    "engine/recorded.py": {
+    ("engine/recorded.py", PASSES + " " + STEPS): {
         "a weight written before the backward goes unseen": (
             "return isinstance(self.value, Tensor) and version_of(self._counted) != self._version",
             "return False",
-            PASSES + " " + STEPS,
         ),
     },
-    "options/reuse.py": {
+    ("options/reuse.py", REUSE): {
         "pictures of equal checksums are equal": (
             "            if is_equal:\n                sources[index] = candidate",
             "            sources[index] = candidate",
-            REUSE,
         ),
-        "features of earlier weights are used": (
-            "identity = weights_sum, table.form,",
-            "identity = table.form,",
-            REUSE,
-        ),
+        "features of earlier weights are used": ("identity = weights_sum, table.form,", "identity = table.form,"),
         "the gradient of a repeated picture is that of its last copy": (
             "return zeros.index_add(0, source_rows_T, grad.to(dtype)).to(grad.dtype), None, None",
             "return zeros.index_copy(0, source_rows_T, grad.to(dtype)).to(grad.dtype), None, None",
-            REUSE,
         ),
         "kept features are the caller's tensors": (
             "bits_TW, *clones = [tensor.clone() for tensor in tensors]",
             "bits_TW, *clones = tensors",
-            REUSE,
         ),
         "distinct pictures get the features of others": (
             "pieces = [pieces_of_call[index] for index in repeats.encoded]",
             "pieces = list(pieces_of_call[: len(repeats.encoded)])",
-            REUSE,
         ),
     },
-    "options/data_parallel.py": {
+    ("options/data_parallel.py", RANKS): {
         "gradients of one rank are scaled by the number of ranks": (
             "dweights[index] = total if ranks_reached or has_hooks else None",
             "dweights[index] = total / len(assignment.rows) if ranks_reached or has_hooks else None",
-            RANKS,
         ),
         "a rank takes the outputs of its neighbour": (
             "self._assignment.put_together([outputs_there[index] for outputs_there in by_rank], output)",
             "self._assignment.put_together([outputs_there[index] for outputs_there in by_rank[::-1]], output)",
-            RANKS,
         ),
         "gradients of a replayed share pass the sum over ranks": (
             "plan = replace(plan, parameters=[alias_of.get(id(weight), weight) for weight in plan.parameters])",
             "pass",
-            RANKS,
         ),
+    },
+    ("options/data_parallel.py", "tests/unit/test_not_shared.py"): {
         "a rank that runs stock tells nobody": (
             'self._exchange(attempt, Report(grid=plan.inputs.grid, why_alone="; ".join(reasons)))',
             "pass",
-            "tests/unit/test_not_shared.py",
         ),
         "hooks inside a shared call see a share of its rows": (
             "            if plan.why_whole is not None:",
             "            if False:",
-            "tests/unit/test_not_shared.py",
         ),
     },
-    "ops/heads.py": {
+    ("ops/heads.py", KERNELS): {
         "values are normalised like keys": (
             "x = tl.where(kind == 2, x, tl.where(kind == 0, q, k)",
             "x = tl.where(kind == 3, x, tl.where(kind == 0, q, k)",
-            KERNELS,
         ),
     },
-    "ops/training/norm_backward.py": {
+    ("ops/training/norm_backward.py", BACKWARD): {
         "the norm of a LayerNorm's gradient keeps its mean": (
             "        y1 = y1 - level\n        y2 = y2 - level\n",
             "        pass\n",
-            BACKWARD,
         ),
-        "the gradient of the sum is dropped": ("HAS_DSUM=dsum_TE is not None,", "HAS_DSUM=False,", BACKWARD),
+        "the gradient of the sum is dropped": ("HAS_DSUM=dsum_TE is not None,", "HAS_DSUM=False,"),
     },
-    "ops/training/mlp.py": {
+    ("ops/training/mlp.py", BACKWARD): {
         "the gradient of the gate lacks its second term": (
             "dx = gradient * (gate + x * slope)",
             "dx = gradient * gate",
-            BACKWARD,
         ),
     },
-    "ops/window_attention.py": {
+    ("ops/window_attention.py", BACKWARD): {
         "the last rows of a window attend to nothing of it": (
             'scores = tl.where((t < length)[None, :], scores * scale_log2, float("-inf"))',
             'scores = tl.where((t < length - 1)[None, :], scores * scale_log2, float("-inf"))',
-            BACKWARD,
         ),
         "rotated gradients are not rotated back": (
             "tl.store(dqkv + cell, (y1 * c + y2 * s).to(dtype), mask=inside)",
             "tl.store(dqkv + cell, y1.to(dtype), mask=inside)",
-            BACKWARD,
         ),
     },
-    "ops/base.py": {
+    ("ops/base.py", LORA): {
         "a missing bias of a joined product is not made": (
             "return [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in pairs]",
             "return [weight.new_ones(len(weight)) if bias is None else bias for weight, bias in pairs]",
-            LORA,
         ),
+    },
+    ("ops/base.py", "tests/unit/test_fsdp.py"): {
         "weights are read once": (
             "        if not (cast and self.casts_weights):\n            return read",
             "        if not (cast and self.casts_weights):\n"
             "            values = read()\n            return lambda: values",
-            "tests/unit/test_fsdp.py",
         ),
     },
-    "watch.py": {
+    ("watch.py", CHANGES): {
         "a changed attribute of a module goes unseen": (
             "attribute_reads = [(_ATTRIBUTE, itemgetter(*names), owners) for names, owners in owners_by_names.items()]",
             "attribute_reads = []",
-            CHANGES,
         ),
+    },
+    ("watch.py", LIKE): {
         "a buffer of a copy that is written to goes unseen": (
             "return id(tensor), tensor, tensor.data_ptr(), version_of(tensor)",
             "return id(tensor), tensor, tensor.data_ptr(), None",
-            LIKE,
         ),
     },
-    "graphs/recorder.py": {
+    ("graphs/recorder.py", "tests/unit/test_graphs.py -k another_stream"): {
         "a replay on another stream does not wait for the last one": (
             "self._last_stream.wait_event(self._event)",
             "pass",
-            "tests/unit/test_graphs.py -k another_stream",
         ),
     },
-    "machine.py": {
-        "a setting of torch's precision goes unseen": (
-            'settings._get_fp32_precision_getter("cuda", "conv"),',
-            "",
-            "tests/unit/test_checks.py -k precision",
-        ),
+    ("machine.py", "tests/unit/test_checks.py -k precision"): {
+        "a setting of torch's precision goes unseen": ('settings._get_fp32_precision_getter("cuda", "conv"),', ""),
     },
-    "tower/snapshot.py": {
+    ("tower/snapshot.py", CHANGES): {
         "a changed attribute of the tower goes unseen": (
             'watch.add_attributes("the tower\'s attribute", weakref.ref(tower), names)',
             "pass",
-            CHANGES,
         ),
         "a changed field of the config goes unseen": (
             'watch.add_attributes("the config\'s field", config_of, fields)',
             "pass",
-            CHANGES,
-        ),
-        "a changed default of an option goes unseen": (
-            "fields -= {",
-            'fields -= {"return_dict", "output_hidden_states", ',
-            "tests/unit/test_checks.py -k config",
         ),
         "an attribute that appears goes unseen": (
             'watch.add("the number of a module\'s attributes", len, self.attributes_inside)',
             "pass",
-            CHANGES,
         ),
-        "a replaced class of a module goes unseen": (
-            'watch.add("the class of a module", type, self._modules)',
-            "pass",
-            CHANGES,
+        "a replaced class of a module goes unseen": ('watch.add("the class of a module", type, self._modules)', "pass"),
+    },
+    ("tower/snapshot.py", "tests/unit/test_checks.py -k config"): {
+        "a changed default of an option goes unseen": (
+            "fields -= {",
+            'fields -= {"return_dict", "output_hidden_states", ',
         ),
+    },
+    ("tower/snapshot.py", "tests/integration/test_changes.py"): {
         "a transposed weight goes unseen": (
             "if is_same and [parameters[index].is_contiguous() for index in weights.squares] == weights.contiguous:",
             "if is_same:",
-            "tests/integration/test_changes.py",
         ),
     },
-    "ops/merger.py": {
-        "the merger writes into rows that a module keeps": (
-            "x_TE = x_TE if in_place else x_TE.clone()",
-            "pass",
-            OPS + " " + CHANGES,
-        ),
+    ("ops/merger.py", OPS + " " + CHANGES): {
+        "the merger writes into rows that a module keeps": ("x_TE = x_TE if in_place else x_TE.clone()", "pass"),
     },
-    "ops/product.py": {
+    ("ops/product.py", LORA): {
         "LoRA's factor is left out": (
             "adapters.append(Adapter(linear, lora.owner.scaling[name]))",
             "adapters.append(Adapter(linear, 1.0))",
-            LORA,
         ),
     },
-    "tower/forward.py": {
-        "a hook inside is not called": (
-            '                return [f"hooks on {name}"]',
-            "                return []",
-            "tests/unit/test_hooked_parts.py " + TOWER,
-        ),
-        "global hooks are not called": ("    if any(_GLOBAL_HOOKS):", "    if False:", CHANGES),
-        "dropout is left out in training": (
-            "if snapshot.dropout and any(",
-            "if False and any(",
-            "tests/unit/test_loading.py " + OPS,
-        ),
-        "a failed backend is tried at every call": (
-            "    faults = state.faults\n",
-            "    faults = state.faults = {}\n",
-            FAULTS_OF_PARTS,
-        ),
+    ("tower/forward.py", "tests/unit/test_hooked_parts.py " + TOWER): {
+        "a hook inside is not called": ('                return [f"hooks on {name}"]', "                return []"),
     },
-    "tower/code.py": {
+    ("tower/forward.py", CHANGES): {
+        "global hooks are not called": ("    if any(_GLOBAL_HOOKS):", "    if False:"),
+    },
+    ("tower/forward.py", "tests/unit/test_loading.py " + OPS): {
+        "dropout is left out in training": ("if snapshot.dropout and any(", "if False and any("),
+    },
+    ("tower/forward.py", FAULTS_OF_PARTS): {
+        "a failed backend is tried at every call": ("    faults = state.faults\n", "    faults = state.faults = {}\n"),
+    },
+    ("tower/code.py", CHANGES): {
         "a replaced function of the tower's file goes unseen": (
             'self.watch.add("a function in the tower\'s file", file.get, functions)',
             "pass",
-            CHANGES,
         ),
     },
-    "tower/trials.py": {
+    ("tower/trials.py", PROOF): {
         "gradients of a class are not compared": (
             "    why = gradients_differ(ours.gradients,",
             "    why = None and gradients_differ(ours.gradients,",
-            PROOF,
         ),
     },
-    "tower/proof.py": {
-        "a class is compared in one grid": ("why_not_fast = compare(subject, one_image)[1]", "pass", PROOF),
+    ("tower/proof.py", PROOF): {
+        "a class is compared in one grid": ("why_not_fast = compare(subject, one_image)[1]", "pass"),
         "training mode is not compared": (
             "why_not_fast = compare(replace(subject), trial_of_small_weights(grids))[1]",
             "pass",
-            PROOF,
         ),
+    },
+    ("tower/proof.py", "tests/integration/test_mixing.py"): {
         "a module of others that our operations call counts as proven": (
             "return frozenset(places.values()) - called",
             "return frozenset(places.values())",
-            "tests/integration/test_mixing.py",
         ),
     },
-    "backends/flashinfer_cudnn.py": {
+    ("backends/flashinfer_cudnn.py", "tests/unit/test_backends.py"): {
         "offsets are those of contiguous queries": (
             '"packed": padded_S1 * np.int32(3 * width),',
             '"packed": padded_S1 * np.int32(width),',
-            "tests/unit/test_backends.py",
         ),
     },
-    "decoding/text_models.py": {
-        "a weight in other memory goes unseen": (
-            "(value.data_ptr(), value.dtype,",
-            "(value.dtype,",
-            "tests/integration/test_changes.py -k decoded",
-        ),
-        "another function of a module goes unseen": (
-            "NoneType | torch.dtype | FunctionType",
-            "NoneType | torch.dtype",
-            "tests/integration/test_changes.py -k decoded",
-        ),
+    ("decoding/text_models.py", "tests/integration/test_changes.py -k decoded"): {
+        "a weight in other memory goes unseen": ("(value.data_ptr(), value.dtype,", "(value.dtype,"),
+        "another function of a module goes unseen": ("NoneType | torch.dtype | FunctionType", "NoneType | torch.dtype"),
     },
-    "decoding/prefill.py": {
+    ("decoding/prefill.py", "tests/unit/test_prefill.py -k memory"): {
         "a group of a prompt takes more than the free memory": (
             "> bytes_left(self._model.device)",
             "> 2 * bytes_left(self._model.device)",
-            "tests/unit/test_prefill.py -k memory",
         ),
     },
-    "model/around.py": {
-        "a property in the place of a module counts as new": (
-            " and name not in model._modules",
-            "",
-            "tests/unit/test_positions.py -k property",
-        ),
+    ("model/around.py", "tests/unit/test_positions.py -k property"): {
+        "a property in the place of a module counts as new": (" and name not in model._modules", ""),
     },
-    "decoding/room.py": {
-        "rows that share an axis overlap": (
-            "begin += _padded(length + after)",
-            "begin += _padded(length)",
-            "tests/unit/test_prefill.py",
-        ),
+    ("decoding/room.py", "tests/unit/test_prefill.py"): {
+        "rows that share an axis overlap": ("begin += _padded(length + after)", "begin += _padded(length)"),
+    },
+    ("decoding/room.py", "tests/unit/test_leaving_rows.py"): {
         "rows that go on keep the slots of those that left": (
             "self.offsets_B, self.last_B = of_all.offsets_B[places_N],",
             "self.offsets_B, self.last_B = of_all.offsets_B[: len(places)],",
-            "tests/unit/test_leaving_rows.py",
         ),
         "keys of rows that go on stay where they were": (
             "value.index_select(0, from_N)",
             "value.index_select(0, to_N)",
-            "tests/unit/test_leaving_rows.py",
         ),
     },
-    "ops/decode_attention.py": {
+    ("ops/decode_attention.py", "tests/unit/test_prefill.py tests/unit/test_text_kernels.py"): {
         "padding of a shared axis is seen": (
             "is_own_BS = slots_BS < ends_B2[:, 1:]",
             "is_own_BS = slots_BS < ends_B2[:, 1:] + 64",
-            "tests/unit/test_prefill.py tests/unit/test_text_kernels.py",
         ),
     },
-    "decoding/packed.py": {
+    ("decoding/packed.py", "tests/unit/test_prefill.py"): {
         "the room of a prompt outlives its call": (
             "forward = partial(self._text, rows, room)",
             "forward = self._forward_of_last = partial(self._text, rows, room)",
-            "tests/unit/test_prefill.py",
         ),
     },
-    "decoding/parts.py": {
+    ("decoding/parts.py", "tests/unit/test_decoding.py"): {
         "a sample takes a random number too many": (
             "return is_greedy and not config.return_dict_in_generate and kinds <= OF_TOKENS",
             "return not config.return_dict_in_generate",
-            "tests/unit/test_decoding.py",
         ),
     },
-    "decoding/waiting.py": {
+    ("decoding/waiting.py", "tests/unit/test_waiting_rows.py -k random"): {
         "a row that begins later ends as early as the first": (
             "self.criteria.begin([*place_of_row.values()], columns + self.due",
             "self.criteria.begin([*place_of_row.values()], self._prompt.columns + self.due",
-            "tests/unit/test_waiting_rows.py -k random",
         ),
-        "a row that ended before it began": (
-            "        self.forget(places)\n",
-            "",
-            "tests/unit/test_waiting_rows.py -k random",
-        ),
+        "a row that ended before it began": ("        self.forget(places)\n", ""),
         "tokens of a row go on with those of the next one": (
             "is_there_BD &= is_end_BD.cumsum(1) - is_end_BD.int() == 0",
             "pass",
-            "tests/unit/test_waiting_rows.py -k random",
         ),
+    },
+    ("decoding/waiting.py", "tests/unit/test_waiting_rows.py -k beside"): {
         "rows wait beside a penalty of repetitions": (
             "return kinds <= {SuppressTokensLogitsProcessor, EosTokenCriteria, MaxLengthCriteria}",
             "return True",
-            "tests/unit/test_waiting_rows.py -k beside",
         ),
     },
-    "decoding/leaving.py": {
-        "rows leave whose tokens transformers still writes": (
-            "return pads_ended_rows and not",
-            "return not",
-            "tests/unit/test_leaving_rows.py",
-        ),
+    ("decoding/leaving.py", "tests/unit/test_leaving_rows.py"): {
+        "rows leave whose tokens transformers still writes": ("return pads_ended_rows and not", "return not"),
         "a row that goes on leaves": (
             "for place in range(size, len(go_on))",
             "for place in range(size + 1, len(go_on))",
-            "tests/unit/test_leaving_rows.py",
-        ),
-        "a row moves to the place of another that goes on": (
-            "    return places\n",
-            "    return sorted(places)\n",
-            "tests/unit/test_leaving_rows.py -k spoils",
         ),
         "a processor of the user's reads logits of rows that left": (
             "return pads_ended_rows and not config.return_dict_in_generate and kinds <= _OF_ROWS",
             "return pads_ended_rows and not config.return_dict_in_generate",
-            "tests/unit/test_leaving_rows.py",
         ),
     },
-    "decoding/loop.py": {
+    ("decoding/leaving.py", "tests/unit/test_leaving_rows.py -k spoils"): {
+        "a row moves to the place of another that goes on": ("    return places\n", "    return sorted(places)\n"),
+    },
+    ("decoding/loop.py", "tests/unit/test_leaving_rows.py -k changed"): {
         "a smaller step is captured of a model that changed": (
             "read_model(self._model).key != step.reading.key",
             "False",
-            "tests/unit/test_leaving_rows.py -k changed",
         ),
+    },
+    ("decoding/loop.py", "tests/unit/test_prefill.py -k picks"): {
         "a step begins without the prompt, which lies in another room": (
             "if step is not None and room is not None and step.room is not room:",
             "if False:",
-            "tests/unit/test_prefill.py -k picks",
         ),
     },
-    "decoding/ahead.py": {
+    ("decoding/ahead.py", "tests/unit/test_decoding.py"): {
         "forwards of stock run ahead": (
             "return not self._has_next_step() and bool(unfinished_sequences.max() == 0)",
             "return False",
-            "tests/unit/test_decoding.py",
         ),
     },
-    "../examples/captioner/journal.py": {
-        "a torn line is a record": (
-            'if line.endswith("\\n"):',
-            "if line:",
-            "tests/examples/captioning/test_caption_records.py tests/examples/captioning/test_caption_losses.py",
-        ),
+    (
+        "../examples/captioner/journal.py",
+        "tests/examples/captioning/test_caption_records.py tests/examples/captioning/test_caption_losses.py",
+    ): {
+        "a torn line is a record": ('if line.endswith("\\n"):', "if line:"),
+    },
+    (
+        "../examples/captioner/journal.py",
+        "tests/examples/captioning/test_caption_records.py tests/examples/captioning/test_caption_changes.py",
+    ): {
         "an earlier record takes the place of a later one": (
             "latest[record.run, record.key, record.prompt] = record",
             "latest.setdefault((record.run, record.key, record.prompt), record)",
-            "tests/examples/captioning/test_caption_records.py tests/examples/captioning/test_caption_changes.py",
         ),
     },
-    "../examples/captioner/plan.py": {
-        "a changed picture keeps its caption": (
-            "return checksum(file) == record.checksum",
-            "return True",
-            "tests/examples/captioning/test_caption_changes.py",
-        ),
+    ("../examples/captioner/plan.py", "tests/examples/captioning/test_caption_changes.py"): {
+        "a changed picture keeps its caption": ("return checksum(file) == record.checksum", "return True"),
     },
-    "../examples/captioner/worker.py": {
+    ("../examples/captioner/worker.py", "tests/examples/captioning/test_caption_worker.py"): {
         "half a batch is lost where memory ran out": (
             "[*self._captioned(rows[:middle], []), *self._captioned(rows[middle:], [])]",
             "self._captioned(rows[:middle], [])",
-            "tests/examples/captioning/test_caption_worker.py",
         ),
     },
-    "../examples/caption.py": {
-        "a photo is captioned on its side": ("ImageOps.exif_transpose(Image.open(path))", "Image.open(path)", SCRIPTS),
+    ("../examples/caption.py", SCRIPTS): {
+        "a photo is captioned on its side": ("ImageOps.exif_transpose(Image.open(path))", "Image.open(path)"),
     },
-    "../examples/decode.py": {
-        "an answer is no part of its chat": ('chat.append({"role": "a', '[].append({"role": "a', SCRIPTS),
+    ("../examples/decode.py", SCRIPTS): {
+        "an answer is no part of its chat": ('chat.append({"role": "a', '[].append({"role": "a'),
     },
-    "../examples/finetune.py": {
-        "an option checkpoints nothing": ("    if options.gradient_checkpointing:", "    if False:", SCRIPTS),
-        "an option accumulates nothing": ("steps=options.accumulate", "steps=1", SCRIPTS),
+    ("../examples/finetune.py", SCRIPTS): {
+        "an option checkpoints nothing": ("    if options.gradient_checkpointing:", "    if False:"),
+        "an option accumulates nothing": ("steps=options.accumulate", "steps=1"),
     },
 }
-"""By file and kind: text that stands there once, text that takes its place, and the tests that should catch it."""
+"""By file and tests that should catch: kind -> text that stands there once, text that takes its place."""
 
-FAULTS = tuple(Fault(kind, path, *row) for path, rows in _BY_FILE.items() for kind, row in rows.items())
+FAULTS = tuple(
+    Fault(kind, path, before, after, tests)
+    for (path, tests), rows in _BY_PLACE.items()
+    for kind, (before, after) in rows.items()
+)
