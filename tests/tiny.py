@@ -186,7 +186,6 @@ GRIDS: dict[str, list[tuple[int, int, int]]] = {
 
 
 def tower_of(model: nn.Module) -> Any:
-    """Return the vision tower of a tiny model."""
     from hf_vit_accel.families import find_towers
 
     return next(tower for _, tower, _ in find_towers(model))
@@ -215,7 +214,6 @@ def outputs_of(output: Any) -> list[torch.Tensor]:
 
 
 def merged_of(output: object) -> torch.Tensor:
-    """Return the merged features in a tower's output."""
     if isinstance(output, torch.Tensor | tuple):
         return outputs_of(output)[0]
     return output.pooler_output

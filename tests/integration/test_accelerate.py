@@ -22,8 +22,6 @@ Place = str | torch.device | None
 
 
 class Recorder(ModelHook):
-    """Record what is called."""
-
     def __init__(self) -> None:
         self.calls: list[str] = []
 

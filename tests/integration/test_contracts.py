@@ -77,8 +77,6 @@ def run_attention_only(tower: nn.Module) -> list[torch.Tensor]:
 
 @dataclass(frozen=True)
 class Way:
-    """One way of patching."""
-
     options: dict[str, Any]
     shown: str  # what `status` says of a tower that is patched so, after one call
     exact: bool = True  # whether outputs equal stock's

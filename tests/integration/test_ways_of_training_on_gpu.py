@@ -37,8 +37,6 @@ LARGER = replace(
 
 @dataclass
 class Training:
-    """One model that is trained."""
-
     model: nn.Module
     context: Callable[[], Any] = nullcontext  # of a forward
     accumulated: int = 1  # backward passes to a step of the optimizer
@@ -108,7 +106,6 @@ def fsdp2(model: nn.Module) -> Training:
 
 
 def adapted(model: nn.Module) -> Training:
-    """Train LoRA adapters on the tower."""
     pytest.importorskip("peft")
     with ExitStack() as stack:
         return Training(lora(TOWER_LINEARS)(model, stack).train())
@@ -120,7 +117,6 @@ def accumulating(model: nn.Module) -> Training:
 
 
 def checkpointed(model: Any) -> Training:
-    """Run layers again in the backward pass."""
     model.gradient_checkpointing_enable({"use_reentrant": False})
     return Training(model)
 

@@ -44,12 +44,10 @@ def checkpointed(*, reentrant: bool, freeze: bool = False) -> Change:
 
 
 def through_pickle(model: nn.Module) -> nn.Module:
-    """Pickle a model and read it again."""
     return pickle.loads(pickle.dumps(model))
 
 
 def through_torch_save(model: nn.Module) -> nn.Module:
-    """Save a model with torch and load it again."""
     buffer = io.BytesIO()
     torch.save(model, buffer)
     buffer.seek(0)
@@ -57,14 +55,12 @@ def through_torch_save(model: nn.Module) -> nn.Module:
 
 
 def through_save_pretrained(model: nn.Module, stack: ExitStack) -> nn.Module:
-    """Save a model in a folder and load another from it."""
     folder = stack.enter_context(tempfile.TemporaryDirectory())
     model.save_pretrained(folder)
     return type(model).from_pretrained(folder).eval()
 
 
 def other_weights(*, assign: bool) -> Change:
-    """Load other weights by `load_state_dict`."""
 
     def change(model: nn.Module, _: ExitStack) -> nn.Module:
         weights = {name: value * 1.25 for name, value in model.state_dict().items()}
@@ -75,7 +71,6 @@ def other_weights(*, assign: bool) -> Change:
 
 
 def attending_by(implementation: str | dict[str, str]) -> Change:
-    """Call `set_attn_implementation`."""
 
     def change(model: nn.Module, _: ExitStack) -> nn.Module:
         model.set_attn_implementation(implementation)

@@ -107,7 +107,6 @@ def compiled_model(model: nn.Module, stack: ExitStack) -> nn.Module:
 
 
 def compiled_tower(model: nn.Module, stack: ExitStack) -> nn.Module:
-    """Put the compiled tower in the tower's place."""
     stack.callback(torch._dynamo.reset)
     model.model.visual = torch.compile(model.model.visual, backend="eager")
     return model

@@ -67,12 +67,10 @@ def why_not_here(row: Row) -> str | None:
 
 
 def no_gpu() -> str | None:
-    """Liger's kernels run on a GPU."""
     return None if torch.cuda.is_available() else "Liger's kernels run on a GPU"
 
 
 def no_fusions() -> str | None:
-    """Before 5.23, transformers imports torchvision for its fusions."""
     version = [int(part) for part in transformers.__version__.split(".")[:2]]
     if version < [5, 23] and importlib.util.find_spec("torchvision") is None:
         return "this transformers imports torchvision for its fusions"

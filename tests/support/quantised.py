@@ -24,7 +24,6 @@ class Int8Linear(nn.Module):
         self.bias = linear.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the product with the weight in the dtype of `x`."""
         return F.linear(x, self.weight.to(x.dtype) * self.scale.to(x.dtype), self.bias)
 
 
@@ -71,7 +70,6 @@ def int8_linears(model: nn.Module, _: ExitStack) -> nn.Module:
 
 
 def int8_weights(model: nn.Module, _: ExitStack) -> nn.Module:
-    """Replace the weight of every Linear by an `Int8Weight`."""
 
     def quantise(linear: nn.Linear) -> nn.Linear:
         linear.weight = nn.Parameter(Int8Weight(linear.weight.detach()), requires_grad=False)
@@ -105,7 +103,6 @@ def bitsandbytes_8bit(model: nn.Module, _: ExitStack) -> nn.Module:
 
 
 def torchao_int8(model: nn.Module, _: ExitStack) -> nn.Module:
-    """Quantise the blocks' weights with torchao."""
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     quantize_(tower_of(model).blocks, Int8WeightOnlyConfig())
@@ -137,7 +134,6 @@ class PackedLinear(nn.Linear):
         self.compute_dtype = linear.weight.dtype
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the product, in the dtype of `x`."""
         if self.bias is not None and self.bias.dtype != self.compute_dtype:
             self.bias.data = self.bias.data.to(self.compute_dtype)
         weight = ((self.weight.float() - 8) * self.weight.scale.to(x.device)).to(self.compute_dtype)
@@ -162,7 +158,6 @@ def computing_in_fp32(model: nn.Module) -> Iterator[None]:
 
 
 def quanto_int8(model: nn.Module, _: ExitStack) -> nn.Module:
-    """Quantise the blocks' Linears with quanto."""
     from optimum.quanto import freeze, qint8, quantize
 
     for block in tower_of(model).blocks:

@@ -98,7 +98,6 @@ class Recorder:
         self.waiting = True
 
     def done(self) -> None:
-        """End a use."""
         assert self.waiting
         self.waiting = False
 

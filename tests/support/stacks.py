@@ -69,7 +69,6 @@ class Recipe:
 
 
 def read_recipe(file: str) -> str:
-    """Return the text of a recipe."""
     return (RECIPES / file).read_text()
 
 
@@ -93,7 +92,6 @@ def save_captioner(family: str, folder: Path) -> str:
 
 
 def pictures(count: int) -> list[Image.Image]:
-    """Draw pictures of several sizes."""
     sizes = [(120, 90), (64, 200), (310, 100), (150, 150)]
     random = np.random.default_rng(0)
     drawn = []
@@ -203,7 +201,6 @@ class Job:
 
 
 def read() -> dict[str, Any]:
-    """Return the committed record."""
     record: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     return record
 

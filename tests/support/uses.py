@@ -78,7 +78,6 @@ def features_of_two_sizes(model: nn.Module) -> list[torch.Tensor]:
 
 
 def generated(model: nn.Module) -> list[torch.Tensor]:
-    """Generate four tokens greedily."""
     return [base_of(model).generate(**prompt(model), max_new_tokens=4, do_sample=False)]
 
 

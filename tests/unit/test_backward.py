@@ -362,7 +362,6 @@ def fresh(drawn: Tensors, dtype: torch.dtype | None = None, only: set[str] | Non
 
 
 def gradients(outputs: tuple[torch.Tensor, ...], wide: Tensors, incoming: list[torch.Tensor | None]) -> Tensors:
-    """Return the gradients of the trained tensors by name."""
     pairs = []
     for out, gradient in zip(outputs, incoming, strict=True):
         if gradient is not None and out.requires_grad:

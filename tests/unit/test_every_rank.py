@@ -74,7 +74,6 @@ def prepared(family: str, variant: str) -> tuple[Any, Any]:
 
 
 def wrapped(model: Any, wrapper: str, size: int) -> Any:
-    """Wrap a model in DDP or in FSDP2."""
     if wrapper == "ddp":
         return nn.parallel.DistributedDataParallel(model)
     mesh = init_device_mesh(device_of_rank().type, (size,))

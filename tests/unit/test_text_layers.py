@@ -29,7 +29,6 @@ CACHE = "a cache; use_cache=False does without"
 
 
 def text_of(model: Any) -> Any:
-    """Return the declared text model inside a model."""
     [text] = declared_texts(model).values()
     return text
 

@@ -46,7 +46,6 @@ class Pair(NamedTuple):
 
 @pytest.fixture(params=TOWERS)
 def pair(request: pytest.FixtureRequest, on_cpu: type[Recorder]) -> Pair:
-    """A pair of every family."""
     return pair_of(request.param)
 
 

@@ -50,5 +50,4 @@ def photos(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def output(tmp_path: Path) -> Path:
-    """Return a folder for records."""
     return tmp_path / "captions"

@@ -128,12 +128,10 @@ def captions_in(output: Path) -> Mapping[str, str | None]:
 
 
 def merged(output: Path) -> list[Record]:
-    """Return the records that `merge` takes."""
     return Journal(output).select().records
 
 
 def counted(output: Path) -> Counter[Record]:
-    """Count the records of a folder."""
     return Counter(Journal(output).records())
 
 

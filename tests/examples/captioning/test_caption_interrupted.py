@@ -156,7 +156,6 @@ class LaunchedRun:
         return self.output / f"captions-00000-{rank:05d}.jsonl"
 
     def count(self, rank: int) -> int:
-        """Count the records that a process has written."""
         return self.shard(rank).read_bytes().count(b"\n") if self.shard(rank).exists() else 0
 
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:

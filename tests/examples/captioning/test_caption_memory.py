@@ -33,7 +33,6 @@ import hf_vit_accel
 
 @pytest.fixture(scope="module")
 def processor() -> ProcessorMixin:
-    """Load the processor of a tiny captioner."""
     return load_processor(str(MODEL))
 
 

@@ -16,7 +16,6 @@ TRIED = "what is it ?"
 
 
 def prompts_in(result: Path) -> list[str]:
-    """Return the prompt of every line of a merged file."""
     return [line["prompt"] for line in lines(result)]
 
 

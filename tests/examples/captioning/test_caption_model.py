@@ -39,7 +39,6 @@ import hf_vit_accel
 
 
 def load(family: str, max_new_tokens: int = 24, **options: object) -> Captioner:
-    """Load a tiny captioner."""
     folder = str(CAPTIONERS / family)
     model = load_once(folder, torch.float32, torch.device("cpu"))
     return Captioner(model, load_processor_once(folder), max_new_tokens=max_new_tokens, **options)

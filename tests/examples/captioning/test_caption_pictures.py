@@ -26,12 +26,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::Warning:PIL")  # warns of damag
 
 @pytest.fixture(scope="module")
 def noise() -> Image.Image:
-    """Return a picture of noise."""
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 96, 3), dtype=np.uint8))
 
 
 def read(data: bytes) -> np.ndarray:
-    """Decode a picture to its pixels."""
     return np.asarray(read_image(io.BytesIO(data))[0])
 
 

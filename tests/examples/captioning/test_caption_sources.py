@@ -14,17 +14,14 @@ from support_captioning import PICTURE_PROMPT, named_task, start_anew, write_par
 
 
 def find_items(inputs: list[str], **options: object) -> list[Item]:
-    """Return the items of the inputs."""
     return sources.find(inputs, **options).items
 
 
 def keys(*inputs: str | Path, **options: object) -> list[str]:
-    """Return the keys of the items of the inputs."""
     return [item.key for item in find_items([str(name) for name in inputs], **options)]
 
 
 def content(item: Item) -> bytes:
-    """Return the bytes of an item."""
     with open_item(item) as file:
         return file.read()
 
