@@ -113,7 +113,7 @@ def read(expected: Expected, read_grid: ReadGrid | None, /, *args: object, **opt
         raise ValueError("expected at least one image or video, got an empty grid_thw; skip the vision tower instead")
     rows = sum([t * h * w for t, h, w in grid])
     width = expected.width
-    if width is not None and pixels.numel() == rows * width and pixels.is_contiguous():
+    if width not in (None, pixels.shape[1]) and pixels.numel() == rows * width and pixels.is_contiguous():
         pixels = pixels.view(rows, width)  # as the stock embedding does, whatever their shape
     if rows != pixels.shape[0]:
         raise ValueError(

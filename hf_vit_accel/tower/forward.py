@@ -442,7 +442,8 @@ def run(state: TowerState, plan: FastPlan, attempt: Attempt) -> object:
         unmet += route.unmet
         state.last_route = route
         way = way if way.startswith("eager") else way_of_pass
-    state.fallbacks.update({*plan.reasons, *attempt.reasons, *unmet})
+    if plan.reasons or attempt.reasons or unmet:
+        state.fallbacks.update({*plan.reasons, *attempt.reasons, *unmet})
     runner = state.training_runner if plan.spec.request.grad else state.inference_runner
     if runner is not None and runner.policy.calls:
         runner.last_way = way
