@@ -181,7 +181,7 @@ LACKS = (
     Lack(
         "this transformers asks for a newer PEFT than the installed one",
         _asks_for_another_peft(),
-        ("test_random_batches_give_stocks",),
+        ("test_random_batches_give_stocks", "test_a_step_of_an_adapter_that_a_processor_picks"),
     ),
     Lack(
         "this Qwen3-VL makes indices where its positions are stored: stock fails where accelerate offloads them",

