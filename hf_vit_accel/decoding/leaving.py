@@ -83,6 +83,10 @@ class RowsInStep:
         has_ended_B = None if self._criteria is None else self._criteria.ended_rows()
         return [] if has_ended_B is None else [not has_ended_B[row] for row in self._rows]
 
+    def place_of(self) -> dict[int, int]:
+        """Return the place in the step of every row that it has."""
+        return {row: place for place, row in enumerate(self._rows)}
+
     def leave(self, places: Sequence[int], device: torch.device) -> None:
         """Keep the rows at these places of the step."""
         rows = [self._rows[place] for place in places]

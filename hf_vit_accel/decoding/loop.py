@@ -483,6 +483,7 @@ class _ModelInLoop:
             of_places = torch.zeros_like(of_loop.index_select(-2, places_N))
             of_places[..., -prompt.columns :] = of_rows[name]
             of_loop.index_copy_(-2, places_N, of_places)
+        self._begin_overdue_rows_anew(step, arguments, columns)
         self._steps.groups += len(prompt.groups)
         self._steps.rows_waited += len(rows)
         self._max_length = columns + waiting.due
@@ -491,6 +492,21 @@ class _ModelInLoop:
 
     def _output(self, logits_N1V: Tensor, cache: Any) -> CausalLMOutputWithPast:
         return CausalLMOutputWithPast(logits=self._rows.logits_of_call(logits_N1V), **{CACHE: cache})
+
+    def _begin_overdue_rows_anew(self, step: DecodeStep, arguments: Arguments, columns: int) -> None:
+        """Let rows that ended long ago, and have no more slots, see one token alone from now on.
+
+        Args:
+            columns: In the cache.
+        """
+        if self._waiting is None:
+            return
+        place_of_row = self._rows.place_of()
+        rows = [row for row in self._waiting.take_overdue(columns) if row in place_of_row]
+        if rows:
+            step.room.begin_rows([place_of_row[row] for row in rows], [1] * len(rows), columns)
+            mask_NC = arguments["attention_mask"]
+            mask_NC[on_device(rows, mask_NC.device), : columns - 1] = 0
 
     def _let_rows_leave(self, step: DecodeStep, input_ids: Tensor, arguments: Arguments) -> None:
         """Go on with a step of fewer rows where a quarter of them have ended, if it is captured or worth it."""
@@ -517,6 +533,7 @@ class _ModelInLoop:
     def _take_smaller_step(self, step: DecodeStep, places: list[int], input_ids: Tensor, arguments: Arguments) -> None:
         """Replace a step by one of the rows at some of its places. All rows stay where memory runs out."""
         cache = arguments[CACHE]
+        self._begin_overdue_rows_anew(step, arguments, step.length)
         step.store(cache)
         largest = self._largest or step
         inputs = self._model.prepare_inputs_for_generation(input_ids, **arguments)

@@ -54,7 +54,7 @@ class Room:
         columns: The columns that a row may have: those of the prompt, and the tokens to come.
         offsets_B: What is added to a row's column to get its slot; None where all rows have slots of their own.
         last_B: The last slot of every row on a shared axis.
-        axis: Its plan.
+        spans: The slots of every row there.
     """
 
     layers: list[Any]
@@ -62,7 +62,7 @@ class Room:
     columns: int
     offsets_B: Tensor | None = None
     last_B: Tensor | None = None
-    axis: SharedAxis | None = None
+    spans: Sequence[range] = ()
 
     def first_rows(self, rows: int) -> Room:
         """Return room of fewer rows in the same memory: the first rows, or any rows of a shared axis."""
@@ -80,19 +80,16 @@ class Room:
         """Let the rows of a batch lie on the one axis of this room."""
         self.columns = axis.columns
         self.offsets_B = torch.tensor(axis.offsets, device=device)
-        self.last_B = torch.tensor(axis.lasts, device=device)
-        self.axis = axis
+        self.last_B = torch.tensor([span[-1] for span in axis.spans], device=device)
+        self.spans = axis.spans
 
     def begin_rows(self, places: Sequence[int], lengths: Sequence[int], columns: int) -> None:
         """Make room for rows whose prompts end with the last of so many columns, where other rows of a batch were."""
-        assert self.axis is not None and self.offsets_B is not None
+        assert self.offsets_B is not None
         device = self.offsets_B.device
-        offsets = []
-        slots: list[int] = []
-        for place, length in zip(places, lengths, strict=True):
-            begin = self.axis.begins[place]
-            offsets.append(begin - (columns - length))
-            slots += range(begin, self.axis.lasts[place] + 1)
+        spans = [self.spans[place] for place in places]
+        offsets = [span[0] - (columns - length) for span, length in zip(spans, lengths, strict=True)]
+        slots = [slot for span in spans for slot in span]
         self.offsets_B.index_copy_(0, on_device(places, device), on_device(offsets, device))
         for layer in self.layers:  # attention multiplies what it does not see by zero, also what is no number
             slots_T = on_device(slots, layer.keys.device)
@@ -112,6 +109,7 @@ class Room:
         if of_all.offsets_B is not None and of_all.last_B is not None:
             places_N = on_device(places, of_all.offsets_B.device)
             self.offsets_B, self.last_B = of_all.offsets_B[places_N], of_all.last_B[places_N]
+            self.spans = [of_all.spans[place] for place in places]
             return
         to = [place for place, source in enumerate(places) if source != place]
         sources = [places[place] for place in to]
@@ -184,8 +182,7 @@ class SharedAxis:
     size: Size
     columns: int
     offsets: list[int]
-    begins: list[int]
-    lasts: list[int]
+    spans: list[range]
 
 
 def plan_axis(lengths: Sequence[int], columns: int, due: int, slots: int | None = None) -> SharedAxis | None:
@@ -201,17 +198,16 @@ def plan_axis(lengths: Sequence[int], columns: int, due: int, slots: int | None 
         return None
     after = due + 2  # a capture writes two tokens behind the prompt
     longest = _padded(columns + after)
-    offsets, begins, lasts = [], [], []
+    offsets, spans = [], []
     begin = 0
     for length in lengths:
-        begins.append(begin)
         offsets.append(begin - (columns - length))
-        begin += _padded(length + after)
-        lasts.append(begin - 1)
+        spans.append(range(begin, begin + _padded(length + after)))
+        begin = spans[-1].stop
     size = Size(1, slots_for(begin), slots_for(longest))
     if slots is not None and size.slots > _WORTH * len(lengths) * min(longest, slots):
         return None
-    return SharedAxis(size, columns + after, offsets, begins, lasts)
+    return SharedAxis(size, columns + after, offsets, spans)
 
 
 def _padded(slots: int) -> int:

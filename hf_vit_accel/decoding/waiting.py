@@ -85,6 +85,7 @@ class WaitingRows:
         self._waiting = order[places:]
         # Of every row that has begun: its place, and the column of its first token.
         self._begun = {row: (place, prompt.columns) for place, row in enumerate(order[:places])}
+        self._since = [prompt.columns] * places  # the column of its row's first token
         self._ends = [criterion for criterion in criteria if isinstance(criterion, EosTokenCriteria)]
         last_columns = [prompt.columns + due] * places
         self.criteria = _CriteriaOfPlaces(self._ends, last_columns, is_last=not self._waiting)
@@ -121,9 +122,18 @@ class WaitingRows:
             return {}
         place_of_row = dict(zip(self._waiting, free, strict=False))
         del self._waiting[: len(place_of_row)]
-        self._begun.update({row: (place, columns) for row, place in place_of_row.items()})
+        for row, place in place_of_row.items():
+            self._begun[row] = place, columns
+            self._since[place] = columns
         self.criteria.begin([*place_of_row.values()], columns + self.due, is_last=not self._waiting)
         return place_of_row
+
+    def take_overdue(self, columns: int) -> list[int]:
+        """Return the places whose rows have ended so long ago that they have no more slots; each once."""
+        overdue = [place for place, since in enumerate(self._since) if columns - since >= self.due]
+        for place in overdue:
+            self._since[place] = columns
+        return overdue
 
     def collected(self, ids_BT: Tensor, ids_NC: Tensor, pad_token: int) -> Tensor:
         """Return the tokens of all rows as stock returns them: the prompt, new tokens, padding behind the end.
@@ -156,7 +166,7 @@ class _CriteriaOfPlaces(WatchedCriteria):
     def __call__(self, input_ids: Tensor, scores: Any, **options: Any) -> Any:
         ends_N = StoppingCriteriaList.__call__(self, input_ids, scores, **options)
         columns = input_ids.shape[1]
-        full = [place for place, last in enumerate(self._last_columns) if columns == last]
+        full = [place for place, last in enumerate(self._last_columns) if columns >= last]
         if full:
             ends_N.index_fill_(0, on_device(full, ends_N.device), True)
         has_ended_N = self.remember(ends_N)

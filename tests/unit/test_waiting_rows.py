@@ -30,10 +30,11 @@ ENDS: Inputs = dict(eos_token_id=list(range(3, 50, 4)), pad_token_id=2)
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let rows of small batches wait, and leave at the end."""
+    """Let rows of small batches wait, and leave at the end. They have as few slots as they need."""
     for module in (leaving, loop, waiting):
         monkeypatch.setattr(module, "FEWEST_ROWS", 2)
     monkeypatch.setattr(loop, "WORTH_A_CAPTURE", 1)
+    monkeypatch.setattr(room, "_UNIT", 1)
 
 
 def in_places(places: int, **options: Any) -> Callable[..., Any]:
@@ -84,6 +85,24 @@ def test_a_row_that_has_ended_writes_no_keys_of_its_neighbours(recorder: type[Op
         ends = dict(eos_token_id=[3, 23, 43], pad_token_id=2)
         both(model, inputs, max_new_tokens=100, custom_generate=in_places(3), **ends)
     assert any(at_last_slot) and steps_of(model).rows_waited == 4
+
+
+@pytest.mark.usefixtures("way")
+def test_a_step_that_is_loaded_late_has_slots_for_rows_that_ended_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of these lengths end so that others leave while one has been in vain for longer than it has slots."""
+    model = MODELS["qwen2_5_vl"].build()
+    load = DecodeStep.load
+
+    def load_and_look(step: DecodeStep, *args: Any) -> None:
+        load(step, *args)
+        assert step.room.last_B is not None and (step._slots_B <= step.room.last_B).all()
+
+    monkeypatch.setattr(DecodeStep, "load", load_and_look)
+    rng = random.Random(12)
+    inputs = ragged(model, *[rng.randint(5, 30) for _ in range(30)])
+    ends = dict(eos_token_id=[3, 23, 43], pad_token_id=2)
+    both(model, inputs, max_new_tokens=40, custom_generate=in_places(10), **ends)
+    assert steps_of(model).rows_waited == 20 and counts_of(model) == Counts(1, {}) and not steps_of(model).divided
 
 
 @pytest.mark.usefixtures("way")
