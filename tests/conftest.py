@@ -4,7 +4,7 @@ import gc
 import os
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of new processes, too: tensors are tiny, more threads would only wait
@@ -14,6 +14,9 @@ os.register_at_fork(after_in_child=gc.freeze)
 
 settings.register_profile("few", deadline=None, max_examples=30)
 settings.register_profile("all", deadline=None)  # noxfile.py passes --hypothesis-profile=all
+settings.register_profile(
+    "same", deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)  # in every run
 settings.load_profile("few")
 
 

@@ -100,13 +100,15 @@ def read(expected: Expected, read_grid: ReadGrid | None, /, *args: object, **opt
             "move both to the model's device"
         )
     sizes, beside_grid = (grid_thw.tolist(), None) if read_grid is None else read_grid(pixels, grid_thw)
-    grid: Grid = tuple([(t, h, w) for t, h, w in sizes if t or h < 0 or w < 0])  # rows of no frames pad a batch
+    merge = expected.merge
+    # Rows of no frames pad a batch. Stock, too, refuses those whose sizes it cannot merge.
+    grid: Grid = tuple([(t, h, w) for t, h, w in sizes if t or h < 0 or w < 0 or h % merge or w % merge])
     for t, h, w in grid:
         if t < 1 or h < 1 or w < 1:
             raise ValueError(f"expected positive sizes in grid_thw, got {(t, h, w)}; drop that entry")
-        if h % expected.merge or w % expected.merge:
+        if h % merge or w % merge:
             raise ValueError(
-                f"expected height and width in multiples of the merge size {expected.merge}, got {(t, h, w)} in "
+                f"expected height and width in multiples of the merge size {merge}, got {(t, h, w)} in "
                 "grid_thw; resize images the way the model's processor does"
             )
     if not grid:

@@ -171,10 +171,15 @@ def call_original(
     kwargs: Mapping[str, object],
     **injected: object,
 ) -> object:
-    """Call the stock forward, which computes with a grid on the device of the pixels."""
+    """Call the stock forward, which computes with a grid on the device of the pixels. It reads no values on meta."""
     pixels = args[0] if args else kwargs.get(pixels_name)
     grid = kwargs.get("grid_thw")
-    if isinstance(pixels, Tensor) and isinstance(grid, Tensor) and grid.device != pixels.device:
+    if (
+        isinstance(pixels, Tensor)
+        and isinstance(grid, Tensor)
+        and grid.device != pixels.device
+        and not (pixels.is_meta or grid.is_meta)
+    ):
         injected["grid_thw"] = grid.to(pixels.device)
     return original(*args, **{**kwargs, **injected})
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.towers import ONE_TOWER
 from tiny import GRIDS, TINY, assert_close, outputs_of, run_tower, tower_of
@@ -20,7 +20,6 @@ from torch import nn
 import hf_vit_accel
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse", "ignore:The PyTorch API of nested tensors")
-FUZZ = settings(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(scope="module", params=ONE_TOWER)
@@ -166,7 +165,7 @@ def test_any_input_is_served_or_refused(stock: nn.Module, patched: nn.Module) ->
     counts: Counter[str] = Counter()
 
     @given(tried=inputs(96))
-    @settings(FUZZ, max_examples=60)
+    @settings(settings.get_profile("same"), max_examples=60)
     def try_inputs(tried: Inputs) -> None:
         result = check(stock, patched, tried)
         counts[result] += 1
@@ -176,3 +175,16 @@ def test_any_input_is_served_or_refused(stock: nn.Module, patched: nn.Module) ->
 
     try_inputs()
     assert counts["served"] > 15 and counts["refused"] > 15, counts
+
+
+@pytest.mark.parametrize(
+    ("pixels", "grid", "result"),
+    [
+        (torch.zeros(1, 4, 96, device="meta"), torch.tensor([1, 2, 2]), "as stock"),
+        (torch.zeros(1, 0, 0), torch.tensor([[1, 2, 2]], device="meta"), "as stock"),
+        (torch.zeros(4, 96), torch.tensor([[1, 2, 2], [0, 4, 5]]), "refused"),
+    ],
+    ids=["pixels on meta", "grid on meta", "a row of no frames that cannot be merged"],
+)
+def test_what_stock_refuses(stock: nn.Module, patched: nn.Module, pixels: Any, grid: Any, result: str) -> None:
+    assert check(stock, patched, (pixels, grid)) == result
