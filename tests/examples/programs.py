@@ -1,6 +1,7 @@
-"""Run programs in one or two processes, and draw scenes, for the tests of several examples."""
+"""Run programs in one or two processes, draw scenes and read lines, for the tests of several examples."""
 
 import io
+import json
 import os
 import random
 import socket
@@ -9,6 +10,7 @@ import threading
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import scenes
 import torch.distributed as dist
@@ -53,6 +55,11 @@ def png(width: int, height: int) -> bytes:
     """Return a PNG file whose header names a size, and that holds no pixels."""
     header = _png_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
     return b"\x89PNG\r\n\x1a\n" + header + _png_chunk(b"IDAT", b"") + _png_chunk(b"IEND", b"")
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """Read the objects of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 
 
 def words(result: Result) -> str:

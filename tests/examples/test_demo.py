@@ -1,6 +1,5 @@
 """Run the demo as users do."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import demo
 import pytest
 import torch
 from PIL import Image
+from programs import lines
 
 
 def test_the_demo_captions_scenes_that_it_never_saw(
@@ -21,8 +21,7 @@ def test_the_demo_captions_scenes_that_it_never_saw(
     (scenes / "metadata.jsonl").write_text("\n".join(rows) + "\n")
     monkeypatch.setattr(demo, "SCENES", scenes)
     demo.main([f"--output={tmp_path / 'demo'}"])
-    captions = [json.loads(line) for line in (tmp_path / "demo" / "captions.jsonl").read_text().splitlines()]
-    assert captions == [json.loads(row) for row in rows]
+    assert lines(tmp_path / "demo" / "captions.jsonl") == lines(scenes / "metadata.jsonl")
     printed = capsys.readouterr().out
     steps = [line for line in printed.splitlines() if line.startswith("--- ")]
     assert [step[4:10] for step in steps] == [f"{number} of 3" for number in range(1, 4)]

@@ -23,7 +23,7 @@ import torch
 import transformers
 from captioner.processors import load_processor
 from PIL import Image
-from programs import CAPTIONERS, EXAMPLES, HELD_OUT, ROOT
+from programs import CAPTIONERS, EXAMPLES, HELD_OUT, ROOT, lines
 from safetensors.torch import load_file
 from support.ranks import run_on_ranks, share_small_calls
 from support.towers import alike
@@ -97,11 +97,6 @@ def photos(folder: Path, count: int) -> dict[str, str]:
     for row in rows:
         scene(row["file_name"]).transpose(Image.Transpose.ROTATE_90).save(folder / row["file_name"], exif=exif)
     return {row["file_name"]: row["text"] for row in rows}
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    """Read the objects of a file of JSON lines."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def scene(name: str) -> Image.Image:

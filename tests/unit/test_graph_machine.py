@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from support.cpu_graphs import Masked, Recorder
@@ -331,14 +331,7 @@ def test_whatever_happens(on_cpu: type[Recorder], monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Masked, "attend", attend_or_fail)
     monkeypatch.setattr(Masked, "replays_other_layouts", machine is not OneLayout)
     monkeypatch.setattr(machine, "recorder", on_cpu, raising=False)
-    options = settings(
-        max_examples=4,
-        stateful_step_count=20,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    options = settings(settings.get_profile("same"), max_examples=4, stateful_step_count=20)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         run_state_machine_as_test(make, settings=options)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.interpreter import DEVICES
 from support.towers import alike
@@ -21,7 +21,6 @@ from hf_vit_accel.options.reuse import WeightTable, _layout_of
 from hf_vit_accel.tower.state import state_of
 
 ACROSS = ReuseConfig(across_calls=True)
-FUZZ = settings(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 Entry = tuple[int, int, int]
 Item = tuple[torch.Tensor, Entry]
 both_ways = pytest.mark.parametrize("config", [True, ACROSS], ids=["within", "across"])
@@ -166,7 +165,7 @@ def test_any_multiset_equals_its_distinct_items_alone(tower: nn.Module) -> None:
     across = hf_vit_accel.patch(copy.deepcopy(tower), reuse=ACROSS, strict=True)
 
     @given(chosen=multisets())
-    @settings(FUZZ, max_examples=15)
+    @settings(settings.get_profile("same"), max_examples=15)
     def check(chosen: list[Choice]) -> None:
         items = []
         for entry, seed, change in chosen:

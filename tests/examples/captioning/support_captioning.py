@@ -2,7 +2,6 @@
 
 import copy
 import io
-import json
 import tarfile
 import tempfile
 from collections import Counter
@@ -115,11 +114,6 @@ def caption(
 def texts(folder: Path, pattern: str = "**/*.txt") -> dict[str, str]:
     """Return the contents of all text files in a folder, by name."""
     return {path.relative_to(folder).as_posix(): path.read_text() for path in folder.glob(pattern)}
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    """Read the objects of a file of JSON lines."""
-    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 
 
 def captions_in(output: Path) -> Mapping[str, str | None]:

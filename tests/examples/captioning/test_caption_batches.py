@@ -69,7 +69,7 @@ def processor(request: pytest.FixtureRequest) -> Any:
     return load_processor(str(CAPTIONERS / request.param))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(width=st.integers(1, 900), height=st.integers(1, 900))
 def test_vision_tokens_are_the_processors(processor: ProcessorMixin, width: int, height: int) -> None:
     images = processor.image_processor

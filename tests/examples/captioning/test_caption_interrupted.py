@@ -23,8 +23,8 @@ from captioner import main as batch_caption
 from captioner.files import lock
 from captioner.journal import Journal
 from PIL import Image
-from programs import EXAMPLES, ROOT, draw, encode, launched, png
-from support_captioning import MODEL, PROMPT, call, lines, write_tar
+from programs import EXAMPLES, ROOT, draw, encode, launched, lines, png
+from support_captioning import MODEL, PROMPT, call, write_tar
 
 GOOD = 30
 """The number of good files."""

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from captioner.journal import Journal
-from programs import draw, encode, words
-from support_captioning import MODEL, WHOLE, call, caption, captions_in, lines, merged, put, texts, write_tar
+from programs import draw, encode, lines, words
+from support_captioning import MODEL, WHOLE, call, caption, captions_in, merged, put, texts, write_tar
 
 pytestmark = pytest.mark.usefixtures("quick")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from captioner.exports import Export
 from captioner.journal import Journal, Record
-from programs import draw, encode, words
-from support_captioning import PROMPT, call, caption, lines, put, write_parquet
+from programs import draw, encode, lines, words
+from support_captioning import PROMPT, call, caption, put, write_parquet
 
 pytestmark = pytest.mark.usefixtures("quick")
 

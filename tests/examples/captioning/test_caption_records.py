@@ -148,7 +148,7 @@ def test_a_mended_shard_has_no_error_any_more(tmp_path: Path) -> None:
     assert to_do(member, done) == ({}, {("x.tar", "p")})
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data())
 def test_runs_killed_anywhere_add_up_to_one(data: st.DataObject) -> None:
     """With any number of processes, prompts and batch sizes, after kills at any byte of any shard."""
