@@ -1,5 +1,6 @@
 """Bound what the host does for a steady call: files of ours that it enters, kernels and operators of a layer."""
 
+import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from support.cpu_graphs import Recorder
 from support.kernel_table import KERNELS
 from tiny import GRIDS, TINY, outputs_of, pixels_for, run_tower, tower_of
@@ -30,14 +32,14 @@ PACKAGE = str(Path(hf_vit_accel.__file__).parent)
 COMPREHENSIONS = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>")
 
 
-def entered(act: Callable[[], object]) -> Counter[tuple[str, str, int]]:
-    """Run something; count how often it enters each function of the package, by file, name and line."""
+def entered(act: Callable[[], object], package: str = PACKAGE) -> Counter[tuple[str, str, int]]:
+    """Run something; count how often it enters each function of a package, by file, name and line."""
     counts: Counter[tuple[str, str, int]] = Counter()
 
     def trace(frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(PACKAGE) and code.co_name not in COMPREHENSIONS:
-            counts[code.co_filename.removeprefix(PACKAGE), code.co_name, code.co_firstlineno] += 1
+        if event == "call" and code.co_filename.startswith(package) and code.co_name not in COMPREHENSIONS:
+            counts[code.co_filename.removeprefix(package), code.co_name, code.co_firstlineno] += 1
 
     sys.setprofile(trace)
     try:
@@ -86,6 +88,8 @@ def test_a_replayed_call_enters_few_files(on_cpu: type[Recorder], tower: nn.Modu
     assert graphs is not None and str(graphs.last).startswith("replayed")
     files = {file for file, name, _ in functions if not file.startswith(OF_THE_STAND_IN) and (file, name) != OF_FAULTS}
     assert len(files) <= 11, files
+    of_configs = entered(lambda: tower(pixels, grid_thw=grid), inspect.getfile(transformers.PretrainedConfig))
+    assert not of_configs, "a config runs Python functions for each field that is read"
 
 
 def test_checks_do_not_grow_with_the_tower() -> None:
