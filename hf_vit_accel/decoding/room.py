@@ -128,10 +128,11 @@ class Room:
             layer.keys, layer.values = (x[:, :, :columns] for x in (slots.keys, slots.values))
 
     def slots_of(self, rows_T: Tensor, columns_T: Tensor) -> Slots:
-        """Return the slots of tokens in some columns of rows."""
-        if self.offsets_B is None:
+        """Return the slots of tokens in some columns of rows; on a shared axis none behind a row's last one."""
+        if self.offsets_B is None or self.last_B is None:
             return Slots(self.layers, rows_T, columns_T)
-        return Slots(self.layers, torch.zeros_like(rows_T), columns_T + self.offsets_B[rows_T])
+        slots_T = torch.minimum(columns_T + self.offsets_B[rows_T], self.last_B[rows_T])
+        return Slots(self.layers, torch.zeros_like(rows_T), slots_T)
 
 
 def on_device(indices: Sequence[int], device: torch.device) -> Tensor:
@@ -230,9 +231,9 @@ class SharedLayer(DynamicLayer):
     def of_rows(self, rows: Sequence[int]) -> DynamicLayer:
         """Return a layer with the keys and values (B, K, C, D) of some rows, as stock keeps them."""
         assert self.room.offsets_B is not None
-        device = self.room.offsets_B.device
-        offsets_B = self.room.offsets_B[torch.tensor(rows, device=device)]
-        slots_BC = (offsets_B[:, None] + torch.arange(self.columns, device=device)).clamp_min(0)
+        rows_B = torch.tensor(rows, device=self.room.offsets_B.device)
+        columns_C = torch.arange(self.columns, device=rows_B.device)
+        slots_BC = self.room.slots_of(*torch.broadcast_tensors(rows_B[:, None], columns_C)).slots_T.clamp_min(0)
         on_axis = self._on_axis
         keys, values = (states[0][:, slots_BC].transpose(0, 1) for states in (on_axis.keys, on_axis.values))
         layer = DynamicLayer()

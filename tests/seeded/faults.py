@@ -452,6 +452,15 @@ _BY_PLACE: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
             "pass",
         ),
     },
+    ("decoding/waiting.py", "tests/unit/test_waiting_rows.py -k late"): {
+        "a row that ended long ago keeps its columns": ("columns - since >= self.due]", "columns - since >= 1 << 40]"),
+    },
+    ("decoding/room.py", "tests/unit/test_waiting_rows.py -k late"): {
+        "a capture writes into the slots of another row": (
+            "torch.minimum(columns_T + self.offsets_B[rows_T], self.last_B[rows_T])",
+            "columns_T + self.offsets_B[rows_T]",
+        ),
+    },
     ("decoding/waiting.py", "tests/unit/test_waiting_rows.py -k beside"): {
         "rows wait beside a penalty of repetitions": (
             "return kinds <= {SuppressTokensLogitsProcessor, EosTokenCriteria, MaxLengthCriteria}",

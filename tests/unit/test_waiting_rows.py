@@ -87,21 +87,34 @@ def test_a_row_that_has_ended_writes_no_keys_of_its_neighbours(recorder: type[Op
     assert any(at_last_slot) and steps_of(model).rows_waited == 4
 
 
-@pytest.mark.usefixtures("way")
-def test_a_step_that_is_loaded_late_has_slots_for_rows_that_ended_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of these lengths end so that others leave while one has been in vain for longer than it has slots."""
+@pytest.mark.parametrize(("seed", "ends"), [(12, [3, 23, 43]), (6, list(range(3, 50, 9)))])
+def test_a_late_step_has_slots_for_rows_that_ended_long_ago(
+    seed: int, ends: list[int], recorder: type[OperationRecorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A smaller step is captured or loaded while a row has been in vain for longer than it has slots."""
     model = MODELS["qwen2_5_vl"].build()
-    load = DecodeStep.load
+    has_own_slots: list[bool] = []
+    load, capture = DecodeStep.load, DecodeSteps.capture
+
+    def look(step: DecodeStep) -> None:
+        assert step.room.last_B is not None
+        has_own_slots.append(bool((step._slots_B <= step.room.last_B).all()))
 
     def load_and_look(step: DecodeStep, *args: Any) -> None:
         load(step, *args)
-        assert step.room.last_B is not None and (step._slots_B <= step.room.last_B).all()
+        look(step)
+
+    def look_and_capture(steps: DecodeSteps, step: DecodeStep) -> None:
+        look(step)  # a capture writes there
+        capture(steps, step)
 
     monkeypatch.setattr(DecodeStep, "load", load_and_look)
-    rng = random.Random(12)
+    monkeypatch.setattr(DecodeSteps, "capture", look_and_capture)
+    monkeypatch.setattr(loop, "FEWEST", 1)
+    rng = random.Random(seed)
     inputs = ragged(model, *[rng.randint(5, 30) for _ in range(30)])
-    ends = dict(eos_token_id=[3, 23, 43], pad_token_id=2)
-    both(model, inputs, max_new_tokens=40, custom_generate=in_places(10), **ends)
+    both(model, inputs, max_new_tokens=40, custom_generate=in_places(10), eos_token_id=ends, pad_token_id=2)
+    assert all(has_own_slots) and steps_of(model).rows_left
     assert steps_of(model).rows_waited == 20 and counts_of(model) == Counts(1, {}) and not steps_of(model).divided
 
 
