@@ -113,6 +113,8 @@ class DecodeStep:
         self._ends_B2 = torch.zeros(rows, 2, dtype=torch.int32, device=keys.device)
         self._order_B = torch.arange(rows, dtype=torch.int32, device=keys.device)  # of the rows, the longest first
         self._last_B = torch.full_like(self._slots_B, keys.shape[2] - 1)  # slots of rows
+        if room.last_B is not None:
+            self._last_B.copy_(room.last_B)  # a capture writes more than one token
         self._logits: Tensor | None = None
         self.length = 0  # tokens in the cache, counted on the host
         self.graph_bytes = 0

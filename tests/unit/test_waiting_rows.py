@@ -87,7 +87,7 @@ def test_a_row_that_has_ended_writes_no_keys_of_its_neighbours(recorder: type[Op
     assert any(at_last_slot) and steps_of(model).rows_waited == 4
 
 
-@pytest.mark.parametrize(("seed", "ends"), [(12, [3, 23, 43]), (6, list(range(3, 50, 9)))])
+@pytest.mark.parametrize(("seed", "ends"), [(36, [3, 23, 43]), (6, list(range(3, 50, 9)))])
 def test_a_late_step_has_slots_for_rows_that_ended_long_ago(
     seed: int, ends: list[int], recorder: type[OperationRecorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,14 +98,15 @@ def test_a_late_step_has_slots_for_rows_that_ended_long_ago(
 
     def look(step: DecodeStep) -> None:
         assert step.room.last_B is not None
-        has_own_slots.append(bool((step._slots_B <= step.room.last_B).all()))
+        is_own_B = step._slots_B <= step.room.last_B
+        has_own_slots.append(bool(is_own_B.all()) and torch.equal(step._last_B, step.room.last_B))
 
     def load_and_look(step: DecodeStep, *args: Any) -> None:
         load(step, *args)
         look(step)
 
     def look_and_capture(steps: DecodeSteps, step: DecodeStep) -> None:
-        look(step)  # a capture writes there
+        look(step)  # a capture writes there, and one token more
         capture(steps, step)
 
     monkeypatch.setattr(DecodeStep, "load", load_and_look)
