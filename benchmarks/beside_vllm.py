@@ -46,6 +46,7 @@ from hf_vit_accel.tools.bench.timing import milliseconds
 from hf_vit_accel.tools.bench.towers import SHAPES
 
 PICTURES = 256
+MANY = 1024
 CALLS = {"32 x 34x46": (32, (34, 46)), "one 64x64": (1, (64, 64))}
 """Calls of `generate` by name: pictures, and the rows and columns of patches of each."""
 CALL_TOKENS = (1, 64)
@@ -75,6 +76,7 @@ Generate = Callable[[Sequence[Image.Image], int], float]
 """Makes so many tokens about every picture at most, and returns their average."""
 CAPTIONING = "captioning"
 UNEQUAL = "captioning, unequal lengths"
+MANY_UNEQUAL = "captioning many, unequal lengths"
 UNEQUAL_TOKENS = 256
 ONE_IN = 64
 """Of all tokens, one in so many ends a caption of unequal length. Random weights repeat themselves: some never end."""
@@ -144,9 +146,16 @@ def ends_of(model: str) -> list[int]:
     return list(range(ONE_IN - 1, TEXT[model][1]["vocab_size"], ONE_IN))
 
 
-def lengths_file(model: str, folder: Path) -> Path:
+def drawn(folder: Path, number: int) -> list[Path]:
+    """Draw so many pictures, unless they are there."""
+    if not folder.exists():
+        draw_all(folder, number)
+    return sorted(folder.glob("*.jpg"))
+
+
+def lengths_file(model: str, pictures: Sequence[Path]) -> Path:
     """Return where our side leaves the tokens of each picture's caption, in the order of the pictures."""
-    return folder / f"{model}-lengths.json"
+    return pictures[0].parent.with_name(f"{model}-lengths-of-{len(pictures)}.json")
 
 
 def redraw(model: torch.nn.Module) -> None:
@@ -156,7 +165,7 @@ def redraw(model: torch.nn.Module) -> None:
             parameter.data.normal_(0, 0.02)
 
 
-def jobs_of_vllm(model: str, folder: Path, pictures: Sequence[Path]) -> dict[str, Job]:
+def jobs_of_vllm(model: str, folder: Path, few: Sequence[Path], many: Sequence[Path]) -> dict[str, Job]:
     """Start vLLM's engine; return its jobs by name."""
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # it carries `redraw` to the engine's process
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process may have used CUDA
@@ -183,20 +192,21 @@ def jobs_of_vllm(model: str, folder: Path, pictures: Sequence[Path]) -> dict[str
         return generate_lengths(images, [tokens] * len(images))
 
     def caption(tokens: int) -> Run:
-        return timed(lambda paths, tokens: generate(opened(paths), tokens), pictures, tokens, cuda=False)
+        return timed(lambda paths, tokens: generate(opened(paths), tokens), few, tokens, cuda=False)
 
-    def caption_unequally(tokens: int) -> Run:
-        lengths = json.loads(lengths_file(model, folder).read_text())  # missing until our side ran
+    def caption_unequally(pictures: Sequence[Path], tokens: int) -> Run:
+        lengths = json.loads(lengths_file(model, pictures).read_text())  # missing until our side ran
         return timed(lambda paths, _: generate_lengths(opened(paths), lengths), pictures, tokens, cuda=False)
 
     return {
         CAPTIONING: caption,
-        UNEQUAL: caption_unequally,
+        UNEQUAL: partial(caption_unequally, few),
+        MANY_UNEQUAL: partial(caption_unequally, many),
         **calls_of(model, generate, cuda=False),  # the GPU is another process's
     }
 
 
-def jobs_of_ours(model: str, folder: Path, pictures: Sequence[Path]) -> dict[str, Job]:
+def jobs_of_ours(model: str, folder: Path, few: Sequence[Path], many: Sequence[Path]) -> dict[str, Job]:
     """Return our jobs by name: the captioner for a folder, and `generate` of a patched model for a call."""
     checkpoint = str(CHECKPOINTS[model])
     full_size: Any = load_model(checkpoint, torch.bfloat16, DEVICE)
@@ -205,9 +215,9 @@ def jobs_of_ours(model: str, folder: Path, pictures: Sequence[Path]) -> dict[str
     attempts = iter(range(1, 1000))
     prepare_runs()
 
-    def caption(tokens: int, ends: list[int] | None = None) -> Run:
+    def caption(pictures: Sequence[Path], tokens: int, ends: list[int] | None = None) -> Run:
         full_size.generation_config.eos_token_id = ends
-        output = folder / f"{model}-{tokens}"
+        output = folder / f"{model}-{tokens}-of-{len(pictures)}"
         if not output.exists():  # the first run with so many tokens plans its batches without earlier steps in memory
             hf_vit_accel.unpatch(full_size)
         arguments = ["caption", str(pictures[0].parent), "--output", str(output)]
@@ -216,7 +226,7 @@ def jobs_of_ours(model: str, folder: Path, pictures: Sequence[Path]) -> dict[str
         full_size.generation_config.eos_token_id = None
         if ends is not None:
             tokens_of = {record.key: record.tokens for record in worker.journal.records() if record.run == worker.run}
-            lengths_file(model, folder).write_text(json.dumps([tokens_of[path.name] for path in pictures]))
+            lengths_file(model, pictures).write_text(json.dumps([tokens_of[path.name] for path in pictures]))
         return Run(worker.ms, worker.progress.counts["text"] / len(pictures))
 
     def generate(images: Sequence[Image.Image], tokens: int) -> float:
@@ -235,8 +245,9 @@ def jobs_of_ours(model: str, folder: Path, pictures: Sequence[Path]) -> dict[str
         return tokens
 
     return {
-        CAPTIONING: caption,
-        UNEQUAL: partial(caption, ends=ends_of(model)),
+        CAPTIONING: partial(caption, few),
+        UNEQUAL: partial(caption, few, ends=ends_of(model)),
+        MANY_UNEQUAL: partial(caption, many, ends=ends_of(model)),
         **calls_of(model, generate, cuda=DEVICE.type == "cuda"),
     }
 
@@ -247,17 +258,19 @@ def main(
     model: Annotated[str, typer.Option(help=f"One of {', '.join(CHECKPOINTS)}.")] = "qwen2.5-vl-7b",
     tokens: Annotated[str, typer.Option(help="Numbers of new tokens of captions.")] = "1,32,128",
     runs: Annotated[int, typer.Option(min=1, help="Timed runs of every job.")] = 3,
+    only: Annotated[str, typer.Option(help="Run the jobs whose name has this word.")] = "",
     json_path: Annotated[Path | None, typer.Option("--json", help="Add the rows of this side to this file.")] = None,
 ) -> None:
     """Measure one side; print and keep its rows."""
-    drawn = folder / "pictures"
-    if not drawn.exists():
-        draw_all(drawn, PICTURES)
-    pictures = sorted(drawn.glob("*.jpg"))
-    jobs = {"vllm": jobs_of_vllm, "ours": jobs_of_ours}[side](model, folder, pictures)
+    few, many = drawn(folder / "pictures", PICTURES), drawn(folder / "many", MANY)
+    jobs = {"vllm": jobs_of_vllm, "ours": jobs_of_ours}[side](model, folder, few, many)
     before = json.loads(json_path.read_text()) if json_path is not None and json_path.exists() else document_of([])
-    tokens_of_captions = {CAPTIONING: [int(number) for number in tokens.split(",")], UNEQUAL: [UNEQUAL_TOKENS]}
+    tokens_of_captions = {CAPTIONING: [int(number) for number in tokens.split(",")]}
+    tokens_of_captions |= {UNEQUAL: [UNEQUAL_TOKENS], MANY_UNEQUAL: [UNEQUAL_TOKENS]}
+    pictures_of = {CAPTIONING: few, UNEQUAL: few, MANY_UNEQUAL: many}
     for name, job in jobs.items():
+        if only not in name:
+            continue
         for number in tokens_of_captions.get(name, CALL_TOKENS):
             row: Row = {"model": model, "job": name, "tokens": number, "side": side}
             warm_ups = 1 if name in tokens_of_captions else WARM_UPS
@@ -266,7 +279,7 @@ def main(
             row |= {"ms": statistics.median(times), "all": times}
             row["tokens of a picture"] = statistics.mean(run.length for run in timed_runs)
             if name in tokens_of_captions:
-                row["pictures/s"] = 1e3 * len(pictures) / row["ms"]
+                row["pictures/s"] = 1e3 * len(pictures_of[name]) / row["ms"]
             if side == "ours" and DEVICE.type == "cuda":
                 row["GB"] = torch.cuda.max_memory_allocated() / 1e9  # of all jobs so far, weights included
             print(row, flush=True)
