@@ -89,12 +89,11 @@ class Room:
         device = self.offsets_B.device
         spans = [self.spans[place] for place in places]
         offsets = [span[0] - (columns - length) for span, length in zip(spans, lengths, strict=True)]
-        slots = [slot for span in spans for slot in span]
         self.offsets_B.index_copy_(0, on_device(places, device), on_device(offsets, device))
+        slots_T = on_device([slot for span in spans for slot in span], device)
         for layer in self.layers:  # attention multiplies what it does not see by zero, also what is no number
-            slots_T = on_device(slots, layer.keys.device)
             for states in states_of(layer):
-                states.index_fill_(2, slots_T, 0)
+                states.index_fill_(2, slots_T.to(states.device), 0)
 
     def take_rows(self, places: Sequence[int], of_all: Room, length: int) -> None:
         """Take over rows of another room in the same memory, with the first columns of their keys and values.
