@@ -249,11 +249,14 @@ class GroupedPrompt:
         return (self._inputs.get(_FEATURES) or {}).get(modality)
 
     def _lengths(self, ids_BT: Tensor) -> list[int]:
-        """Return the columns of every row from its first token on."""
+        """Return the columns of every row from its first token on, or from its first picture."""
         mask_BT = self._inputs.get("attention_mask")
         if mask_BT is None:
             return [self.columns] * len(ids_BT)
-        return [self.columns - first for first in (mask_BT != 0).int().argmax(1).tolist()]
+        is_kept_BT = mask_BT != 0
+        for modality in self._pictures:  # also pictures that the mask hides
+            is_kept_BT |= ids_BT == getattr(self._model.config, _MODALITIES[modality].token)
+        return [self.columns - first for first in is_kept_BT.int().argmax(1).tolist()]
 
     def may_be_packed(self) -> bool:
         """Return whether the last column is of tokens in all rows."""

@@ -151,6 +151,15 @@ def test_text_without_pictures_is_divided(kind: str) -> None:
     assert steps_of(model).groups == 4
 
 
+def test_a_picture_that_the_mask_hides_stays_with_its_row() -> None:
+    """As in rows that lie behind padding with all that came before."""
+    model = MODELS["qwen2_5_vl"].build()
+    inputs = ragged(model, 5, 5, 30, 30)
+    inputs["attention_mask"][1, :-1] = 0
+    compare(model, inputs, max_new_tokens=9)
+    assert counts_of(model) == Counts(1, {}) and steps_of(model).groups > 1
+
+
 def test_a_group_for_which_memory_runs_out_is_halved(monkeypatch: pytest.MonkeyPatch) -> None:
     model = MODELS["qwen2_5_vl"].build()
     sizes = []
