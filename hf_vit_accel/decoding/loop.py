@@ -517,6 +517,7 @@ class _ModelInLoop:
             return
         size = self._smaller_size(self._largest or step, sizes_of_smaller(sum(go_on), len(go_on)), due)
         if size is not None:
+            self._begin_overdue_rows_anew(step, arguments, step.length)  # tensors of the loop's own inference mode
             with self._giving_up(), torch.inference_mode(False), torch.no_grad(), capture_of_ours():
                 self._take_smaller_step(step, places_without_ended(go_on, size), input_ids, arguments)
 
@@ -533,7 +534,6 @@ class _ModelInLoop:
     def _take_smaller_step(self, step: DecodeStep, places: list[int], input_ids: Tensor, arguments: Arguments) -> None:
         """Replace a step by one of the rows at some of its places. All rows stay where memory runs out."""
         cache = arguments[CACHE]
-        self._begin_overdue_rows_anew(step, arguments, step.length)
         step.store(cache)
         largest = self._largest or step
         inputs = self._model.prepare_inputs_for_generation(input_ids, **arguments)

@@ -87,9 +87,10 @@ def test_a_row_that_has_ended_writes_no_keys_of_its_neighbours(recorder: type[Op
     assert any(at_last_slot) and steps_of(model).rows_waited == 4
 
 
+@pytest.mark.parametrize("is_inference", [False, True])
 @pytest.mark.parametrize(("seed", "ends"), [(36, [3, 23, 43]), (6, list(range(3, 50, 9)))])
 def test_a_late_step_has_slots_for_rows_that_ended_long_ago(
-    seed: int, ends: list[int], recorder: type[OperationRecorder], monkeypatch: pytest.MonkeyPatch
+    seed: int, ends: list[int], is_inference: bool, recorder: type[OperationRecorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A smaller step is captured or loaded while a row has been in vain for longer than it has slots."""
     model = MODELS["qwen2_5_vl"].build()
@@ -114,7 +115,8 @@ def test_a_late_step_has_slots_for_rows_that_ended_long_ago(
     monkeypatch.setattr(loop, "FEWEST", 1)
     rng = random.Random(seed)
     inputs = ragged(model, *[rng.randint(5, 30) for _ in range(30)])
-    both(model, inputs, max_new_tokens=40, custom_generate=in_places(10), eos_token_id=ends, pad_token_id=2)
+    with torch.inference_mode(is_inference):
+        both(model, inputs, max_new_tokens=40, custom_generate=in_places(10), eos_token_id=ends, pad_token_id=2)
     assert all(has_own_slots) and steps_of(model).rows_left
     assert steps_of(model).rows_waited == 20 and counts_of(model) == Counts(1, {}) and not steps_of(model).divided
 
