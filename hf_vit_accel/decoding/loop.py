@@ -468,8 +468,8 @@ class _ModelInLoop:
         prompt = GroupedPrompt(self._model, inputs, waiting.features_of(rows))
         try:
             self._refuse_changes(step)
-            refuse({"a prompt that cannot be cut": not prompt.groups})
-            packed = PackedPrompt(self._model, step.reading, columns)
+            packed = self._packed(prompt, step.reading, columns) if prompt.groups else None
+            refuse({"a prompt that is not ours": packed is None})
             step.room.begin_rows(places, prompt.lengths_B, columns)
             logits = prompt.run(lambda *_: step.room, packed, places).logits
             assert logits is not None

@@ -115,7 +115,7 @@ class PackedPrompt:
         weight = reading.text.embed_tokens.weight
         self._model = model
         self._reading = reading
-        self._columns = columns
+        self.columns = columns
         config = reading.text.config
         shape = 0, config.num_key_value_heads, 0, reading.text.layers[0].self_attn.head_dim
         self.layers: list[Any] = [DynamicLayer() for _ in reading.text.layers]
@@ -155,7 +155,7 @@ class PackedPrompt:
         mask_GC = inputs_embeds.new_ones(inputs_embeds.shape[:2]) if attention_mask is None else attention_mask
         rows = PackedRows(mask_GC)
         rows_T = on_device(rows_of_group, mask_GC.device)[rows.rows_T]
-        slots = room.slots_of(rows_T, rows.columns_T + self._columns - mask_GC.shape[1])
+        slots = room.slots_of(rows_T, rows.columns_T + self.columns - mask_GC.shape[1])
         deepstack = visual_pos_masks, deepstack_visual_embeds
         last_G = rows.attend.last_G
         hidden_1GE = rows.run(self._reading, inputs_embeds, position_ids, deepstack, slots=slots, returned_T=last_G)

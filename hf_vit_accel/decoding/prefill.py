@@ -264,8 +264,9 @@ class GroupedPrompt:
         return mask_BT is None or bool((mask_BT[:, -1] != 0).all())
 
     def names(self) -> frozenset[str]:
-        """Return the names of the inputs that are given."""
-        return frozenset(name for name, value in self._inputs.items() if value is not None)
+        """Return the names of the inputs that are given, and the modalities of features."""
+        inputs = self._inputs | (self._inputs.get(_FEATURES) or {}) | {_FEATURES: None}
+        return frozenset(name for name, value in inputs.items() if value is not None)
 
     def run(
         self, room_for: RoomFor, packed: PackedPrompt | None = None, places: Sequence[int] | None = None
@@ -332,7 +333,7 @@ class GroupedPrompt:
         mask_BT = self._inputs.get("attention_mask")
         cache = copy.deepcopy(self._inputs[CACHE])
         expected = self._model(**self.inputs_of(rows, cache, columns), return_dict=True).logits[:, -1:]
-        room = make_room(packed.layers, Size(len(rows), self.columns, self.columns))
+        room = make_room(packed.layers, Size(len(rows), packed.columns, packed.columns))
         logits = packed.logits(self.inputs_of(rows, None, columns), range(len(rows)), room, self.encoded_of(rows))
         check_equal(logits, expected, "a packed prompt differs")
         for layer, of_stock in zip(room.layers, cache.layers, strict=True):
