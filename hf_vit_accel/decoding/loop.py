@@ -177,7 +177,7 @@ def graphed_decoding(
         steps.encoded_again.update([_NOT_PACKED] if features else [])
     except CannotWaitError as error:
         steps.divided[str(error)] += 1
-        parts = parts_of(model, input_ids, model_kwargs, error.places)
+        parts = parts_of(model, input_ids, model_kwargs, min(error.places, (len(input_ids) + 1) // 2))
     except torch.OutOfMemoryError as error:
         # A penalty of repetitions may hold the length of every row's prompt.
         is_penalised = RepetitionPenaltyLogitsProcessor in map(type, logits_processor)
@@ -251,10 +251,22 @@ def _waiting_rows(
     if of_all.get("attention_mask") is None:  # no row has padding, but those that wait will have some
         of_all["attention_mask"] = torch.ones_like(input_ids)
     prompt = GroupedPrompt(model, of_all, features)
-    if not prompt.groups or not prompt.may_be_packed():
+    if not prompt.groups or not prompt.may_be_packed() or _is_refused(model):
         return None
     places = places_within(sorted(prompt.lengths_B, reverse=True), due, most, slots)
     return WaitingRows(prompt, cache, places, due, arguments["stopping_criteria"])
+
+
+def _is_refused(model: Model) -> bool:
+    """Return whether a prompt or a step of this model did not compute what stock does."""
+    steps = steps_of(model)
+    try:
+        with model._optimize_model_for_decode():
+            key = read_model(model).key
+    except UnservedError:
+        return True
+    of_prompts = [reason for (of_model, _), reason in steps.padded_reasons.items() if of_model == key]
+    return key in steps.refusals or any(of_prompts)
 
 
 def _decode_in_places(

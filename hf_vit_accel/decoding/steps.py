@@ -49,7 +49,9 @@ class DecodeSteps:
         self.groups = 0  # forwards of prompts that were divided
         self.rows_left = 0  # rows that left their step when they had ended
         self.rows_waited = 0  # rows that began in the place of one that had ended
-        self.padded_reasons: dict[Hashable, str] = {}  # why stock's text model runs a prompt; empty where ours does
+        self.padded_reasons: dict[
+            tuple[Hashable, Hashable], str
+        ] = {}  # why stock's text model runs a prompt; empty where ours does
         self.stock_reasons: Counter[str] = Counter()
         self.divided: Counter[str] = Counter()  # why calls ran in parts
         self.captures: Counter[str] = Counter()

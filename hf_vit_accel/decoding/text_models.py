@@ -28,6 +28,7 @@ from hf_vit_accel import machine
 from hf_vit_accel.versions import FORWARD_WRAPPERS, is_adapter, is_inert
 from hf_vit_accel.watch import Watch
 
+K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 Model: TypeAlias = Any
 """A model of transformers, or a module inside one. Its attributes have no types."""
@@ -117,7 +118,7 @@ class Reading:
         return tuple(self.weights), tuple(self.state.items())
 
 
-def remember(verdicts: dict[Hashable, V], key: Hashable, verdict: V) -> None:
+def remember(verdicts: dict[K, V], key: K, verdict: V) -> None:
     """Remember what was found for the key of a reading. Forget all others where they are many."""
     if len(verdicts) >= _MOST_KEYS:
         verdicts.clear()

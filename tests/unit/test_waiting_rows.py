@@ -202,8 +202,9 @@ def test_a_call_whose_rows_cannot_wait_runs_in_parts(refuse: Callable[..., None]
     inputs = batch(model, random.Random(1), 9)
     with pytest.MonkeyPatch.context() as patches:
         refuse(patches)
-        both(model, inputs, max_new_tokens=9, custom_generate=in_places(4), **ENDS)
-    assert steps_of(model).divided.total() == 1 and not steps_of(model).rows_waited
+        for _ in range(2):
+            both(model, inputs, max_new_tokens=9, custom_generate=in_places(4), **ENDS)
+    assert steps_of(model).divided.total() == 1 and not steps_of(model).rows_waited, "the second call knows"
     assert "1 in parts (1 x " in str(status(model))
 
 
