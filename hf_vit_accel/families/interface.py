@@ -101,8 +101,8 @@ def read(expected: Expected, read_grid: ReadGrid | None, /, *args: object, **opt
         )
     sizes, beside_grid = (grid_thw.tolist(), None) if read_grid is None else read_grid(pixels, grid_thw)
     merge = expected.merge
-    # Rows of no frames pad a batch. Stock, too, refuses those whose sizes it cannot merge.
-    grid: Grid = tuple([(t, h, w) for t, h, w in sizes if t or h < 0 or w < 0 or h % merge or w % merge])
+    # Rows of no frames pad a batch. Stock, too, refuses those of patches that it cannot merge.
+    grid: Grid = tuple([(t, h, w) for t, h, w in sizes if t or h < 0 or w < 0 or (h * w and (h % merge or w % merge))])
     for t, h, w in grid:
         if t < 1 or h < 1 or w < 1:
             raise ValueError(f"expected positive sizes in grid_thw, got {(t, h, w)}; drop that entry")

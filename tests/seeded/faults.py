@@ -116,7 +116,11 @@ _BY_PLACE: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
         "pixels of another grid are taken": ("if rows != pixels.shape[0]:", "if rows < 0:"),
     },
     ("families/interface.py", TOWER): {
-        "frames that pad a batch count as images": ("if t or h < 0 or w < 0 or h % merge or w % merge])", "])"),
+        "frames that pad a batch count as images": (
+            "if t or h < 0 or w < 0 or (h * w and (h % merge or w % merge))])",
+            "])",
+        ),
+        "padding without patches is to be merged": ("(h * w and (h % merge or w % merge))", "h % merge or w % merge"),
     },
     ("graphs/runner.py", GRAPHS): {
         "arrays of the layout are not copied before a replay": ("self.packed.copy_(route.packed)", "pass"),

@@ -164,7 +164,7 @@ def test_under_another_default_device(shared: PreTrainedModel) -> None:
 
 @both_fusions
 @pytest.mark.parametrize("shared", ONE_TOWER, indirect=True)
-@pytest.mark.parametrize("case", ["padding rows", "integers", "a batch"])
+@pytest.mark.parametrize("case", ["padding rows", "padding rows without patches", "integers", "a batch"])
 def test_odd_input_that_stock_takes_is_taken(shared: PreTrainedModel, case: str, fuse: bool) -> None:
     """Pixels in another shape than the processor's go the stock way."""
     tower = tower_of(shared)
@@ -172,6 +172,8 @@ def test_odd_input_that_stock_takes_is_taken(shared: PreTrainedModel, case: str,
     pixels = pixels_for(tower, GRIDS["images"])
     if case == "padding rows":
         grid = torch.cat([grid.new_zeros(1, 3), grid, grid.new_tensor([[0, 6, 4]])])
+    elif case == "padding rows without patches":
+        grid = torch.cat([grid, grid.new_tensor([[0, 0, 5], [0, 3, 0]])])
     elif case == "integers":
         pixels = (pixels * 10).int()
     else:
