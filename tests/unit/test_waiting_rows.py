@@ -208,6 +208,16 @@ def test_a_call_whose_rows_cannot_wait_runs_in_parts(refuse: Callable[..., None]
     assert "1 in parts (1 x " in str(status(model))
 
 
+def test_a_call_whose_rows_all_fit_on_an_axis_alone_runs_in_parts_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stock pads all rows to the longest, for which there is no memory."""
+    model = MODELS["qwen2_5_vl"].build()
+    inputs = joined([row_of(model, [], words, words) for words in (100, *[5] * 7)])
+    monkeypatch.setattr(DecodeSteps, "bytes_for_room", lambda *_: 600 * loop.bytes_of_slot(model))
+    _refuse_prompts(monkeypatch)
+    both(model, inputs, max_new_tokens=9, **ENDS)
+    assert steps_of(model).divided and counts_of(model) == Counts(2, {})
+
+
 def test_prompts_of_rows_that_begin_later_are_proven_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rows are text alone. That says nothing of rows with pictures."""
     logits = PackedPrompt.logits
