@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, GenerationMixin
 from transformers.cache_utils import DynamicLayer
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -237,7 +238,8 @@ def _waiting_rows(
 ) -> WaitingRows | None:
     """Return the rows of a call which are too many, or need too much memory; None for any other call."""
     batch, columns = input_ids.shape
-    due = arguments["stopping_criteria"].max_length - columns
+    lengths = [each.max_length for each in arguments["stopping_criteria"] if isinstance(each, MaxLengthCriteria)]
+    due = min(lengths) - columns
     if batch < 2 * FEWEST_ROWS or not FEWEST < due <= MOST_DUE or has_hooks_around(model):
         return None
     slots = steps_of(model).bytes_for_room(input_ids.device) // bytes_of_slot(model)

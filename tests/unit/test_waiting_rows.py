@@ -16,6 +16,7 @@ from support.recorded_ops import OperationRecorder
 from support.towers import alike
 from test_prefill import MODELS, Inputs, batch, features_of, joined, ragged, row_of, small_groups
 from transformers import SuppressTokensLogitsProcessor
+from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from hf_vit_accel import graphed_decoding, patch, status
 from hf_vit_accel.decoding import leaving, loop, room, waiting
@@ -153,6 +154,15 @@ def test_rows_wait_for_memory(rng: random.Random) -> None:
         both(model, inputs, max_new_tokens=12, **ENDS)
     assert all(size.rows * size.slots <= max(slots, 512) for size in rooms), "two rows decode in any case"
     assert not counts_of(model).reasons
+
+
+def test_rows_that_wait_end_with_the_shortest_length_that_is_given() -> None:
+    model = MODELS["qwen2_5_vl"].build()
+    inputs = batch(model, random.Random(0), 9)
+    columns = inputs["input_ids"].shape[1]
+    lengths = [MaxLengthCriteria(columns + tokens) for tokens in (30, 12)]
+    both(model, inputs, stopping_criteria=lengths, max_new_tokens=9, custom_generate=in_places(3), eos_token_id=None)
+    assert steps_of(model).rows_waited == 6
 
 
 class Streamer:
