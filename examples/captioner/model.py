@@ -122,7 +122,7 @@ class Captioner:
             return Bounds(items=items or 64, tokens=16384, new_tokens=self.max_new_tokens)
         free, _ = torch.cuda.mem_get_info(self.model.device)
         free += torch.cuda.memory_reserved(self.model.device) - torch.cuda.memory_allocated(self.model.device)
-        waits = self.temperature == 0 and _TAKES_FEATURES
+        waits = self.temperature == 0 and _TAKES_FEATURES and 8 < self.max_new_tokens <= 1024
         text = self.model.config.get_text_config()
         width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         keys_and_values = 2 * text.num_hidden_layers * text.num_key_value_heads * width

@@ -162,7 +162,9 @@ def test_memory_is_planned_from_what_is_free(family: str, monkeypatch: pytest.Mo
         waits = captioner.bounds()
         assert (waits.items, waits.nbytes, waits.tokens, waits.slot_bytes) == (1024, 350, sys.maxsize, 0)
         assert waits.token_bytes > 2 * inputs["pixel_values"].nbytes / vision_tokens
-    captioner.temperature = 0.7
+    captioner.max_new_tokens = 2000
+    assert captioner.bounds().slot_bytes > 0, "rows of so many tokens do not wait"
+    captioner.max_new_tokens, captioner.temperature = 80, 0.7
     bounds = captioner.bounds()
     keys_and_values = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     assert bounds.slot_bytes == keys_and_values / inputs["input_ids"].numel()
