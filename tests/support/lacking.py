@@ -87,6 +87,7 @@ LACKS = (
             "unit/test_leaving_rows.py",
             "unit/test_prefill.py",
             "unit/test_text_layers.py",
+            "unit/test_waiting_rows.py",
             "test_a_copied_method_has_its_copied_owner[text",
             "test_hidden_states_are_as_exact_as_stocks",
             "test_no_decoded_token_is_stale",

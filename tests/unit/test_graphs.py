@@ -122,6 +122,20 @@ def test_a_graph_serves_layouts_of_equal_sizes(on_cpu: type[Recorder], model: nn
     assert status.captures <= 2 and status.replays == 5  # windows of a strip are others
 
 
+@pytest.mark.parametrize("exact_after", [0, 1], ids=["padded", "exact"])
+def test_outputs_of_a_call_stay_after_the_next_one(on_cpu: type[Recorder], model: nn.Module, exact_after: int) -> None:
+    """The caller gets copies of the buffers of a graph."""
+    patch(model, GraphConfig(max_tokens=128, exact_after=exact_after))
+    tower = tower_of(model)
+    kept = [
+        (outputs, [output.clone() for output in outputs]) for outputs in (run_tower(tower, IMAGE) for _ in range(4))
+    ]
+    run_tower(tower, IMAGE, seed=9)
+    for outputs, before in kept:
+        assert all(map(torch.equal, outputs, before))
+    assert hf_vit_accel.status(model).towers[0].graphs.replays >= 3
+
+
 def test_inference_mode_does_not_spoil_the_buffers(on_cpu: type[Recorder], model: nn.Module) -> None:
     tower = tower_of(model)
     expected = run_tower(tower, IMAGE)
