@@ -108,8 +108,8 @@ def graphed_decoding(
         max_graphs: Captured steps to keep: one for each batch size and number of slots. Each of them may have smaller
             ones, for the rows that go on when a quarter of the rows have ended.
         max_bytes: Bytes of steps to keep; None for an eighth of the device's memory.
-        max_rows: Rows that decode at once. In greedy calls of 9 to 1024 new tokens without processors that read tokens,
-            other rows wait until some have ended, and so do rows for whose keys there is no memory. Other calls decode
+        max_rows: Rows that decode at once, or fewer where memory has no room for their keys. The others wait until some
+            have ended: in greedy calls of 9 to 1024 new tokens, without processors that read tokens. Other calls decode
             all rows at once.
         halve: Decode half the rows of a greedy call at a time where memory runs out. False raises, for programs that
             make their own batches smaller.
