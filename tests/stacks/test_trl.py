@@ -178,10 +178,13 @@ def test_grpo_rollouts(family: str, checkpoint: Checkpoint, tmp_path: Path) -> N
     expect_same_rewards("GRPOTrainer, LoRA, rollouts", "grpo", family, runs)
 
 
-def test_grpo_samples_with_dropout_by_stock(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """It samples in training mode, and `ModelConfig` of TRL gives LoRA a dropout. The page says so, and `status`."""
+@pytest.mark.parametrize("disabled", [False, True])
+def test_grpo_samples_with_dropout_by_stock(checkpoint: Checkpoint, tmp_path: Path, disabled: bool) -> None:
+    """It samples in training mode, and `ModelConfig` of TRL gives LoRA a dropout. The page says what helps."""
     with_dropout = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.05)
     arguments = ("grpo", checkpoint("qwen3_vl"), tmp_path)
-    trainer = grpo(*arguments, patched=True, adapters=with_dropout, max_completion_length=24)
+    options = dict(max_completion_length=24, disable_dropout=disabled)
+    trainer = grpo(*arguments, patched=True, adapters=with_dropout, **options)
     decoding = str(hf_vit_accel.status(trainer.model).decoding)
-    assert decoding.startswith("0 calls on a static cache") and "x dropout on" in decoding, decoding
+    assert decoding.startswith(f"{3 if disabled else 0} calls on a static cache"), decoding
+    assert ("x dropout on" in decoding) != disabled, decoding
