@@ -22,6 +22,8 @@ _UNIT = 64
 """The slots of a row are multiples of it, as attention reads so many at a time."""
 MOST_DUE = 1024
 """Tokens to come for which rows may share an axis. Each has slots for all of them: such a cache never grows."""
+_RESERVE = 128
+"""Slots for tokens to come that a new cache has at least. Where it is full, a larger one takes over."""
 _WORTH = 0.8
 """Rows share an axis if it has at most this part of the slots of equal rows."""
 
@@ -44,6 +46,11 @@ def slots_for(tokens: int) -> int:
     """Return the slots of a cache: few, since attention reads all; few sizes, since each is captured for itself."""
     unit = 1 << max(7, (tokens - 1).bit_length() - 3)
     return -(-tokens // unit) * unit
+
+
+def slots_after(length: int, due: int) -> int:
+    """Return the slots of a cache of some tokens, of which `due` more come. A capture writes two of them."""
+    return slots_for(length + max(2, min(due, max(_RESERVE, length // 4))))
 
 
 @dataclass

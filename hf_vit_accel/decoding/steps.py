@@ -17,6 +17,8 @@ from hf_vit_accel.decoding.step import DecodeStep
 from hf_vit_accel.decoding.text_models import Reading, UnservedError
 from hf_vit_accel.graphs.recorder import CudaRecorder, free_bytes
 
+FEWEST = 8
+"""The fewest tokens to come for which a new step is captured. A capture takes some 0.1 s."""
 _PART_FOR_A_ROOM = 0.75
 """Of the free memory, for keys and values."""
 

@@ -8,7 +8,7 @@ padding on its left: its prompt ends at the column where it begins, and its keys
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +18,11 @@ from transformers.generation.logits_process import SuppressTokensLogitsProcessor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from hf_vit_accel.decoding.leaving import FEWEST_ROWS, WatchedCriteria
-from hf_vit_accel.decoding.packed import Arguments
-from hf_vit_accel.decoding.prefill import GroupedPrompt
-from hf_vit_accel.decoding.room import on_device, plan_axis
+from hf_vit_accel.decoding.packed import CACHE, Arguments
+from hf_vit_accel.decoding.prefill import GroupedPrompt, bytes_of_slot
+from hf_vit_accel.decoding.room import MOST_DUE, on_device, plan_axis, slots_after
+from hf_vit_accel.decoding.steps import FEWEST, steps_of
+from hf_vit_accel.decoding.text_models import Model, UnservedError, has_hooks_around, read_model
 
 _PARTS = 8
 """Rows begin when one in so many places is free: a forward of few rows takes hardly less time."""
@@ -178,3 +180,46 @@ class _CriteriaOfPlaces(WatchedCriteria):
         for place in places:
             self._last_columns[place] = last_column
         self._is_last = is_last
+
+
+def waiting_rows(
+    model: Model,
+    input_ids: Tensor,
+    model_kwargs: Arguments,
+    features: Mapping[str, Any] | None,
+    most: int,
+    criteria: StoppingCriteriaList,
+) -> WaitingRows | None:
+    """Return the rows of a call which are too many, or need too much memory; None for any other call."""
+    batch, columns = input_ids.shape
+    lengths = [each.max_length for each in criteria if isinstance(each, MaxLengthCriteria)]
+    due = min(lengths) - columns
+    if batch < 2 * FEWEST_ROWS or not FEWEST < due <= MOST_DUE or has_hooks_around(model):
+        return None
+    slots = steps_of(model).bytes_for_room(input_ids.device) // bytes_of_slot(model)
+    if batch <= most and batch * slots_after(columns, due) <= slots:
+        return None
+    cache = model_kwargs[CACHE]
+    is_known = isinstance(model_kwargs.get("position_ids"), Tensor) and model_kwargs.get("inputs_embeds") is None
+    if not is_known or cache.get_seq_length():
+        return None
+    of_all = model_kwargs | {"input_ids": input_ids}
+    if of_all.get("attention_mask") is None:  # no row has padding, but those that wait will have some
+        of_all["attention_mask"] = torch.ones_like(input_ids)
+    prompt = GroupedPrompt(model, of_all, features)
+    if not prompt.groups or not prompt.may_be_packed() or _is_refused(model):
+        return None
+    places = places_within(sorted(prompt.lengths_B, reverse=True), due, most, slots)
+    return WaitingRows(prompt, cache, places, due, criteria)
+
+
+def _is_refused(model: Model) -> bool:
+    """Return whether a prompt or a step of this model did not compute what stock does."""
+    steps = steps_of(model)
+    try:
+        with model._optimize_model_for_decode():
+            key = read_model(model).key
+    except UnservedError:
+        return True
+    of_prompts = [reason for (of_model, _), reason in steps.padded_reasons.items() if of_model == key]
+    return key in steps.refusals or any(of_prompts)

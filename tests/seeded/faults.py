@@ -491,13 +491,13 @@ _BY_PLACE: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
     ("decoding/leaving.py", "tests/unit/test_leaving_rows.py -k spoils"): {
         "a row moves to the place of another that goes on": ("    return places\n", "    return sorted(places)\n"),
     },
-    ("decoding/loop.py", "tests/unit/test_leaving_rows.py -k changed"): {
+    ("decoding/model_in_loop.py", "tests/unit/test_leaving_rows.py -k changed"): {
         "a smaller step is captured of a model that changed": (
             "read_model(self._model).key != step.reading.key",
             "False",
         ),
     },
-    ("decoding/loop.py", "tests/unit/test_prefill.py -k picks"): {
+    ("decoding/model_in_loop.py", "tests/unit/test_prefill.py -k picks"): {
         "a step begins without the prompt, which lies in another room": (
             "if step is not None and room is not None and step.room is not room:",
             "if False:",

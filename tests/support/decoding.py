@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import Cache
 
 import hf_vit_accel
-from hf_vit_accel.decoding import loop as decoding
+from hf_vit_accel.decoding import model_in_loop, waiting
 from hf_vit_accel.decoding import steps as steps_module
 from hf_vit_accel.decoding.steps import DecodeSteps, steps_of
 from support.recorded_ops import OperationRecorder
@@ -115,7 +115,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> type[OperationRecorder]:
 @pytest.fixture(params=["replayed", pytest.param("run", marks=pytest.mark.matrix)])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run a test twice: steps are replayed, or run by Python. Short texts are decoded by steps, too."""
-    monkeypatch.setattr(decoding, "FEWEST", 1)
+    for module in (model_in_loop, waiting):
+        monkeypatch.setattr(module, "FEWEST", 1)
     if request.param == "replayed":
         request.getfixturevalue("recorder")
     return str(request.param)

@@ -213,7 +213,7 @@ def test_memory_that_a_program_needs_is_given_back(tower: nn.Module, limit_memor
     expected = replay_once(tower)
     runner = state_of(tower).inference_runner
     graph_bytes = reserved_bytes() - before
-    assert runner in memory._stores and graph_bytes >= 4 << 20
+    assert graph_bytes >= 4 << 20
     free = 64 << 20
     limit_memory(free)
     needed = free + graph_bytes // 2

@@ -28,8 +28,7 @@ from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 
 import hf_vit_accel
 from hf_vit_accel import graphed_decoding
-from hf_vit_accel.decoding import layers, text_models
-from hf_vit_accel.decoding import loop as decoding
+from hf_vit_accel.decoding import layers, room, text_models
 from hf_vit_accel.decoding import step as step_module
 from hf_vit_accel.decoding.steps import steps_of
 from hf_vit_accel.decoding.text_models import TEXT_MODELS
@@ -89,8 +88,8 @@ def test_weights_that_a_call_puts_in_and_takes_out_are_not_captured_as_the_other
     model: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
     """A processor decodes one call by averaged weights, from its first token on or from where a cache is full."""
-    monkeypatch.setattr(decoding, "_RESERVE", 4)
-    monkeypatch.setattr(decoding, "slots_for", lambda tokens: tokens)
+    monkeypatch.setattr(room, "_RESERVE", 4)
+    monkeypatch.setattr(room, "slots_for", lambda tokens: tokens)
     linear = model.model.language_model.layers[0].mlp.down_proj
     own = linear.weight
     calls = []
@@ -200,7 +199,7 @@ def test_memory_that_runs_out_in_a_long_text_lets_stock_go_on(
     model: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory runs out where the text outgrows the cache that an earlier call captured."""
-    monkeypatch.setattr(decoding, "_RESERVE", 16)
+    monkeypatch.setattr(room, "_RESERVE", 16)
     inputs = tiny.left_padded(model, (1, 4, 94))
     both(model, inputs, max_new_tokens=9, min_new_tokens=9)
     monkeypatch.setattr(recorder, "fail", torch.OutOfMemoryError("full"))

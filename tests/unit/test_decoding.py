@@ -28,8 +28,7 @@ from transformers.generation.streamers import TextIteratorStreamer
 
 import hf_vit_accel
 from hf_vit_accel import graphed_decoding
-from hf_vit_accel.decoding import ahead
-from hf_vit_accel.decoding import loop as decoding
+from hf_vit_accel.decoding import ahead, room
 from hf_vit_accel.decoding.packed import CACHE
 from hf_vit_accel.decoding.step import DecodeStep
 from hf_vit_accel.decoding.steps import steps_of
@@ -77,7 +76,7 @@ def test_a_model_that_was_trained_with_every_rank() -> None:
 
 @both_ways
 def test_a_text_longer_than_its_cache_goes_on_in_a_larger_one(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "_RESERVE", 16)
+    monkeypatch.setattr(room, "_RESERVE", 16)
     inputs = tiny.left_padded(model, (1, 4, 94))
     both(model, inputs, max_new_tokens=32, min_new_tokens=32, **ALL_OUTPUTS)
     assert counts_of(model).static_calls == 1
@@ -271,7 +270,7 @@ def test_a_model_that_trains_with_checkpoints_decodes_in_eval(model: PreTrainedM
 @both_ways
 def test_states_of_linear_attention_in_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     """The text outgrows its first cache of 128 slots. Later calls write to the states of either step."""
-    monkeypatch.setattr(decoding, "_RESERVE", 16)
+    monkeypatch.setattr(room, "_RESERVE", 16)
     model = COMPOSITES["qwen3_5"].make()
     rows = tiny.padded_text((5, 9))
     inputs = {name: torch.cat([value, value[:, 4:].repeat(1, 18)], 1) for name, value in rows.items()}

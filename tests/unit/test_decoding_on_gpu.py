@@ -15,7 +15,7 @@ from support.decoding import both, counts_of
 from tiny import TINY
 
 from hf_vit_accel import graphed_decoding
-from hf_vit_accel.decoding import loop
+from hf_vit_accel.decoding import model_in_loop
 from hf_vit_accel.decoding.steps import steps_of
 
 pytestmark = pytest.mark.gpu
@@ -149,7 +149,7 @@ def test_keys_of_a_large_batch_are_in_memory_once() -> None:
 @pytest.mark.parametrize("longest", [9, 400])
 def test_rows_that_have_ended_leave_steps(dtype: torch.dtype, longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In rows of their own and on one axis. Each smaller step is proven beside stock; in fp32 tokens are stock's."""
-    monkeypatch.setattr(loop, "WORTH_A_CAPTURE", 1)
+    monkeypatch.setattr(model_in_loop, "WORTH_A_CAPTURE", 1)
     qwen3 = TINY["qwen3_vl"]
     rope = qwen3.text["rope_parameters"] | {"mrope_section": [12, 10, 10]}
     heads = replace(qwen3, text=qwen3.text | {"head_dim": 64, "rope_parameters": rope})  # of which there are kernels

@@ -16,7 +16,7 @@ from transformers import StoppingCriteriaList, StopStringCriteria
 
 import hf_vit_accel
 from hf_vit_accel import status
-from hf_vit_accel.decoding import leaving, loop, room
+from hf_vit_accel.decoding import leaving, model_in_loop, room
 from hf_vit_accel.decoding.step import DecodeStep
 from hf_vit_accel.decoding.steps import steps_of
 
@@ -29,8 +29,8 @@ ENDS: Inputs = dict(eos_token_id=list(range(3, 50, 4)), pad_token_id=2)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let rows leave small batches, and at once."""
     monkeypatch.setattr(leaving, "FEWEST_ROWS", 2)
-    monkeypatch.setattr(loop, "WORTH_A_CAPTURE", 1)
-    monkeypatch.setattr(loop, "FEWEST", 1)
+    monkeypatch.setattr(model_in_loop, "WORTH_A_CAPTURE", 1)
+    monkeypatch.setattr(model_in_loop, "FEWEST", 1)
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_random_calls_give_stocks_tokens(model: Any, rng: random.Random) -> None
     ends = dict(eos_token_id=list(range(3, 50, rng.choice([2, 4, 9, 20]))), pad_token_id=2)
     calls = counts_of(model).static_calls
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "_RESERVE", rng.choice([2, 8, 128]))
+        patch.setattr(room, "_RESERVE", rng.choice([2, 8, 128]))
         patch.setattr(room, "_WORTH", rng.choice([0.0, 0.8, 9.0]))
         both(model, inputs, rng.randrange(99), max_new_tokens=rng.choice([5, 30, 60]), **ends, **options)
     assert counts_of(model) == Counts(calls + 1, {})
@@ -141,7 +141,7 @@ def test_a_smaller_step_is_captured_once_enough_rows_ran_in_vain(
     recorder: type[OperationRecorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A folder's batches are alike: what no single caption is worth, all of them are."""
-    monkeypatch.setattr(loop, "WORTH_A_CAPTURE", 1000)
+    monkeypatch.setattr(model_in_loop, "WORTH_A_CAPTURE", 1000)
     model = TINY["qwen2_5_vl"].build()
     rows_left = []
     for seed in range(8):

@@ -19,7 +19,7 @@ from transformers import SuppressTokensLogitsProcessor
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from hf_vit_accel import graphed_decoding, patch, status
-from hf_vit_accel.decoding import leaving, loop, room, waiting
+from hf_vit_accel.decoding import leaving, model_in_loop, room, waiting
 from hf_vit_accel.decoding.packed import PackedPrompt
 from hf_vit_accel.decoding.step import DecodeStep
 from hf_vit_accel.decoding.steps import DecodeSteps, steps_of
@@ -32,9 +32,9 @@ ENDS: Inputs = dict(eos_token_id=list(range(3, 50, 4)), pad_token_id=2)
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let rows of small batches wait, and leave at the end. They have as few slots as they need."""
-    for module in (leaving, loop, waiting):
+    for module in (leaving, waiting):
         monkeypatch.setattr(module, "FEWEST_ROWS", 2)
-    monkeypatch.setattr(loop, "WORTH_A_CAPTURE", 1)
+    monkeypatch.setattr(model_in_loop, "WORTH_A_CAPTURE", 1)
     monkeypatch.setattr(room, "_UNIT", 1)
 
 
@@ -82,7 +82,7 @@ def test_a_row_that_has_ended_writes_no_keys_of_its_neighbours(recorder: type[Op
 
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(DecodeStep, "__call__", run_and_look)
-        patches.setattr(loop, "WORTH_A_CAPTURE", 1 << 40)  # none leaves
+        patches.setattr(model_in_loop, "WORTH_A_CAPTURE", 1 << 40)  # none leaves
         ends = dict(eos_token_id=[3, 23, 43], pad_token_id=2)
         both(model, inputs, max_new_tokens=100, custom_generate=in_places(3), **ends)
     assert any(at_last_slot) and steps_of(model).rows_waited == 4
@@ -113,7 +113,7 @@ def test_a_late_step_has_slots_for_rows_that_ended_long_ago(
 
     monkeypatch.setattr(DecodeStep, "load", load_and_look)
     monkeypatch.setattr(DecodeSteps, "capture", look_and_capture)
-    monkeypatch.setattr(loop, "FEWEST", 1)
+    monkeypatch.setattr(model_in_loop, "FEWEST", 1)
     rng = random.Random(seed)
     inputs = ragged(model, *[rng.randint(5, 30) for _ in range(30)])
     with torch.inference_mode(is_inference):
@@ -144,11 +144,11 @@ def test_rows_wait_for_memory(rng: random.Random) -> None:
     """Keys of as many of the longest rows as fit."""
     model = MODELS["qwen2_5_vl"].build()
     rooms: list[room.Size] = []
-    make_room = loop.make_room
+    make_room = model_in_loop.make_room
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(loop, "make_room", lambda layers, size: rooms.append(size) or make_room(layers, size))
+        patches.setattr(model_in_loop, "make_room", lambda layers, size: rooms.append(size) or make_room(layers, size))
         inputs = batch(model, rng, rng.randint(5, 12))
-        slot_bytes = loop.bytes_of_slot(model)
+        slot_bytes = waiting.bytes_of_slot(model)
         slots = rng.choice([256, 512, 1024, 4096])
         patches.setattr(DecodeSteps, "bytes_for_room", lambda *_: slots * slot_bytes)
         both(model, inputs, max_new_tokens=12, **ENDS)
@@ -222,7 +222,7 @@ def test_a_call_whose_rows_all_fit_on_an_axis_alone_runs_in_parts_without_it(mon
     """Stock pads all rows to the longest, for which there is no memory."""
     model = MODELS["qwen2_5_vl"].build()
     inputs = joined([row_of(model, [], words, words) for words in (100, *[5] * 7)])
-    monkeypatch.setattr(DecodeSteps, "bytes_for_room", lambda *_: 600 * loop.bytes_of_slot(model))
+    monkeypatch.setattr(DecodeSteps, "bytes_for_room", lambda *_: 600 * waiting.bytes_of_slot(model))
     _refuse_prompts(monkeypatch)
     both(model, inputs, max_new_tokens=9, **ENDS)
     assert steps_of(model).divided and counts_of(model) == Counts(2, {})
@@ -280,4 +280,4 @@ def test_a_room_that_is_used_again_holds_nothing_of_before() -> None:
 
 def test_tokens_to_suppress_are_known() -> None:
     processors = [SuppressTokensLogitsProcessor([1], device="cpu")]
-    assert loop.may_wait(processors, []) and not loop.may_wait([*processors, Streamer()], [])
+    assert waiting.may_wait(processors, []) and not waiting.may_wait([*processors, Streamer()], [])
