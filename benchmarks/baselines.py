@@ -20,9 +20,8 @@ from hf_vit_accel.backends.flash_attention_3 import FlashAttention3, varlen_atte
 from hf_vit_accel.backends.torch_varlen import TorchVarlen
 from hf_vit_accel.families import Tower
 from hf_vit_accel.layout import Grid, build, to_device
-from hf_vit_accel.tools.bench import ways
-from hf_vit_accel.tools.bench.towers import family_of_tower, weight_of
-from hf_vit_accel.tools.bench.ways import Baseline, Open, Run, grid_tensor, request_of
+from hf_vit_accel.tools import bench
+from hf_vit_accel.tools.bench import Baseline, Open, Run, family_of_tower, grid_tensor, request_of, weight_of
 from hf_vit_accel.tower.proof import prove
 from hf_vit_accel.versions import METADATA, keyword_arguments
 
@@ -39,7 +38,7 @@ def is_trained(tower: nn.Module) -> bool:
 def stock(attention: str, tower: Tower, grid: Grid) -> Iterator[Run]:
     """Open the stock tower with one of transformers' attentions, or ours in its place, called as users call it."""
     set_attention(tower, attention)
-    yield ways.run_with(tower, grid_thw=grid_tensor(grid, tower))
+    yield bench.run_with(tower, grid_thw=grid_tensor(grid, tower))
 
 
 @contextmanager
@@ -157,7 +156,7 @@ def _baseline_of_graph(open_flash: OpenFlash) -> Baseline:
     return choose
 
 
-BASELINES: Mapping[str, Baseline] = ways.BASELINES | {
+BASELINES: Mapping[str, Baseline] = bench.BASELINES | {
     "flash_attention_2": _baseline_of_attention("flash_attention_2"),
     "flash_attention_3": _baseline_of_attention("flash_attention_3"),
     "compile": _baseline_of_flash(_compiled),

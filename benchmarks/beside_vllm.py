@@ -42,8 +42,7 @@ from PIL import Image
 from whole_call import TEXT
 
 import hf_vit_accel
-from hf_vit_accel.tools.bench.timing import milliseconds
-from hf_vit_accel.tools.bench.towers import SHAPES
+from hf_vit_accel.tools.bench import SHAPES, milliseconds
 
 PICTURES = 256
 MANY = 1024

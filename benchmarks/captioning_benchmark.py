@@ -37,7 +37,7 @@ from measuring import DEVICE, Row, document_of, take_turns, write_json  # noqa: 
 from whole_call import build  # noqa: E402
 
 import hf_vit_accel  # noqa: E402
-from hf_vit_accel.tools.bench.timing import milliseconds  # noqa: E402
+from hf_vit_accel.tools.bench import milliseconds  # noqa: E402
 
 CHECKPOINTS = {
     "qwen2.5-vl-7b": ROOT / "tests" / "tiny_captioner" / "qwen2_5_vl",

@@ -26,9 +26,15 @@ from measuring import DEVICE, DTYPE, document_of, largest_error, write_json
 
 import hf_vit_accel
 from hf_vit_accel.layout import rows_of
-from hf_vit_accel.tools.bench.measure import outputs_of
-from hf_vit_accel.tools.bench.timing import time_in_turns
-from hf_vit_accel.tools.bench.towers import SIZES, build_tower, family_of_tower, parse_size, weight_of
+from hf_vit_accel.tools.bench import (
+    SIZES,
+    build_tower,
+    family_of_tower,
+    outputs_of,
+    parse_size,
+    time_in_turns,
+    weight_of,
+)
 
 WAYS = ("forward", "graphs", "training")
 OTHER_NAMES = {"hf_vit_accel": "hf_vit_before", "flash_vit_auto": "flash_vit_before"}

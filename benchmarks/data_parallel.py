@@ -22,9 +22,8 @@ from torch import nn
 import hf_vit_accel
 from hf_vit_accel.families.interface import named_tensors
 from hf_vit_accel.options.split import Assignment, cost, split
-from hf_vit_accel.tools.bench import timing
-from hf_vit_accel.tools.bench.measure import draw_pixels
-from hf_vit_accel.tools.bench.towers import build_tower, family_of_tower
+from hf_vit_accel.tools import bench
+from hf_vit_accel.tools.bench import build_tower, draw_pixels, family_of_tower
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from measuring import Grid, Row, document_of, largest_error, take_turns, write_json
@@ -58,7 +57,7 @@ def difference(outputs: list[torch.Tensor], expected: list[torch.Tensor]) -> flo
 
 def milliseconds(act: Callable[[], object]) -> list[float]:
     """Time one call that all ranks begin together; return the time of every rank."""
-    elapsed = torch.tensor(timing.milliseconds(act, cuda=DEVICE.type == "cuda", before=dist.barrier), device=DEVICE)
+    elapsed = torch.tensor(bench.milliseconds(act, cuda=DEVICE.type == "cuda", before=dist.barrier), device=DEVICE)
     by_rank = [torch.empty_like(elapsed) for _ in range(dist.get_world_size())]
     dist.all_gather(by_rank, elapsed)
     return [float(of_rank) for of_rank in by_rank]

@@ -33,7 +33,7 @@ from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel.layout import rows_of
-from hf_vit_accel.tools.bench.towers import SIZES, build_tower, family_of_tower
+from hf_vit_accel.tools.bench import SIZES, build_tower, family_of_tower
 
 SIZE = "16 x 512²"
 RANK = 16

@@ -21,8 +21,7 @@ from torch import nn
 import hf_vit_accel
 from hf_vit_accel.families.interface import named_tensors
 from hf_vit_accel.options.passes import AUTO_ROWS, cut
-from hf_vit_accel.tools.bench.measure import draw_pixels
-from hf_vit_accel.tools.bench.towers import build_tower
+from hf_vit_accel.tools.bench import build_tower, draw_pixels
 
 SIZES = (None, 16384, 28672, AUTO_ROWS, 50688, 65536)
 """The values of `max_rows`; None for one pass."""

@@ -21,8 +21,7 @@ from torch import nn
 from hf_vit_accel import machine
 from hf_vit_accel.families.interface import named_tensors
 from hf_vit_accel.layout import rows_of
-from hf_vit_accel.tools.bench.timing import Step, milliseconds, nothing, time_in_turns
-from hf_vit_accel.tools.bench.towers import weight_of
+from hf_vit_accel.tools.bench import Step, milliseconds, nothing, time_in_turns, weight_of
 
 Row = dict[str, Any]
 """A row of a JSON file."""

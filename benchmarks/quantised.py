@@ -32,7 +32,7 @@ from torch import nn
 from hf_vit_accel import patch, status
 from hf_vit_accel.families.interface import named_tensors
 from hf_vit_accel.layout import rows_of
-from hf_vit_accel.tools.bench.towers import SIZES, build_tower
+from hf_vit_accel.tools.bench import SIZES, build_tower
 
 INPUTS = "one 448²", "one 1024²", "16 x 512²"
 

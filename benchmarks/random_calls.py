@@ -20,9 +20,7 @@ from measuring import DEVICE, DTYPE, Grid, Row, in_turn, largest_error, measure_
 from torch import nn
 
 from hf_vit_accel import patch, status
-from hf_vit_accel.tools.bench.measure import outputs_of
-from hf_vit_accel.tools.bench.timing import milliseconds
-from hf_vit_accel.tools.bench.towers import build_tower, weight_of
+from hf_vit_accel.tools.bench import build_tower, milliseconds, outputs_of, weight_of
 
 MOST_PICTURES = 3
 SIDES = range(8, 42, 2)

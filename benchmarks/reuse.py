@@ -20,9 +20,7 @@ from measuring import DEVICE, Row, clear, largest_error, measure_models, take_tu
 from torch import nn
 
 from hf_vit_accel import ReuseConfig, patch, status
-from hf_vit_accel.tools.bench.measure import outputs_of
-from hf_vit_accel.tools.bench.timing import Step, milliseconds, time_in_turns
-from hf_vit_accel.tools.bench.towers import build_tower, weight_of
+from hf_vit_accel.tools.bench import Step, build_tower, milliseconds, outputs_of, time_in_turns, weight_of
 
 PICTURES = 8
 COPIES = 8

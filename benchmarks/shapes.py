@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from hf_vit_accel.tools.bench.towers import SHAPES
+from hf_vit_accel.tools.bench import SHAPES
 
 _OMNI = {key: value for key, value in SHAPES["qwen2.5-vl-7b"][1].items() if key != "out_hidden_size"}
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -12,9 +12,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # also where a module 
 import shapes  # noqa: F401
 from baselines import BASELINES
 
-from hf_vit_accel.tools.bench import ways
+from hf_vit_accel.tools import bench
 
-ways.BASELINES |= BASELINES  # before the command line lists them
+bench.BASELINES |= BASELINES  # before the command line lists them
 
 if __name__ == "__main__":
     from hf_vit_accel.tools.cli import app

@@ -24,24 +24,27 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_vit_accel.layout import Grid
-from hf_vit_accel.tools.bench import ways
-from hf_vit_accel.tools.bench.measure import (
+from hf_vit_accel.tools import bench
+from hf_vit_accel.tools.bench import (
     PEERS,
     PROMISED,
     ROUNDING,
     add_times,
+    build_tower,
     draw_pixels,
     fail,
+    family_of_tower,
     new_row,
     open_all,
     outputs_of,
+    parse_size,
     relative_error,
+    time_in_turns,
     twin_of,
+    weight_of,
 )
-from hf_vit_accel.tools.bench.timing import time_in_turns
-from hf_vit_accel.tools.bench.towers import build_tower, family_of_tower, parse_size, weight_of
 
-ways.BASELINES |= BASELINES
+bench.BASELINES |= BASELINES
 BATCHES = 5
 NEAR = 1.25
 """Errors up to so many times their bound are compared in more batches, up to four times as many."""
@@ -51,14 +54,14 @@ Incoming = Sequence[Tensor]
 """The gradients that come into the outputs."""
 
 
-def step(run: ways.Run, pixels_TP: Tensor, incoming: Incoming) -> list[Tensor]:
+def step(run: bench.Run, pixels_TP: Tensor, incoming: Incoming) -> list[Tensor]:
     """Run what is timed: forward and backward. Gradients are added up."""
     outputs = outputs_of(run(pixels_TP))
     torch.autograd.backward(outputs, incoming)
     return outputs
 
 
-def results(run: ways.Run, pixels_TP: Tensor, incoming: Incoming, *, pixel_grad: bool = False) -> dict[str, Tensor]:
+def results(run: bench.Run, pixels_TP: Tensor, incoming: Incoming, *, pixel_grad: bool = False) -> dict[str, Tensor]:
     """Run a batch; return outputs and all gradients by name, with `pixel_grad` also that of the pixels."""
     pixels_TP = pixels_TP.detach().clone().requires_grad_(pixel_grad)
     clear(run.tower)
@@ -82,7 +85,7 @@ def means(errors: Errors) -> dict[str, float]:
     return {name: math.sqrt(statistics.fmean(error**2 for error in batch)) for name, batch in errors.items()}
 
 
-def judge(way: ways.Way, errors: Errors, stock_errors: Errors, rounding: float) -> Row:
+def judge(way: bench.Way, errors: Errors, stock_errors: Errors, rounding: float) -> Row:
     """Return the error that comes nearest to its bound, and all errors over stock's own in the dtype."""
     stocks = means(stock_errors)
     factor = PEERS if way.is_stock else PROMISED
@@ -100,9 +103,9 @@ def is_close(row: Row) -> bool:
 
 
 def verify(
-    runs: dict[str, ways.Run],
+    runs: dict[str, bench.Run],
     rows: Mapping[str, Row],
-    chosen: Sequence[ways.Way],
+    chosen: Sequence[bench.Way],
     reference: nn.Module,
     tower: nn.Module,
     grid: Grid,
@@ -111,7 +114,7 @@ def verify(
     rounding = ROUNDING[weight_of(tower).dtype]
     stock_errors: Errors = {}
     errors: dict[str, Errors] = {way.name: {} for way in chosen}
-    with ways.stock("sdpa", reference, grid) as exact, ways.stock("sdpa", twin_of(tower), grid) as same:
+    with bench.stock("sdpa", reference, grid) as exact, bench.stock("sdpa", twin_of(tower), grid) as same:
         for seed in range(4 * BATCHES):
             if seed >= BATCHES and not any(is_close(rows[name]) for name in runs):
                 break
@@ -148,7 +151,7 @@ def checkpointed(forward: Callable[..., object]) -> Callable[..., object]:
 
 
 def measure(
-    model: str, tower: nn.Module, sizes: Mapping[str, Grid], chosen: Sequence[ways.Way], rounds: int
+    model: str, tower: nn.Module, sizes: Mapping[str, Grid], chosen: Sequence[bench.Way], rounds: int
 ) -> list[Row]:
     """Verify and time all ways to train a tower."""
     reference = deepcopy(tower).float()
@@ -181,7 +184,7 @@ def measure_model(
     tower = build_tower(model, DEVICE, DTYPE).requires_grad_(True).train()
     if checkpointing:
         switch_checkpointing(tower, enable=True)
-    chosen = ways.choose(tower, backends.split(","), baselines.split(","))
+    chosen = bench.choose(tower, backends.split(","), baselines.split(","))
     return measure(model, tower, dict(parse_size(size) for size in sizes.split(",")), chosen, rounds)
 
 

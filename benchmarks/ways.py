@@ -40,8 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hf_vit_accel
 from hf_vit_accel.layout import rows_of
-from hf_vit_accel.tools.bench.timing import milliseconds
-from hf_vit_accel.tools.bench.towers import build_tower, family_of_tower, parse_size
+from hf_vit_accel.tools.bench import build_tower, family_of_tower, milliseconds, parse_size
 
 DEVICE = (
     torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")

@@ -17,8 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import hf_vit_accel
-from hf_vit_accel.tools.bench.timing import Step
-from hf_vit_accel.tools.bench.towers import SHAPES
+from hf_vit_accel.tools.bench import SHAPES, Step
 
 IMAGE = 151655
 VIDEO = 151656

@@ -17,9 +17,7 @@ import hf_vit_accel
 from hf_vit_accel import machine
 from hf_vit_accel.layout import Grid
 from hf_vit_accel.tools import doctor as examination
-from hf_vit_accel.tools.bench.measure import Row, check_grid, measure
-from hf_vit_accel.tools.bench.towers import SHAPES, SIZES, build_tower, parse_size
-from hf_vit_accel.tools.bench.ways import BASELINES, choose
+from hf_vit_accel.tools.bench import BASELINES, SHAPES, SIZES, Row, build_tower, check_grid, choose, measure, parse_size
 
 MODELS = "qwen2-vl-7b,qwen2.5-vl-7b,qwen3-vl-8b"
 """Models timed by default on a GPU."""

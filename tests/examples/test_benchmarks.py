@@ -36,8 +36,7 @@ from torch import nn
 from torch.multiprocessing import start_processes
 
 from hf_vit_accel.families import FAMILIES
-from hf_vit_accel.tools.bench import towers
-from hf_vit_accel.tools.bench import ways as bench_ways
+from hf_vit_accel.tools import bench
 
 BENCHMARKS = ROOT / "benchmarks"
 CPU = torch.device("cpu")
@@ -63,7 +62,7 @@ def tower() -> nn.Module:
 
 
 def measured(tower: nn.Module, backends: list[str], baselines: list[str]) -> dict[str, dict[str, Any]]:
-    chosen = bench_ways.choose(tower, backends, baselines)
+    chosen = bench.choose(tower, backends, baselines)
     return {row["contender"]: row for row in training.measure("tiny", tower, {"size": GRID}, chosen, rounds=1)}
 
 
@@ -98,13 +97,13 @@ def test_a_wrong_gradient_is_not_timed(tower: nn.Module, monkeypatch: pytest.Mon
     assert rows["spoiled"]["ms"] is None and "is allowed, of " in rows["spoiled"]["problem"]
 
 
-@pytest.mark.skipif(len(towers.SHAPES) < 9 + len(shapes.OTHERS), reason="this transformers lacks some families")
+@pytest.mark.skipif(len(bench.SHAPES) < 9 + len(shapes.OTHERS), reason="this transformers lacks some families")
 def test_every_family_has_a_shape() -> None:
-    kinds = {towers.tower_class(towers.vision_config(model)).__name__ for model in towers.SHAPES}
+    kinds = {bench.tower_class(bench.vision_config(model)).__name__ for model in bench.SHAPES}
     fast = [family for family in FAMILIES if not family.attention_only]
     assert all(kinds & {name for _, name in family.towers} for family in fast)
     for model in shapes.OTHERS:
-        towers.build_tower(model, torch.device("meta"), torch.bfloat16)
+        bench.build_tower(model, torch.device("meta"), torch.bfloat16)
 
 
 TOWER = TINY["qwen2_5_vl"].vision | dict(depth=2, fullatt_block_indexes=[1])
@@ -303,7 +302,7 @@ def run_tiny(_: int, name: str, folder: Path) -> None:
     import_all(BENCHMARKS, [])
     whole_call = importlib.import_module("whole_call")
     vision = TINY["qwen3_vl"].vision | {"patch_size": 16}
-    towers.SHAPES[MODEL] = ("qwen3_vl", vision)
+    bench.SHAPES[MODEL] = ("qwen3_vl", vision)
     whole_call.TEXT = {MODEL: ("Qwen3VL", TINY["qwen3_vl"].text | {"vocab_size": 152064})}
     script = importlib.import_module(name)
     TINY_RUNS[name](script, folder)

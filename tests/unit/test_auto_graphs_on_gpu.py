@@ -16,7 +16,7 @@ from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel import ReuseConfig
-from hf_vit_accel.tools.bench.towers import build_tower
+from hf_vit_accel.tools.bench import build_tower
 from hf_vit_accel.tower.state import state_of
 
 pytestmark = pytest.mark.gpu

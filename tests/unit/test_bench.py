@@ -17,9 +17,8 @@ from support.backends import Spoil, add_spoiled
 from typer.testing import CliRunner
 
 from hf_vit_accel import machine
-from hf_vit_accel.tools import cli
-from hf_vit_accel.tools.bench import timing, towers
-from hf_vit_accel.tools.bench.measure import KEYS
+from hf_vit_accel.tools import bench, cli
+from hf_vit_accel.tools.bench import KEYS
 
 Row = dict[str, Any]
 
@@ -64,9 +63,9 @@ def test_steps_are_timed_in_turns_after_a_warm_up(cuda: bool, monkeypatch: pytes
         step()
         return 100.0 if calls[-2:-1] != calls[-1:] else 10.0
 
-    monkeypatch.setattr(timing, "milliseconds", milliseconds)
+    monkeypatch.setattr(bench, "milliseconds", milliseconds)
     steps = {name: partial(calls.append, name) for name in "abc"}
-    times = timing.time_in_turns(steps, rounds=6, cuda=cuda)
+    times = bench.time_in_turns(steps, rounds=6, cuda=cuda)
     assert times.keys() == steps.keys() and {value for of_step in times.values() for value in of_step} == {10.0}
     turns = [name for name, _ in itertools.groupby(calls)]
     assert len(set(itertools.pairwise(turns))) == 6, "every step follows every other one"
@@ -74,21 +73,21 @@ def test_steps_are_timed_in_turns_after_a_warm_up(cuda: bool, monkeypatch: pytes
 
 def test_every_built_in_shape_builds() -> None:
     heads = {}
-    names = [name for name in towers.SHAPES if re.match(r"qwen.*-vl-", name)]  # benchmarks/shapes.py adds others
+    names = [name for name in bench.SHAPES if re.match(r"qwen.*-vl-", name)]  # benchmarks/shapes.py adds others
     for model in names:
-        tower = towers.build_tower(model, torch.device("meta"), torch.bfloat16)
-        blocks = towers.family_of_tower(tower).parts(tower).blocks
+        tower = bench.build_tower(model, torch.device("meta"), torch.bfloat16)
+        blocks = bench.family_of_tower(tower).parts(tower).blocks
         heads[model] = (len(blocks), blocks[0].attention.num_heads, blocks[0].attention.head_dim)
     qwen3 = {"qwen3-vl-2b": (24, 16, 64), "qwen3-vl-4b": (24, 16, 64), "qwen3-vl-8b": (27, 16, 72)}
     assert heads == {model: qwen3.get(model, (32, 16, 80)) for model in names} and len(names) == 9
 
 
 def test_sizes() -> None:
-    assert towers.parse_size("1x64x64*2+8x36x64") == ("1x64x64*2+8x36x64", ((1, 64, 64), (1, 64, 64), (8, 36, 64)))
-    assert towers.parse_size(" 16 x 512^2") == ("16 x 512²", ((1, 32, 32),) * 16)
+    assert bench.parse_size("1x64x64*2+8x36x64") == ("1x64x64*2+8x36x64", ((1, 64, 64), (1, 64, 64), (8, 36, 64)))
+    assert bench.parse_size(" 16 x 512^2") == ("16 x 512²", ((1, 32, 32),) * 16)
     for wrong in ("", "64x64", "1x64x0", "1x64x64*0", "one 512²", "1x4x4+"):
         with pytest.raises(ValueError, match="unknown size"):
-            towers.parse_size(wrong)
+            bench.parse_size(wrong)
 
 
 def test_command(tmp_path: Path) -> None:
@@ -175,7 +174,7 @@ def test_mistakes_are_explained_before_anything_runs(
 def test_weights_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     model = tiny.TINY["qwen3_vl"].build(seed=3)
     model.save_pretrained(tmp_path)
-    loaded = towers.build_tower(str(tmp_path), torch.device("cpu"), torch.float32, weights=True).state_dict()
+    loaded = bench.build_tower(str(tmp_path), torch.device("cpu"), torch.float32, weights=True).state_dict()
     saved = tiny.tower_of(model).state_dict()
     assert all(torch.equal(loaded[name], saved[name]) for name in saved)
 
