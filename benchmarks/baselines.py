@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -21,11 +23,11 @@ from hf_vit_accel.backends.torch_varlen import TorchVarlen
 from hf_vit_accel.families import Tower
 from hf_vit_accel.layout import Grid, build, to_device
 from hf_vit_accel.tools import bench
-from hf_vit_accel.tools.bench import Baseline, Open, Run, family_of_tower, grid_tensor, request_of, weight_of
+from hf_vit_accel.tools.bench import CannotRunError, Forward, Open, family_of_tower, grid_tensor, request_of, weight_of
 from hf_vit_accel.tower.proof import prove
 from hf_vit_accel.versions import METADATA, keyword_arguments
 
-OpenFlash: TypeAlias = Callable[[str, Tower, Grid], AbstractContextManager[Run]]
+OpenFlash: TypeAlias = Callable[[str, Tower, Grid], AbstractContextManager[Forward]]
 """Opens a set-up with a named attention."""
 
 
@@ -35,34 +37,33 @@ def is_trained(tower: nn.Module) -> bool:
 
 
 @contextmanager
-def stock(attention: str, tower: Tower, grid: Grid) -> Iterator[Run]:
+def stock(attention: str, tower: Tower, grid: Grid) -> Iterator[Forward]:
     """Open the stock tower with one of transformers' attentions, or ours in its place, called as users call it."""
     set_attention(tower, attention)
-    yield bench.run_with(tower, grid_thw=grid_tensor(grid, tower))
+    yield partial(tower, grid_thw=grid_tensor(grid, tower))
 
 
 @contextmanager
-def _stock_without_syncs(attention: str, tower: Tower, grid: Grid) -> Iterator[Run]:
+def _stock_without_syncs(attention: str, tower: Tower, grid: Grid) -> Iterator[Forward]:
     """Open the stock tower with all sequence metadata passed in, so that it never waits for the device."""
     set_attention(tower, attention)
     kwargs = {"grid_thw": grid_tensor(grid, tower), **_metadata(tower, grid)}
-    yield Run(tower, lambda pixels_TP: tower(pixels_TP, **kwargs))
+    yield partial(tower, **kwargs)
 
 
 @contextmanager
-def _compiled(attention: str, tower: Tower, grid: Grid) -> Iterator[Run]:
+def _compiled(attention: str, tower: Tower, grid: Grid) -> Iterator[Forward]:
     """Open the same, compiled as a whole."""
     set_attention(tower, attention)
     kwargs = {"grid_thw": grid_tensor(grid, tower), **_metadata(tower, grid)}
-    forward = torch.compile(tower, dynamic=False)
     try:
-        yield Run(tower, lambda pixels_TP: forward(pixels_TP, **kwargs))
+        yield partial(torch.compile(tower, dynamic=False), **kwargs)
     finally:
         torch.compiler.reset()  # the next size would count against the limit of recompiles
 
 
 @contextmanager
-def _compiled_blocks(attention: str, tower: Tower, grid: Grid) -> Iterator[Run]:
+def _compiled_blocks(attention: str, tower: Tower, grid: Grid) -> Iterator[Forward]:
     """Open the same with each block compiled on its own, as programs that train compile models."""
     blocks = [block.module for block in family_of_tower(tower).parts(tower).blocks]
     # All blocks share their code: beyond the limit they would silently run eagerly.
@@ -80,7 +81,7 @@ def _compiled_blocks(attention: str, tower: Tower, grid: Grid) -> Iterator[Run]:
 class _Replay:
     """Captures a forward in a CUDA graph at its first call, and replays it; a call copies the pixels in."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Forward) -> None:
         self._run = run
         self._graph = torch.cuda.CUDAGraph()
         self._pixels_TP: Tensor | None = None
@@ -112,84 +113,77 @@ class _Replay:
 
 
 @contextmanager
-def _graphed(open_inner: OpenFlash, attention: str, tower: Tower, grid: Grid) -> Iterator[Run]:
+def _graphed(open_inner: OpenFlash, attention: str, tower: Tower, grid: Grid) -> Iterator[Forward]:
     """Open another set-up, replayed from a CUDA graph."""
     with open_inner(attention, tower, grid) as run:
         replay = _Replay(run)
         try:
-            yield Run(tower, replay)
+            yield replay
         finally:
             replay.close()
 
 
-def _opener(open_flash: OpenFlash, attention: str) -> Open:
-    """Fix the attention with which a set-up is opened."""
-    return lambda tower, grid: open_flash(attention, tower, grid)
+@contextmanager
+def _of_attention(attention: str, tower: Tower, grid: Grid) -> Iterator[Forward]:
+    """Open the stock tower with one of transformers' attentions, if that can run."""
+    reasons = reasons_against_attention(attention, tower)
+    if reasons:
+        raise CannotRunError("; ".join(reasons))
+    with stock(attention, tower, grid) as forward:
+        yield forward
 
 
-def _baseline_of_attention(attention: str) -> Baseline:
-    """Return the baseline of one of transformers' attentions."""
-    return lambda tower: reasons_against_attention(attention, tower) or _opener(stock, attention)
+@contextmanager
+def _of_flash(open_flash: OpenFlash, tower: Tower, grid: Grid) -> Iterator[Forward]:
+    """Open a set-up with the best flash attention."""
+    with open_flash(_best_flash(tower), tower, grid) as forward:
+        yield forward
 
 
-def _baseline_of_flash(open_flash: OpenFlash) -> Baseline:
-    """Return the baseline that opens a set-up with the best flash attention."""
-
-    def choose(tower: Tower) -> Open | list[str]:
-        flash, reasons = _best_flash(tower)
-        return reasons if flash is None else _opener(open_flash, flash)
-
-    return choose
-
-
-def _baseline_of_graph(open_flash: OpenFlash) -> Baseline:
-    """Return the baseline that replays a set-up with the best flash attention from a CUDA graph."""
-
-    def choose(tower: Tower) -> Open | list[str]:
-        flash, reasons = _best_flash(tower)
-        if is_trained(tower):
-            reasons = ["a CUDA graph of a forward has no backward", *reasons]
-        if flash is None or reasons:
-            return reasons
-        return lambda tower, grid: _graphed(open_flash, flash, tower, grid)
-
-    return choose
+@contextmanager
+def _of_graph(open_flash: OpenFlash, tower: Tower, grid: Grid) -> Iterator[Forward]:
+    """Replay a set-up with the best flash attention from a CUDA graph."""
+    if is_trained(tower):
+        raise CannotRunError("a CUDA graph of a forward has no backward")
+    with _graphed(open_flash, _best_flash(tower), tower, grid) as forward:
+        yield forward
 
 
-BASELINES: Mapping[str, Baseline] = bench.BASELINES | {
-    "flash_attention_2": _baseline_of_attention("flash_attention_2"),
-    "flash_attention_3": _baseline_of_attention("flash_attention_3"),
-    "compile": _baseline_of_flash(_compiled),
-    "compile_blocks": _baseline_of_flash(_compiled_blocks),
-    "compile+graph": _baseline_of_graph(_compiled),
-    "graph": _baseline_of_graph(_stock_without_syncs),
+BASELINES: Mapping[str, Open] = bench.BASELINES | {
+    "flash_attention_2": partial(_of_attention, "flash_attention_2"),
+    "flash_attention_3": partial(_of_attention, "flash_attention_3"),
+    "compile": partial(_of_flash, _compiled),
+    "compile_blocks": partial(_of_flash, _compiled_blocks),
+    "compile+graph": partial(_of_graph, _compiled),
+    "graph": partial(_of_graph, _stock_without_syncs),
 }
 """Stock set-ups: transformers' attentions; torch.compile of the tower or of each block, a CUDA graph, and both, with
 the best installed flash attention and all metadata passed in (no host syncs)."""
 
 
-def _best_flash(tower: Tower) -> tuple[str | None, list[str]]:
-    """Return the first flash attention that can run, or None and the reasons against all of them."""
+def _best_flash(tower: Tower) -> str:
+    """Return the first flash attention that can run. Raises CannotRunError with the reasons against all of them."""
     reasons: list[str] = []
     for name in ("flash_attention_3", "flash_attention_2"):
         reasons_here = reasons_against_attention(name, tower)
         if not reasons_here:
-            return name, []
+            return name
         reasons += [f"{name}: {reason}" for reason in reasons_here]
-    return None, reasons
+    raise CannotRunError("; ".join(reasons))
 
 
 def reasons_against_attention(attention: str, tower: Tower) -> list[str]:
     """Return why stock transformers cannot run a tower with this attention here."""
     weight = weight_of(tower)
+    request = request_of(tower, weight.device)
     if attention == "flash_attention_3":
         # The package that transformers recognises has a backward; the operator of our backend has none.
         needs_gradient = is_trained(tower) and not is_flash_attn_3_available()
-        return FlashAttention3().reasons_against(request_of(tower, grad=needs_gradient))
+        return FlashAttention3().reasons_against(replace(request, grad=needs_gradient))
     if attention != "flash_attention_2":
         return []
     if not is_flash_attn_2_available():
-        return TorchVarlen().reasons_against(request_of(tower))
+        return TorchVarlen().reasons_against(request)
     if weight.dtype in (torch.bfloat16, torch.float16):
         return []
     return [f"the dtype is {str(weight.dtype).removeprefix('torch.')}, it takes bfloat16 or float16"]

@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from measuring import DEVICE, DTYPE, document_of, largest_error, write_json
+from measuring import DEVICE, DTYPE, document_of, outputs_of, timer_of, write_json
 
 import hf_vit_accel
 from hf_vit_accel.layout import rows_of
@@ -30,7 +30,7 @@ from hf_vit_accel.tools.bench import (
     SIZES,
     build_tower,
     family_of_tower,
-    outputs_of,
+    largest_error,
     parse_size,
     time_in_turns,
     weight_of,
@@ -89,7 +89,7 @@ def compare(before: ModuleType, model: str, size: str, way: str, rounds: int) ->
     if difference > 0.02:
         raise SystemExit(f"{model}, {size}, {way}: outputs differ by {difference:.1e}")
     del outputs
-    times = time_in_turns(steps, rounds, cuda=DEVICE.type == "cuda")
+    times = time_in_turns({name: timer_of(step) for name, step in steps.items()}, rounds)
     medians = {name: statistics.median(values) for name, values in times.items()}
     return {
         "model": model,

@@ -23,10 +23,10 @@ import hf_vit_accel
 from hf_vit_accel.families.interface import named_tensors
 from hf_vit_accel.options.split import Assignment, cost, split
 from hf_vit_accel.tools import bench
-from hf_vit_accel.tools.bench import build_tower, draw_pixels, family_of_tower
+from hf_vit_accel.tools.bench import build_tower, draw_pixels, family_of_tower, largest_error
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from measuring import Grid, Row, document_of, largest_error, take_turns, write_json
+from measuring import Grid, Row, document_of, take_turns, write_json
 
 SIZES = {
     "16 x 512²": [(1, 32, 32)] * 16,
@@ -57,7 +57,8 @@ def difference(outputs: list[torch.Tensor], expected: list[torch.Tensor]) -> flo
 
 def milliseconds(act: Callable[[], object]) -> list[float]:
     """Time one call that all ranks begin together; return the time of every rank."""
-    elapsed = torch.tensor(bench.milliseconds(act, cuda=DEVICE.type == "cuda", before=dist.barrier), device=DEVICE)
+    dist.barrier()
+    elapsed = torch.tensor(bench.milliseconds(act, cuda=DEVICE.type == "cuda"), device=DEVICE)
     by_rank = [torch.empty_like(elapsed) for _ in range(dist.get_world_size())]
     dist.all_gather(by_rank, elapsed)
     return [float(of_rank) for of_rank in by_rank]

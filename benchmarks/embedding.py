@@ -11,12 +11,13 @@ from copy import deepcopy
 from functools import partial
 
 import torch
-from measuring import DEVICE, ERROR_BAR, Row, largest_error, measure_models, spread, time_set_ups
+from measuring import DEVICE, ERROR_BAR, Row, measure_models, spread, time_set_ups
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from whole_call import TEXT, build, inputs_for
 
 from hf_vit_accel import patch, status, unpatch
+from hf_vit_accel.tools.bench import largest_error
 
 Inputs = dict[str, Tensor]
 BATCHES = {

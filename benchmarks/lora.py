@@ -10,7 +10,7 @@ stock. It compares every output, and all adapters' gradients together.
 from __future__ import annotations
 
 import copy
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,7 +24,6 @@ from measuring import (
     Row,
     Steps,
     clear,
-    largest_error,
     measure_models,
     peak_gigabytes,
     time_rows,
@@ -33,7 +32,7 @@ from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel.layout import rows_of
-from hf_vit_accel.tools.bench import SIZES, build_tower, family_of_tower
+from hf_vit_accel.tools.bench import SIZES, CannotRunError, build_tower, family_of_tower, largest_error
 
 SIZE = "16 x 512²"
 RANK = 16
@@ -94,9 +93,9 @@ def contenders(tower: nn.Module, grid: Grid, steps: Steps, stack: ExitStack) -> 
     """Return stock, stock with compiled blocks (where that runs) and patched."""
     ways = {"stock sdpa": plain(steps, tower)}
     compiled = copy.deepcopy(tower)
-    opens = BASELINES["compile_blocks"](compiled)
-    if not isinstance(opens, list):  # a list holds the reasons why it cannot run
-        ways["stock compile_blocks"] = Contender(compiled, stack.enter_context(opens(compiled, grid)))
+    with suppress(CannotRunError):
+        forward = stack.enter_context(BASELINES["compile_blocks"](compiled, grid))
+        ways["stock compile_blocks"] = Contender(compiled, forward)
     ways["auto"] = plain(steps, hf_vit_accel.patch(copy.deepcopy(tower), strict=True))
     return ways
 

@@ -15,13 +15,13 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from measuring import DEVICE, Row, largest_error, measure_models, run_once, time_set_ups
+from measuring import DEVICE, Row, measure_models, run_once, time_set_ups
 from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel.families.interface import named_tensors
 from hf_vit_accel.options.passes import AUTO_ROWS, cut
-from hf_vit_accel.tools.bench import build_tower, draw_pixels
+from hf_vit_accel.tools.bench import build_tower, draw_pixels, largest_error
 
 SIZES = (None, 16384, 28672, AUTO_ROWS, 50688, 65536)
 """The values of `max_rows`; None for one pass."""

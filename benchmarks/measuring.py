@@ -21,12 +21,14 @@ from torch import nn
 from hf_vit_accel import machine
 from hf_vit_accel.families.interface import named_tensors
 from hf_vit_accel.layout import rows_of
-from hf_vit_accel.tools.bench import Step, milliseconds, nothing, time_in_turns, weight_of
+from hf_vit_accel.tools.bench import milliseconds, time_in_turns, weight_of
 
 Row = dict[str, Any]
 """A row of a JSON file."""
 Grid = Sequence[tuple[int, int, int]]
 """Frames, height and width in patches of every image or video."""
+Step = Callable[[], object]
+"""What is timed."""
 Forward = Callable[[torch.Tensor], object]
 """Calls a tower with pixels."""
 Name = TypeVar("Name", bound=Hashable)
@@ -41,13 +43,28 @@ STEPS_UNTIL_STEADY = 4
 """A training step is captured at its third call."""
 
 
-def largest_error(outputs: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> float:
-    """Return the largest relative L2 error of an output, computed in fp32."""
-    errors = []
-    for output, reference in zip(outputs, expected, strict=True):
-        reference = reference.float()
-        errors.append(float((output.float() - reference).norm() / reference.norm()))
-    return max(errors)
+def nothing(*_: object) -> None:
+    """Do nothing."""
+
+
+def outputs_of(output: Any) -> list[torch.Tensor]:
+    """Return the features that a model takes: merged rows (or a tower's last rows) and deepstack features."""
+    if isinstance(output, torch.Tensor):
+        return [output]
+    if type(output) is tuple:
+        return [output[0], *output[1]]
+    merged = output.last_hidden_state if output.pooler_output is None else output.pooler_output
+    return [merged, *(output.get("deepstack_features") or [])]
+
+
+def timer_of(step: Step, before: Step = nothing) -> Callable[[], float]:
+    """Return a function that runs a step once, and returns its milliseconds. `before` is not timed."""
+
+    def timed() -> float:
+        before()
+        return milliseconds(step, cuda=DEVICE.type == "cuda")
+
+    return timed
 
 
 def time_rows(
@@ -68,7 +85,7 @@ def time_rows(
     Returns:
         Rows with the median, the least and the most milliseconds of a step.
     """
-    times = time_in_turns(steps, rounds, cuda=DEVICE.type == "cuda", before=before)
+    times = time_in_turns({name: timer_of(step, before.get(name, nothing)) for name, step in steps.items()}, rounds)
     rows = [common | {"contender": contender} | spread(of_step) for contender, of_step in times.items()]
     print(*rows, sep="\n", flush=True)
     return rows
@@ -130,7 +147,8 @@ def time_calls(step: Step, calls: int, *, warm_ups: int, before: Step = nothing)
     for _ in range(warm_ups):
         before()
         step()
-    return [milliseconds(step, cuda=DEVICE.type == "cuda", before=before) for _ in range(calls)]
+    timer = timer_of(step, before)
+    return [timer() for _ in range(calls)]
 
 
 def now() -> float:

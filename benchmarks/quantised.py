@@ -23,7 +23,6 @@ from measuring import (
     Row,
     Steps,
     clear,
-    largest_error,
     measure_models,
     time_rows,
 )
@@ -32,7 +31,7 @@ from torch import nn
 from hf_vit_accel import patch, status
 from hf_vit_accel.families.interface import named_tensors
 from hf_vit_accel.layout import rows_of
-from hf_vit_accel.tools.bench import SIZES, build_tower
+from hf_vit_accel.tools.bench import SIZES, build_tower, largest_error
 
 INPUTS = "one 448²", "one 1024²", "16 x 512²"
 

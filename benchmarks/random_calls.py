@@ -16,11 +16,11 @@ from functools import partial
 
 import numpy as np
 import torch
-from measuring import DEVICE, DTYPE, Grid, Row, in_turn, largest_error, measure_models
+from measuring import DEVICE, DTYPE, Grid, Row, in_turn, measure_models, outputs_of
 from torch import nn
 
 from hf_vit_accel import patch, status
-from hf_vit_accel.tools.bench import build_tower, milliseconds, outputs_of, weight_of
+from hf_vit_accel.tools.bench import build_tower, largest_error, milliseconds, weight_of
 
 MOST_PICTURES = 3
 SIDES = range(8, 42, 2)

@@ -16,11 +16,11 @@ from copy import deepcopy
 from functools import partial
 
 import torch
-from measuring import DEVICE, Row, clear, largest_error, measure_models, take_turns
+from measuring import DEVICE, Row, Step, clear, measure_models, outputs_of, take_turns, timer_of
 from torch import nn
 
 from hf_vit_accel import ReuseConfig, patch, status
-from hf_vit_accel.tools.bench import Step, build_tower, milliseconds, outputs_of, time_in_turns, weight_of
+from hf_vit_accel.tools.bench import build_tower, largest_error, milliseconds, time_in_turns, weight_of
 
 PICTURES = 8
 COPIES = 8
@@ -157,7 +157,7 @@ class Comparison:
         for step in steps.values():
             step()
             step()
-        return medians_of(time_in_turns(steps, self.rounds, cuda=CUDA))
+        return medians_of(time_in_turns({name: timer_of(step) for name, step in steps.items()}, self.rounds))
 
     def forwards(self, pictures: Pictures) -> dict[str, Step]:
         """Return the steps of a call without and with reuse."""

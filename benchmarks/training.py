@@ -14,31 +14,41 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 
 import shapes  # noqa: F401
 import torch
 from baselines import BASELINES
-from measuring import DEVICE, DTYPE, Row, clear, measure_models, peak_gigabytes, switch_checkpointing
+from measuring import (
+    DEVICE,
+    DTYPE,
+    Row,
+    clear,
+    measure_models,
+    outputs_of,
+    peak_gigabytes,
+    switch_checkpointing,
+    timer_of,
+)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_vit_accel.layout import Grid
 from hf_vit_accel.tools import bench
 from hf_vit_accel.tools.bench import (
-    PEERS,
-    PROMISED,
-    ROUNDING,
+    Forward,
+    Open,
     add_times,
+    bound_of,
     build_tower,
     draw_pixels,
     fail,
     family_of_tower,
     new_row,
-    open_all,
-    outputs_of,
     parse_size,
     relative_error,
+    stock,
     time_in_turns,
     twin_of,
     weight_of,
@@ -54,14 +64,22 @@ Incoming = Sequence[Tensor]
 """The gradients that come into the outputs."""
 
 
-def step(run: bench.Run, pixels_TP: Tensor, incoming: Incoming) -> list[Tensor]:
+@dataclass(frozen=True)
+class Run:
+    """A tower that is open, and its forward."""
+
+    tower: nn.Module
+    forward: Forward
+
+
+def step(run: Run, pixels_TP: Tensor, incoming: Incoming) -> list[Tensor]:
     """Run what is timed: forward and backward. Gradients are added up."""
-    outputs = outputs_of(run(pixels_TP))
+    outputs = outputs_of(run.forward(pixels_TP))
     torch.autograd.backward(outputs, incoming)
     return outputs
 
 
-def results(run: bench.Run, pixels_TP: Tensor, incoming: Incoming, *, pixel_grad: bool = False) -> dict[str, Tensor]:
+def results(run: Run, pixels_TP: Tensor, incoming: Incoming, *, pixel_grad: bool = False) -> dict[str, Tensor]:
     """Run a batch; return outputs and all gradients by name, with `pixel_grad` also that of the pixels."""
     pixels_TP = pixels_TP.detach().clone().requires_grad_(pixel_grad)
     clear(run.tower)
@@ -85,11 +103,11 @@ def means(errors: Errors) -> dict[str, float]:
     return {name: math.sqrt(statistics.fmean(error**2 for error in batch)) for name, batch in errors.items()}
 
 
-def judge(way: bench.Way, errors: Errors, stock_errors: Errors, rounding: float) -> Row:
+def judge(way: str, errors: Errors, stock_errors: Errors, dtype: torch.dtype) -> Row:
     """Return the error that comes nearest to its bound, and all errors over stock's own in the dtype."""
     stocks = means(stock_errors)
-    factor = PEERS if way.is_stock else PROMISED
-    bounds = {name: way.bound or max(factor * error, rounding) for name, error in stocks.items()}
+    bounds = {name: bound_of(way, error, dtype) for name, error in stocks.items()}
+    rounding = bound_of(way, 0.0, dtype)
     ours = means(errors)
     worst = max(ours, key=lambda name: ours[name] / bounds.get(name, rounding))
     ratios = [ours[name] / error for name, error in stocks.items() if error and name in ours]
@@ -103,39 +121,39 @@ def is_close(row: Row) -> bool:
 
 
 def verify(
-    runs: dict[str, bench.Run],
+    runs: dict[str, Run],
     rows: Mapping[str, Row],
-    chosen: Sequence[bench.Way],
     reference: nn.Module,
     tower: nn.Module,
     grid: Grid,
 ) -> tuple[Tensor, Incoming]:
     """Compare all runs with stock in fp32, drop those that are wrong, and return a batch to time with."""
-    rounding = ROUNDING[weight_of(tower).dtype]
+    dtype = weight_of(tower).dtype
+    same = twin_of(tower)
     stock_errors: Errors = {}
-    errors: dict[str, Errors] = {way.name: {} for way in chosen}
-    with bench.stock("sdpa", reference, grid) as exact, bench.stock("sdpa", twin_of(tower), grid) as same:
+    errors: dict[str, Errors] = {name: {} for name in rows}
+    with stock("sdpa", reference, grid) as exact_forward, stock("sdpa", same, grid) as same_forward:
         for seed in range(4 * BATCHES):
             if seed >= BATCHES and not any(is_close(rows[name]) for name in runs):
                 break
             pixels_TP = draw_pixels(tower, grid, seed)
             with torch.no_grad():
-                incoming = [torch.randn_like(output) for output in outputs_of(same(pixels_TP))]
+                incoming = [torch.randn_like(output) for output in outputs_of(same_forward(pixels_TP))]
             pixel_grad = seed == 0  # a training needs none, and none is timed
             with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
                 wide = [gradient.float() for gradient in incoming]
-                expected = results(exact, pixels_TP.float(), wide, pixel_grad=pixel_grad)
-            add_errors(stock_errors, results(same, pixels_TP, incoming, pixel_grad=pixel_grad), expected)
-            for way in chosen:
-                if way.name in runs:
-                    try:
-                        values = results(runs[way.name], pixels_TP, incoming, pixel_grad=pixel_grad)
-                    except Exception as raised:
-                        del runs[way.name]
-                        fail(rows[way.name], way, raised)
-                    else:
-                        add_errors(errors[way.name], values, expected)
-                        rows[way.name] |= judge(way, errors[way.name], stock_errors, rounding)
+                expected = results(Run(reference, exact_forward), pixels_TP.float(), wide, pixel_grad=pixel_grad)
+            values = results(Run(same, same_forward), pixels_TP, incoming, pixel_grad=pixel_grad)
+            add_errors(stock_errors, values, expected)
+            for name in list(runs):
+                try:
+                    values = results(runs[name], pixels_TP, incoming, pixel_grad=pixel_grad)
+                except Exception as raised:
+                    del runs[name]
+                    fail(rows[name], raised)
+                else:
+                    add_errors(errors[name], values, expected)
+                    rows[name] |= judge(name, errors[name], stock_errors, dtype)
     for name in list(runs):
         row = rows[name]
         if not row["error"] <= row["bound"]:
@@ -151,7 +169,7 @@ def checkpointed(forward: Callable[..., object]) -> Callable[..., object]:
 
 
 def measure(
-    model: str, tower: nn.Module, sizes: Mapping[str, Grid], chosen: Sequence[bench.Way], rounds: int
+    model: str, tower: nn.Module, sizes: Mapping[str, Grid], ways: Mapping[str, Open], rounds: int
 ) -> list[Row]:
     """Verify and time all ways to train a tower."""
     reference = deepcopy(tower).float()
@@ -159,17 +177,23 @@ def measure(
         block.module.forward = checkpointed(block.module.forward)
     measured: list[Row] = []
     for size, grid in sizes.items():
-        rows = {way.name: new_row(model, size, grid, way) | {"peak_gb": None} for way in chosen}
+        rows = {name: new_row(model, size, grid, name) | {"peak_gb": None} for name in ways}
         with ExitStack() as stack:
-            runs = open_all(stack, chosen, rows, tower, grid)
-            batch = verify(runs, rows, chosen, reference, tower, grid)
-            steps = {}
+            runs = {}
+            for name, way in ways.items():
+                twin = twin_of(tower)
+                try:
+                    runs[name] = Run(twin, stack.enter_context(way(twin, grid)))
+                except Exception as raised:
+                    fail(rows[name], raised)
+            batch = verify(runs, rows, reference, tower, grid)
+            timers = {}
             for name, run in runs.items():
-                steps[name] = partial(step, run, *batch)
-                rows[name]["peak_gb"] = peak_gigabytes(steps[name])
+                step_of_run = partial(step, run, *batch)
+                rows[name]["peak_gb"] = peak_gigabytes(step_of_run)
                 clear(run.tower)
-            before = {name: partial(clear, run.tower) for name, run in runs.items()}
-            add_times(rows, time_in_turns(steps, rounds, cuda=DEVICE.type == "cuda", before=before))
+                timers[name] = timer_of(step_of_run, before=partial(clear, run.tower))
+            add_times(rows, time_in_turns(timers, rounds))
             tower.zero_grad(set_to_none=True)  # gradients may lie in the memory of a graph, which goes now
         for row in rows.values():
             print(row, flush=True)
@@ -184,8 +208,8 @@ def measure_model(
     tower = build_tower(model, DEVICE, DTYPE).requires_grad_(True).train()
     if checkpointing:
         switch_checkpointing(tower, enable=True)
-    chosen = bench.choose(tower, backends.split(","), baselines.split(","))
-    return measure(model, tower, dict(parse_size(size) for size in sizes.split(",")), chosen, rounds)
+    ways = bench.choose(tower, backends.split(","), baselines.split(","))
+    return measure(model, tower, dict(parse_size(size) for size in sizes.split(",")), ways, rounds)
 
 
 def main() -> None:

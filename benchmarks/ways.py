@@ -181,7 +181,8 @@ class StepsOfWay(Steps):
         """Time a step that all ranks begin together."""
         dist.barrier()
         cuda = DEVICE.type == "cuda"
-        return milliseconds(lambda: self.run(module), cuda=cuda, before=lambda: clear(module))
+        clear(module)
+        return milliseconds(lambda: self.run(module), cuda=cuda)
 
 
 def number_of_turns(steps: StepsOfWay, modules: Mapping[str, nn.Module], rounds: int) -> int:

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import transformers
 from baselines import reasons_against_attention, set_attention
-from measuring import DEVICE, Row, measure_models, time_set_ups
+from measuring import DEVICE, Row, Step, measure_models, time_set_ups
 from torch import nn
 from transformers import PreTrainedModel
 
 import hf_vit_accel
-from hf_vit_accel.tools.bench import SHAPES, Step
+from hf_vit_accel.tools.bench import SHAPES
 
 IMAGE = 151655
 VIDEO = 151656

@@ -1,4 +1,8 @@
-"""Compare every way to run a tower with fp32, then time those that are right."""
+"""Verify a vision tower run in every way, then time it: stock transformers beside `patch` with each backend.
+
+A way opens a tower for one input. Errors are against an fp32 run of stock. `hf-vit-accel bench` is the command line;
+`benchmarks/` adds shapes and stock set-ups. `T` packed patch rows, `P` pixels of a patch.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +11,26 @@ import math
 import random
 import re
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.utils.hub import has_file
-from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from hf_vit_accel import backends, machine
 from hf_vit_accel.api import patched
+from hf_vit_accel.backends import Request
 from hf_vit_accel.config import GraphConfig
 from hf_vit_accel.families import FAMILIES, Config, Family, Tower, family_of, find_towers
-from hf_vit_accel.families.interface import Expected, read
-from hf_vit_accel.graphs.recorder import why_not_graphs
+from hf_vit_accel.families.interface import named_tensors
 from hf_vit_accel.layout import Grid, rows_of
 from hf_vit_accel.tower.snapshot import Snapshot
 
@@ -64,7 +66,9 @@ SIZES: Mapping[str, Grid] = {
     "video 8 x 36x64": ((8, 36, 64),),
 }
 """Captioning and document workloads: a small image, a medium one, a page, a batch, a mixed batch, a short video."""
-_LITERAL = re.compile(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)(?:\*([1-9]\d*))?")
+
+
+# --- towers and inputs ------------------------------------------------------------------------------------------------
 
 
 def parse_size(text: str) -> tuple[str, Grid]:
@@ -74,7 +78,7 @@ def parse_size(text: str) -> tuple[str, Grid]:
         return name, SIZES[name]
     grid: list[tuple[int, int, int]] = []
     for term in name.split("+"):
-        match = _LITERAL.fullmatch(term.strip())
+        match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)(?:\*([1-9]\d*))?", term.strip())
         if match is None:
             raise ValueError(
                 f"unknown size {text!r}: choose one of {', '.join(SIZES)}, or frames x height x width in patches such "
@@ -91,10 +95,8 @@ def vision_config(model: str) -> Config:
         model_type, arguments = SHAPES[model]
         return transformers.AutoConfig.for_model(model_type, vision_config=dict(arguments)).vision_config
     try:
-        # `from_pretrained` would ask the hub again and again for a repository that does not exist.
-        is_repository = model.count("/") == 1 and has_file(model, "config.json")
-        if not Path(model).exists() and not is_repository:
-            raise ValueError("no such folder or file, and no config.json by that name on the hub or in its cache")
+        if "/" not in model and not Path(model).exists():  # the hub would be asked for half a minute without a network
+            raise ValueError("no such folder or file")
         config = transformers.AutoConfig.from_pretrained(model)
     except Exception as error:  # also errors of the hub's HTTP client
         raise ValueError(
@@ -104,7 +106,7 @@ def vision_config(model: str) -> Config:
     return getattr(config, "vision_config", config)
 
 
-def tower_class(config: object) -> type[nn.Module]:
+def tower_class(config: Config) -> type[nn.Module]:
     """Return the tower class of a vision config. Raises ValueError for a family that is not supported."""
     home = type(config).__module__.replace(".configuration_", ".modeling_")
     families = [family for family in FAMILIES if not family.attention_only]
@@ -146,6 +148,65 @@ def weight_of(tower: nn.Module) -> Tensor:
     return family_of_tower(tower).parts(tower).projection.weight
 
 
+def draw_pixels(tower: Tower, grid: Grid, seed: int) -> Tensor:
+    """Draw random pixels (T, P) in the tower's dtype."""
+    weight = weight_of(tower)
+    generator = torch.Generator(weight.device).manual_seed(seed)
+    pixels_TP = torch.randn(rows_of(grid), weight[0].numel(), device=weight.device, generator=generator)
+    return family_of_tower(tower).pixels(tower, pixels_TP.to(weight.dtype))
+
+
+# --- ways to run a tower ----------------------------------------------------------------------------------------------
+
+Forward: TypeAlias = Callable[[Tensor], Any]
+"""Runs a tower on pixels (T, P) of one grid."""
+Open: TypeAlias = Callable[[Tower, Grid], AbstractContextManager[Forward]]
+"""Prepares a tower and yields its forward, or raises CannotRunError."""
+
+
+class CannotRunError(Exception):
+    """A way cannot run on this machine or with this tower; the message holds all reasons."""
+
+
+@contextmanager
+def stock(attention: str, tower: Tower, grid: Grid) -> Iterator[Forward]:
+    """Open the stock tower with one of transformers' attentions, called as users call it."""
+    tower.set_attn_implementation(attention)
+    if tower.config._attn_implementation != attention:  # some versions of transformers only log a warning
+        raise CannotRunError(f"transformers cannot run {attention} here")
+    yield partial(tower, grid_thw=grid_tensor(grid, tower))
+
+
+@contextmanager
+def _compiled(tower: Tower, grid: Grid) -> Iterator[Forward]:
+    """Open the stock tower compiled as a whole, as users compile it."""
+    if not weight_of(tower).is_cuda:
+        raise CannotRunError("it needs a CUDA device")
+    try:
+        yield partial(torch.compile(tower, dynamic=False), grid_thw=grid_tensor(grid, tower))
+    finally:
+        torch.compiler.reset()  # the next size would count against the limit of recompiles
+
+
+@contextmanager
+def _patched(name: str, tower: Tower, grid: Grid) -> Iterator[Forward]:
+    """Open the patched tower. Strict: where a call would fall back, the way is wrong rather than timed."""
+    reasons = reasons_against(name, request_of(tower, weight_of(tower).device))
+    if reasons:
+        raise CannotRunError("; ".join(reasons))
+    attention, *ends = name.split("+")
+    options = {key: value for end in ends for key, value in OPTIONS[end].items()}
+    with patched(tower, attention=attention, strict=True, **options):
+        yield partial(tower, grid_thw=grid_tensor(grid, tower))
+
+
+BASELINES: dict[str, Open] = {
+    "sdpa": partial(stock, "sdpa"),
+    "flash_attention_2": partial(stock, "flash_attention_2"),
+    "flash_attention_3": partial(stock, "flash_attention_3"),
+    "compile": _compiled,
+}
+"""Stock set-ups by name: transformers' attentions, and torch.compile of the tower."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "graph": {
         "cuda_graphs": GraphConfig(exact_after=1, max_tokens=1 << 20, budgets=(1280,), max_training_bytes=1 << 40)
@@ -154,135 +215,36 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fp8": {"fp8": True},
 }
 """Options of `patch` by the end of a name: "auto+graph" captures every size at its first call."""
-FP8_BOUND = 0.1
-"""Largest relative error that passes in FP8: of rows whose cosine similarity is 0.995."""
 
 
-@dataclass(frozen=True)
-class Run:
-    """A tower that is ready to run: `tower` holds its parameters, `forward` takes pixels (T, P)."""
-
-    tower: nn.Module
-    forward: Callable[[Tensor], Any]
-
-    def __call__(self, pixels_TP: Tensor) -> Any:
-        """Return the tower's output."""
-        return self.forward(pixels_TP)
-
-
-Open: TypeAlias = Callable[[Tower, Grid], AbstractContextManager[Run]]
-Baseline: TypeAlias = Callable[[Tower], Open | list[str]]
-"""Looks at a tower, and returns how to open stock on it, or all reasons against that."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Way:
-    """One way to run a tower. `open` is None where it cannot run: `reasons` say why. `bound` is that of its errors."""
-
-    name: str
-    open: Open | None
-    reasons: Sequence[str] = ()
-    is_stock: bool = False
-    bound: float | None = None
-
-
-def choose(
-    tower: Tower, attentions: Sequence[str] | None, baselines: Sequence[str], *, device: torch.device | None = None
-) -> list[Way]:
-    """Return the ways to run a tower, baselines first. Raises ValueError for a name that does not exist.
-
-    Args:
-        attentions: "auto" and names of backends, with ends of `OPTIONS`; None for "auto" and each that can run it.
-        device: Where the tower will be; by default where it is.
-    """
-    unknown = [name for name in baselines if name not in BASELINES]
-    if unknown:
-        raise ValueError(f"unknown baselines {', '.join(unknown)}: choose out of {', '.join(BASELINES)}")
-    request = request_of(tower, device)
-    if attentions is None:
-        usable = [backend.name for backend in backends.BACKENDS if not backend.reasons_against(request)]
-        attentions = ["auto", *usable]
-    ways = []
-    for name in baselines:
-        looked = BASELINES[name](tower)
-        reasons, opens = (looked, None) if isinstance(looked, list) else ([], looked)
-        ways.append(Way(name=f"stock {name}", open=opens, reasons=reasons, is_stock=True))
-    return [*ways, *(_patched_way(name, request) for name in attentions)]
-
-
-def _patched_way(name: str, request: backends.Request) -> Way:
+def reasons_against(name: str, request: Request) -> list[str]:
+    """List why a backend with ends of `OPTIONS` cannot run. Raises ValueError for a name that does not exist."""
     attention, *ends = name.split("+")
     unknown = [end for end in ends if end not in OPTIONS]
     if unknown:
         raise ValueError(f"unknown option +{unknown[0]} in {name}: choose out of {', '.join(OPTIONS)}")
-    options = {key: value for end in ends for key, value in OPTIONS[end].items()}
-    reasons = [] if attention == "auto" else backends.backend_named(attention).reasons_against(request)
-    why_not = why_not_graphs(request.device) if "graph" in ends else None
-    if reasons or why_not:
-        return Way(name=name, open=None, reasons=[*reasons, *([why_not] if why_not else [])])
-
-    @contextmanager
-    def opened(tower: Tower, grid: Grid) -> Iterator[Run]:
-        # Strict: where a call would fall back, the way is wrong rather than timed.
-        with patched(tower, attention=attention, strict=True, **options):
-            yield run_with(tower, grid_thw=grid_tensor(grid, tower))
-
-    return Way(name=name, open=opened, bound=FP8_BOUND if "fp8" in ends else None)
+    reasons = [] if attention == "auto" else list(backends.backend_named(attention).reasons_against(request))
+    if "fp8" in ends:
+        reasons += backends.FP8.reasons_against_machine()
+    if "graph" in ends and request.device.type != "cuda":
+        reasons.append("CUDA graphs need a CUDA device")
+    return reasons
 
 
-def is_trained(tower: nn.Module) -> bool:
-    """Return whether any parameter requires a gradient."""
-    return any(parameter.requires_grad for parameter in tower.parameters())
+def request_of(tower: Tower, device: torch.device) -> Request:
+    """Return what a tower's layers ask of a backend; with gradients if a parameter requires one."""
+    is_trained = any(parameter.requires_grad for parameter in tower.parameters())
+    return Snapshot(tower, family_of_tower(tower)).request(device, grad=is_trained)
 
 
-def request_of(tower: Tower, device: torch.device | None = None, *, grad: bool | None = None) -> backends.Request:
-    """Return what a tower's layers ask of a backend, by default where the tower is and with its gradients."""
-    snapshot = Snapshot(tower, family_of_tower(tower))
-    return snapshot.request(device or weight_of(tower).device, grad=is_trained(tower) if grad is None else grad)
-
-
-def run_with(tower: Tower, **kwargs: Any) -> Run:
-    """Return a run that passes the same arguments in every call."""
-    return Run(tower, lambda pixels_TP: tower(pixels_TP, **kwargs))
-
-
-@contextmanager
-def stock(attention: str, tower: Tower, grid: Grid) -> Iterator[Run]:
-    """Open the stock tower with one of transformers' attentions, called as users call it."""
-    tower.set_attn_implementation(attention)
-    yield run_with(tower, grid_thw=grid_tensor(grid, tower))
-
-
-@contextmanager
-def _compiled(tower: Tower, grid: Grid) -> Iterator[Run]:
-    """Open the stock tower compiled as a whole, as users compile it."""
-    grid_thw = grid_tensor(grid, tower)
-    forward = torch.compile(tower, dynamic=False)
-    try:
-        yield Run(tower, lambda pixels_TP: forward(pixels_TP, grid_thw=grid_thw))
-    finally:
-        torch.compiler.reset()  # the next size would count against the limit of recompiles
-
-
-def _with_attention(attention: str, is_installed: Callable[[], bool] = lambda: True) -> Baseline:
-    """Return the baseline of one of transformers' attentions. All but sdpa take half precision alone."""
-
-    def look(tower: Tower) -> Open | list[str]:
-        reasons = [] if is_installed() else [f"transformers finds no package for {attention}"]
-        if attention != "sdpa" and weight_of(tower).dtype == torch.float32:
-            reasons.append("the dtype is float32, it takes bfloat16 or float16")
-        return reasons or (lambda tower, grid: stock(attention, tower, grid))
-
-    return look
-
-
-BASELINES: dict[str, Baseline] = {
-    "sdpa": _with_attention("sdpa"),
-    "flash_attention_2": _with_attention("flash_attention_2", is_flash_attn_2_available),
-    "flash_attention_3": _with_attention("flash_attention_3", is_flash_attn_3_available),
-    "compile": lambda tower: _compiled if weight_of(tower).is_cuda else ["it needs a CUDA device"],
-}
-"""Stock set-ups by name: transformers' attentions, and torch.compile of the tower."""
+def choose(tower: Tower, attentions: Sequence[str] | None, baselines: Sequence[str]) -> dict[str, Open]:
+    """Return the ways to run a tower by name, baselines first. Without attentions: "auto" and all that can run it."""
+    if attentions is None:
+        request = request_of(tower, weight_of(tower).device)
+        usable = [backend.name for backend in backends.BACKENDS if not backend.reasons_against(request)]
+        attentions = ["auto", *usable]
+    ways = {f"stock {name}": BASELINES[name] for name in baselines}
+    return ways | {name: partial(_patched, name) for name in attentions}
 
 
 def grid_tensor(grid: Grid, tower: Tower) -> Tensor:
@@ -290,27 +252,137 @@ def grid_tensor(grid: Grid, tower: Tower) -> Tensor:
     return torch.tensor(grid, device=weight_of(tower).device)
 
 
+def twin_of(tower: Tower) -> Tower:
+    """Return the same tower again: modules and buffers are copies. Parameters are shared, since copies may not fit."""
+    return deepcopy(tower, {id(parameter): parameter for parameter in tower.parameters()})
+
+
+# --- verify, then time ------------------------------------------------------------------------------------------------
+
+FP8_BOUND = 0.1
+"""Largest relative error that passes in FP8: of rows whose cosine similarity is 0.995."""
+PROMISED = 1.1
+"""Times stock's own error in the dtype that ours may have."""
+PEERS = 2.0
+"""The same for other libraries, which promise less; a wrong result is many times off."""
+BATCHES = 3
+"""By default the second call of a small input is replayed padded, the third as it is. All must be right."""
+
+Row = dict[str, Any]
+"""One way on one input of one model, as JSON holds it; the command line documents the keys."""
+
+
+def measure(model: str, tower: Tower, size: str, grid: Grid, ways: Mapping[str, Open], rounds: int) -> list[Row]:
+    """Verify all ways, each on a twin of a stock tower, then time those that are right. Return a row for each."""
+    batches, stock_error = _run_stock(tower, grid)
+    is_cuda = weight_of(tower).is_cuda
+    rows = {name: new_row(model, size, grid, name) for name in ways}
+    timers: dict[str, Callable[[], float]] = {}
+    with ExitStack() as stack:
+        for name, row in rows.items():
+            say(f"verifying {name}")
+            row["bound"] = bound = bound_of(name, stock_error, weight_of(tower).dtype)
+            try:
+                forward = stack.enter_context(ways[name](twin_of(tower), grid))
+                error = max(largest_error(run(forward, pixels_TP), expected) for pixels_TP, expected in batches)
+            except Exception as raised:
+                fail(row, raised)
+                continue
+            row["error"] = error if math.isfinite(error) else None
+            if error > bound:
+                row |= {"status": "wrong", "problem": f"relative error {error:.1e}, at most {bound:.1e} is allowed"}
+                continue
+            timers[name] = partial(milliseconds, partial(run, forward, batches[-1][0]), cuda=is_cuda)
+        add_times(rows, time_in_turns(timers, rounds))
+    return list(rows.values())
+
+
+def _run_stock(tower: Tower, grid: Grid) -> tuple[list[tuple[Tensor, list[Tensor]]], float]:
+    """Return batches of pixels (T, P) with their outputs in fp32, and stock's largest error in the tower's dtype."""
+    batches = []
+    errors = []
+    with stock("sdpa", deepcopy(tower).float(), grid) as exact, stock("sdpa", twin_of(tower), grid) as same:
+        for seed in range(BATCHES):
+            pixels_TP = draw_pixels(tower, grid, seed)
+            with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # matrix products have no TF32 by default
+                expected = run(exact, pixels_TP.float())
+            batches.append((pixels_TP, expected))
+            errors.append(largest_error(run(same, pixels_TP), expected))
+    return batches, max(errors)
+
+
+def new_row(model: str, size: str, grid: Grid, way: str) -> Row:
+    """Return the row of a way before anything is measured."""
+    row: Row = {"model": model, "size": size, "patches": rows_of(grid), "contender": way, "status": "timed"}
+    return row | dict.fromkeys(("problem", "ms", "ms_low", "ms_high", "speedup", "error", "bound"))
+
+
+def fail(row: Row, raised: Exception) -> None:
+    """Note that a call raised: a backend is wrong, but a stock set-up may not fit the installed versions."""
+    if isinstance(raised, CannotRunError):
+        row |= {"status": "skipped", "problem": str(raised)}
+    else:
+        status = "skipped" if is_stock(row["contender"]) else "wrong"
+        row |= {"status": status, "problem": machine.one_line(raised)[:300]}
+
+
+def is_stock(way: str) -> bool:
+    """Return whether a way is a stock set-up."""
+    return way.startswith("stock ")
+
+
+def bound_of(way: str, stock_error: float, dtype: torch.dtype) -> float:
+    """Return the largest error that passes, by stock's own error in the dtype."""
+    if "+fp8" in way:
+        return FP8_BOUND
+    factor = PEERS if is_stock(way) else PROMISED
+    return max(factor * stock_error, torch.finfo(dtype).eps, 1e-5)  # the reference is itself rounded to fp32
+
+
+def run(forward: Forward, pixels_TP: Tensor) -> list[Tensor]:
+    """Run what is timed; return all tensors of the output."""
+    with torch.no_grad():
+        return list(named_tensors(forward(pixels_TP)).values())
+
+
+def largest_error(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Return the largest relative error of an output."""
+    return max(relative_error(output, exact) for output, exact in zip(outputs, expected, strict=True))
+
+
+@torch.no_grad()
+def relative_error(value: Tensor, expected: Tensor) -> float:
+    """Return |value - expected| / |expected| in L2: infinite for another shape, and for what is not finite."""
+    if value.shape != expected.shape:
+        return math.inf
+    difference = (value.float() - expected.float()).norm()
+    norm = expected.float().norm()
+    error = float(difference / norm if norm else difference)
+    return error if math.isfinite(error) else math.inf
+
+
+def add_times(rows: Mapping[str, Row], times: Mapping[str, list[float]]) -> None:
+    """Write medians and speed-ups over the first way into the rows."""
+    for name, of_way in times.items():
+        rows[name] |= {"ms": statistics.median(of_way), "ms_low": min(of_way), "ms_high": max(of_way)}
+    first_ms = next(iter(rows.values()))["ms"]
+    for name in times:
+        rows[name]["speedup"] = first_ms and first_ms / rows[name]["ms"]
+
+
+# --- the clock --------------------------------------------------------------------------------------------------------
+
 TURNS = 4
-"""Turns of a step in a round, on a GPU. A CPU, where a step of a full-size tower may take seconds, has one."""
+"""Turns of a step in a round."""
 WARM_UP_MS = 10.0
-TIMED_MS = 25.0
+TIMED_MS = 75.0
 """The least milliseconds of a turn before anything is timed, and timed: short steps run more often."""
 ENOUGH_MS = 700.0
-"""A step on a GPU that was timed for so long leaves out the other turns of the round."""
-SHORT_MS = 10.0
-ROUNDS_OF_SHORT_STEPS = 3
-"""Steps below `SHORT_MS` get so many times the rounds: the host is slow for longer than a round of them takes."""
-
-Step = Callable[[], object]
+"""A step that was timed for so long leaves out the other turns of the round."""
 
 
-def nothing(*_: object) -> None:
-    """Do nothing."""
-
-
-def milliseconds(step: Step, *, cuda: bool, before: Step = nothing) -> float:
-    """Time one call by CUDA events after a synchronisation, or on a CPU by the clock. `before` is not timed."""
-    before()
+def milliseconds(step: Callable[[], object], *, cuda: bool) -> float:
+    """Time one call by CUDA events after a synchronisation, or on a CPU by the clock."""
     if not cuda:
         begin = time.perf_counter()
         step()
@@ -325,220 +397,73 @@ def milliseconds(step: Step, *, cuda: bool, before: Step = nothing) -> float:
     return float(start.elapsed_time(end))
 
 
-def time_in_turns(
-    steps: Mapping[str, Step],
-    rounds: int,
-    *,
-    cuda: bool,
-    say: Callable[[str], None] = nothing,
-    before: Mapping[str, Step] = MappingProxyType({}),
-) -> dict[str, list[float]]:
+def time_in_turns(timers: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
     """Return the milliseconds of every timed call, by name. All steps have run before, so graphs are captured.
 
     All take a short turn in a random order, then again in another one. After another step, which heats a GPU more or
     less, a step may take longer for some 100 ms. So none always follows the same one.
     """
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    names = list(steps)
+    times: dict[str, list[float]] = {name: [] for name in timers}
+    names = list(timers)
     order = random.Random(0)
-    index = 0
-    while index < rounds:
+    for index in range(rounds):
         say(f"timing, round {index + 1} of {rounds}")
-        in_round: dict[str, list[float]] = {name: [] for name in steps}
-        for _ in range(TURNS if cuda else 1):
+        in_round = dict.fromkeys(names, 0.0)
+        for _ in range(TURNS):
             order.shuffle(names)
             for name in names:
-                if sum(in_round[name]) < ENOUGH_MS:
-                    in_round[name] += _turn(steps[name], cuda, before.get(name, nothing))
-        for name in steps:
-            times[name] += in_round[name]
-        index += 1
-        medians = [statistics.median(of_step) for of_step in times.values()]
-        if cuda and index == 1 and min(medians, default=SHORT_MS) < SHORT_MS:
-            rounds *= ROUNDS_OF_SHORT_STEPS
+                if in_round[name] < ENOUGH_MS:
+                    _calls_for(WARM_UP_MS, timers[name])
+                    timed = _calls_for(TIMED_MS, timers[name])
+                    in_round[name] += sum(timed)
+                    times[name] += timed
     return times
 
 
-def _turn(step: Step, cuda: bool, before: Step) -> list[float]:
-    """Warm a step up, then time it: on a CPU two calls."""
-    warm_ups: list[float] = []
-    timed: list[float] = []
-    while not warm_ups or (cuda and sum(warm_ups) < WARM_UP_MS):
-        warm_ups.append(milliseconds(step, cuda=cuda, before=before))
-    while len(timed) < (1 if cuda else 2) or (cuda and sum(timed) < TIMED_MS):
-        timed.append(milliseconds(step, cuda=cuda, before=before))
-    return timed
+def _calls_for(least_ms: float, timer: Callable[[], float]) -> list[float]:
+    """Call until the calls took so many milliseconds; return those of every call."""
+    times: list[float] = []
+    while sum(times) < least_ms:
+        times.append(timer())
+    return times
 
 
-ROUNDING: Mapping[torch.dtype, float] = {
-    torch.bfloat16: torch.finfo(torch.bfloat16).eps,
-    torch.float16: torch.finfo(torch.float16).eps,
-    torch.float32: 1e-5,  # the reference is itself rounded to fp32, layer after layer
-}
-"""Dtype -> an error that passes in any case."""
-PROMISED = 1.1
-"""Times stock's own error in the dtype that ours may have."""
-PEERS = 2.0
-"""The same for other libraries, which promise less; a wrong result is many times off."""
-BATCHES = 3
-"""By default the second call of a small input is replayed padded, the third as it is. All must be right."""
-
-Row = dict[str, Any]
-"""One way on one input of one model, as JSON holds it; the command line documents the keys."""
-KEYS = (
-    *("model", "size", "patches", "contender", "status", "problem"),
-    *("ms", "ms_low", "ms_high", "speedup", "error", "bound"),
-)
+# --- what the command line checks and prints --------------------------------------------------------------------------
 
 
-def check_grid(tower: Tower, grid: Grid) -> None:
-    """Raise ValueError for a grid that the tower does not take."""
-    family = family_of_tower(tower)
-    expected = Expected(merge=family.geometry(tower).merge, width=None, device=None)
-    read(expected, None, torch.empty(rows_of(grid), 1, device="meta"), torch.tensor(grid))
-    if not family.videos and any(t > 1 for t, _, _ in grid):
-        raise ValueError(f"{family.name} takes videos frame by frame, but a size is {grid}: pass images")
+def check(
+    model: str, grids: Iterable[Grid], attentions: Sequence[str], device: torch.device, dtype: torch.dtype
+) -> None:
+    """Raise ValueError for what does not exist or fit, before anything runs."""
+    outline = build_tower(model, torch.device("meta"), dtype)
+    family = family_of_tower(outline)
+    merge = family.geometry(outline).merge
+    for t, h, w in chain.from_iterable(grids):
+        if h % merge or w % merge:
+            raise ValueError(f"{model} takes heights and widths in multiples of the merge size {merge}, not {h}x{w}")
+        if t > 1 and not family.videos:
+            raise ValueError(f"{model} takes videos frame by frame, not {t} frames: pass images")
+    request = request_of(outline, device)
+    reasons = {name: reasons_against(name, request) for name in attentions}
+    if reasons and all(reasons.values()):
+        raise ValueError("; ".join(f"{name} cannot run: {'; '.join(why)}" for name, why in reasons.items()))
 
 
-def draw_pixels(tower: Tower, grid: Grid, seed: int) -> Tensor:
-    """Draw random pixels (T, P) in the tower's dtype."""
-    weight = weight_of(tower)
-    generator = torch.Generator(weight.device).manual_seed(seed)
-    pixels_TP = torch.randn(rows_of(grid), weight[0].numel(), device=weight.device, generator=generator)
-    return family_of_tower(tower).pixels(tower, pixels_TP.to(weight.dtype))
+def lines(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the table of one model and size."""
+    bound = min(row["bound"] for row in rows)  # ways in FP8 have a larger one
+    yield f"{rows[0]['model']}, {rows[0]['size']}: {rows[0]['patches']} patches, error <= {bound:.1e}"
+    width = max(len(row["contender"]) for row in rows)
+    yield f"  {'':{width}}  {'ms':>9}  {'low - high':>19}  {'speed-up':>8}  {'error':>8}"
+    for row in rows:
+        if row["ms"] is None:
+            yield f"  {row['contender']:{width}}  {row['status'].replace('wrong', 'WRONG')}: {row['problem']}"
+        else:
+            spread = f"{row['ms_low']:.2f} - {row['ms_high']:.2f}"
+            speedup = f"{row['speedup']:.2f}x" if row["speedup"] else ""
+            yield f"  {row['contender']:{width}}  {row['ms']:9.2f}  {spread:>19}  {speedup:>8}  {row['error']:8.1e}"
 
 
-def outputs_of(output: Any) -> list[Tensor]:
-    """Return the features that a model takes: merged rows (or a tower's last rows) and deepstack features."""
-    if isinstance(output, Tensor):
-        return [output]
-    if type(output) is tuple:
-        return [output[0], *output[1]]
-    merged = output.last_hidden_state if output.pooler_output is None else output.pooler_output
-    return [merged, *(output.get("deepstack_features") or [])]
-
-
-def forward(run: Run, pixels_TP: Tensor) -> list[Tensor]:
-    """Run what is timed."""
-    with torch.no_grad():
-        return outputs_of(run(pixels_TP))
-
-
-def relative_error(value: Tensor, expected: Tensor) -> float:
-    """Return |value - expected| / |expected| in L2: infinite for another shape, and for what is not finite."""
-    if value.shape != expected.shape:
-        return math.inf
-    difference = (value.float() - expected).norm()
-    norm = expected.norm()
-    error = float(difference / norm if norm else difference)
-    return error if math.isfinite(error) else math.inf
-
-
-def largest_error(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Return the largest relative error of an output."""
-    if len(outputs) != len(expected):
-        return math.inf
-    return max(relative_error(output, exact) for output, exact in zip(outputs, expected, strict=True))
-
-
-def twin_of(tower: Tower) -> Tower:
-    """Return the same tower again: modules and buffers are copies, parameters are shared."""
-    return deepcopy(tower, {id(parameter): parameter for parameter in tower.parameters()})
-
-
-def measure(
-    model: str,
-    tower: Tower,
-    sizes: Mapping[str, Grid],
-    ways: Sequence[Way],
-    *,
-    rounds: int,
-    say: Callable[[str], None] = nothing,
-) -> Iterator[list[Row]]:
-    """Verify and time all ways on a stock tower; yield the rows of one size at a time.
-
-    Every way gets modules of its own, and sees no other's traces. Parameters are shared: copies would not fit a GPU.
-    """
-    reference = deepcopy(tower).float()
-    for size, grid in sizes.items():
-        rows = {way.name: new_row(model, size, grid, way) for way in ways}
-        with ExitStack() as stack:
-            runs = open_all(stack, ways, rows, tower, grid)
-            pixels_TP = _verify(runs, rows, ways, reference, tower, grid, say)
-            steps = {name: partial(forward, run, pixels_TP) for name, run in runs.items()}
-            add_times(rows, time_in_turns(steps, rounds, cuda=pixels_TP.is_cuda, say=say))
-        yield list(rows.values())
-
-
-def new_row(model: str, size: str, grid: Grid, way: Way) -> Row:
-    """Return the row of a way before anything is measured."""
-    row: Row = dict.fromkeys(KEYS)
-    row |= {"model": model, "size": size, "patches": rows_of(grid), "contender": way.name, "status": "timed"}
-    return row if way.open else row | {"status": "skipped", "problem": "; ".join(way.reasons)}
-
-
-def open_all(
-    stack: ExitStack, ways: Sequence[Way], rows: Mapping[str, Row], tower: Tower, grid: Grid
-) -> dict[str, Run]:
-    """Open every way that can run, each on a twin of the tower."""
-    runs: dict[str, Run] = {}
-    for way in ways:
-        if way.open is not None:
-            try:
-                runs[way.name] = stack.enter_context(way.open(twin_of(tower), grid))
-            except Exception as raised:
-                rows[way.name] |= {"status": "skipped", "problem": machine.one_line(raised)[:300]}
-    return runs
-
-
-def add_times(rows: Mapping[str, Row], times: Mapping[str, list[float]]) -> None:
-    """Write medians and speed-ups over the first way into the rows."""
-    for name, of_way in times.items():
-        rows[name] |= {"ms": statistics.median(of_way), "ms_low": min(of_way), "ms_high": max(of_way)}
-    first_ms = next((row["ms"] for row in rows.values()), None)
-    for name in times:
-        rows[name]["speedup"] = first_ms and first_ms / rows[name]["ms"]
-
-
-def fail(row: Row, way: Way, raised: Exception) -> None:
-    """Note that a call raised: a backend is wrong, but a stock set-up may not fit the installed versions."""
-    row |= {"status": "skipped" if way.is_stock else "wrong", "problem": machine.one_line(raised)[:300]}
-
-
-def _verify(
-    runs: dict[str, Run],
-    rows: Mapping[str, Row],
-    ways: Sequence[Way],
-    reference: Tower,
-    tower: Tower,
-    grid: Grid,
-    say: Callable[[str], None],
-) -> Tensor:
-    """Compare all runs with stock in fp32, drop those that are wrong, and return pixels to time with."""
-    stock_errors: list[float] = []
-    errors: dict[str, list[float]] = {way.name: [] for way in ways}
-    with stock("sdpa", reference, grid) as exact, stock("sdpa", twin_of(tower), grid) as same:
-        for seed in range(BATCHES):
-            pixels_TP = draw_pixels(tower, grid, seed)
-            with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # matrix products have no TF32 by default
-                expected = forward(exact, pixels_TP.float())
-            stock_errors.append(largest_error(forward(same, pixels_TP), expected))
-            for way in ways:
-                if way.name in runs:
-                    say(f"verifying {way.name}, {seed + 1} of {BATCHES}")
-                    try:
-                        errors[way.name].append(largest_error(forward(runs[way.name], pixels_TP), expected))
-                    except Exception as raised:
-                        del runs[way.name]
-                        fail(rows[way.name], way, raised)
-    for way in ways:
-        row = rows[way.name]
-        factor = PEERS if way.is_stock else PROMISED
-        row["bound"] = way.bound or max(factor * max(stock_errors), ROUNDING[weight_of(tower).dtype])
-        error = max(errors[way.name], default=math.inf)
-        row["error"] = error if math.isfinite(error) else None
-        if way.name in runs and not error <= row["bound"]:
-            del runs[way.name]
-            problem = f"relative error {error:.1e}, at most {row['bound']:.1e} is allowed"
-            row |= {"status": "wrong", "problem": problem}
-    return pixels_TP
+def say(line: str) -> None:
+    """Report progress on standard error."""
+    print(f"... {line}", file=sys.stderr, flush=True)

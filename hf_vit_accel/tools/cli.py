@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
@@ -15,9 +15,20 @@ import typer
 
 import hf_vit_accel
 from hf_vit_accel import machine
-from hf_vit_accel.layout import Grid
 from hf_vit_accel.tools import doctor as examination
-from hf_vit_accel.tools.bench import BASELINES, SHAPES, SIZES, Row, build_tower, check_grid, choose, measure, parse_size
+from hf_vit_accel.tools.bench import (
+    BASELINES,
+    SHAPES,
+    SIZES,
+    Row,
+    build_tower,
+    check,
+    choose,
+    lines,
+    measure,
+    parse_size,
+    say,
+)
 
 MODELS = "qwen2-vl-7b,qwen2.5-vl-7b,qwen3-vl-8b"
 """Models timed by default on a GPU."""
@@ -144,10 +155,15 @@ def bench(
     models = _split(model or (CPU_MODEL if is_cpu else MODELS))
     attentions = _split(backends) if backends is not None else ["auto"] if is_cpu else None
     try:
-        if dtype not in DTYPES:
-            raise ValueError(f"unknown dtype {dtype}: choose one of {', '.join(DTYPES)}")
+        _refuse_unknown("dtype", [dtype], DTYPES)
+        _refuse_unknown("baselines", _split(baselines), BASELINES)
         grids = dict(parse_size(size) for size in _split(sizes or (CPU_SIZE if is_cpu else ",".join(SIZES))))
-        _check(models, grids, attentions, _split(baselines), device, DTYPES[dtype], weights, json_path)
+        for name in models:
+            check(name, list(grids.values()), attentions or [], device, DTYPES[dtype])
+            if weights and (name in SHAPES or Path(name).is_file()):
+                raise ValueError(f"{name!r} has no weights to load: pass a checkpoint's folder or hub id")
+        if json_path is not None:
+            json_path.open("a").close()
     except (ValueError, OSError) as error:  # the user's mistakes, before anything runs
         raise typer.BadParameter(str(error)) from error
     result = {
@@ -160,64 +176,25 @@ def bench(
     output = sys.stdout
     with redirect_stdout(sys.stderr):  # libraries may print when they are first used
         for name in models:
-            typer.echo(f"... {name}: building the tower", err=True)
+            say(f"{name}: building the tower")
             tower = build_tower(name, device, DTYPES[dtype], weights=weights)
             ways = choose(tower, attentions, _split(baselines))
-            for block in measure(name, tower, grids, ways, rounds=rounds, say=_say):
-                rows += block
-                typer.echo("\n".join(_lines(block)), file=output)
+            for size, grid in grids.items():
+                rows_of_size = measure(name, tower, size, grid, ways, rounds)
+                rows += rows_of_size
+                typer.echo("\n".join(lines(rows_of_size)), file=output)
                 if is_cpu and rounds < ENOUGH_ROUNDS:
                     typer.echo(f"  {NOISE}", file=output)
-                if json_path is not None:  # after every block, so that a stopped run keeps its results
+                if json_path is not None:  # after every size, so that a stopped run keeps its results
                     json_path.write_text(json.dumps(result | {"rows": rows}, indent=1, allow_nan=False) + "\n")
     if any(row["status"] == "wrong" for row in rows):
         raise typer.Exit(1)
 
 
-def _say(line: str) -> None:
-    typer.echo(f"... {line}", err=True)
-
-
-def _check(
-    models: list[str],
-    grids: dict[str, Grid],
-    attentions: list[str] | None,
-    baselines: list[str],
-    device: torch.device,
-    dtype: torch.dtype,
-    weights: bool,
-    json_path: Path | None,
-) -> None:
-    """Raise ValueError or OSError for what does not exist or fit, before anything runs."""
-    if json_path is not None:
-        json_path.open("a").close()
-    if attentions == [] and not baselines:
-        raise ValueError("nothing to time: there are neither backends nor baselines; name at least one")
-    for model in models:
-        if weights and (model in SHAPES or Path(model).is_file()):
-            raise ValueError(f"{model!r} has no weights to load: pass a checkpoint's folder or hub id")
-        outline = build_tower(model, torch.device("meta"), dtype)
-        for grid in grids.values():
-            check_grid(outline, grid)
-        named = [way for way in choose(outline, attentions, baselines, device=device) if not way.is_stock]
-        reasons = [f"{way.name} cannot run: {'; '.join(way.reasons)}" for way in named if not way.open]
-        if reasons and len(reasons) == len(named):
-            raise ValueError("; ".join(reasons))
-
-
-def _lines(rows: list[Row]) -> Iterator[str]:
-    """Yield the table of one model and size."""
-    bound = min(row["bound"] for row in rows)  # ways in FP8 have a larger one
-    yield f"{rows[0]['model']}, {rows[0]['size']}: {rows[0]['patches']} patches, error <= {bound:.1e}"
-    width = max(len(row["contender"]) for row in rows)
-    yield f"  {'':{width}}  {'ms':>9}  {'low - high':>19}  {'speed-up':>8}  {'error':>8}"
-    for row in rows:
-        if row["ms"] is None:
-            yield f"  {row['contender']:{width}}  {row['status'].replace('wrong', 'WRONG')}: {row['problem']}"
-        else:
-            spread = f"{row['ms_low']:.2f} - {row['ms_high']:.2f}"
-            speedup = f"{row['speedup']:.2f}x" if row["speedup"] else ""
-            yield f"  {row['contender']:{width}}  {row['ms']:9.2f}  {spread:>19}  {speedup:>8}  {row['error']:8.1e}"
+def _refuse_unknown(option: str, names: list[str], known: Iterable[str]) -> None:
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(f"unknown {option} {', '.join(unknown)}: choose out of {', '.join(known)}")
 
 
 def _split(names: str) -> list[str]:
