@@ -61,7 +61,7 @@ class Identity(NamedTuple):
 
 
 STALE_REASONS: Mapping[str, str] = {
-    "spec": "the device, dtypes or requested hidden states changed, or passes were halved after memory ran out",
+    "spec": "the tower was read anew, or the device, dtypes or requested hidden states changed",
     "memory": "weights or buffers moved, or were replaced",
     "pixel_width": "patches have another width",
     "numerics": "torch computes in another precision",
@@ -217,9 +217,15 @@ class GraphStore(ABC, Generic[G]):
 
     @contextmanager
     def warming_up(self, replay: Replay) -> Iterator[None]:
-        """Capture what the calls within the with block need, by exact shapes or by budgets: calls of `warmup`."""
+        """Capture what the calls within the with block need, by exact shapes or by budgets: calls of `warmup`.
+
+        Who warms up asks for graphs again, also after a program needed their memory.
+        """
         with self._lock:  # calls of other threads wait
             self.policy.forget_failures()
+            if self._given_up is not None:
+                self.drop_graphs()  # another thread could not
+                self._given_up = None
             self._warming = replay
             try:
                 yield

@@ -21,7 +21,7 @@ from hf_vit_accel import FlexConfig, GraphConfig, backends
 from hf_vit_accel.backends import Rule
 from hf_vit_accel.graphs import memory
 from hf_vit_accel.graphs.policy import NO_ROOM
-from hf_vit_accel.options import passes as one_pass_module
+from hf_vit_accel.options import one_pass
 from hf_vit_accel.tower.state import state_of
 
 IMAGE: Grid = [(1, 6, 8)]
@@ -122,6 +122,10 @@ def test_graphs_go_when_memory_runs_out(on_cpu: type[Recorder], model: nn.Module
     assert not runner.status().graphs and "memory ran out" in last_call(model)
     hf_vit_accel.patch(model)
     assert ways_of(model, [IMAGE] * 2)[-1] == "replayed", "patching again allows graphs again"
+    memory._give_up_graphs(0, 1 << 40, 0, 0)
+    assert ways_of(model, [IMAGE] * 2) == ["eager"] * 2
+    hf_vit_accel.warmup(model, [IMAGE], progress=False)
+    assert ways_of(model, [IMAGE]) == ["replayed"], "so does warmup"
 
 
 def ways_of(model: nn.Module, grids: list[Grid]) -> list[str]:
@@ -163,7 +167,7 @@ def test_status_names_the_way_of_the_last_call(
         patches.setattr(Masked, "attend", Mock(side_effect=MemoryError))
         run_tower(tower_of(model), [(1, 4, 4)])
     assert last_call(model).startswith("replayed"), "the call that raised has no way"
-    monkeypatch.setattr(one_pass_module, "AUTOMATIC_ON", ())  # as after `model.cpu()`
+    monkeypatch.setattr(one_pass, "AUTOMATIC_ON", ())  # as after `model.cpu()`
     run_tower(tower_of(model), IMAGE)
     assert last_call(model) == "eager: such calls are never replayed"
 
