@@ -1,7 +1,7 @@
 """All attention backends, and the choice among them: `AUTO` ranks them by measurement.
 
-A new backend is one file here, its line in `BACKENDS` and its place in the rules of `AUTO`. Tests, doctor, status and
-bench then pick it up.
+A new backend is one file here, its line in `BACKENDS` and, unless it runs by name only, its place in the rules of
+`AUTO`. Tests of exactness, doctor, status and bench then pick it up; CONTRIBUTING.md has the other tests.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ FP8 = CudnnFp8()
 class Rule:
     """The order in which "auto" tries backends for some requests. The first rule of `AUTO` that matches applies.
 
-    No rule lists flex, which compiles for seconds before its first result: it runs only if it is named.
+    Every backend is in a rule, but for those that run only if they are named (`by_name_only`).
 
     Args:
         measured: The measurement behind the order. FA2 is `torch_varlen`, FA3 and FA4 are `flash_attention_3` and `_4`,

@@ -124,6 +124,8 @@ class Backend(ABC):
     needs: ClassVar[Needs]
     replays_other_layouts: ClassVar[bool] = True
     """Whether a CUDA graph captured for one layout can replay others that are padded to the same budget."""
+    by_name_only: ClassVar[bool] = False
+    """Whether "auto" never takes it: then no rule of `AUTO` lists it."""
 
     def graph_bounds(self, segments: int, max_seqlen: int, rows: int) -> tuple[int, int]:
         """Return the (segments, max_seqlen) that a CUDA graph of so many rows declares: at least those given.

@@ -47,6 +47,7 @@ class Flex(Backend):
         differentiable=True,
         score_mods=True,
     )
+    by_name_only = True  # it compiles for seconds before its first result
 
     def plan(self, segments: Segments, request: Request) -> Plan:
         return Plan(backend=self, request=request, arrays=block_mask(segments))

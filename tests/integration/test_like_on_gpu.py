@@ -1,6 +1,7 @@
 """Test `patch(like=...)` on a GPU: copies in bf16 take kernels and backends, as exactly as their own code."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -10,17 +11,14 @@ from support.tensors import flat
 from torch import Tensor, nn
 
 import hf_vit_accel
+from hf_vit_accel.families import FAMILIES_OF_COPIES
 
 pytestmark = pytest.mark.gpu
 GRIDS = {"small": [(1, 4, 6), (2, 8, 10), (1, 2, 18)], "large": [(1, 64, 48)] * 3}
-CASES = [*COPIES, ("dots_ocr", "")]
-
-
-def build_copy(family: str, version: str) -> nn.Module:
-    """Build a copy in fp32 on the GPU, with random weights."""
-    if family == "dots_ocr":
-        return dots_ocr.build(torch.float32).cuda()
-    return build(COPIES[family, version]).cuda()
+CASES = {case: partial(build, kind) for case, kind in COPIES.items()}
+CASES["dots_ocr", ""] = partial(dots_ocr.build, torch.float32)
+"""How to build a copy in fp32, by the name of its family and the version of transformers that it looks like."""
+OPTIONS = {family.name: family.options_of_proof for family in FAMILIES_OF_COPIES}
 
 
 def run(tower: nn.Module, grid: list[tuple[int, int, int]], seed: int, **options: object) -> list[Tensor]:
@@ -44,14 +42,13 @@ def distance(outputs: list[Tensor], exact: list[Tensor]) -> float:
 @pytest.mark.parametrize(("family", "version"), CASES)
 def test_a_copy_in_bf16_is_as_exact_as_its_own_code(family: str, version: str, size: str) -> None:
     """Over five seeds, the error against fp32 is at most 1.1 times that of the copy's own code."""
-    exact_tower = build_copy(family, version)
+    exact_tower = CASES[family, version]().cuda()
     stock_tower = copy.deepcopy(exact_tower).to(torch.bfloat16)
     tower = hf_vit_accel.patch(copy.deepcopy(stock_tower), like={type(stock_tower).__name__: family}, strict=True)
-    options = {"bf16": False} if family == "dots_ocr" else {}
     ours = 0.0
     stock = 0.0
     for seed in range(5):
-        exact = run(exact_tower, GRIDS[size], seed, **options)
+        exact = run(exact_tower, GRIDS[size], seed, **OPTIONS[family])
         ours += distance(run(tower, GRIDS[size], seed), exact)
         stock += distance(run(stock_tower, GRIDS[size], seed), exact)
     assert ours**0.5 <= 1.1 * stock**0.5
@@ -62,7 +59,7 @@ def test_a_copy_in_bf16_is_as_exact_as_its_own_code(family: str, version: str, s
 
 @pytest.mark.parametrize(("family", "version"), CASES)
 def test_gradients_of_a_copy_in_bf16_are_as_exact(family: str, version: str) -> None:
-    exact_tower = build_copy(family, version)
+    exact_tower = CASES[family, version]().cuda()
     results = []
     for dtype, like in ((torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, family)):
         tower = copy.deepcopy(exact_tower).to(dtype)
@@ -70,7 +67,7 @@ def test_gradients_of_a_copy_in_bf16_are_as_exact(family: str, version: str) -> 
             hf_vit_accel.patch(tower, like={type(tower).__name__: like}, strict=True)
         weight = next(parameter for parameter in tower.patch_embed.parameters() if parameter.dim() > 3)
         pixels = torch.randn(24, weight[0].numel(), generator=torch.Generator().manual_seed(9)).bfloat16()
-        options = {"bf16": False} if family == "dots_ocr" and dtype == torch.float32 else {}
+        options = OPTIONS[family] if dtype == torch.float32 else {}
         output = tower(pixels.to(weight), torch.tensor([(1, 4, 6)], device="cuda"), **options)
         sum(tensor.float().square().sum() for tensor in flat(output)).backward()
         results.append(torch.cat([parameter.grad.flatten().float() for parameter in tower.parameters()]))

@@ -72,15 +72,22 @@ def test_gpu_backend_is_exact(backend: Backend, layout: str, dtype: torch.dtype,
         check(backend, LAYOUTS[layout], head_dim, dtype, "cuda", packed)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", [b for b in BACKENDS if b.needs.differentiable], ids=lambda b: b.name)
-def test_gpu_gradients(backend: Backend) -> None:
+@pytest.mark.parametrize(
+    ("backend", "device"),
+    [
+        pytest.param(backend, device, id=f"{backend.name} on {device}", marks=[pytest.mark.gpu] * (device == "cuda"))
+        for backend in BACKENDS
+        for device in (["cuda"] if backend.needs.cuda else ["cpu", "cuda"])
+        if backend.needs.differentiable
+    ],
+)
+def test_gradients(backend: Backend, device: str) -> None:
     lengths = LAYOUTS["ragged"]
     dtype = torch.bfloat16
-    call = request("cuda", dtype, 72, grad=True)
+    call = request(device, dtype, 72, grad=True)
     skip_for(backend.reasons_against(call))
     plan = plan_alone(backend, segments_of(lengths), call)
-    qkv = [x.detach().requires_grad_() for x in draw(sum(lengths), 72, dtype, "cuda", 0, False)]
+    qkv = [x.detach().requires_grad_() for x in draw(sum(lengths), 72, dtype, device, 0, False)]
     weights = torch.randn_like(qkv[0])
     gradients = torch.autograd.grad((plan.attend(*qkv) * weights).sum(), qkv)
     expected = torch.autograd.grad((exact(qkv, lengths, call.scale) * weights).sum(), qkv)
@@ -156,12 +163,13 @@ def test_every_gpu_is_asked_for_its_own_capability(monkeypatch: pytest.MonkeyPat
 
 
 def test_rules_of_auto_name_backends_and_cite_a_measurement() -> None:
+    ranked = {backend.name for backend in BACKENDS if not backend.by_name_only}
     for rule in backends.AUTO:
-        assert set(rule.order) <= {backend.name for backend in BACKENDS} - {"flex"}, "flex runs by name only"
+        assert set(rule.order) <= ranked
         assert len(set(rule.order)) == len(rule.order) and rule.order.count("sdpa") == 1, "sdpa can run every request"
         assert any(char.isdigit() for char in rule.measured)
     assert {rule.kind for rule in backends.AUTO} == {"full", "window"}
-    assert {name for rule in backends.AUTO for name in rule.order} == {backend.name for backend in BACKENDS} - {"flex"}
+    assert {name for rule in backends.AUTO for name in rule.order} == ranked
 
 
 def test_another_version_without_the_functions_that_we_call(monkeypatch: pytest.MonkeyPatch) -> None:

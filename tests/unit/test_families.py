@@ -100,7 +100,9 @@ def test_adapters_on_every_linear(typical: Any, references: list[str]) -> None:
 
 def test_all_parts_are_fused_and_equal_stock(references: list[str], tower: Any) -> None:
     """Run the kernels' references, with gradients and without."""
-    parts = family_of(tower).parts(tower)
+    family = family_of(tower)
+    parts = family.parts(tower)
+    assert (family.windows, family.deepstack) == (parts.full_layers is not None, bool(parts.deepstack))
     applicable = {operation.name for operation in TABLE if operation.subjects(parts)}
     expected = run(tower, GRIDS[1])
     outputs, gradients = trained(tower, GRIDS[1])
