@@ -401,6 +401,15 @@ _BY_PLACE: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
             '"packed": padded_S1 * np.int32(width),',
         ),
     },
+    ("backends/sdpa.py", "tests/unit/test_backends.py"): {
+        "a backend ignores the scale": (", scale=plan.request.scale", ""),
+        "a backend has no gradients": (
+            "scaled_dot_product_attention(q, k, v,",
+            "scaled_dot_product_attention(q.data, k, v,",
+        ),
+    },
+    ("families/qwen2_5_vl.py", FAMILIES): {"a family does not declare its windows": ("    windows=True,\n", "")},
+    ("families/qwen3_vl.py", FAMILIES): {"a family does not declare its deepstack": ("    deepstack=True,\n", "")},
     ("decoding/text_models.py", "tests/integration/test_changes.py -k decoded"): {
         "a weight in other memory goes unseen": ("(value.data_ptr(), value.dtype,", "(value.dtype,"),
         "another function of a module goes unseen": ("NoneType | torch.dtype | FunctionType", "NoneType | torch.dtype"),
