@@ -148,7 +148,7 @@ def bytes_of_group(model: Model, rows: int, columns: int) -> int:
     """Estimate the bytes of a group's forward, without its keys and values.
 
     A token has up to 16 hidden states at once: some 7 in a layer, the others are features of pictures. Its heads and
-    the MLP's inner states are there three times, the logits of a row twice. Forwards of 1 to 16 thousand tokens took
+    the MLP's inner states are there three times, the logits of a row twice. Forwards of 2 to 16 thousand tokens took
     0.41 to 0.84 of the estimate (H200, Qwen2.5-VL-7B and Qwen3-VL-8B, pictures and text alone).
     """
     config = model.config.get_text_config()

@@ -157,6 +157,8 @@ def bench(
     try:
         _refuse_unknown("dtype", [dtype], DTYPES)
         _refuse_unknown("baselines", _split(baselines), BASELINES)
+        if attentions == [] and not _split(baselines):
+            raise ValueError("nothing to time: name a backend or a baseline")
         grids = dict(parse_size(size) for size in _split(sizes or (CPU_SIZE if is_cpu else ",".join(SIZES))))
         for name in models:
             check(name, list(grids.values()), attentions or [], device, DTYPES[dtype])

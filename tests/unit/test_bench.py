@@ -155,6 +155,7 @@ def test_a_wrong_backend_is_not_timed(
         (("--backends", "fast"), "expected attention to be one of"),
         (("--backends", "auto+fast"), r"unknown option \+fast in auto\+fast: choose out of graph"),
         (("--baselines", "slow"), "unknown baselines slow: choose out of"),
+        (("--baselines", "", "--backends", ""), "nothing to time"),
         (("--dtype", "int8"), "unknown dtype int8: choose out of bf16"),
         (("--weights",), "'qwen3-vl-2b' has no weights to load: pass a checkpoint's folder"),
     ],
