@@ -23,7 +23,7 @@ from hf_vit_accel.model import around
 from hf_vit_accel.ops import PARTS, TABLE, why_not_triton
 from hf_vit_accel.options.reuse import ReuseStatus
 from hf_vit_accel.tower.forward import reasons_of
-from hf_vit_accel.tower.install import foreign_forward, towers_in
+from hf_vit_accel.tower.install import foreign_forward, holds_ours, towers_in
 from hf_vit_accel.tower.state import SpecKey, state_of
 from hf_vit_accel.versions import untested
 
@@ -275,6 +275,8 @@ def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
     former_forward = foreign_forward(tower)
     reasons = reasons_of(tower, family, snapshot, former_forward, name, {}, grad=False, between_calls=True)
     against = [*reasons.stock, *reasons.metadata]
+    if former_forward is None and not holds_ours(tower):
+        against = ["other code took the forward of patch off the tower; patch again", *against]
     spec = None
     if reasons.weights is not None:
         device = snapshot.parts.projection.weight.device

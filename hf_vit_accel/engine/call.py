@@ -132,7 +132,7 @@ class Attempt:
             raise error
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class FastPlan:
     """The decisions about a call that runs our operations.
 

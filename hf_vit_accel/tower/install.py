@@ -67,6 +67,11 @@ def foreign_forward(tower: Tower) -> Forward | None:
     return None
 
 
+def holds_ours(tower: Tower) -> bool:
+    """Return whether calls of a patched tower reach our forward: other code may have taken it off since."""
+    return any(is_our_forward(slot.value) for slot in _slots_for_ours(tower))
+
+
 def install(tower: nn.Module, state: TowerState) -> None:
     """Give a tower its state and put the accelerated forward where the class's was. Replaces a former state."""
     former_state = state_of(tower)

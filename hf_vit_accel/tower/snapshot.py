@@ -8,7 +8,7 @@ there is none. `forward.reasons_of` adds those of a call.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter, itemgetter, methodcaller
@@ -104,7 +104,7 @@ class Snapshot:
         self.is_copy = isinstance(family, CopyFamily)
         self.trusted = self.proof.trusted.union(*(exchanged[place] for place in self.proof.replaced))
         self.watch = Watch(self.proof.code.watch)
-        self.specs: dict[Any, Spec] = {}
+        self.specs: dict[Hashable, Spec] = {}
         self._tower = weakref.ref(tower)
         self._weights: WeightMemory | None = None
         options = "return_dict", "output_hidden_states", "output_attentions"

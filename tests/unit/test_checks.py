@@ -1,7 +1,9 @@
 """Test which hooks and changes of other programs a call notices, and the form of outputs that the config says."""
 
 import copy
+from dataclasses import fields, is_dataclass
 from operator import attrgetter
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ from torch import nn
 import hf_vit_accel
 from hf_vit_accel import ReuseConfig
 from hf_vit_accel.machine import numerics
+from hf_vit_accel.tower.forward import decide
+from hf_vit_accel.tower.state import state_of
 
 GRID = GRIDS["mixed"]
 
@@ -147,3 +151,55 @@ def test_a_forward_of_a_layer_is_said_once(tower: Any) -> None:
         assert_close(run_tower(tower, GRID), expected)
         hf_vit_accel.patch(tower)
     assert len([warning for warning in caught if "stays stock" in str(warning.message)]) == 1
+
+
+def assert_same(first: Any, again: Any) -> None:
+    """Assert that two plans hold the same objects, or equal values."""
+    assert type(first) is type(again)
+    if is_dataclass(first):
+        for field in fields(first):
+            assert_same(getattr(first, field.name), getattr(again, field.name))
+    elif isinstance(first, torch.Tensor):
+        assert first.data_ptr() == again.data_ptr() and torch.equal(first, again)
+    else:
+        assert first is again or first == again
+
+
+@pytest.mark.parametrize("way", ["fast", "with gradients", "with our metadata", "on what it was called with"])
+def test_a_call_that_is_decided_twice_gets_the_same_plan_and_changes_nothing(tower: nn.Module, way: str) -> None:
+    pixels = pixels_for(tower, GRID)
+    offsets = torch.tensor([0, len(pixels)], dtype=torch.int32)
+    options = {"with our metadata": {"output_attentions": True}, "on what it was called with": {"cu_seqlens": offsets}}
+    hf_vit_accel.patch(tower)
+    tower.requires_grad_(way == "with gradients")
+    run_tower(tower, GRID)
+    state = state_of(tower)
+    assert state is not None
+    call = tower, state, (pixels,), {"grid_thw": torch.tensor(GRID), **options.get(way, {})}
+    first = decide(*call)
+
+    def counted() -> tuple[object, ...]:
+        snapshot = state.last_snapshot
+        routes = len(state.routes.cache), state.routes.cache.misses
+        counts = state.fast_calls, state.stock_calls, state.rebuilds, dict(state.fallbacks)
+        return snapshot, dict(snapshot.specs), routes, counts
+
+    before = counted()
+    assert_same(first, decide(*call))
+    assert counted() == before
+
+
+@pytest.mark.parametrize("how", ["deleted", "replaced"])
+def test_status_says_that_other_code_took_our_forward_off(tower: Any, how: str) -> None:
+    hf_vit_accel.patch(tower)
+    if how == "deleted":
+        del tower.forward
+    else:
+        tower.forward = MethodType(type(tower).forward, tower)
+    run_tower(tower, GRID)
+    [status] = hf_vit_accel.status(tower).towers
+    assert "other code took the forward of patch off the tower" in status.against_fast[0]
+    hf_vit_accel.patch(tower)
+    run_tower(tower, GRID)
+    [status] = hf_vit_accel.status(tower).towers
+    assert status.calls == 1 and not status.against_fast
