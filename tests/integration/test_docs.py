@@ -100,7 +100,8 @@ def started() -> dict[str, Any]:
     """Run Getting started; return the names that all pages assume, such as the model and the picture."""
     names = run(START, blocks(START, "python")[:2], {"torch": torch})
     assert {"model", "processor", "inputs", "tokens"} <= names.keys()
-    return names | {"images": [Image.open("photo.jpg")] * 2}
+    photo = Image.open("photo.jpg")
+    return names | {"images": [photo, photo.resize((photo.width // 2, photo.height))]}
 
 
 def test_the_readme_is_short_and_shows_the_change_early() -> None:

@@ -94,6 +94,12 @@ def test_a_table_names_the_one_commit_of_its_file(table: str, monkeypatch: pytes
         tables.TABLES[table].text()
 
 
+def test_recorded_commands_name_scripts() -> None:
+    commands = [json.loads(path.read_text())["command"] for path in (ROOT / "benchmarks").glob("*.json")]
+    scripts = [re.findall(r"\S+\.py", command) for command in commands]
+    assert all(names and (ROOT / names[0]).exists() for names in scripts), scripts
+
+
 def test_every_table_is_shown() -> None:
     shown = {place["name"] for path in tables.PAGES for place in tables.PLACE.finditer(path.read_text())}
     assert shown == {*tables.DECLARED, *tables.TEXTS}
