@@ -25,8 +25,7 @@ from hf_vit_accel.ops import PARTS, Context, Ops, build, why_not_triton
 from hf_vit_accel.ops.fp8.scales import Scales
 from hf_vit_accel.ops.window_attention import LONGEST
 from hf_vit_accel.options.data_parallel import Sharing
-from hf_vit_accel.options.one_pass import OnePass
-from hf_vit_accel.options.passes import InPasses
+from hf_vit_accel.options.passes import InPasses, OnePass
 from hf_vit_accel.options.reuse import Reuse
 from hf_vit_accel.tower import fsdp, proof
 from hf_vit_accel.tower.processors import BYTES_UNKNOWN, References

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from transformers.utils import is_torchvision_available
 
 import hf_vit_accel
-from hf_vit_accel.options import one_pass
+from hf_vit_accel.options import passes
 
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
 QUESTION = "describe this picture ."
@@ -346,8 +346,8 @@ def test_a_video_is_encoded_in_passes_with_as_many_frames_as_fit(
     printed = capsys.readouterr().out
     assert "1 frames a second: 2 x 10 x 8 patches" in printed and "1 calls in 2 passes" in printed
     assert " ".join(drawn.caption.split()[:3]) + "\n" in printed
-    fails_once = Mock(wraps=one_pass.encode, side_effect=[torch.OutOfMemoryError("Tried to allocate 20 GiB"), DEFAULT])
-    monkeypatch.setattr(one_pass, "encode", fails_once)
+    fails_once = Mock(wraps=passes.encode, side_effect=[torch.OutOfMemoryError("Tried to allocate 20 GiB"), DEFAULT])
+    monkeypatch.setattr(passes, "encode", fails_once)
     run("long_video", *arguments)
     printed = capsys.readouterr().out
     assert "2 frames a second: 4 x 10 x 8 patches" in printed and "out of memory at 2 frames a second" in printed

@@ -13,7 +13,7 @@ from hf_vit_accel.backends.base import Plan
 from hf_vit_accel.backends.sdpa import Sdpa
 from hf_vit_accel.graphs import called, recorder, store
 from hf_vit_accel.layout import Segments
-from hf_vit_accel.options import one_pass
+from hf_vit_accel.options import passes
 from support.recorded_ops import OperationRecorder, Recorder
 
 SMALL = GraphConfig(max_tokens=128, exact_after=0)
@@ -61,7 +61,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
     monkeypatch.setattr(called, "CudaRecorder", RecorderOfTest)
     monkeypatch.setattr(store, "free_bytes", lambda device: RecorderOfTest.free_bytes)
     monkeypatch.setattr(recorder, "why_not_graphs", lambda device: None)
-    monkeypatch.setattr(one_pass, "AUTOMATIC_ON", ("cpu",))
+    monkeypatch.setattr(passes, "AUTOMATIC_ON", ("cpu",))
     all_backends = tuple(masked if backend.name == "sdpa" else backend for backend in BACKENDS)
     monkeypatch.setattr(backends, "BACKENDS", all_backends)
     return RecorderOfTest

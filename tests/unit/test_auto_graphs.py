@@ -21,7 +21,7 @@ from hf_vit_accel import FlexConfig, GraphConfig, backends
 from hf_vit_accel.backends import Rule
 from hf_vit_accel.graphs import memory
 from hf_vit_accel.graphs.policy import NO_ROOM
-from hf_vit_accel.options import one_pass
+from hf_vit_accel.options import passes
 from hf_vit_accel.tower.state import state_of
 
 IMAGE: Grid = [(1, 6, 8)]
@@ -167,7 +167,7 @@ def test_status_names_the_way_of_the_last_call(
         patches.setattr(Masked, "attend", Mock(side_effect=MemoryError))
         run_tower(tower_of(model), [(1, 4, 4)])
     assert last_call(model).startswith("replayed"), "the call that raised has no way"
-    monkeypatch.setattr(one_pass, "AUTOMATIC_ON", ())  # as after `model.cpu()`
+    monkeypatch.setattr(passes, "AUTOMATIC_ON", ())  # as after `model.cpu()`
     run_tower(tower_of(model), IMAGE)
     assert last_call(model) == "eager: such calls are never replayed"
 

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_vit_accel
 from hf_vit_accel.layout import rows_of
-from hf_vit_accel.options import one_pass, passes
+from hf_vit_accel.options import passes
 from hf_vit_accel.options.passes import cut
 
 Grid = list[tuple[int, int, int]]
@@ -235,7 +235,7 @@ def test_the_backward_pass_saves_inputs_alone(monkeypatch: pytest.MonkeyPatch) -
 def tight(monkeypatch: pytest.MonkeyPatch, limit: int) -> list[int]:
     """Raise out-of-memory for more rows than a limit; return the number of rows of every try."""
     tried = []
-    encode = one_pass.encode
+    encode = passes.encode
 
     def encoded(route: Any, pixels_TP: torch.Tensor, *others: Any, **options: object) -> Any:
         tried.append(len(pixels_TP))
@@ -243,7 +243,7 @@ def tight(monkeypatch: pytest.MonkeyPatch, limit: int) -> list[int]:
             raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB.")
         return encode(route, pixels_TP, *others, **options)
 
-    monkeypatch.setattr(one_pass, "encode", encoded)
+    monkeypatch.setattr(passes, "encode", encoded)
     return tried
 
 

@@ -15,7 +15,7 @@ from tiny import TINY, assert_close, pixels_for, run_tower, tower_of
 
 import hf_vit_accel
 from hf_vit_accel import RankError, machine
-from hf_vit_accel.options import one_pass
+from hf_vit_accel.options import passes
 from hf_vit_accel.tower.state import state_of
 
 
@@ -27,17 +27,17 @@ def check_errors(rank: int) -> None:
     tower = tower_of(TINY["qwen2_vl"].build())
     expected = run_tower(tower, MIXED)
     hf_vit_accel.patch(tower, data_parallel=True)
-    encode = one_pass.encode
+    encode = passes.encode
     out_of_memory = torch.OutOfMemoryError("Tried to allocate 20 GiB")
     assert_close(run_tower(tower, MIXED), expected)
     for error, on_others in ((RankFailure("no such pixel, ∅"), RankError), (out_of_memory, torch.OutOfMemoryError)):
         for failing_rank in range(3):
             if rank == failing_rank:
-                one_pass.encode = raises(error)
+                passes.encode = raises(error)
                 with pytest.raises(type(error)) as caught:
                     run_tower(tower, MIXED)
                 assert caught.value is error
-                one_pass.encode = encode
+                passes.encode = encode
             else:
                 with pytest.raises(on_others) as caught:
                     run_tower(tower, MIXED)
@@ -49,15 +49,15 @@ def check_fault(rank: int) -> None:
     tower = tower_of(TINY["qwen2_vl"].build())
     expected = run_tower(tower, MIXED)
     hf_vit_accel.patch(tower, data_parallel=True)
-    encode = one_pass.encode
+    encode = passes.encode
 
     def fail_once(*_: object, **__: object) -> NoReturn:
-        one_pass.encode = encode
+        passes.encode = encode
         raise machine.Fault("kernels", RankFailure("no compiler")) from RankFailure("no compiler")
 
     assert_close(run_tower(tower, MIXED), expected)
     if rank == 1:
-        one_pass.encode = fail_once
+        passes.encode = fail_once
     for _ in range(2):
         assert_close(run_tower(tower, MIXED), expected)
         assert state_of(tower).faults.keys() == ({"kernels"} if rank == 1 else set())
@@ -68,7 +68,7 @@ def check_memory_in_backward(rank: int) -> None:
     group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=3))
     tower = tower_of(TINY["qwen2_vl"].build().train())
     hf_vit_accel.patch(tower, data_parallel=group)
-    encode = one_pass.encode
+    encode = passes.encode
     error = torch.OutOfMemoryError("Tried to allocate 20 GiB")
 
     def encode_and_fail_in_backward(*args: object, **options: object) -> list[torch.Tensor]:
@@ -77,7 +77,7 @@ def check_memory_in_backward(rank: int) -> None:
         return outputs
 
     if rank == 1:
-        one_pass.encode = encode_and_fail_in_backward
+        passes.encode = encode_and_fail_in_backward
     loss = loss_of(tower, pixels_for(tower, MIXED), MIXED)
     start = time.monotonic()
     with pytest.raises(torch.OutOfMemoryError if rank == 1 else RankError) as caught:
