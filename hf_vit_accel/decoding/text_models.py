@@ -25,6 +25,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_vit_accel import machine
+from hf_vit_accel.ops.base import is_class_forward
 from hf_vit_accel.versions import FORWARD_WRAPPERS, is_adapter, is_inert
 from hf_vit_accel.watch import Watch
 
@@ -355,7 +356,8 @@ def _reason_against(module: nn.Module, is_known: bool, may_have_forward: bool) -
 
 def has_other_forward(module: nn.Module) -> bool:
     """Return whether an instance has another forward than its class and we gave it."""
-    return "forward" in vars(module) and not _is_harmless(type(vars(module)["forward"]))
+    forward = vars(module).get("forward")
+    return forward is not None and not (is_class_forward(forward, module) or _is_harmless(type(forward)))
 
 
 def _has_other_hooks(module: nn.Module) -> bool:

@@ -308,7 +308,7 @@ class GraphStore(ABC, Generic[G]):
         return ready
 
     def decide(self, grid: Grid, spec: Spec, bins: Bins) -> Decision:
-        """Return how a pass of the current identity is replayed; it changes nothing."""
+        """Return how a pass of the current identity is replayed. Asked again, it says the same: it counts nothing."""
         limits = self.policy.thresholds
         refused: list[str] = []
         reasons: list[str] = []

@@ -41,16 +41,21 @@ def accelerate_device(module: nn.Module) -> object:
     return None if getattr(hook, "offload", True) else hook.execution_device
 
 
-def own_forward(module: nn.Module) -> object:
-    """Return a forward that was set on an instance; None for none.
+def is_class_forward(forward: object, module: nn.Module) -> bool:
+    """Return whether a callable is the forward of a module's class: bound to it, or the function of the class.
 
-    A removed accelerate hook leaves the class's forward on the instance: that counts as none.
+    A removed accelerate hook leaves it on the instance.
     """
+    function = type(module).forward
+    is_bound = getattr(forward, "__func__", None) is function and getattr(forward, "__self__", None) is module
+    return forward is function or is_bound
+
+
+def own_forward(module: nn.Module) -> object:
+    """Return a forward other than its class's that was set on an instance; None for none."""
     is_hooked = accelerate_device(module) is not None  # such a hook sets `forward`, and keeps the former one beside it
     forward = vars(module).get("_old_forward" if is_hooked else "forward")
-    function = getattr(forward, "__func__", None)
-    is_of_class = function is type(module).forward and getattr(forward, "__self__", None) is module
-    return None if is_of_class else forward
+    return None if is_class_forward(forward, module) else forward
 
 
 def reasons_replaced(

@@ -18,6 +18,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from hf_vit_accel.machine import is_upstream
 from hf_vit_accel.versions import ADAPTERS
 from hf_vit_accel.watch import Attributes, Watch, stamp_of
 
@@ -128,6 +129,18 @@ def names_in_code(code: CodeType) -> frozenset[str]:
         elif isinstance(constant, str) and constant.isidentifier():
             names.add(constant)
     return frozenset(names)
+
+
+def reasons_foreign_forward(tower: nn.Module) -> list[str]:
+    """Return a reason if the forward of a tower's class is not transformers'."""
+    if is_upstream(type(tower).forward):
+        return []
+    return [f"the forward of {type(tower).__name__} is not transformers' own"]
+
+
+def why_not_reached(forward: Callable[..., object]) -> str:
+    """Describe a forward of others on the instance that does not call the class's."""
+    return f"the tower has a forward of its own: {name_of(forward)} does not call the class's"
 
 
 def name_of(forward: Callable[..., object]) -> str:

@@ -32,7 +32,7 @@ from hf_vit_accel.graphs import memory
 from hf_vit_accel.machine import KERNELS, Fault, autocast_dtype, raise_if_any, reasons_fake, reasons_untraceable
 from hf_vit_accel.tower import attention, fsdp, proof, stock_way
 from hf_vit_accel.tower.attention import reasons_custom_attention
-from hf_vit_accel.tower.code import name_of
+from hf_vit_accel.tower.code import why_not_reached
 from hf_vit_accel.tower.differences import CallDtypes
 from hf_vit_accel.tower.snapshot import HOOKS, Snapshot
 from hf_vit_accel.tower.state import STATE, SpecKey, TowerState, state_of
@@ -164,13 +164,6 @@ def is_our_forward(forward: object) -> bool:
     return isinstance(getattr(forward, "__func__", forward), AcceleratedForward)
 
 
-def is_class_forward(forward: object, tower: nn.Module) -> bool:
-    """Return whether a callable is the forward of the tower's class: bound to it, or the function of the class."""
-    function = type(tower).forward
-    is_bound = getattr(forward, "__func__", None) is function and getattr(forward, "__self__", None) is tower
-    return forward is function or is_bound
-
-
 def _call(tower: Tower, state: TowerState, original: Original, args: Arguments, kwargs: Options) -> object:
     """Serve one call: read it, decide, run. Once more without a backend or a kernel that failed."""
     pixels: Any = args[0] if args else kwargs.get(state.family.arguments[0])
@@ -239,7 +232,7 @@ def reasons_of(
     """
     reasons = list(snapshot.reasons_stock)
     if former_forward is not None:
-        reasons.append(f"the tower has a forward of its own: {name_of(former_forward)} does not call the class's")
+        reasons.append(why_not_reached(former_forward))
     if not options.keys().isdisjoint(POPPED):
         reasons.append("the caller supplies sequence metadata")
     is_own_code = snapshot.is_copy and name == "eager"  # which the proof of a copy ran

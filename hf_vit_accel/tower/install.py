@@ -13,13 +13,9 @@ from torch import nn
 from hf_vit_accel.attached import OurHooks
 from hf_vit_accel.families import FAMILIES_OF_COPIES, Family, Tower, family_of
 from hf_vit_accel.families.copies import CopyFamily, class_in, copy_family, misfits
+from hf_vit_accel.ops.base import is_class_forward
 from hf_vit_accel.tower.code import name_of, names_in_code
-from hf_vit_accel.tower.forward import (
-    AcceleratedForward,
-    is_class_forward,
-    is_our_forward,
-    redirect_shallow_copies,
-)
+from hf_vit_accel.tower.forward import AcceleratedForward, is_our_forward, redirect_shallow_copies
 from hf_vit_accel.tower.processors import leave_to_tower, put_back
 from hf_vit_accel.tower.proof import warn_once
 from hf_vit_accel.tower.state import HOOKS, STATE, TowerState, state_of

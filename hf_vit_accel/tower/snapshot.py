@@ -26,11 +26,10 @@ from hf_vit_accel.families.base import Part, heads_of
 from hf_vit_accel.families.copies import CopyFamily
 from hf_vit_accel.families.interface import Expected
 from hf_vit_accel.layout import Geometry
-from hf_vit_accel.machine import is_upstream
 from hf_vit_accel.ops.base import accelerate_device, class_of_own_weight, reasons_replaced
 from hf_vit_accel.ops.rows import reasons_mixing
 from hf_vit_accel.tower import fsdp, proof
-from hf_vit_accel.tower.code import names_of_method, watch_methods
+from hf_vit_accel.tower.code import names_of_method, reasons_foreign_forward, watch_methods
 from hf_vit_accel.tower.exchanged import exchanged_modules, row_wise_modules
 from hf_vit_accel.tower.wrappers import CHECKPOINTED, looked_through, module_inside
 from hf_vit_accel.versions import is_output_marker
@@ -127,8 +126,7 @@ class Snapshot:
         """Read the tower's parts, geometry and heads. Return `reasons_stock`; parts may be unread if there are any."""
         reasons = []
         if not self.is_copy:  # the proof of a copy ran this very tower
-            if not is_upstream(type(tower).forward):
-                reasons.append(f"the forward of {type(tower).__name__} is not transformers' own")
+            reasons += reasons_foreign_forward(tower)
             reasons += self.proof.code.reasons_overridden(tower)
         if self.proof.why_not_metadata is not None:
             return [*reasons, self.proof.why_not_metadata]

@@ -23,7 +23,7 @@ from hf_vit_accel.families.interface import Inputs
 from hf_vit_accel.layout import Grid
 from hf_vit_accel.machine import raise_if_any
 from hf_vit_accel.tower.attention import reasons_custom_attention
-from hf_vit_accel.tower.code import names_of_forwards
+from hf_vit_accel.tower.code import names_of_forwards, reasons_foreign_forward, why_not_reached
 from hf_vit_accel.tower.proof import NAMES
 from hf_vit_accel.tower.snapshot import Snapshot
 from hf_vit_accel.tower.state import TowerState
@@ -127,7 +127,10 @@ def decide_attention(tower: Tower, state: TowerState, args: tuple[object, ...], 
     names = state.family.arguments
     arguments: dict[str, Any] = dict(zip(names, args)) | kwargs  # noqa: B905
     grid: Grid = ()
-    reasons = _reasons_without_segments(tower, arguments, names)
+    reasons = reasons_foreign_forward(tower)
+    if state.former_forward is not None:
+        reasons = [why_not_reached(state.former_forward)]
+    reasons = reasons or _reasons_without_segments(tower, arguments, names)
     if "cu_seqlens" not in taken:
         reasons = [f"transformers {transformers.__version__} computes the segments of this tower by itself"]
     if state.settings.score_mod is not None and len(_devices_of(tower)) > 1:

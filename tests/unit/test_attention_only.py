@@ -3,6 +3,7 @@
 import copy
 import inspect
 import warnings
+from types import MethodType
 
 import pytest
 import torch
@@ -162,6 +163,31 @@ def test_layers_that_take_no_segments_count_as_stock(
     [status] = hf_vit_accel.status(tower).towers
     [(why, count)] = status.fallbacks.items()
     assert (status.calls, status.stock_calls, status.backends, count) == (0, 1, {}, 1) and why in str(status)
+
+
+@pytest.mark.parametrize("where", ["class", "instance"])
+@different_towers
+def test_a_forward_of_the_users_stays_stock(tower: nn.Module, where: str) -> None:
+    """It takes what the user calls it with, and knows nothing of our segments."""
+    kind = type(tower)
+    arguments = inputs(tower)
+
+    def forward(self: nn.Module, pixel_values: torch.Tensor) -> torch.Tensor:
+        outputs = kind.forward(self, **arguments | {"pixel_values": pixel_values * 0.5})
+        return next(value for value in outputs.values() if isinstance(value, torch.Tensor))
+
+    if where == "class":
+        tower.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+    else:
+        tower.forward = MethodType(forward, tower)
+    with torch.no_grad():
+        expected = tower(arguments["pixel_values"])
+        hf_vit_accel.patch(tower)
+        assert torch.equal(tower(arguments["pixel_values"]), expected)
+    [status] = hf_vit_accel.status(tower).towers
+    [why] = status.fallbacks
+    assert (status.calls, status.stock_calls) == (0, 1)
+    assert ("is not transformers' own" if where == "class" else "does not call the class's") in why
 
 
 def test_options_beyond_attention_are_reported() -> None:

@@ -443,3 +443,16 @@ def test_nothing_of_a_step_is_seen_from_outside() -> None:
         patch.setattr(layers.nn.functional, "rms_norm", look)
         model.generate(**TEXT, max_new_tokens=10, custom_generate=graphed_decoding)
     assert seen and counts_of(model).static_calls == 1
+
+
+@pytest.mark.usefixtures("way")
+def test_hooks_of_accelerate_that_were_removed() -> None:
+    """`remove_hook_from_module` leaves the class's forward on the instance; accelerate's `dispatch_model` calls it."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = TINY["qwen2_5_vl"].build()
+    for module in model.model.language_model.modules():
+        hooks.add_hook_to_module(module, hooks.ModelHook())
+        hooks.remove_hook_from_module(module)
+    assert "forward" in vars(model.model.language_model.embed_tokens)
+    both(model, TEXT, max_new_tokens=9)
+    assert counts_of(model).static_calls == 1 and not counts_of(model).reasons
