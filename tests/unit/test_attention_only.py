@@ -172,18 +172,19 @@ def test_a_forward_of_the_users_stays_stock(tower: nn.Module, where: str) -> Non
     kind = type(tower)
     arguments = inputs(tower)
 
-    def forward(self: nn.Module, pixel_values: torch.Tensor) -> torch.Tensor:
-        outputs = kind.forward(self, **arguments | {"pixel_values": pixel_values * 0.5})
+    def forward(self: nn.Module, pixel_values: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+        outputs = kind.forward(self, **arguments | {"pixel_values": pixel_values * 0.5, grid_name(tower): grid})
         return next(value for value in outputs.values() if isinstance(value, torch.Tensor))
 
     if where == "class":
         tower.__class__ = type(kind.__name__, (kind,), {"forward": forward})
     else:
         tower.forward = MethodType(forward, tower)
+    called_with = arguments["pixel_values"], arguments[grid_name(tower)]
     with torch.no_grad():
-        expected = tower(arguments["pixel_values"])
+        expected = tower(*called_with)
         hf_vit_accel.patch(tower)
-        assert torch.equal(tower(arguments["pixel_values"]), expected)
+        assert torch.equal(tower(*called_with), expected)
     [status] = hf_vit_accel.status(tower).towers
     [why] = status.fallbacks
     assert (status.calls, status.stock_calls) == (0, 1)
