@@ -80,7 +80,9 @@ ARGUMENTS = (
     Argument("assistant_model", "dropped", "leave `custom_generate` out"),
     Argument("streamer", "none", "served, though `generate` passes none on to a function"),
     Argument(
-        "negative_prompt_ids negative_prompt_attention_mask guidance_scale", "raises", "in Qwen-VL stock raises, too"
+        "negative_prompt_ids negative_prompt_attention_mask guidance_scale",
+        "raises",
+        "in Qwen-VL stock raises, too; without `guidance_scale` the others do nothing",
     ),
     Argument("custom_generate", "none", "names `graphed_decoding`"),
     _served("max_length", dict(max_length=40, max_new_tokens=None)),
