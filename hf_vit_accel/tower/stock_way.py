@@ -127,15 +127,15 @@ def decide_attention(tower: Tower, state: TowerState, args: tuple[object, ...], 
     names = state.family.arguments
     arguments: dict[str, Any] = dict(zip(names, args)) | kwargs  # noqa: B905
     grid: Grid = ()
-    reasons = reasons_foreign_forward(tower)
-    if state.former_forward is not None:
-        reasons = [why_not_reached(state.former_forward)]
-    reasons = reasons or _reasons_without_segments(tower, arguments, names)
+    reasons = _reasons_without_segments(tower, arguments, names)
     if "cu_seqlens" not in taken:
         reasons = [f"transformers {transformers.__version__} computes the segments of this tower by itself"]
     if state.settings.score_mod is not None and len(_devices_of(tower)) > 1:
         # Between devices layers get copies of our offsets, which do not know the score_mod.
         reasons = ["the tower lies on several devices"]
+    reasons = reasons_foreign_forward(tower) or reasons
+    if state.former_forward is not None:
+        reasons = [why_not_reached(state.former_forward)]
     if not reasons:
         geometry = state.family.geometry(tower)
         grid = state.family.grid(tower, arguments[names[1]].tolist())

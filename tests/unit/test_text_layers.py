@@ -317,7 +317,7 @@ def test_a_shallow_copy_runs_its_own_modules(model: Any) -> None:
 def test_models_that_text_cannot_serve_are_refused(model: Any) -> None:
     with pytest.raises(ValueError, match=f"{type(model.model.visual).__name__} has none"):
         patch(model.model.visual, text=True)
-    model.model.language_model.forward = model.model.language_model.forward
+    model.model.language_model.forward = lambda **inputs: type(model.model.language_model).forward(**inputs)
     with pytest.raises(ValueError, match="has one of its own"):
         patch(model, text=True)
     assert not status(model).towers[0].patched
