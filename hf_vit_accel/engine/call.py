@@ -24,6 +24,8 @@ from hf_vit_accel.machine import Fault, raise_if_any
 
 HIDDEN_STATES_OF_STEP = "with gradients, hidden states are those that the layers take"
 """Why such calls are neither cut nor replayed: the gradients of these rows include those of later layers."""
+HOOKED = "hooks see each call of their module"
+"""Why calls of a tower with hooks inside are neither cut, replayed, shared nor reused."""
 
 
 _CAST_BY_AUTOCAST = {torch.bfloat16, torch.float16, torch.float32}
@@ -139,6 +141,7 @@ class FastPlan:
     Attributes:
         checkpoints: Of the modules that do not keep what their gradient needs.
         called: The blocks that run by their own call, by the index of the layer.
+        hidden_states: Whether hidden states are returned, too.
         outputs_require_grad: Whether the outputs of a frozen tower must require gradients.
     """
 
@@ -151,6 +154,7 @@ class FastPlan:
     checkpoints: Checkpoints
     called: Mapping[int, CalledBlock] = field(default_factory=dict)
     is_hooked: bool = False
+    hidden_states: bool = False
     outputs_require_grad: bool = False
     form: Form | None = None
     as_tuple: bool = False
@@ -159,8 +163,8 @@ class FastPlan:
     def why_whole(self) -> str | None:
         """Why every image of the call is encoded here and now; None where parts of it need not be."""
         if self.is_hooked:
-            return "hooks see each call of their module"
-        return "hidden states are requested" if self.spec.hidden_states else None
+            return HOOKED
+        return "hidden states are requested" if self.hidden_states else None
 
     @property
     def has_reentrant_checkpoints(self) -> bool:

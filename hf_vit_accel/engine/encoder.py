@@ -77,6 +77,8 @@ def encode(
     blocks_to_call: Mapping[int, nn.Module | CalledBlock] = MappingProxyType({}),
     output_slices: Sequence[Tensor] = (),
     after_layer: AfterLayer | None = None,
+    *,
+    hidden_states: bool = False,
 ) -> list[Tensor]:
     """Encode pixels: return last rows, merged features if the tower merges them, deepstack features, hidden states.
 
@@ -89,7 +91,7 @@ def encode(
     Shapes:
         rows: (T, E), or as they are downsampled.
         features: (M, width of the text), merged and of every deepstack layer that ran.
-        hidden states: (T, E), the rows that every layer takes.
+        hidden states: (T, E), the rows that every layer takes; only where they are requested.
     """
     ops = route.spec.ops
     tensors = route.tensors
@@ -107,7 +109,7 @@ def encode(
     qkv_shape = 3, route.spec.request.heads, route.spec.request.head_dim
     merged_by_layer: list[Tensor] = []
     delta_TE: Tensor | None = None
-    states_count = len(ops.layers) if route.spec.hidden_states else 0
+    states_count = len(ops.layers) if hidden_states else 0
     first_state = len(output_slices) - states_count
     deepstack_slices = output_slices[first_state - len(ops.deepstack) : first_state]
     state_slices = output_slices[first_state:]

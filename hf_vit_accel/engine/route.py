@@ -52,7 +52,6 @@ class Spec:
     full_layers: tuple[bool, ...] = ()
     faults: Mapping[str, str] = field(default_factory=dict)
     settings: Settings
-    hidden_states: bool = False
     against_graphs: str | None = None
     called_linears: Sequence[nn.Module] = ()
 

@@ -26,7 +26,7 @@ from hf_vit_accel.graphs.budgets import Bin, pad
 from hf_vit_accel.graphs.policy import AUTOMATIC, NEVER, Accepted, Decision, Thresholds
 from hf_vit_accel.graphs.recorder import CudaRecorder
 from hf_vit_accel.graphs.status import GraphStatus
-from hf_vit_accel.graphs.store import Bins, GraphStore, StoredGraph
+from hf_vit_accel.graphs.store import Bins, GraphStore, Identity, StoredGraph
 from hf_vit_accel.layout import Grid, VisionMetadata, pack, rows_of, send
 
 _COMES_AGAIN = Accepted("a size is captured when it comes again")
@@ -92,10 +92,11 @@ class Runner(GraphStore[_Graph]):
         padding = self._rows_replayed / self._rows_called if self._rows_called else 1.0
         return replace(super().status(), budgets=self.budgets, padding=padding)
 
-    def needed_bytes(self, grid: Grid, spec: Spec) -> int:
+    def needed_bytes(self, grid: Grid, identity: Identity) -> int:
         """Estimate the device memory of a graph. All graphs share it, since one runs at a time."""
+        spec = identity.spec
         width = spec.request.heads * spec.request.head_dim
-        if spec.hidden_states:  # of 36 bytes that a value needs, 4 again for each layer: in the graph, and returned
+        if identity.hidden_states:  # of 36 bytes that a value needs, 4 again for each layer: in the graph, and returned
             width += width * len(spec.full_layers) // 9
         return rows_of(grid) * width * _BYTES_PER_VALUE
 
@@ -163,6 +164,7 @@ class Runner(GraphStore[_Graph]):
         assert bin_ is not None
         metadata = route.metadata
         spec = route.spec
+        hidden_states = batch.plan.hidden_states
         per_token = spec.geometry.merge**2
         largest = self.budgets_of(spec.geometry.merge)[-1] * per_token
         outputs: list[Tensor] = []
@@ -179,8 +181,8 @@ class Runner(GraphStore[_Graph]):
             return self._arena[key][:length]
 
         def run() -> None:
-            encoded = encode(bound, pixels_TP)
-            if spec.hidden_states:  # too many to be copied twice: they stay in the graph's memory
+            encoded = encode(bound, pixels_TP, hidden_states=hidden_states)
+            if hidden_states:  # too many to be copied twice: they stay in the graph's memory
                 outputs[:] = encoded
                 return
             if not outputs:

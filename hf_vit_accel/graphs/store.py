@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_vit_accel import machine
 from hf_vit_accel.backends.base import Replay
-from hf_vit_accel.engine.call import Batch
+from hf_vit_accel.engine.call import HIDDEN_STATES_OF_STEP, HOOKED, Batch
 from hf_vit_accel.engine.route import Route, Routes, Spec
 from hf_vit_accel.graphs.budgets import Bin
 from hf_vit_accel.graphs.called import reason_against_capture
@@ -49,11 +49,13 @@ class Identity(NamedTuple):
 
     Attributes:
         spec: Stands for modules, settings, device and dtypes: one object while these stay.
+        hidden_states: Whether they are outputs, too.
         memory: Equal while weights and buffers stay at their addresses.
         requires_grad: Whether the pixels and every parameter require gradients; empty in inference.
     """
 
     spec: Spec
+    hidden_states: bool
     memory: list[object]
     pixel_width: int
     numerics: tuple[object, ...]
@@ -61,7 +63,8 @@ class Identity(NamedTuple):
 
 
 STALE_REASONS: Mapping[str, str] = {
-    "spec": "the tower was read anew, or the device, dtypes or requested hidden states changed",
+    "spec": "the tower was read anew, or the device or dtypes changed",
+    "hidden_states": "hidden states are requested, or no longer are",
     "memory": "weights or buffers moved, or were replaced",
     "pixel_width": "patches have another width",
     "numerics": "torch computes in another precision",
@@ -151,7 +154,7 @@ class GraphStore(ABC, Generic[G]):
         """Yield the ways to replay a pass that the calls so far allow, the best first, and why there is no other."""
 
     @abstractmethod
-    def needed_bytes(self, grid: Grid, spec: Spec) -> int:
+    def needed_bytes(self, grid: Grid, identity: Identity) -> int:
         """Estimate the device memory of a graph. All graphs share it, since one runs at a time."""
 
     @abstractmethod
@@ -167,6 +170,10 @@ class GraphStore(ABC, Generic[G]):
         plan = batch.plan
         if plan.spec.against_graphs is not None:
             return plan.spec.against_graphs
+        if plan.is_hooked:
+            return HOOKED
+        if plan.hidden_states and plan.spec.request.grad:
+            return HIDDEN_STATES_OF_STEP
         if not plan.weights.all_contiguous:  # `data_ptr` stays: a change of strides would go unseen
             return "a parameter is not contiguous"
         if plan.checkpoints:
@@ -251,7 +258,9 @@ class GraphStore(ABC, Generic[G]):
             requires_grad: tuple[bool, ...] = ()
             if spec.request.grad:
                 requires_grad = batch.pixels_TP.requires_grad, *[weight.requires_grad for weight in plan.parameters]
-            identity = Identity(spec, memory, batch.pixels_TP.shape[1], machine.numerics(), requires_grad)
+            identity = Identity(
+                spec, plan.hidden_states, memory, batch.pixels_TP.shape[1], machine.numerics(), requires_grad
+            )
             policy = self.policy
             ready = self._steady.get((batch.grid, stream))
             is_steady = self._warming is None and self._given_up is None
@@ -342,7 +351,7 @@ class GraphStore(ABC, Generic[G]):
         if why is not None:
             return why
         most_bytes = self._most_bytes(spec)
-        if not is_asked_for and self.needed_bytes(grid, spec) >= most_bytes:
+        if not is_asked_for and self.needed_bytes(grid, self._identities[-1]) >= most_bytes:
             return "too little memory of the device is free for another graph"
         return NO_ROOM if self.nbytes >= most_bytes else None
 
@@ -430,7 +439,7 @@ class GraphStore(ABC, Generic[G]):
 
     def _leave(self, former: Identity, identity: Identity, grid: Grid) -> None:
         """Begin to capture under another identity. Drop all graphs that are stale, or leave no room."""
-        needed_bytes = 0 if self.policy.thresholds.asked_for else self.needed_bytes(grid, identity.spec)
+        needed_bytes = 0 if self.policy.thresholds.asked_for else self.needed_bytes(grid, identity)
         has_room = max(self.nbytes, needed_bytes) < self._most_bytes(identity.spec)
         is_stale = identity.memory != former.memory or not has_room
         counts = self._stale if is_stale else self._kept

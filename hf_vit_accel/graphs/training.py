@@ -33,7 +33,7 @@ from hf_vit_accel.graphs.step import (
     present,
     run_eagerly,
 )
-from hf_vit_accel.graphs.store import Bins, GraphStore
+from hf_vit_accel.graphs.store import Bins, GraphStore, Identity
 from hf_vit_accel.layout import Grid, rows_of
 from hf_vit_accel.ops.base import FunctionContext
 
@@ -85,8 +85,9 @@ class TrainingRunner(GraphStore[CapturedStep]):
                 buffers.append(step.pixels_TP)
         return buffers
 
-    def needed_bytes(self, grid: Grid, spec: Spec) -> int:
+    def needed_bytes(self, grid: Grid, identity: Identity) -> int:
         """Estimate the device memory of a step: activations, and the gradients of two stages."""
+        spec = identity.spec
         values_per_row = len(spec.full_layers) * spec.request.heads * spec.request.head_dim
         assert spec.ops is not None
         weights = {weight for module in spec.ops.parts.modules() for weight in module.parameters(recurse=False)}

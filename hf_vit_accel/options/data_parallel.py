@@ -138,7 +138,7 @@ class Sharing:
         if torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             # A rank without a share saves nothing: under an outer checkpoint it would not run the tower again.
             reasons.append("saved-tensor hooks are active (checkpointing?)")
-        if plan.spec.hidden_states:
+        if plan.hidden_states:
             reasons.append("hidden states are requested")
         return [f"not shared by ranks: {reason}" for reason in reasons]
 

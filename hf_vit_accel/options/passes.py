@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from hf_vit_accel.engine.call import HIDDEN_STATES_OF_STEP, Batch, Encode, FastPlan
+from hf_vit_accel.engine.call import HIDDEN_STATES_OF_STEP, HOOKED, Batch, Encode, FastPlan
 from hf_vit_accel.engine.encoder import encode
 from hf_vit_accel.engine.recorded import RecordedModules
 from hf_vit_accel.engine.route import RouteKey, Routes
@@ -87,6 +87,7 @@ class OnePass:
             plan.checkpoints,
             plan.called or plan.reading.sharded_layers,
             output_slices=batch.output_slices,
+            hidden_states=plan.hidden_states,
         )
         batch.attempt.passes.append((route, f"eager: {why_eager}"))
         return outputs
@@ -132,9 +133,9 @@ def reasons_not_cut(plan: FastPlan) -> list[str]:
     if plan.has_reentrant_checkpoints:
         reasons.append("reentrant checkpoints bring gradients to weights at each pass")
     if plan.is_hooked:
-        reasons.append("hooks see each call of their module")
+        reasons.append(HOOKED)
     reasons += reading.mixing
-    if plan.spec.hidden_states and plan.spec.request.grad:
+    if plan.hidden_states and plan.spec.request.grad:
         reasons.append(HIDDEN_STATES_OF_STEP)
     return [f"not cut by max_rows: {why}" for why in reasons]
 

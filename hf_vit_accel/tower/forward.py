@@ -382,15 +382,14 @@ def decide(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) ->
         weights_dtype=weights.dtype,
         weights_key=weights.key,
         kept=None if state.asked_for is None else state.kept(snapshot, device),
-        hidden_states=reasons.hidden_states,
-        hooked_parts=reasons.hooked_parts,
     )
     unmet: list[str] = []
     called: Mapping[int, CalledBlock] = {}
-    if key.fast and key.hooked_parts:
-        key_of_blocks = key._replace(fast=False, hidden_states=False, hooked_parts=frozenset())
-        spec_of_blocks = state.spec(snapshot, weights, key_of_blocks)
-        called = stock_way.called_blocks(state, call, snapshot, key.hooked_parts, spec_of_blocks, unmet)
+    if key.fast and reasons.hooked_parts:
+        spec_of_blocks = state.spec(snapshot, weights, key._replace(fast=False))
+        called = stock_way.called_blocks(state, call, snapshot, reasons.hooked_parts, spec_of_blocks, unmet)
+        ids_of_blocks = map(id, snapshot.callable_blocks.values())  # which run in the place of operations
+        key = key._replace(hooked_parts=reasons.hooked_parts.difference(ids_of_blocks))
     if called and state.settings.score_mod is not None:
         reasons_metadata.append("hooks inside blocks, which may attend without the score_mod")
         key = key._replace(fast=False)
@@ -407,6 +406,7 @@ def decide(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) ->
         checkpoints=snapshot.checkpoints() if grad else {},
         called=called,
         is_hooked=bool(reasons.hooked_parts),
+        hidden_states=reasons.hidden_states,
         outputs_require_grad=grad_mode and not grad and snapshot.outputs_require_grad(),
         form=form,
         as_tuple=has_class and call.options.get("return_dict", snapshot.defaults["return_dict"]) is False,
@@ -425,7 +425,7 @@ def run(state: TowerState, plan: FastPlan, attempt: Attempt) -> object:
         outputs = state.encode(Batch(plan=plan, attempt=attempt, grid=inputs.grid, pixels_TP=inputs.pixels))
     if plan.outputs_require_grad:  # copies: stock's outputs are no leaves either, and may be written to
         outputs = [output.requires_grad_().clone() for output in outputs]
-    states = len(plan.reading.parts.blocks) if plan.spec.hidden_states else 0
+    states = len(plan.reading.parts.blocks) if plan.hidden_states else 0
     assert plan.form is not None, "proven"
     output = plan.form.build(outputs, states)
     state.fast_calls += 1

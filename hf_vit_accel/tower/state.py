@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from hf_vit_accel.backends import Request, asked_for
 from hf_vit_accel.backends.sdpa import Sdpa
 from hf_vit_accel.config import GraphConfig, Settings
-from hf_vit_accel.engine.call import HIDDEN_STATES_OF_STEP, Attempt, Encode, FastPlan, WeightMemory
+from hf_vit_accel.engine.call import Attempt, Encode, FastPlan, WeightMemory
 from hf_vit_accel.engine.route import Route, Routes, Spec
 from hf_vit_accel.families import Family, Tower
 from hf_vit_accel.graphs import recorder
@@ -40,7 +40,7 @@ _EARLIER_READINGS = 7
 class SpecKey(NamedTuple):
     """The key of a kind of calls: decides their spec, with the snapshot and the settings of the tower.
 
-    `fast` is false for calls that go `stock_way.Way.METADATA`.
+    `fast` is false for calls that go `stock_way.Way.METADATA`. `hooked_parts` are mergers and patch embeddings alone.
     """
 
     device: torch.device
@@ -50,7 +50,6 @@ class SpecKey(NamedTuple):
     weights_dtype: torch.dtype
     weights_key: Hashable
     kept: Scales | None
-    hidden_states: bool = False
     hooked_parts: frozenset[int] = frozenset()
 
 
@@ -261,7 +260,6 @@ class TowerState:
             full_layers=snapshot.full_layers,
             faults=self.faults,
             settings=settings,
-            hidden_states=key.hidden_states,
             against_graphs=_reason_against_graphs(snapshot, key),
             called_linears=snapshot.called_linears,
         )
@@ -338,9 +336,7 @@ def _reason_against_graphs(snapshot: Snapshot, key: SpecKey) -> str | None:
         return snapshot.mixing[0]
     if snapshot.sharded_layers:
         return "FSDP2 gathers weights again at every call"
-    if key.hooked_parts:
-        return "hooks see each call of their module"
-    return HIDDEN_STATES_OF_STEP if key.hidden_states and key.grad else None
+    return None
 
 
 def state_of(tower: nn.Module) -> TowerState | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -197,11 +197,10 @@ def compare(subject: Subject, trial: Trial, truth: Results | None = None) -> tup
     theirs = _run(subject, trial, lambda pixels_TP, grid: subject.call(pixels_TP, grid, **request))
     names = {name for output in theirs.outputs.values() for name in output}
     has_states = trial.hidden_states and any(name.startswith("hidden_states") for name in names)
-    spec = replace(subject.spec, hidden_states=has_states)
-    states = len(spec.full_layers) if has_states else 0
+    states = len(subject.parts.blocks) if has_states else 0
 
     def encode_in_form(pixels_TP: Tensor, grid: Grid) -> object:
-        tensors = encode(make_route(grid, spec).ready(), pixels_TP)
+        tensors = encode(make_route(grid, subject.spec).ready(), pixels_TP, hidden_states=has_states)
         return theirs.form.build(tensors, states)
 
     ours = _run(subject, trial, encode_in_form)

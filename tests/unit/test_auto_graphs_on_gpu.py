@@ -273,4 +273,4 @@ def test_memory_of_large_calls(name: str) -> None:
     assert status_line(tower).startswith("replayed")
     assert all(relative_error(x, y) < 5e-2 for x, y in zip(outputs, expected, strict=True))
     runner = state_of(tower).inference_runner
-    assert runner.nbytes <= runner.needed_bytes(tuple(captured), state_of(tower).last_route.spec)
+    assert runner.nbytes <= runner.needed_bytes(tuple(captured), runner._identities[-1])

@@ -6,14 +6,16 @@ from typing import Any
 import pytest
 import torch
 from support.cpu_graphs import Recorder, status_of
-from support.graphs import patch
-from support.patching import assert_fast
+from support.faults import raises
+from support.graphs import patch, patch_training
+from support.patching import assert_fast, training_step
 from support.tensors import flat
 from support.towers import TOWERS
 from tiny import GRIDS, TINY, assert_close, checkpoint_layers, pixels_for, run_tower, tower_of
 from torch import Tensor, nn
 
 import hf_vit_accel
+from hf_vit_accel.tower import state as state_module
 
 GRID = GRIDS["mixed"]
 IMAGE = [(1, 8, 12)]
@@ -100,6 +102,45 @@ def test_replays_with_and_without_hidden_states_take_turns(on_cpu: type[Recorder
         assert_close(flat(states), expected[0])
     status = status_of(tower)
     assert (status.replays, status.captures, status.stale) == (6, 2, {}), status
+
+
+@one_tower
+def test_a_step_with_hidden_states_is_not_replayed_from_the_graphs_of_steps_without(
+    on_cpu: type[Recorder], tower: Any
+) -> None:
+    stock = copy.deepcopy(tower)
+    patch_training(tower, "auto")
+    for _ in range(4):
+        training_step(tower, IMAGE)
+    status = hf_vit_accel.status(tower).towers[0].training
+    assert status is not None and status.replays
+    gradients = []
+    for changed in (stock, tower):
+        changed.zero_grad()
+        output = changed(pixels_for(changed, IMAGE), grid_thw=torch.tensor(IMAGE), output_hidden_states=True)
+        sum(state.square().mean() for state in output.hidden_states).backward()
+        gradients.append([parameter.grad for parameter in changed.blocks.parameters()])
+    assert_close(gradients[1], gradients[0])
+    assert_fast(tower)
+
+
+@one_tower
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_request_for_hidden_states_builds_and_plans_nothing_anew(
+    tower: Any, grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layers compute the same; only what is returned of them differs."""
+    hf_vit_accel.patch(tower)
+    pixels = pixels_for(tower, GRID)
+    grid = torch.tensor(GRID)
+    with torch.set_grad_enabled(grad):
+        tower(pixels, grid_thw=grid)
+        status = hf_vit_accel.status(tower).towers[0]
+        monkeypatch.setattr(state_module, "build", raises(AssertionError("operations are built again")))
+        assert tower(pixels, grid_thw=grid, output_hidden_states=True).hidden_states is not None
+        assert tower(pixels, grid_thw=grid).hidden_states is None
+    assert hf_vit_accel.status(tower).towers[0].layouts[2] == status.layouts[2]
+    assert_fast(tower)
 
 
 @one_tower

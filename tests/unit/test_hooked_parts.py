@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.faults import raises
 from support.patching import assert_fast, training_step
 from support.towers import alike
 from tiny import GRIDS, TINY, assert_close, checkpoint_layers, outputs_of, pixels_for, run_tower, tower_of
 from torch import Tensor, nn
 
 import hf_vit_accel
+from hf_vit_accel.tower import state as state_module
 
 GRID = GRIDS["mixed"]
 
@@ -80,6 +82,20 @@ def test_hooks_see_and_change_what_stocks_do(tower: Any) -> None:
     compare(tower, run, calls=3)
     expected_names, actual_names = names.values()
     assert actual_names == expected_names, "the keyword arguments are those of stock"
+
+
+def test_hooks_on_one_block_after_another_build_nothing_anew(tower: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Probes of every layer hook one at a time: a called block takes the place of its layer's operations."""
+    hf_vit_accel.patch(tower)
+    run_tower(tower, GRID)
+    monkeypatch.setattr(state_module, "build", raises(AssertionError("operations are built again")))
+    for block in tower.blocks:
+        seen: list[nn.Module] = []
+        handle = block.attn.register_forward_hook(lambda module, *_: seen.append(module))  # noqa: B023
+        run_tower(tower, GRID)
+        handle.remove()
+        assert seen == [block.attn]
+    assert_fast(tower)
 
 
 def test_a_hook_on_a_part_that_is_not_called_by_itself_sends_the_call_to_stock(tower: Any) -> None:
