@@ -25,7 +25,7 @@ from captioner.plan import filled
 from captioner.processors import reduced
 from captioner.progress import Progress
 
-_DECODERS = min(8, os.cpu_count() or 1)  # threads; more of them take Python's lock from those that feed the GPU
+_DECODERS = min(4, os.cpu_count() or 1)  # threads; more of them take Python's lock from those that feed the GPU
 _PART_TOKENS = 8192  # of the pictures that are encoded together, while the next ones are decoded
 _SLACK_ON_GPU = 4.0  # the GPU resizes fast, so only much larger pictures are reduced on the CPU
 _SWITCH_SECONDS = 1e-4  # the model's thread gets the interpreter back after every launch: Python's 5 ms add up

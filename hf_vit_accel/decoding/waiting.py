@@ -42,8 +42,11 @@ def may_wait(processors: LogitsProcessorList, criteria: StoppingCriteriaList) ->
     return kinds <= {SuppressTokensLogitsProcessor, EosTokenCriteria, MaxLengthCriteria}
 
 
-def places_within(lengths: Sequence[int], due: int, most: int, slots: int) -> int:
-    """Return how many rows decode at once: the longest ones, whose keys have to fit.
+def first_rows(lengths: Sequence[int], due: int, most: int, slots: int) -> list[int]:
+    """Return the rows that begin at once: as many as memory holds, evenly from the longest to the shortest.
+
+    So the places are as unequal as the rows, and a row that waits fits into the place of the one chosen before it. With
+    the longest rows alone, few places would take all memory.
 
     Args:
         lengths: The columns of every row, the longest first.
@@ -52,21 +55,21 @@ def places_within(lengths: Sequence[int], due: int, most: int, slots: int) -> in
         slots: For how many tokens there is memory.
     """
     places = min(len(lengths), most)
-    while places > FEWEST_ROWS:
-        axis = plan_axis(lengths[:places], lengths[0], due)
-        if axis is not None and axis.size.slots <= slots:
-            break
-        places = places * 3 // 4
-    return places
+    while True:
+        rows = [place * len(lengths) // places for place in range(places)]
+        axis = plan_axis([lengths[row] for row in rows], lengths[0], due)
+        if places <= FEWEST_ROWS or (axis is not None and axis.size.slots <= slots):
+            return rows
+        places = places * 7 // 8
 
 
 class WaitingRows:
-    """The rows of a call in the order in which they begin, the longest first, and the places that they take.
+    """The rows of a call that wait, the longest first, and the places that rows take.
 
     Args:
         prompt: The arguments of all rows, to be cut.
         cache: The call's, still empty.
-        places: How many rows decode at once.
+        first: The rows that begin at once, the longest first.
         due: New tokens of a row.
         criteria: Of the call.
 
@@ -75,18 +78,18 @@ class WaitingRows:
     """
 
     def __init__(
-        self, prompt: GroupedPrompt, cache: Cache, places: int, due: int, criteria: StoppingCriteriaList
+        self, prompt: GroupedPrompt, cache: Cache, first: Sequence[int], due: int, criteria: StoppingCriteriaList
     ) -> None:
-        self.places = places
+        self.places = places = len(first)
         self.due = due
         self._prompt = prompt
         self._cache = cache
         self._empty_cache = copy.deepcopy(cache)
-        # A row fits wherever a longer one was.
-        order = sorted(range(len(prompt.lengths_B)), key=prompt.lengths_B.__getitem__, reverse=True)
-        self._waiting = order[places:]
+        begun = set(first)
+        self._waiting = [row for row in longest_first(prompt.lengths_B) if row not in begun]
+        self._columns_of_place = [prompt.lengths_B[row] for row in first]  # a prompt of as many fits
         # Of every row that has begun: its place, and the column of its first token.
-        self._begun = {row: (place, prompt.columns) for place, row in enumerate(order[:places])}
+        self._begun = {row: (place, prompt.columns) for place, row in enumerate(first)}
         self._since = [prompt.columns] * places  # the column of its row's first token
         self._ends = [criterion for criterion in criteria if isinstance(criterion, EosTokenCriteria)]
         last_columns = [prompt.columns + due] * places
@@ -119,15 +122,31 @@ class WaitingRows:
             go_on: Of every place whether its row goes on; none if the host does not know.
             columns: Of all rows so far.
         """
-        free = [place for place, goes_on in enumerate(go_on) if not goes_on]
-        if not free or not self._waiting or len(free) < self.places // _PARTS:
+        place_of_row = self._fitting([place for place, goes_on in enumerate(go_on) if not goes_on])
+        if not place_of_row:
             return {}
-        place_of_row = dict(zip(self._waiting, free, strict=False))
-        del self._waiting[: len(place_of_row)]
+        most = self._fitting(range(self.places))  # the longest rows may all fit into one place alone
+        if len(place_of_row) < min(len(most), self.places // _PARTS):
+            return {}
+        self._waiting = [row for row in self._waiting if row not in place_of_row]
         for row, place in place_of_row.items():
             self._begun[row] = place, columns
             self._since[place] = columns
         self.criteria.begin([*place_of_row.values()], columns + self.due, is_last=not self._waiting)
+        return place_of_row
+
+    def _fitting(self, free: Sequence[int]) -> dict[int, int]:
+        """Return free places of rows that wait: each is that of the longest row that fits there."""
+        place_of_row: dict[int, int] = {}
+        waiting = iter(self._waiting)
+        row = next(waiting, None)
+        for place in sorted(free, key=self._columns_of_place.__getitem__, reverse=True):
+            while row is not None and self._prompt.lengths_B[row] > self._columns_of_place[place]:
+                row = next(waiting, None)
+            if row is None:
+                break
+            place_of_row[row] = place
+            row = next(waiting, None)
         return place_of_row
 
     def take_overdue(self, columns: int) -> list[int]:
@@ -209,8 +228,14 @@ def waiting_rows(
     prompt = GroupedPrompt(model, of_all, features)
     if not prompt.groups or not prompt.may_be_packed() or _is_refused(model):
         return None
-    places = places_within(sorted(prompt.lengths_B, reverse=True), due, most, slots)
-    return WaitingRows(prompt, cache, places, due, criteria)
+    rows = longest_first(prompt.lengths_B)
+    first = first_rows([prompt.lengths_B[row] for row in rows], due, most, slots)
+    return WaitingRows(prompt, cache, [rows[index] for index in first], due, criteria)
+
+
+def longest_first(lengths: Sequence[int]) -> list[int]:
+    """Return the indices of rows, ordered by length."""
+    return sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
 
 
 def _is_refused(model: Model) -> bool:

@@ -480,6 +480,13 @@ _BY_PLACE: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
             "            pass  # a capture",
         ),
     },
+    ("decoding/waiting.py", "tests/unit/test_waiting_rows.py -k begin"): {
+        "a long row takes the place of a short one": (
+            "self._prompt.lengths_B[row] > self._columns_of_place[place]",
+            "self._prompt.lengths_B[row] > self._columns_of_place[place] + 5",
+        ),
+        "the longest rows wait for ever": ("min(len(most), self.places", "min(len(self._waiting), self.places"),
+    },
     ("decoding/waiting.py", "tests/unit/test_waiting_rows.py -k beside"): {
         "rows wait beside a penalty of repetitions": (
             "return kinds <= {SuppressTokensLogitsProcessor, EosTokenCriteria, MaxLengthCriteria}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from support.decoding import Counts, both, counts_of
 from support.recorded_ops import OperationRecorder
 from support.towers import alike
 from test_prefill import MODELS, Inputs, batch, features_of, joined, ragged, row_of, small_groups
-from transformers import SuppressTokensLogitsProcessor
+from transformers import DynamicCache, StoppingCriteriaList, SuppressTokensLogitsProcessor
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from hf_vit_accel import graphed_decoding, patch, status
@@ -23,6 +24,7 @@ from hf_vit_accel.decoding import leaving, model_in_loop, room, waiting
 from hf_vit_accel.decoding.packed import PackedPrompt
 from hf_vit_accel.decoding.step import DecodeStep
 from hf_vit_accel.decoding.steps import DecodeSteps, steps_of
+from hf_vit_accel.decoding.waiting import WaitingRows
 
 __all__ = ["small_groups"]
 ENDS: Inputs = dict(eos_token_id=list(range(3, 50, 4)), pad_token_id=2)
@@ -89,7 +91,7 @@ def test_a_row_that_has_ended_writes_no_keys_of_its_neighbours(recorder: type[Op
 
 
 @pytest.mark.parametrize("is_inference", [False, True])
-@pytest.mark.parametrize(("seed", "ends"), [(36, [3, 23, 43]), (6, list(range(3, 50, 9)))])
+@pytest.mark.parametrize(("seed", "ends"), [(36, [3, 23, 43]), (7, list(range(3, 50, 9))), (24, list(range(3, 50, 9)))])
 def test_a_late_step_has_slots_for_rows_that_ended_long_ago(
     seed: int, ends: list[int], is_inference: bool, recorder: type[OperationRecorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +156,61 @@ def test_rows_wait_for_memory(rng: random.Random) -> None:
         both(model, inputs, max_new_tokens=12, **ENDS)
     assert all(size.rows * size.slots <= max(slots, 512) for size in rooms), "two rows decode in any case"
     assert not counts_of(model).reasons
+
+
+@given(
+    st.lists(st.integers(1, 60), min_size=3, max_size=80),
+    st.integers(2, 40),
+    st.integers(200, 3000),
+    st.randoms(use_true_random=False),
+)
+def test_every_row_begins_once_in_a_place_of_its_length(
+    lengths: list[int], most: int, slots: int, rng: random.Random
+) -> None:
+    """Places that are free begin rows at the latest when all are free; rows of all lengths begin at once."""
+    order = sorted(lengths, reverse=True)
+    first = waiting.first_rows(order, 9, most, slots)
+    assert first == sorted({*first}) and first[0] == 0 and len(first) <= most
+    prompt: Any = SimpleNamespace(lengths_B=order, columns=order[0])
+    rows = WaitingRows(prompt, DynamicCache(), first, 9, StoppingCriteriaList([MaxLengthCriteria(order[0] + 9)]))
+    capacity = [order[row] for row in first]
+    begun = list(first)
+    for columns in range(order[0], order[0] + 9 * len(lengths)):
+        if not len(rows):
+            break
+        rows.criteria.remember(torch.zeros(len(first), dtype=torch.bool))
+        share = rng.choice([0.0, 0.3, 0.9])
+        go_on = [rng.random() < share for _ in first]
+        place_of_row = rows.take_places(go_on, columns)
+        assert place_of_row or any(go_on)
+        assert len({*place_of_row.values()}) == len(place_of_row)
+        assert all(order[row] <= capacity[place] and not go_on[place] for row, place in place_of_row.items())
+        begun += place_of_row
+    assert sorted(begun) == list(range(len(lengths)))
+
+
+def test_long_rows_that_fit_into_one_place_begin_one_after_the_other() -> None:
+    """Its first row goes on until all short rows have ended. Later no second place is free for a long row."""
+    lengths = [60, 59, 58] + [5] * 45
+    prompt: Any = SimpleNamespace(lengths_B=lengths, columns=60)
+    first = waiting.first_rows(lengths, 9, 16, 4000)
+    rows = WaitingRows(prompt, DynamicCache(), first, 9, StoppingCriteriaList([MaxLengthCriteria(69)]))
+    assert len(first) == 16
+    begun: list[int] = []
+    for columns in range(60, 70):
+        rows.criteria.remember(torch.zeros(16, dtype=torch.bool))
+        begun += rows.take_places([len(begun) < 30, *[False] * 15], columns)
+    assert begun[-2:] == [1, 2] and not len(rows)
+
+
+def test_as_many_rows_begin_at_once_as_memory_holds() -> None:
+    """A captioner's pictures: a few pages beside many small pictures, whose rows need a tenth of the slots."""
+    lengths = [4118] * 51 + [700] * 256 + [140] * 717
+    slots = 300_000
+    first = waiting.first_rows(lengths, 256, 512, slots)
+    axis = room.plan_axis([lengths[row] for row in first], lengths[0], 256)
+    assert axis is not None and 0.8 * slots < axis.size.slots <= slots
+    assert len(first) > 300  # of the longest alone, fewer than 150 would fit
 
 
 def test_rows_that_wait_end_with_the_shortest_length_that_is_given() -> None:
