@@ -55,14 +55,18 @@ Checkpoints = Mapping[nn.Module, Checkpoint]
 """The blocks and mergers that stock runs again in the backward, and how."""
 
 
-CalledBlock = partial[Tensor]
-"""A block that runs by its own call, since hooks are on it or inside, with stock's keyword arguments but the tables."""
+@dataclass(frozen=True)
+class CalledBlock:
+    """A block that runs by its own call, since hooks are on it or inside; stock's arguments but rows and tables."""
+
+    block: Callable[..., Tensor]
+    arguments: Mapping[str, object]
 
 
-def _call_block(block: CalledBlock, x_TE: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+def _call_block(called: CalledBlock, x_TE: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     """Return the rows after a block. Its own call checkpoints it."""
     with versions.without_capture():
-        out_TE = block(x_TE, position_embeddings=(cos_TD, sin_TD))
+        out_TE = called.block(x_TE, position_embeddings=(cos_TD, sin_TD), **called.arguments)
     if out_TE.shape != x_TE.shape:  # kernels would read beyond its rows
         raise ValueError(f"expected rows {tuple(x_TE.shape)} from the hooks of a block, got {tuple(out_TE.shape)}")
     if torch.is_grad_enabled():
@@ -121,7 +125,7 @@ def encode(
         block = blocks_to_call.get(index)
         if checkpoint is not None and not checkpoint.has_gradient(x_TE, delta_TE):
             checkpoint = None
-        if isinstance(block, partial):
+        if isinstance(block, CalledBlock):
             x_TE = _call_block(block, x_TE if delta_TE is None else x_TE + delta_TE, cos_TD, sin_TD)
             delta_TE = None
         elif checkpoint is not None or block is not None:

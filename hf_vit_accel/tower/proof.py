@@ -20,7 +20,6 @@ import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -28,7 +27,7 @@ import transformers
 from torch import nn
 
 from hf_vit_accel import machine, versions
-from hf_vit_accel.engine.encoder import encode
+from hf_vit_accel.engine.encoder import CalledBlock, encode
 from hf_vit_accel.engine.route import ROUTE, make_route
 from hf_vit_accel.families import Config, Family, Tower
 from hf_vit_accel.families.copies import CopyFamily
@@ -335,7 +334,7 @@ def _block_arguments(subject: Subject, trial: Trial) -> frozenset[str] | None:
 
     [grid] = trial.grids.values()
     route = make_route(grid, subject.spec).ready()
-    blocks = {layer: partial(keep_arguments, **route.block_arguments(layer, names)) for layer in (0, 1)}
+    blocks = {layer: CalledBlock(keep_arguments, route.block_arguments(layer, names)) for layer in (0, 1)}
     encode(route, subject.draw_pixels(grid), blocks_to_call=blocks)
     bound = subject.dtypes.bound
     try:

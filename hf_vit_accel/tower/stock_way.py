@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
 from typing import Any
 
 import torch
@@ -115,7 +114,9 @@ def called_blocks(
     route = state.routes.get(inputs.grid, spec).ready()
     reasons += route.unmet
     options = {name: value for name, value in inputs.options.items() if name != "return_dict"}
-    return {layer: partial(block, **route.block_arguments(layer, names), **options) for layer, block in hooked.items()}
+    return {
+        layer: CalledBlock(block, {**route.block_arguments(layer, names), **options}) for layer, block in hooked.items()
+    }
 
 
 def decide_attention(tower: Tower, state: TowerState, args: tuple[object, ...], kwargs: dict[str, object]) -> StockPlan:

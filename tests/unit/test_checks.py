@@ -1,6 +1,7 @@
 """Test which hooks and changes of other programs a call notices, and the form of outputs that the config says."""
 
 import copy
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from types import MethodType
@@ -9,14 +10,16 @@ from typing import Any
 import pytest
 import torch
 from support.tensors import flat
-from tiny import GRIDS, TINY, assert_close, pixels_for, run_tower, tower_of
+from tiny import GRIDS, TINY, assert_close, checkpoint_layers, pixels_for, run_tower, tower_of
 from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel import ReuseConfig
+from hf_vit_accel.engine.call import FastPlan
 from hf_vit_accel.machine import numerics
 from hf_vit_accel.tower.forward import decide
-from hf_vit_accel.tower.state import state_of
+from hf_vit_accel.tower.state import TowerState, state_of
+from hf_vit_accel.tower.stock_way import StockPlan, Way
 
 GRID = GRIDS["mixed"]
 
@@ -156,26 +159,59 @@ def test_a_forward_of_a_layer_is_said_once(tower: Any) -> None:
 def assert_same(first: Any, again: Any) -> None:
     """Assert that two plans hold the same objects, or equal values."""
     assert type(first) is type(again)
+    if first is again:
+        return
     if is_dataclass(first):
         for field in fields(first):
             assert_same(getattr(first, field.name), getattr(again, field.name))
+    elif isinstance(first, Mapping):
+        assert_same([*first.items()], [*again.items()])
+    elif isinstance(first, list | tuple):
+        for value, other in zip(first, again, strict=True):
+            assert_same(value, other)
     elif isinstance(first, torch.Tensor):
         assert first.data_ptr() == again.data_ptr() and torch.equal(first, again)
     else:
-        assert first is again or first == again
+        assert first == again
 
 
-@pytest.mark.parametrize("way", ["fast", "with gradients", "with our metadata", "on what it was called with"])
-def test_a_call_that_is_decided_twice_gets_the_same_plan_and_changes_nothing(tower: nn.Module, way: str) -> None:
-    pixels = pixels_for(tower, GRID)
-    offsets = torch.tensor([0, len(pixels)], dtype=torch.int32)
-    options = {"with our metadata": {"output_attentions": True}, "on what it was called with": {"cu_seqlens": offsets}}
-    hf_vit_accel.patch(tower)
-    tower.requires_grad_(way == "with gradients")
+def hook(tower: Any) -> None:
+    tower.blocks[1].attn.register_forward_hook(lambda *_: None)
+
+
+def checkpoint(tower: Any) -> None:
+    checkpoint_layers(tower.train(), reentrant=False)
+
+
+PLANNED: dict[str, dict[str, Any]] = {
+    "fast": {},
+    "with gradients": {"trains": True},
+    "with checkpoints": {"trains": True, "change": checkpoint},
+    "with a hook in a block": {"change": hook},
+    "with hidden states": {"options": {"output_hidden_states": True}},
+    "with reuse": {"settings": {"reuse": True}},
+    "with our metadata": {"options": {"output_attentions": True}},
+    "on what it was called with": {"options": {"cu_seqlens": torch.zeros(1, dtype=torch.int32)}},
+}
+"""By kind of plan: what is trained and changed, and the options of patch and of the call."""
+
+
+def call_of(tower: nn.Module, way: str) -> tuple[nn.Module, TowerState, tuple[torch.Tensor], dict[str, Any]]:
+    """Patch a tower and run it once; return what `decide` takes for a call that gets a plan of this kind."""
+    kind = PLANNED[way]
+    tower.requires_grad_(kind.get("trains", False))
+    hf_vit_accel.patch(tower, **kind.get("settings", {}))
+    kind.get("change", lambda tower: None)(tower)
     run_tower(tower, GRID)
     state = state_of(tower)
     assert state is not None
-    call = tower, state, (pixels,), {"grid_thw": torch.tensor(GRID), **options.get(way, {})}
+    return tower, state, (pixels_for(tower, GRID),), {"grid_thw": torch.tensor(GRID), **kind.get("options", {})}
+
+
+@pytest.mark.parametrize("way", PLANNED)
+def test_a_call_that_is_decided_twice_gets_the_same_plan_and_changes_nothing(tower: nn.Module, way: str) -> None:
+    call = call_of(tower, way)
+    state = call[1]
     first = decide(*call)
 
     def counted() -> tuple[object, ...]:
@@ -187,6 +223,17 @@ def test_a_call_that_is_decided_twice_gets_the_same_plan_and_changes_nothing(tow
     before = counted()
     assert_same(first, decide(*call))
     assert counted() == before
+    assert_as_planned(first, way)
+
+
+def assert_as_planned(plan: FastPlan | StockPlan, way: str) -> None:
+    """Assert that the plan of a call is of the kind that a test is about."""
+    if isinstance(plan, StockPlan):
+        assert way == {Way.METADATA: "with our metadata", Way.STOCK: "on what it was called with"}[plan.way]
+        return
+    assert (bool(plan.called), bool(plan.checkpoints)) == ("hook" in way, "checkpoints" in way)
+    assert plan.spec.request.grad == (way in ("with gradients", "with checkpoints", "with a hook in a block"))
+    assert (plan.inputs.beside_grid is not None) == ("reuse" in way)
 
 
 @pytest.mark.parametrize("how", ["deleted", "replaced"])
