@@ -148,11 +148,11 @@ class FastPlan:
     reasons: tuple[str, ...] = ()
     inputs: Inputs
     reading: Reading
-    parameters: Sequence[nn.Parameter]
+    parameters: tuple[nn.Parameter, ...]
     weights: WeightMemory
     spec: Spec
     checkpoints: Checkpoints
-    called: Mapping[int, CalledBlock] = field(default_factory=dict)
+    called: Mapping[int, CalledBlock]
     is_hooked: bool = False
     hidden_states: bool = False
     outputs_require_grad: bool = False

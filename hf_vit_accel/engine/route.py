@@ -6,7 +6,7 @@ A route is decided on the host, sent to the device in one copy, and cached: late
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -53,7 +53,7 @@ class Spec:
     faults: Mapping[str, str] = field(default_factory=dict)
     settings: Settings
     against_graphs: str | None = None
-    called_linears: Sequence[nn.Module] = ()
+    called_linears: tuple[nn.Module, ...] = ()
 
     def request_of(self, kind: LayerKind, replay: Replay, segments: Segments | None = None) -> Request:
         """Return the request for layers of a kind; without segments, for a layout that is unknown."""

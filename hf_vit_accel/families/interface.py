@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -132,7 +133,7 @@ def read(expected: Expected, read_grid: ReadGrid | None, /, *args: object, **opt
             f"expected the pixel values on the tower's device {expected.device}, got them on {pixels.device}; "
             f"move them with .to({str(expected.device)!r})"
         )
-    return Inputs(pixels=pixels, grid=grid, options=options, beside_grid=beside_grid)
+    return Inputs(pixels=pixels, grid=grid, options=MappingProxyType(options), beside_grid=beside_grid)
 
 
 def _check_no_images(pixels: Tensor, grid_thw: object, expected: Expected) -> None:

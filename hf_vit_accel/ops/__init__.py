@@ -104,6 +104,7 @@ def build(parts: Parts, context: Context, why_plain: Mapping[str, str] = NOTHING
         if reason is not None:
             unfused[operation.name] = reason
     downsampled = None if parts.downsample is None else built["downsample"][id(parts.downsample)]
+    deepstack = {layer: built["mergers"][id(module)] for layer, module in parts.deepstack.items()}
     merge = None if parts.merger is None else built["mergers"][id(parts.merger)]
     finish_by = partial(merger.finish, _final_norm(parts, built, context), downsampled, grad=context.grad)
     return Ops(
@@ -117,9 +118,9 @@ def build(parts: Parts, context: Context, why_plain: Mapping[str, str] = NOTHING
         merge=merge,
         finish=finish_by(merge),
         finish_by=finish_by,
-        deepstack={layer: built["mergers"][id(module)] for layer, module in parts.deepstack.items()},
+        deepstack=MappingProxyType(deepstack),
         fused=frozenset(context.fused),
-        unfused=unfused,
+        unfused=MappingProxyType(unfused),
     )
 
 

@@ -276,7 +276,7 @@ class Share:
             dicts = plan.reading.parameter_dicts
             slots = [(dict_, name) for dict_ in dicts for name in dict_ if id(dict_[name]) in alias_of]
             self.replaced = replaced(slots, [alias_of[id(dict_[name])] for dict_, name in slots])
-            plan = replace(plan, parameters=[alias_of.get(id(weight), weight) for weight in plan.parameters])
+            plan = replace(plan, parameters=tuple(alias_of.get(id(weight), weight) for weight in plan.parameters))
         else:
             share_TP = assignment.share_of(pixels_TP, ranks.rank)
         self.batch = replace(batch, plan=plan, grid=assignment.grid_of(ranks.rank), pixels_TP=share_TP)

@@ -12,8 +12,8 @@ not do: they miss writes through `.data`, by which adapters are merged and some 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import accumulate
 
@@ -87,10 +87,10 @@ class Repeats:
         keys: The keys under which features are kept; empty where they are not.
     """
 
-    unmet: list[str] = field(default_factory=list)
-    sources: list[int | Kept] = field(default_factory=list)
+    unmet: tuple[str, ...] = ()
+    sources: tuple[int | Kept, ...] = ()
     bits: tuple[Tensor, ...] = ()
-    keys: list[Hashable] = field(default_factory=list)
+    keys: tuple[Hashable, ...] = ()
 
     @property
     def encoded(self) -> list[int]:
@@ -148,7 +148,7 @@ class Reuse:
     def read_grid(
         self,
         reading: Reading,
-        parameters: list[nn.Parameter],
+        parameters: Sequence[nn.Parameter],
         weights: WeightMemory,
         no_kernels: str | None,
         pixels_TP: Tensor,
@@ -163,10 +163,11 @@ class Reuse:
         if reading.unpredictable and reading.in_training_mode() and not reasons:
             reasons.append(f"{reading.unpredictable}, and may be random in training")
         if reasons or pixels_TP.is_meta:
-            return sizes or grid_N3.tolist(), Repeats(unmet=reasons)
+            return sizes or grid_N3.tolist(), Repeats(unmet=tuple(reasons))
         device = pixels_TP.device
         images = len(grid_N3)
-        tensors, table, unmet = self._table_of_weights(reading, parameters, weights, device)
+        tensors, table, reasons = self._table_of_weights(reading, parameters, weights, device)
+        unmet = tuple(reasons)
         has_no_repeats = images < 2 or (sizes is not None and len(set(map(tuple, sizes))) == images)
         if not pixels_TP.numel() or not images or (has_no_repeats and table is None):
             return sizes or grid_N3.tolist(), Repeats(unmet=unmet)
@@ -195,10 +196,10 @@ class Reuse:
             identity = weights_sum, table.form, pixels_TP.dtype, device, stream, autocast, *machine.numerics()
             keys = [(identity, fingerprint) for fingerprint in present]
         sources = self._find_sources(present, keys, bits)
-        return sizes, Repeats(unmet=unmet, sources=sources, bits=bits, keys=keys)
+        return sizes, Repeats(unmet=unmet, sources=tuple(sources), bits=bits, keys=tuple(keys))
 
     def _table_of_weights(
-        self, reading: Reading, parameters: list[nn.Parameter], weights: WeightMemory, device: torch.device
+        self, reading: Reading, parameters: Sequence[nn.Parameter], weights: WeightMemory, device: torch.device
     ) -> tuple[list[Tensor], WeightTable | None, list[str]]:
         """Return all parameters and buffers, whose checksum keys features, and their table; or why none are kept."""
         is_trained = reading.unpredictable is not None or reading.is_trained(parameters)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import lru_cache, partial
 from operator import itemgetter
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -206,7 +207,7 @@ class Reasons(NamedTuple):
 
     stock: Sequence[str] = ()
     metadata: Sequence[str] = ()
-    parameters: Sequence[nn.Parameter] = ()
+    parameters: tuple[nn.Parameter, ...] = ()
     weights: WeightMemory | None = None
     hidden_states: bool = False
     hooked_parts: frozenset[int] = frozenset()
@@ -384,7 +385,7 @@ def decide(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) ->
         kept=None if state.asked_for is None else state.kept(snapshot, device),
     )
     unmet: list[str] = []
-    called: Mapping[int, CalledBlock] = {}
+    called: Mapping[int, CalledBlock] = MappingProxyType({})
     if key.fast and reasons.hooked_parts:
         spec_of_blocks = state.spec(snapshot, weights, key._replace(fast=False))
         called = stock_way.called_blocks(state, call, snapshot, reasons.hooked_parts, spec_of_blocks, unmet)
@@ -403,7 +404,7 @@ def decide(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) ->
         parameters=parameters,
         weights=weights,
         spec=spec,
-        checkpoints=snapshot.checkpoints() if grad else {},
+        checkpoints=snapshot.checkpoints() if grad else MappingProxyType({}),
         called=called,
         is_hooked=bool(reasons.hooked_parts),
         hidden_states=reasons.hidden_states,

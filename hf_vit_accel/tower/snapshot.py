@@ -12,6 +12,7 @@ from collections.abc import Collection, Hashable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter, itemgetter, methodcaller
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -212,7 +213,8 @@ class Snapshot:
             for reason in reasons_replaced(module, trusted=self.trusted)[:1]:
                 reasons[module] = reason
         others = list(reasons)
-        self.called_linears = [module for module in others if hasattr(module, "in_features") and not module._modules]
+        linears = [module for module in others if hasattr(module, "in_features") and not module._modules]
+        self.called_linears = tuple(linears)
         for module in self._modules:
             if isinstance(module, _RANDOM_OR_STATEFUL):
                 reasons.setdefault(module, f"a {type(module).__name__} is inside")
@@ -321,7 +323,7 @@ class Snapshot:
         what_changed = self.watch.what_changed()
         return self._called_memory is None and (what_changed is None or what_changed.startswith(_SWITCHES))
 
-    def weights(self) -> tuple[list[nn.Parameter], WeightMemory]:
+    def weights(self) -> tuple[tuple[nn.Parameter, ...], WeightMemory]:
         """Return the parameters as they are now, and their `WeightMemory`: the same object until an address changes.
 
         Parameters are not held between calls: that would keep weights alive that the user has replaced.
@@ -340,7 +342,7 @@ class Snapshot:
                 is_same = False
             is_same = is_same and (not parameters or parameters[0].dtype == weights.dtype)
             if is_same and [parameters[index].is_contiguous() for index in weights.squares] == weights.contiguous:
-                return parameters, weights
+                return tuple(parameters), weights
         called_ids = self._called_ids
         self._read_parameters()  # a weight that was replaced may be of another class
         if self._called_ids != called_ids:
@@ -359,7 +361,7 @@ class Snapshot:
             dims=self._pixel_dims,
         )
         self._weights = weights  # last, since a first call of another thread reads the rest as soon as this is there
-        return parameters, weights
+        return tuple(parameters), weights
 
     def is_trained(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Return whether any of the given parameters, or of a sharded layer's, requires a gradient."""
@@ -398,7 +400,7 @@ class Snapshot:
             module = block.module
             if module not in checkpoints and module.training and getattr(module, "gradient_checkpointing", False):
                 checkpoints[module] = Checkpoint(module._gradient_checkpointing_func, module)
-        return checkpoints
+        return MappingProxyType(checkpoints)
 
     def outputs_require_grad(self) -> bool:
         """Return whether a hook of transformers makes the tower's outputs require gradients, whatever is trained.

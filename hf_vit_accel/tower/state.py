@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -258,7 +259,7 @@ class TowerState:
             request=request,
             ops=self._build(snapshot, weights, request, key.hooked_parts) if key.fast else None,
             full_layers=snapshot.full_layers,
-            faults=self.faults,
+            faults=MappingProxyType(self.faults),
             settings=settings,
             against_graphs=_reason_against_graphs(snapshot, key),
             called_linears=snapshot.called_linears,
@@ -271,7 +272,13 @@ class TowerState:
         spec = self._attention_spec
         if spec is None or spec.geometry != geometry or spec.request.device != device:
             request = Request(device=device, dtype=torch.float32, heads=0, head_dim=0, scale=0.0)
-            spec = Spec(geometry=geometry, request=request, ops=None, faults=self.faults, settings=self.settings)
+            spec = Spec(
+                geometry=geometry,
+                request=request,
+                ops=None,
+                faults=MappingProxyType(self.faults),
+                settings=self.settings,
+            )
             self._attention_spec = spec
         return spec
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ class StockPlan:
     way: Way
     reasons: tuple[str, ...]
     raises: str | None = None
-    injected: Mapping[str, object] = field(default_factory=dict)
+    injected: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
     route: Route | None = None
     instead_of: FastPlan | None = None
 
@@ -87,7 +88,12 @@ def decide_metadata(
             reasons.append(f"blocks attend by {name!r}" if has_segments else "blocks attend without our segments")
     injected = {} if raises else route.ready().injected(snapshot.proof.taken)
     return StockPlan(
-        way=Way.METADATA, reasons=tuple(reasons), raises=raises, injected=injected, route=route, instead_of=plan
+        way=Way.METADATA,
+        reasons=tuple(reasons),
+        raises=raises,
+        injected=MappingProxyType(injected),
+        route=route,
+        instead_of=plan,
     )
 
 
@@ -105,18 +111,19 @@ def _devices_of(tower: Tower) -> set[torch.device]:
 
 def called_blocks(
     state: TowerState, inputs: Inputs, snapshot: Snapshot, hooked_parts: frozenset[int], spec: Spec, reasons: list[str]
-) -> dict[int, CalledBlock]:
+) -> Mapping[int, CalledBlock]:
     """Return the hooked blocks of a call, by the index of the layer. Add to `reasons` what their attention lacks."""
     hooked = {layer: block for layer, block in snapshot.callable_blocks.items() if id(block) in hooked_parts}
     names = snapshot.proof.block_arguments
     if not hooked or names is None:
-        return {}
+        return MappingProxyType({})
     route = state.routes.get(inputs.grid, spec).ready()
     reasons += route.unmet
     options = {name: value for name, value in inputs.options.items() if name != "return_dict"}
-    return {
-        layer: CalledBlock(block, {**route.block_arguments(layer, names), **options}) for layer, block in hooked.items()
-    }
+    called: dict[int, CalledBlock] = {}
+    for layer, block in hooked.items():
+        called[layer] = CalledBlock(block, MappingProxyType({**route.block_arguments(layer, names), **options}))
+    return MappingProxyType(called)
 
 
 def decide_attention(tower: Tower, state: TowerState, args: tuple[object, ...], kwargs: dict[str, object]) -> StockPlan:
@@ -149,7 +156,7 @@ def decide_attention(tower: Tower, state: TowerState, args: tuple[object, ...], 
     route = state.routes.get(grid, state.attention_spec(geometry, arguments[names[0]].device)).ready()
     if geometry.quarters:  # the tower would pass our offsets to the layers behind its merger, too
         taken = (taken - {"cu_seqlens"}) | {ROUTE}
-    injected = route.injected(taken)
+    injected = MappingProxyType(route.injected(taken))
     return StockPlan(way=Way.ATTENTION, reasons=(), raises=state.why_raised, injected=injected, route=route)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -44,7 +45,7 @@ def looked_through(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(looked_through(item) for item in value)
     if isinstance(value, Mapping):
-        return {key: looked_through(item) for key, item in value.items()}
+        return MappingProxyType({key: looked_through(item) for key, item in value.items()})
     if isinstance(value, Parts | Block):
         return replace(value, **{field.name: looked_through(getattr(value, field.name)) for field in fields(value)})
     return value

@@ -245,7 +245,7 @@ _BY_PLACE: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
             "self._assignment.put_together([outputs_there[index] for outputs_there in by_rank[::-1]], output)",
         ),
         "gradients of a replayed share pass the sum over ranks": (
-            "plan = replace(plan, parameters=[alias_of.get(id(weight), weight) for weight in plan.parameters])",
+            "plan = replace(plan, parameters=tuple(alias_of.get(id(weight), weight) for weight in plan.parameters))",
             "pass",
         ),
     },

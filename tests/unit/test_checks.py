@@ -1,8 +1,8 @@
 """Test which hooks and changes of other programs a call notices, and the form of outputs that the config says."""
 
 import copy
-from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence, MutableSet
+from dataclasses import FrozenInstanceError, fields, is_dataclass
 from operator import attrgetter
 from types import MethodType
 from typing import Any
@@ -224,6 +224,32 @@ def test_a_call_that_is_decided_twice_gets_the_same_plan_and_changes_nothing(tow
     assert_same(first, decide(*call))
     assert counted() == before
     assert_as_planned(first, way)
+
+
+def mutable_in(value: Any, name: str) -> Iterator[str]:
+    """Yield the names of containers in a plan, and in the frozen dataclasses that it holds, that anybody may change."""
+    if isinstance(value, MutableMapping | MutableSequence | MutableSet):
+        yield name
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from mutable_in(item, f"{name}[{key!r}]")
+    elif isinstance(value, tuple):
+        for index, item in enumerate(value):
+            yield from mutable_in(item, f"{name}[{index}]")
+    elif is_dataclass(value) and not isinstance(value, type) and value.__dataclass_params__.frozen:
+        for field in fields(value):
+            if field.name == "settings":  # of the user, and pickled with the tower
+                continue
+            yield from mutable_in(getattr(value, field.name), f"{name}.{field.name}")
+
+
+@pytest.mark.parametrize("way", PLANNED)
+def test_a_plan_is_frozen_all_through(tower: nn.Module, way: str) -> None:
+    plan = decide(*call_of(tower, way))
+    for field in fields(plan):
+        with pytest.raises(FrozenInstanceError):
+            setattr(plan, field.name, None)
+    assert not list(mutable_in(plan, "plan"))
 
 
 def assert_as_planned(plan: FastPlan | StockPlan, way: str) -> None:
