@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from threading import Lock
 from weakref import WeakKeyDictionary
 
@@ -15,6 +15,7 @@ from torch import nn
 from hf_vit_accel.decoding.room import Size
 from hf_vit_accel.decoding.step import DecodeStep
 from hf_vit_accel.decoding.text_models import Reading, UnservedError
+from hf_vit_accel.graphs.memory import drop_when_memory_runs_out
 from hf_vit_accel.graphs.recorder import CudaRecorder, free_bytes
 
 FEWEST = 8
@@ -59,6 +60,7 @@ class DecodeSteps:
         self.captures: Counter[str] = Counter()
         self.encoded_again: Counter[str] = Counter()
         self._last_captured: Reading | None = None
+        self._given_up: str | None = None  # why earlier steps went
         self.refusals: dict[Hashable, str] = {}
         self.kept: OrderedDict[Hashable, DecodeStep] = OrderedDict()
         self._recorder: CudaRecorder | None = None
@@ -78,7 +80,23 @@ class DecodeSteps:
                     self._recorder.done()
                 self._trim(max_graphs, max_bytes)
             finally:
+                if self.kept:
+                    drop_when_memory_runs_out(self)
                 self._lock.release()
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device of the steps; None while there are none."""
+        return next((step.device for step in self.kept.values()), None)
+
+    def give_up(self, why: str) -> bool:
+        """Drop all steps, but for their counts: a program needs their memory. Return False while a call decodes."""
+        try:
+            with self.locked_for_call(max_graphs=0, max_bytes=0):
+                self._given_up = why
+        except UnservedError:
+            return False
+        return True
 
     def find(self, key_of_model: Hashable, key_of_inputs: Hashable, size: Size) -> DecodeStep | None:
         """Return the proven step with the fewest slots of at least so many, and of at most twice as many."""
@@ -126,7 +144,7 @@ class DecodeSteps:
             self.refusals.clear()
         else:
             names = sorted({name for name, _ in last.state.items() ^ step.reading.state.items()})
-            why_new = f"{names[0]} changed" if names else "another batch or length"
+            why_new = f"{names[0]} changed" if names else self._given_up or "another batch or length"
         if can_capture(step.device):
             if self._recorder is None:
                 self._recorder = CudaRecorder(step.device)
@@ -134,6 +152,7 @@ class DecodeSteps:
             step.graph_bytes = nbytes
         self.captures[why_new] += 1
         self._last_captured = step.reading
+        self._given_up = None
 
     def __str__(self) -> str:
         calls = f"{self.decoded} call{'s' * (self.decoded != 1)}"
@@ -173,10 +192,9 @@ def _steps_in(model: nn.Module) -> list[DecodeSteps]:
 
 
 def free_steps(model: nn.Module) -> None:
-    """Free the memory of all steps of a model and its parts. A call that decodes keeps its own. Counts stay."""
+    """Free the memory of all steps of a model and its parts."""
     for steps in _steps_in(model):
-        with suppress(UnservedError), steps.locked_for_call(max_graphs=0, max_bytes=0):
-            pass
+        steps.give_up("earlier steps were freed")
 
 
 def decoding_status(model: nn.Module) -> str | None:

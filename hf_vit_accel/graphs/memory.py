@@ -6,15 +6,23 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from hf_vit_accel.graphs.store import GraphStore
+
+class Store(Protocol):
+    """Whoever keeps graphs of one device, with the buffers that they write."""
+
+    @property
+    def device(self) -> torch.device | None:
+        """None while there are none."""
+
+    def give_up(self, why: str) -> bool:
+        """Drop all graphs and buffers; return whether it does, now or at its next call."""
 
 
-_stores: weakref.WeakSet[GraphStore[Any]] = weakref.WeakSet()
+_stores: weakref.WeakSet[Store] = weakref.WeakSet()
 _is_observing = False
 _capturing_threads: set[int] = set()
 stores_given_up = 0
@@ -48,7 +56,7 @@ def _is_within_capture() -> bool:
     return threading.get_ident() in _capturing_threads or (computes_gradients and bool(_capturing_threads))
 
 
-def drop_when_memory_runs_out(store: GraphStore[Any]) -> None:
+def drop_when_memory_runs_out(store: Store) -> None:
     """Register a store whose graphs go as soon as an allocation on their GPU fails. Trying again finds their memory.
 
     torch calls observers of failed allocations before it raises. Without such observers (their function is not
@@ -71,7 +79,7 @@ def _give_up_graphs(device: int, requested: int, allocated: int, free: int) -> N
         is_elsewhere = store.device is not None and store.device.index not in (None, device)
         if is_elsewhere:
             continue
-        stores_given_up += 1
-        _stores.discard(store)
         with suppress(RuntimeError):  # CUDA refuses to wait for replays within a capture: the next call drops them
-            store.give_up("device memory ran out after graphs were captured")
+            if store.give_up("device memory ran out after graphs were captured"):
+                stores_given_up += 1
+                _stores.discard(store)

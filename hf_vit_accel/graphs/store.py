@@ -210,8 +210,8 @@ class GraphStore(ABC, Generic[G]):
         self.policy.without_room += decision.reason == NO_ROOM
         return decision
 
-    def give_up(self, why: str) -> None:
-        """Drop all graphs and capture no other: a program needs their memory.
+    def give_up(self, why: str) -> bool:
+        """Drop all graphs and capture no other: a program needs their memory. Return that they go.
 
         If another thread is inside a call, the graphs go at the next call.
         """
@@ -221,6 +221,7 @@ class GraphStore(ABC, Generic[G]):
                 self.drop_graphs()
             finally:
                 self._lock.release()
+        return True
 
     @contextmanager
     def warming_up(self, replay: Replay) -> Iterator[None]:

@@ -32,6 +32,7 @@ from hf_vit_accel.decoding import layers, room, text_models
 from hf_vit_accel.decoding import step as step_module
 from hf_vit_accel.decoding.steps import steps_of
 from hf_vit_accel.decoding.text_models import TEXT_MODELS
+from hf_vit_accel.graphs import memory
 
 ATTENTIONS = ALL_ATTENTION_FUNCTIONS._global_mapping
 Recorder = type[OperationRecorder]
@@ -456,3 +457,37 @@ def test_hooks_of_accelerate_that_were_removed() -> None:
     assert "forward" in vars(model.model.language_model.embed_tokens)
     both(model, TEXT, max_new_tokens=9)
     assert counts_of(model).static_calls == 1 and not counts_of(model).reasons
+
+
+def test_steps_go_when_memory_runs_out(model: Any, recorder: Recorder) -> None:
+    """Call the observer as torch does for a failed allocation, as in a training step after `generate`."""
+    both(model, TEXT, max_new_tokens=9)
+    both(model, {"input_ids": TEXT["input_ids"][:1]}, max_new_tokens=9)
+    steps = [weakref.ref(step) for step in steps_of(model).kept.values()]
+    assert len(steps) == 2
+    memory._give_up_graphs(0, 1 << 40, 0, 0)
+    gc.collect()
+    assert [step() for step in steps] == [None, None]
+    both(model, TEXT, max_new_tokens=9)
+    assert recorder.captures == 3 and len(steps_of(model).kept) == 1
+    assert "1 x device memory ran out" in str(hf_vit_accel.status(model))
+    memory._give_up_graphs(0, 1 << 40, 0, 0)
+    assert not steps_of(model).kept, "those of later calls go, too"
+
+
+def test_steps_of_a_call_stay_when_memory_runs_out_within_it(model: Any, recorder: Recorder) -> None:
+    """As where a thread prepares the next batch meanwhile. After the call they go like any others."""
+
+    def run_out(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        memory._give_up_graphs(0, 1 << 40, 0, 0)
+        return scores
+
+    expected = model.generate(**TEXT, max_new_tokens=9)
+    options = dict(custom_generate=graphed_decoding, logits_processor=[run_out])
+    given_up = memory.stores_given_up
+    for _ in range(2):
+        assert torch.equal(model.generate(**TEXT, max_new_tokens=9, **options), expected)
+    assert recorder.captures == 1 and counts_of(model).static_calls == 2
+    assert memory.stores_given_up == given_up, "a tower that ran out of memory would try again in vain"
+    memory._give_up_graphs(0, 1 << 40, 0, 0)
+    assert not steps_of(model).kept and memory.stores_given_up > given_up
