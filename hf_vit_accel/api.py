@@ -136,9 +136,9 @@ def patch(
 
 
 def _set_text_forwards(model: nn.Module, forwards: Mapping[str, Any]) -> None:
-    """Give text models these forwards of ours, and all others the forward of their class."""
-    for path in text_forwards_in(model):
-        del vars(model.get_submodule(path))["forward"]
+    """Give text models these forwards of ours, and take ours off all others."""
+    for path, former in text_forwards_in(model).items():
+        former.take_off(model.get_submodule(path))
     for path, forward in forwards.items():
         vars(model.get_submodule(path))["forward"] = forward
 

@@ -51,10 +51,11 @@ _CALLED_ON = "_hf_vit_accel_called_on"
 class TextForward(OurMethod):
     """Replacement for a text model's `forward`. Copies and pickles begin without counts."""
 
-    def __init__(self, text: Model, strict: bool, hooks: OurHooks | None = None) -> None:
+    def __init__(self, text: Model, strict: bool, former: object = None, hooks: OurHooks | None = None) -> None:
         super().__init__(text)
         self.__name__ = "forward"
         self._strict = strict
+        self._former = former  # the class's forward, where the instance had it; None where it had none
         self._proofs: dict[Hashable, type[Any] | str] = {}  # stock's class of outputs, or why stock runs such calls
         self.calls = 0
         self.stock_reasons: Counter[str] = Counter()
@@ -62,7 +63,19 @@ class TextForward(OurMethod):
         self.hooks = hooks
 
     def _settings(self) -> tuple[object, ...]:
-        return self._strict, self.hooks
+        return self._strict, self._former, self.hooks
+
+    @staticmethod
+    def former_of(text: Model) -> object:
+        """Return what stands in the place of a text model's forward, or stood there before ours."""
+        forward = vars(text).get("forward")
+        return forward._former if isinstance(forward, TextForward) else forward
+
+    def take_off(self, text: nn.Module) -> None:
+        """Leave a text model, or a copy of it, as it was before."""
+        del vars(text)["forward"]
+        if self._former is not None:
+            vars(text)["forward"] = self._former
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the stock forward returns.
@@ -258,7 +271,7 @@ def forwards_for(model: nn.Module, strict: bool) -> dict[str, TextForward]:
     for text in texts.values():
         if has_other_forward(text):
             raise ValueError(f"text=True needs transformers' forward, but {type(text).__name__} has one of its own")
-    forwards = {path: TextForward(text, strict) for path, text in texts.items()}
+    forwards = {path: TextForward(text, strict, TextForward.former_of(text)) for path, text in texts.items()}
     for path, forward in forwards.items():
         hook = texts[path].register_forward_pre_hook(_name_shallow_copy, prepend=True, with_kwargs=True)
         forward.hooks = OurHooks(hook)

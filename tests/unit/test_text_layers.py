@@ -17,7 +17,7 @@ from support.towers import alike
 from test_decode_steps import DIFFERENT, SERVED
 from test_prefill import attend_to_all, batch
 from tiny import TINY
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_vit_accel import FallbackError, patch, patched, status, unpatch
 from hf_vit_accel.decoding import layers
@@ -278,6 +278,32 @@ def test_unpatching_leaves_no_trace(model: Any) -> None:
     after = [vars(module) for module in model.model.language_model.modules()]
     assert all(now.keys() == earlier.keys() for now, earlier in zip(after, before, strict=True))
     assert status(model).text is None
+
+
+def test_a_class_forward_on_the_instance_is_put_back(model: Any) -> None:
+    """As `remove_hook_from_module` of accelerate does: `module.forward = module._old_forward`."""
+    modules = [module for module in model.model.language_model.modules() if not isinstance(module, nn.ModuleList)]
+    for module in modules:
+        module.forward = type(module).forward.__get__(module)
+    left = {module: vars(module)["forward"] for module in modules}
+    inputs = batch(model, random.Random(8), 3)
+    patch(model)
+    with patched(model, text=True):
+        compare(model, inputs)
+        assert counts(model) == (1, {})
+        clones = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+        patch(model, text=True)
+        compare(model, inputs)
+        assert counts(model) == (1, {}), "patching again"
+    assert all(vars(module)["forward"] is forward for module, forward in left.items())
+    patch(model, text=True)
+    unpatch(model)
+    assert all(vars(module)["forward"] is forward for module, forward in left.items())
+    for clone in clones:
+        compare(clone, inputs)
+        unpatch(clone)
+        text = text_of(clone)
+        assert vars(text)["forward"] == type(text).forward.__get__(text)
 
 
 def test_copies_and_pickles_run_their_own_modules(model: Any) -> None:
