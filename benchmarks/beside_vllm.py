@@ -119,6 +119,11 @@ def noise(pictures: int, rows: int, columns: int, model: str) -> list[Image.Imag
     return [Image.fromarray(picture) for picture in values]
 
 
+def on_device(image: Image.Image) -> torch.Tensor:
+    """Return the bytes (3, H, W) of a picture on the device, which turns them faster than a host does."""
+    return torch.from_numpy(np.array(image)).to(DEVICE).permute(2, 0, 1)
+
+
 def prompt_of(processor: Any) -> str:
     """Return the prompt with the place of a picture."""
     content = [{"type": "image"}, {"type": "text", "text": PROMPT}]
@@ -243,9 +248,8 @@ def jobs_of_ours(model: str, folder: Path, few: Sequence[Path], many: Sequence[P
         return Run(worker.ms, worker.progress.counts["text"] / len(pictures))
 
     def generate(images: Sequence[Image.Image], tokens: int) -> float:
-        inputs = processor(
-            text=[text] * len(images), images=list(images), padding=True, return_tensors="pt", device=DEVICE
-        )
+        pictures = [on_device(image) for image in images]
+        inputs = processor(text=[text] * len(images), images=pictures, padding=True, return_tensors="pt", device=DEVICE)
         length = inputs["input_ids"].shape[1]
         config = copy.deepcopy(full_size.generation_config)
         config.update(max_new_tokens=tokens, do_sample=False)

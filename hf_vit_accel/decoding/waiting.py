@@ -27,6 +27,9 @@ from hf_vit_accel.decoding.text_models import Model, UnservedError, has_hooks_ar
 _PARTS = 8
 """Rows begin when one in so many places is free: a forward of few rows takes hardly less time."""
 
+_DENSER = 1.25
+"""A power by which the first rows are denser among the longer ones; evenly would be 1."""
+
 
 class CannotWaitError(Exception):
     """No row can begin later in this call, which runs in parts of so many rows instead."""
@@ -43,10 +46,11 @@ def may_wait(processors: LogitsProcessorList, criteria: StoppingCriteriaList) ->
 
 
 def first_rows(lengths: Sequence[int], due: int, most: int, slots: int) -> list[int]:
-    """Return the rows that begin at once: as many as memory holds, evenly from the longest to the shortest.
+    """Return the rows that begin at once: as many as memory holds, of all lengths.
 
     So the places are as unequal as the rows, and a row that waits fits into the place of the one chosen before it. With
-    the longest rows alone, few places would take all memory.
+    the longest rows alone, few places would take all memory. Of the longer rows more begin, since they may also write
+    more: a call lasts until the row has ended that began last.
 
     Args:
         lengths: The columns of every row, the longest first.
@@ -56,7 +60,7 @@ def first_rows(lengths: Sequence[int], due: int, most: int, slots: int) -> list[
     """
     places = min(len(lengths), most)
     while True:
-        rows = [place * len(lengths) // places for place in range(places)]
+        rows = [max(place, int(len(lengths) * (place / places) ** _DENSER)) for place in range(places)]
         axis = plan_axis([lengths[row] for row in rows], lengths[0], due)
         if places <= FEWEST_ROWS or (axis is not None and axis.size.slots <= slots):
             return rows
