@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from operator import index
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,9 @@ from hf_vit_accel.tower.loading import restore_name
 from hf_vit_accel.tower.processors import normalisation_of, parts_of
 from hf_vit_accel.tower.proof import warn_once
 from hf_vit_accel.tower.state import TowerState, state_of
+
+if TYPE_CHECKING:
+    from hf_vit_accel.decoding.text_forward import TextForward  # `text=True` imports the room
 
 Model = TypeVar("Model", bound=nn.Module)
 C = TypeVar("C", GraphConfig, Fp8Config, ReuseConfig)
@@ -118,7 +121,7 @@ def patch(
     )
     towers = towers_of(model, settings.like)
     holders = _checked_holders(model, settings.every_rank)
-    texts: dict[str, Any] = {}
+    texts: dict[str, TextForward] = {}
     if text:
         from hf_vit_accel.decoding.text_forward import forwards_for  # imports transformers' models
 
@@ -135,7 +138,7 @@ def patch(
     return model
 
 
-def _set_text_forwards(model: nn.Module, forwards: Mapping[str, Any]) -> None:
+def _set_text_forwards(model: nn.Module, forwards: Mapping[str, TextForward]) -> None:
     """Give text models these forwards of ours, and take ours off all others."""
     for path, former in text_forwards_in(model).items():
         former.take_off(model.get_submodule(path))
@@ -344,7 +347,7 @@ def _grids_of_budgets(budgets: Iterable[int], merge: int) -> list[Grid]:
     return grids[::-1]
 
 
-def _checked_grid(grid: Any) -> Grid:
+def _checked_grid(grid: Grid | Tensor) -> Grid:
     """Return one call of `sizes` as a grid; ValueError if it is none."""
     rows = grid.tolist() if isinstance(grid, Tensor) else grid
     try:

@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from hf_vit_accel.backends import BACKENDS, BackendUnavailableError, Choice, LayerKind
+from hf_vit_accel.backends import BACKENDS, BackendUnavailableError, Choice, LayerKind, resolve
 from hf_vit_accel.backends.base import Replay
 from hf_vit_accel.config import GraphConfig, Settings
-from hf_vit_accel.engine.route import Spec, choose
+from hf_vit_accel.engine.route import Route
 from hf_vit_accel.families import FAMILIES, FAMILIES_OF_COPIES, Family, Tower
 from hf_vit_accel.families.copies import CopyFamily, suggest_families
+from hf_vit_accel.graphs.runner import Runner
 from hf_vit_accel.graphs.status import GraphStatus
-from hf_vit_accel.graphs.store import GraphStore
+from hf_vit_accel.graphs.training import TrainingRunner
 from hf_vit_accel.machine import autocast_dtype
 from hf_vit_accel.model import around
 from hf_vit_accel.ops import PARTS, TABLE, why_not_triton
 from hf_vit_accel.options.reuse import ReuseStatus
+from hf_vit_accel.tower.code import why_not_reached
 from hf_vit_accel.tower.forward import reasons_of
 from hf_vit_accel.tower.install import foreign_forward, holds_ours, towers_in
-from hf_vit_accel.tower.state import SpecKey, state_of
+from hf_vit_accel.tower.snapshot import Snapshot
+from hf_vit_accel.tower.state import SpecKey, TowerState, state_of
 from hf_vit_accel.versions import untested
+
+if TYPE_CHECKING:
+    from hf_vit_accel.decoding.text_forward import TextForward  # `text=True` imports the room
 
 _CPU = torch.device("cpu")
 
@@ -41,16 +47,17 @@ class TowerStatus:
         proven: The numbers of the proof of a copy.
         patched: Whether the tower is patched. If not, only `attention` follows.
         attention: The requested attention, or the name of stock's.
-        backends: The backend of every kind of layer, in the last call; before any call the backend that would be chosen
-            now.
+        backends: The backend of every kind of layer, in the last call. Before the first call, that of full layers which
+            is expected.
         rejected: By kind of layer and backend, the reasons against backends that come first.
-        fused: The parts that run fused.
-        unfused: The parts that do not run fused, with the reason.
+        fused: The parts that the last call ran fused. Both are empty before the first call, which builds operations.
+        unfused: The parts that it did not run fused, with the reason.
         calls: Forwards on the fast path.
         stock_calls: Forwards on the stock path.
         metadata_calls: Those of them that got our metadata and attention. The others computed their own.
         fallbacks: The calls that did not get a requested option, counted by reason. A call may have several reasons.
-        against_fast: The reasons that currently keep every call off the fast path.
+        against_fast: Why the last call ran stock; empty if it was fast. Before the first call, the reasons against one
+            without gradients. Also why calls do not reach our forward now.
         layouts: (cached, hits, misses) of the cache of layouts.
         rebuilds: How often the tower was read again because it changed.
         rebuild_reason: What changed last; None without rebuilds.
@@ -59,7 +66,8 @@ class TowerStatus:
         on_cpu: Whether the weights are on a CPU. Then the text leaves out what needs CUDA, and parts that the tower
             lacks. `rejected` and `unfused` hold them.
         training: The CUDA graphs for training; None before the first step with gradients.
-        fp8: How attention in FP8 is scaled, and in which layers values were cut off. None unless requested.
+        fp8: How attention in FP8 is scaled, and in which layers values were cut off; "requested" before the first call.
+            None unless requested.
         passes: The calls that were split into passes, and halvings after running out of memory. None without.
         ranks: The calls under `data_parallel`; None unless requested.
         reuse: The images that were encoded once; None unless requested.
@@ -97,15 +105,20 @@ class TowerStatus:
         if not self.patched:
             return f"{path}: {self.family}, stock (attention {self.attention})"
         backends = ", ".join(f"{name} ({kind} layers)" for kind, name in self.backends.items())
-        fused = "attention only: the tower's own forward runs" if self.attention_only else ", ".join(self.fused)
+        is_expected = not (self.calls or self.stock_calls)
+        if backends and is_expected:
+            backends += ", expected before the first call"
+        fused = ", ".join(self.fused) or ("known after the first call" if is_expected else "nothing")
+        if self.attention_only:
+            fused = "attention only: the tower's own forward runs"
         family = self.family if self.like is None else f"{self.family} (like: {self.like})"
         stock = f"{self.stock_calls} stock"
         if self.stock_calls and not self.attention_only:
             stock += f" ({self.metadata_calls} with our metadata)"
         lines = [
             f"{path}: {family}, patched",
-            f"  attention  {self.attention} -> {backends or 'chosen at the first call'}",
-            f"  fused      {fused or 'nothing'}",
+            f"  attention  {self.attention} -> {backends or 'not chosen yet'}",
+            f"  fused      {fused}",
             f"  calls      {self.calls} fast, {stock}",
             "  layouts    {} held, {} hits, {} misses".format(*self.layouts),
         ]
@@ -218,9 +231,13 @@ def status(model: nn.Module) -> Status:
     """
     towers = [_tower_status(path, tower, family) for path, tower, family in towers_of(model, or_decoded=True)]
     models = [_model_status(path, holder) for path, holder in around.holders_of(model) if around.state_of(holder)]
-    text = "; ".join(map(str, text_forwards_in(model).values())) or None
-    lines = dict(decoding=_decoding_of(model), text=text)
-    return Status(towers=tuple(towers), models=tuple(models), **lines, untested=tuple(untested()))
+    return Status(
+        towers=tuple(towers),
+        models=tuple(models),
+        decoding=_decoding_of(model),
+        text="; ".join(map(str, text_forwards_in(model).values())) or None,
+        untested=tuple(untested()),
+    )
 
 
 def _decoding_of(model: nn.Module) -> str | None:
@@ -229,7 +246,7 @@ def _decoding_of(model: nn.Module) -> str | None:
     return None if steps is None else steps.decoding_status(model)
 
 
-def text_forwards_in(model: nn.Module) -> dict[str, Any]:
+def text_forwards_in(model: nn.Module) -> dict[str, TextForward]:
     """Return our forwards of text models in a model, by their paths; none before `text=True` imports the room."""
     room = sys.modules.get("hf_vit_accel.decoding.text_forward")
     forwards = {path: vars(module).get("forward") for path, module in model.named_modules()}
@@ -250,76 +267,94 @@ def _model_status(path: str, model: nn.Module) -> ModelStatus:
 
 
 def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
-    fields: dict[str, Any] = dict(path=path, family=family.name, attention_only=family.attention_only)
-    fields["like"] = family.copied if isinstance(family, CopyFamily) else None
+    """Return what the last call of a tower recorded; before its first call, what is expected."""
     state = state_of(tower)
+    unpatched = TowerStatus(
+        path=path,
+        family=family.name,
+        like=family.copied if isinstance(family, CopyFamily) else None,
+        attention_only=family.attention_only,
+        patched=False,
+        attention=tower.config._attn_implementation,
+    )
     if state is None:
-        return TowerStatus(**fields, patched=False, attention=tower.config._attn_implementation)
-    fields |= dict(
+        return unpatched
+    settings = state.settings
+    snapshot = state.last_snapshot
+    route = state.last_route
+    former_forward = foreign_forward(tower)
+    against = state.why_stock
+    choices: Mapping[LayerKind, Choice] = {} if route is None else route.choices
+    if not (state.fast_calls or state.stock_calls or family.attention_only):
+        if snapshot is None or not snapshot.watch.unchanged():
+            snapshot = Snapshot(tower, family)  # which the first call makes again, and keeps
+        against, choices = _expected(tower, state, snapshot, former_forward)
+    if former_forward is not None:  # a call that does not reach our forward records nothing
+        against = (why_not_reached(former_forward), *against)
+    elif not holds_ours(tower):
+        against = ("other code took the forward of patch off the tower; patch again", *against)
+    backends = {} if route is None else route.attended
+    backends |= {kind: choice.backend.name for kind, choice in choices.items()}
+    fused: tuple[str, ...] = ()
+    unfused = ignored_options(settings) if family.attention_only else {}
+    if route is not None and route.spec.ops is not None:
+        ops = route.spec.ops
+        fused = tuple(part for part in PARTS if part in ops.fused)
+        unfused = dict(ops.unfused)
+        if ops.attend_window is not None:
+            backends["window"] = "fused kernel"
+    return replace(
+        unpatched,
         patched=True,
-        attention=state.settings.attention + (" with a score_mod" if state.settings.score_mod else ""),
+        attention=settings.attention + (" with a score_mod" if settings.score_mod else ""),
+        proven=str(snapshot.proof.report) if snapshot is not None and snapshot.is_copy else None,
         calls=state.fast_calls,
         stock_calls=state.stock_calls,
         metadata_calls=state.metadata_calls,
         fallbacks=dict(state.fallbacks),
         layouts=(len(state.routes.cache), state.routes.cache.hits, state.routes.cache.misses),
-    )
-    if family.attention_only:
-        backends = {} if state.last_route is None else state.last_route.attended
-        return TowerStatus(**fields, backends=backends, unfused=ignored_options(state.settings))
-    snapshot = state.snapshot(tower)
-    if snapshot.is_copy:
-        fields["proven"] = str(snapshot.proof.report)
-    fields |= dict(rebuilds=state.rebuilds, rebuild_reason=state.rebuild_reason)
-    name = tower.config._attn_implementation
-    former_forward = foreign_forward(tower)
-    reasons = reasons_of(tower, family, snapshot, former_forward, name, {}, grad=False, between_calls=True)
-    against = [*reasons.stock, *reasons.metadata]
-    if former_forward is None and not holds_ours(tower):
-        against = ["other code took the forward of patch off the tower; patch again", *against]
-    spec = None
-    if reasons.weights is not None:
-        device = snapshot.parts.projection.weight.device
-        weights = reasons.weights
-        kept = None if state.asked_for is None else state.kept(snapshot, device)
-        autocast = autocast_dtype(device, weights.dtype)
-        key = SpecKey(device, autocast, not against, False, weights.dtype, weights.key, kept)
-        spec = state.spec(snapshot, weights, key)
-    last = state.last_route
-    choices = {} if last is None else last.choices
-    if spec is not None and not choices:
-        try:
-            kinds: tuple[LayerKind, ...] = ("full", "window") if family.windows else ("full",)
-            replay: Replay = "padded" if isinstance(spec.settings.graphs, GraphConfig) else "never"
-            chosen = {kind: choose(spec, spec.request_of(kind, replay)) for kind in kinds}
-            choices = {kind: choice for kind, choice in chosen.items() if choice is not None}
-        except BackendUnavailableError as error:
-            against = [*against, str(error)]
-            spec = None
-    ops = None if spec is None else spec.ops
-    if ops is not None and last is not None and last.spec.ops is not None:
-        ops = last.spec.ops
-    backends = {str(kind): choice.backend.name for kind, choice in choices.items()}
-    if ops is not None and ops.attend_window is not None:
-        backends["window"] = "fused kernel"
-    return TowerStatus(
-        **fields,
-        on_cpu=spec is not None and spec.request.device.type == "cpu",
+        rebuilds=state.rebuilds,
+        rebuild_reason=state.rebuild_reason,
+        on_cpu=bool(choices) and all(parameter.device.type == "cpu" for parameter in tower.parameters()),
         backends=backends,
         rejected={kind: choice.rejected for kind, choice in choices.items() if choice.rejected},
-        fused=tuple(part for part in PARTS if ops is not None and part in ops.fused),
-        unfused=dict(ops.unfused) if ops is not None else {},
+        fused=fused,
+        unfused=unfused,
         against_fast=tuple(dict.fromkeys(against)),
-        graphs=_graph_status(state.inference_runner, is_asked_for=state.settings.graphs != "auto"),
+        graphs=_graph_status(state.inference_runner, is_asked_for=settings.graphs != "auto"),
         training=_graph_status(state.training_runner),
-        fp8=_report_of_option(spec, choices),
+        fp8=None if settings.fp8 is None else _report_of_fp8(route),
         passes=None if state.passes is None else str(state.passes) or None,
         ranks=None if state.sharing is None else str(state.sharing),
         reuse=None if state.reuse is None else state.reuse.status(),
     )
 
 
-def _graph_status(runner: GraphStore[Any] | None, *, is_asked_for: bool = False) -> GraphStatus | None:
+def _expected(
+    tower: Tower, state: TowerState, snapshot: Snapshot, former_forward: object
+) -> tuple[tuple[str, ...], Mapping[LayerKind, Choice]]:
+    """Return the reasons against a first call without gradients, and the choice for its full layers.
+
+    Nothing is built. Only operations tell which parts are fused, and whether windows have a kernel.
+    """
+    name = tower.config._attn_implementation
+    reasons = reasons_of(tower, state.family, snapshot, former_forward, name, {}, grad=False, between_calls=True)
+    against = (*reasons.stock, *reasons.metadata)
+    weights = reasons.weights
+    if weights is None:
+        return against, {}
+    device = snapshot.parts.projection.weight.device
+    autocast = autocast_dtype(device, weights.dtype)
+    key = SpecKey(device, autocast, not against, False, weights.dtype, weights.key, None)
+    replay: Replay = "padded" if isinstance(state.settings.graphs, GraphConfig) else "never"
+    request = replace(state.request(snapshot, weights, key), replay=replay)
+    try:
+        return against, {"full": resolve(state.settings.attention, request, None, state.faults)}
+    except BackendUnavailableError as error:
+        return (*against, str(error)), {}
+
+
+def _graph_status(runner: Runner | TrainingRunner | None, *, is_asked_for: bool = False) -> GraphStatus | None:
     """Return the counters of graphs; None without, and before their first call unless they were asked for."""
     if runner is None or not (runner.policy.calls or is_asked_for):
         return None
@@ -338,13 +373,13 @@ def ignored_options(settings: Settings) -> dict[str, str]:
     return {name: "this family is served attention only" for name, option in requested.items() if option}
 
 
-def _report_of_option(spec: Spec | None, choices: Mapping[LayerKind, Choice]) -> str | None:
-    """Describe what the backend of an option keeps, and why the last call did not use it."""
-    if spec is None or spec.request.kept is None:
-        return None
-    text = spec.request.kept.report()
-    why_not_worth = choices["full"].not_worth if "full" in choices else None
-    return text if why_not_worth is None else f"{text}; not used by the last call: {why_not_worth}"
+def _report_of_fp8(route: Route | None) -> str:
+    """Describe how attention is scaled, and why the last call did not use FP8."""
+    kept = None if route is None else route.spec.request.kept
+    if route is None or kept is None:
+        return "requested"
+    why_not_worth = route.choices["full"].not_worth if "full" in route.choices else None
+    return kept.report() if why_not_worth is None else f"{kept.report()}; not used by the last call: {why_not_worth}"
 
 
 def towers_of(

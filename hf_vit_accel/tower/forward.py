@@ -430,6 +430,7 @@ def run(state: TowerState, plan: FastPlan, attempt: Attempt) -> object:
     assert plan.form is not None, "proven"
     output = plan.form.build(outputs, states)
     state.fast_calls += 1
+    state.why_stock = ()
     unmet: list[str] = []
     way = "no image was encoded: all features were known, or are those of other ranks"
     for route, way_of_pass in attempt.passes:

@@ -63,6 +63,7 @@ class TowerState:
         fast_calls: Calls that ran our operations, or attended through our backends alone.
         stock_calls: All others.
         metadata_calls: Those of them whose stock forward got our metadata.
+        why_stock: The reasons of the last call, if stock ran it; empty for a fast one.
         warming: The thread that runs `warmup`.
         popped: The metadata that a tower pops whose attention alone is ours; None before its first call.
         faults: Backends and kernels that failed, with the reason. They are unused until `patch` is called again.
@@ -83,6 +84,7 @@ class TowerState:
         self.metadata_calls = 0
         self.fallbacks: Counter[str] = Counter()
         self.last_route: Route | None = None
+        self.why_stock: tuple[str, ...] = ()
         self.warming: int | None = None
         self.popped: frozenset[str] | None = None
         self.faults: dict[str, str] = {}
@@ -238,29 +240,31 @@ class TowerState:
         self._kept = self.asked_for.keep(self.settings, device, layers, snapshot.heads)
         return self._kept
 
-    def spec(self, snapshot: Snapshot, weights: WeightMemory, key: SpecKey) -> Spec:
-        """Return the spec of a kind of calls: the one that the snapshot keeps, or a new one with its operations."""
-        if key in snapshot.specs:
-            return snapshot.specs[key]
-        settings = self.settings
-        grad = key.grad
+    def request(self, snapshot: Snapshot, weights: WeightMemory, key: SpecKey) -> Request:
+        """Return what the layers of a kind of calls ask of a backend."""
         # Stock's blocks may attend in another dtype than that of the weights.
         dtype = key.autocast or (weights.dtype if key.fast or snapshot.uses_fsdp else None)
-        request = snapshot.request(
+        return snapshot.request(
             key.device,
             dtype,
             packed=key.fast,
             kept=key.kept,
-            grad=grad,
-            score_mod=settings.score_mod,
+            grad=key.grad,
+            score_mod=self.settings.score_mod,
         )
+
+    def spec(self, snapshot: Snapshot, weights: WeightMemory, key: SpecKey) -> Spec:
+        """Return the spec of a kind of calls: the one that the snapshot keeps, or a new one with its operations."""
+        if key in snapshot.specs:
+            return snapshot.specs[key]
+        request = self.request(snapshot, weights, key)
         spec = Spec(
             geometry=snapshot.geometry,
             request=request,
             ops=self._build(snapshot, weights, request, key.hooked_parts) if key.fast else None,
             full_layers=snapshot.full_layers,
             faults=MappingProxyType(self.faults),
-            settings=settings,
+            settings=self.settings,
             against_graphs=_reason_against_graphs(snapshot, key),
             called_linears=snapshot.called_linears,
         )

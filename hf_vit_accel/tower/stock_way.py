@@ -213,6 +213,7 @@ def run(state: TowerState, plan: StockPlan, attempt: Attempt, original: Callable
     else:
         state.count_stock_call()
         state.metadata_calls += plan.way is Way.METADATA
+    state.why_stock = plan.reasons or tuple(attempt.reasons)
     state.fallbacks.update({*plan.reasons, *attempt.reasons})
     state.last_route = plan.route or state.last_route  # a call that goes STOCK has no route
     return output

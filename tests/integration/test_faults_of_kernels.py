@@ -69,7 +69,6 @@ def test_a_kernel_that_cannot_be_launched(
     model, expected = stock_models[family]
     launches = break_kernel(name, LAUNCH_ERRORS[error])
     hf_vit_accel.patch(model)
-    assert "norms" in status_of(model).fused
     for _ in range(2):
         assert_close(run(model, trains=trains), expected)
     assert launches.tried == 1, "it is not tried again"
