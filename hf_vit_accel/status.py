@@ -56,8 +56,8 @@ class TowerStatus:
         stock_calls: Forwards on the stock path.
         metadata_calls: Those of them that got our metadata and attention. The others computed their own.
         fallbacks: The calls that did not get a requested option, counted by reason. A call may have several reasons.
-        against_fast: Why the last call ran stock; empty if it was fast. Before the first call, the reasons against one
-            without gradients. Also why calls do not reach our forward now.
+        against_fast: The reasons of the last call, if stock ran it; empty if it was fast. Before the first call, the
+            reasons against one without gradients. Also why calls do not reach our forward now.
         layouts: (cached, hits, misses) of the cache of layouts.
         rebuilds: How often the tower was read again because it changed.
         rebuild_reason: What changed last; None without rebuilds.

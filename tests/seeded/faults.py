@@ -44,6 +44,7 @@ CHANGES = (
 PROOF = "tests/unit/test_proof.py tests/unit/test_newer_transformers.py"
 LIKE = "tests/integration/test_like.py"
 LORA = "tests/unit/test_adapter.py"
+STATUS = "tests/unit/test_status.py"
 SCRIPTS = "tests/examples/test_scripts.py"
 FAULTS_OF_PARTS = "tests/integration/test_faults.py tests/integration/test_faults_of_backends.py"
 
@@ -348,6 +349,15 @@ _BY_PLACE: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
             "if is_same and [parameters[index].is_contiguous() for index in weights.squares] == weights.contiguous:",
             "if is_same:",
         ),
+    },
+    ("status.py", STATUS): {
+        "status reads a changed tower in the place of the first call": (
+            "snapshot = Snapshot(tower, family)",
+            "snapshot = state.snapshot(tower)",
+        ),
+    },
+    ("tower/forward.py", STATUS): {
+        "a fast call keeps the reasons of a stock call before": ("state.why_stock = ()", "pass"),
     },
     ("ops/merger.py", OPS + " " + CHANGES): {
         "the merger writes into rows that a module keeps": ("x_TE = x_TE if in_place else x_TE.clone()", "pass"),
