@@ -41,25 +41,33 @@ _OF_ROWS = OF_TOKENS | {
 """Processors and criteria that read every row by itself."""
 
 
-def may_leave(config: GenerationConfig, processors: LogitsProcessorList, criteria: StoppingCriteriaList) -> bool:
-    """Return whether nothing of a call reads the logits of a row that has ended.
+def may_leave(
+    rows: int, config: GenerationConfig, processors: LogitsProcessorList, criteria: StoppingCriteriaList
+) -> bool:
+    """Return whether a call has rows for a smaller step, and nothing of it reads the logits of a row that has ended.
 
     Without a criterion of end tokens, transformers writes the tokens of such rows instead of padding
     (`_sample` in generation/utils.py, `has_eos_stopping_criteria`).
     """
+    if rows < 2 * FEWEST_ROWS:
+        return False
     kinds = {type(each) for each in (*processors, *criteria)}
     pads_ended_rows = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
     return pads_ended_rows and not config.return_dict_in_generate and kinds <= _OF_ROWS
 
 
 class RowsInStep:
-    """The rows of a call that its decode step has: all of them, until some leave."""
+    """The rows of a call that its decode step has: all of them, until some leave.
 
-    def __init__(self, batch: int) -> None:
+    Args:
+        criteria: These know which rows have ended; None if none may leave.
+    """
+
+    def __init__(self, batch: int, criteria: WatchedCriteria | None) -> None:
         self._rows = list(range(batch))
         self._rows_N: Tensor | None = None  # once some have left
         self._batch = batch
-        self._criteria: WatchedCriteria | None = None
+        self._criteria = criteria
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -67,16 +75,6 @@ class RowsInStep:
     @property
     def some_left(self) -> bool:
         return self._rows_N is not None
-
-    def watch(self, criteria: StoppingCriteriaList) -> StoppingCriteriaList:
-        """Return stopping criteria that let rows leave once they have ended."""
-        if self._batch >= 2 * FEWEST_ROWS:
-            self._criteria = WatchedCriteria(criteria)
-        return criteria if self._criteria is None else self._criteria
-
-    def follow(self, criteria: WatchedCriteria) -> None:
-        """Know from these criteria which rows have ended."""
-        self._criteria = criteria
 
     def go_on(self) -> list[bool]:
         """Return of every row of the step whether it goes on; none as long as the host does not know."""

@@ -21,7 +21,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from hf_vit_accel.decoding.ahead import can_run_ahead, running_ahead
-from hf_vit_accel.decoding.leaving import RowsInStep, may_leave
+from hf_vit_accel.decoding.leaving import RowsInStep, WatchedCriteria, may_leave
 from hf_vit_accel.decoding.model_in_loop import NOT_PACKED, ModelInLoop
 from hf_vit_accel.decoding.packed import CACHE, Arguments
 from hf_vit_accel.decoding.parts import depends_on_tokens_alone, joined, parts_of
@@ -171,11 +171,12 @@ def _decode_by_steps(
     may_run_ahead: bool,
 ) -> Any:
     """Run transformers' loop around a model whose forwards of one token are steps."""
-    rows = RowsInStep(len(input_ids))
-    max_length = arguments["stopping_criteria"].max_length  # of the user's own criterion, if there is one
-    names = "generation_config", "logits_processor", "stopping_criteria"
-    if may_leave(*(arguments[name] for name in names)):
-        arguments["stopping_criteria"] = rows.watch(arguments["stopping_criteria"])
+    criteria = arguments["stopping_criteria"]
+    max_length = criteria.max_length  # of the user's own criterion, if there is one
+    watched: WatchedCriteria | None = None
+    if may_leave(len(input_ids), arguments["generation_config"], arguments["logits_processor"], criteria):
+        watched = arguments["stopping_criteria"] = WatchedCriteria(criteria)
+    rows = RowsInStep(len(input_ids), watched)
     loop = ModelInLoop(model, steps_of(model), max_length, input_ids.shape[1], features, rows)
     return _run_loop(loop, method, input_ids, arguments, may_run_ahead)
 
@@ -193,8 +194,7 @@ def _decode_in_places(
     model: Model, method: Callable[..., Any], input_ids: Tensor, arguments: Arguments, waiting: WaitingRows
 ) -> Tensor:
     """Run transformers' loop for as many rows as decode at once. The others begin in their places."""
-    rows = RowsInStep(waiting.places)
-    rows.follow(waiting.criteria)
+    rows = RowsInStep(waiting.places, waiting.criteria)
     columns = input_ids.shape[1]
     features = waiting.first_features()
     loop = ModelInLoop(model, steps_of(model), columns + waiting.due, columns, features, rows, waiting)

@@ -26,7 +26,7 @@ from hf_vit_accel.decoding.room import (
     slots_after,
     unshare,
 )
-from hf_vit_accel.decoding.step import DecodeStep, inputs_of_rows, key_of_inputs, tensors_of_rows
+from hf_vit_accel.decoding.step import DecodeStep, inputs_of_rows, key_of_inputs, key_of_positions, tensors_of_rows
 from hf_vit_accel.decoding.steps import FEWEST, DecodeSteps
 from hf_vit_accel.decoding.text_models import Reading, UnservedError, has_hooks_around, read_model, refuse, remember
 from hf_vit_accel.decoding.waiting import CannotWaitError, WaitingRows
@@ -202,8 +202,7 @@ class ModelInLoop:
             logits = prompt.run(lambda *_: step.room, packed, places).logits
             assert logits is not None
         except UnservedError as error:
-            self._refuse_to_wait(str(error))
-            raise
+            raise CannotWaitError(str(error), waiting.places) from error
         logits_N1V.index_copy_(0, on_device(places, logits_N1V.device), logits)
         for name in ("attention_mask", "position_ids"):  # the loop's own tensors, to which it appends
             of_loop = arguments[name]
@@ -316,14 +315,13 @@ class ModelInLoop:
             lengths: The columns of every row from its first token on, if rows may share an axis.
         """
         rows, columns = inputs["input_ids"].shape
-        positions = inputs["position_ids"]
         slots = slots_after(columns, self._due)
         may_step = self._key not in self._steps.refusals
         plan = None
         if may_step and lengths is not None:
             plan = plan_axis(lengths, columns, self._due, slots if self._waiting is None else None)
         size = Size(rows, slots, slots) if plan is None else plan.size
-        step = self._steps.find(self._key, (rows, (*positions.shape[:-1], 1), positions.dtype), size)
+        step = self._steps.find(self._key, key_of_positions(inputs["position_ids"], rows), size)
         room = None if step is None else step.room
         if room is None:
             if plan is None and not (may_step and self._due >= FEWEST):

@@ -139,8 +139,7 @@ def bytes_left(device: torch.device) -> int:
 def bytes_of_slot(model: Model) -> int:
     """Return the bytes of the keys and values of a token."""
     config = model.config.get_text_config()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    of_token: int = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
+    of_token: int = 2 * config.num_hidden_layers * config.num_key_value_heads * _head_dim(config)
     return of_token * model.dtype.itemsize
 
 
@@ -152,13 +151,16 @@ def bytes_of_group(model: Model, rows: int, columns: int) -> int:
     0.41 to 0.84 of the estimate (H200, Qwen2.5-VL-7B and Qwen3-VL-8B, pictures and text alone).
     """
     config = model.config.get_text_config()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     heads = config.num_attention_heads + config.num_key_value_heads
     of_experts = (getattr(config, "num_experts_per_tok", None) or 0) * getattr(config, "moe_intermediate_size", 0)
     inner = max(getattr(config, "intermediate_size", 0), of_experts)
-    of_token = 16 * config.hidden_size + 3 * (heads * head_dim + inner)
+    of_token = 16 * config.hidden_size + 3 * (heads * _head_dim(config) + inner)
     numbers: int = rows * (columns * of_token + 2 * config.vocab_size)
     return numbers * model.dtype.itemsize
+
+
+def _head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 class GroupedPrompt:

@@ -89,7 +89,12 @@ def key_of_inputs(inputs: Arguments, length: int) -> Hashable:
         "positions of a shape of their own": positions is not None and positions.shape[-2:] not in shapes,
     }
     refuse(reasons)
-    return rows, positions.shape, positions.dtype
+    return key_of_positions(positions, rows)
+
+
+def key_of_positions(positions: Tensor, rows: int) -> Hashable:
+    """Return what steps of so many rows share if their prompts had such positions, or the token has."""
+    return rows, (*positions.shape[:-1], 1), positions.dtype
 
 
 class DecodeStep:

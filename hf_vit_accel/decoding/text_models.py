@@ -90,7 +90,7 @@ _DECORATORS = ("transformers.", "torch.utils._contextlib.")
 _UNRELATED = ("transformers.utils.", "copy.", "warnings.", "contextlib.")
 """Where functions are written that compute no tensors."""
 _UPSTREAM = ("transformers.", "torch.")
-"""Where the functions and classes are written that a step calls, or replaces."""
+"""Where the classes are written that a step calls, or replaces."""
 _BASES = {*transformers.PreTrainedModel.__mro__, *transformers.GenerationMixin.__mro__}
 """Classes whose code no step replaces."""
 _SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
@@ -164,9 +164,7 @@ def declared_texts(model: nn.Module) -> dict[str, Model]:
 
 def read_text(text: Model) -> Reading:
     """Read a declared text model alone; `UnservedError` if anything in it is not transformers' own."""
-    device = text.device.type
-    autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-    reading = Reading(_TEXTS[type(text).__name__], text, None, autocast)
+    reading = Reading(_TEXTS[type(text).__name__], text, None, _autocast_around(text))
     _read_modules(reading, {})
     _check_structure(text, text)
     return reading
@@ -176,10 +174,14 @@ def _path(kind: type) -> str:
     return f"{kind.__module__}.{kind.__name__}"
 
 
+def _autocast_around(model: Model) -> tuple[str, torch.dtype, bool]:
+    device = model.device.type
+    return device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+
+
 def _autocast_of(model: Model, kind: type) -> tuple[str, torch.dtype, bool]:
     """Return the autocast in transformers' own forward: that around the call, or of a wrapper of the forward."""
-    device = model.device.type
-    autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+    autocast = _autocast_around(model)
     forward = model.forward
     while not is_own(forward, kind) or getattr(forward, "__self__", model) is not model:
         holder = getattr(forward, "__func__", forward)
@@ -189,21 +191,24 @@ def _autocast_of(model: Model, kind: type) -> tuple[str, torch.dtype, bool]:
             raise UnservedError(f"forward of {type(model).__name__} is not transformers' own")
         variables = vars(holder) | inspect.getclosurevars(function).nonlocals
         context = variables.get("autocast_instance")
-        if context is not None and context.device == device:
-            autocast = device, context.fast_dtype, context._enabled
+        if context is not None and context.device == autocast[0]:
+            autocast = context.device, context.fast_dtype, context._enabled
         forward = variables[inside]
     return autocast
 
 
 def is_own(function: Any, owner: type | None = None) -> bool:
-    """Return whether a function is one of transformers or torch, or a method of this class there."""
+    """Return whether a function is one of transformers or torch, or a method of this class there.
+
+    `machine.is_upstream` alone would look through all that torch can wrap around a function, as autocast or a compiler.
+    """
     if isinstance(function, nn.Module) and "forward" not in vars(function):
         function = type(function).forward
         cells = getattr(function, "__closure__", None)
         function = cells[0].cell_contents if cells else function  # the library `kernels` wraps functions so
     while hasattr(function, "__wrapped__") and _home_of(function).startswith(_DECORATORS):
         function = function.__wrapped__
-    if hasattr(function, "__wrapped__") or not _home_of(function).startswith(_UPSTREAM):
+    if hasattr(function, "__wrapped__") or not machine.is_upstream(function):
         return False
     return owner is None or _home_of(function) == f"{_path(owner)}.{function.__name__}"
 
