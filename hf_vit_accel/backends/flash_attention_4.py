@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_vit_accel import machine
-from hf_vit_accel.backends.base import HALF, Attend, Backend, Plan, Request, reasons_from_trial
+from hf_vit_accel.backends.base import HALF, Attend, Backend, Plan, Request, reasons_from_trial, trial_scale
 from hf_vit_accel.ops.base import FunctionContext, Rotate
 from hf_vit_accel.ops.embedding import rope_
 from hf_vit_accel.ops.embedding import rotate as our_rotation
@@ -178,7 +178,7 @@ def _trial(
     """Run the kernels once, which also compiles them, and list what is wrong; without a backward the forward alone."""
     cu_seqlens_S1 = torch.tensor((0, *_TRIAL_LENGTHS)).cumsum(0).to(device, torch.int32)
     max_seqlen = max(_TRIAL_LENGTHS)
-    scale = head_dim**-0.5
+    scale = trial_scale(head_dim)
 
     def attend(qkv_T3HD: Tensor) -> Tensor:
         if backward_of is None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_vit_accel import machine
-from hf_vit_accel.backends.base import HALF, Attend, Backend, Plan, Request, reasons_from_trial
+from hf_vit_accel.backends.base import HALF, Attend, Backend, Plan, Request, reasons_from_trial, trial_scale
 from hf_vit_accel.layout import Segments
 from hf_vit_accel.ops.base import FunctionContext, Rotate
 from hf_vit_accel.ops.embedding import rope_, rope_gather_back
@@ -227,6 +227,6 @@ def _reasons_from_gradients(device: torch.device, dtype: torch.dtype, head_dim: 
     lengths = [length for count, length in groups for _ in range(count)]
 
     def attend(qkv_T3HD: Tensor) -> Tensor:
-        return _Attention.apply(qkv_T3HD, None, None, groups, head_dim**-0.5)
+        return _Attention.apply(qkv_T3HD, None, None, groups, trial_scale(head_dim))
 
     return reasons_from_trial(attend, lengths, device, dtype, head_dim, grad=True)

@@ -80,7 +80,8 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
     - devices: device to the dtypes checked there (each backend in those that it takes).
     - backends: list of {name, status, reasons, checks}.
       status: "usable"; "unusable" (reasons say why); "wrong".
-      checks: list of {device, dtype, head_dim, packed (q, k, v as views of one projection), bound, error, problem}.
+      checks: list of {device, dtype, head_dim, packed (q, k, v as views of one projection), grad (whether gradients
+      are compared, too), bound, error, problem}.
     - auto: {device, dtype, head_dim, layers ({"full": name, "window": name}), problem}.
     """
     with redirect_stdout(sys.stderr):  # libraries may print when they are first used

@@ -17,7 +17,7 @@ from torch import Tensor
 import hf_vit_accel
 from hf_vit_accel import backends, machine
 from hf_vit_accel.backends import Backend, LayerKind, Request
-from hf_vit_accel.backends.base import TRIAL_HEADS, plan_alone, trial_error
+from hf_vit_accel.backends.base import TRIAL_HEADS, plan_alone, trial_error, trial_scale
 from hf_vit_accel.layout import Segments
 from hf_vit_accel.versions import untested
 
@@ -53,6 +53,7 @@ class Check:
     dtype: str
     head_dim: int
     packed: bool
+    grad: bool
     bound: float
     error: float | None
     problem: str | None
@@ -128,7 +129,10 @@ def _gpus() -> tuple[tuple[Gpu, ...], str | None, torch.device]:
 
 
 def _examine_backend(backend: Backend, devices: Sequence[torch.device]) -> BackendVerdict:
-    """Run one backend on every device, dtype and head dim that it takes, with q, k and v packed and separate."""
+    """Run one backend on every device, dtype and head dim that it takes, with q, k and v packed and separate.
+
+    A backend that serves gradients also runs with them.
+    """
     reasons = backend.reasons_against_machine()
     if reasons:
         return BackendVerdict(name=backend.name, status="unusable", reasons=tuple(reasons))
@@ -147,15 +151,28 @@ def _requests(devices: Sequence[torch.device]) -> Iterator[Request]:
         for dtype in DTYPES[device.type]:
             for head_dim in HEAD_DIMS:
                 for packed in (False, True):
-                    yield _request(device, dtype, head_dim, packed=packed)
+                    for grad in (False, True):
+                        yield _request(device, dtype, head_dim, packed=packed, grad=grad)
 
 
 def _request(
-    device: torch.device, dtype: torch.dtype, head_dim: int, *, packed: bool, kind: LayerKind = "full"
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    packed: bool,
+    grad: bool = False,
+    kind: LayerKind = "full",
 ) -> Request:
-    scale = head_dim**-0.5
     return Request(
-        device=device, dtype=dtype, heads=TRIAL_HEADS, head_dim=head_dim, scale=scale, kind=kind, packed=packed
+        device=device,
+        dtype=dtype,
+        heads=TRIAL_HEADS,
+        head_dim=head_dim,
+        scale=trial_scale(head_dim),
+        kind=kind,
+        packed=packed,
+        grad=grad,
     )
 
 
@@ -172,7 +189,7 @@ def _check(backend: Backend, request: Request) -> Check:
     error: float | None = None
     problem: str | None = None
     try:
-        error = trial_error(attend, LENGTHS, request.device, request.dtype, request.head_dim)
+        error = trial_error(attend, LENGTHS, request.device, request.dtype, request.head_dim, grad=request.grad)
     except Exception as raised:
         problem = machine.one_line(raised)
     if error is not None and not math.isfinite(error):
@@ -185,6 +202,7 @@ def _check(backend: Backend, request: Request) -> Check:
         dtype=_name(request.dtype),
         head_dim=request.head_dim,
         packed=request.packed,
+        grad=request.grad,
         bound=bound,
         error=error,
         problem=problem,
@@ -265,4 +283,5 @@ def _backend_lines(verdict: BackendVerdict) -> Iterator[str]:
     for check in verdict.checks:
         if check.problem is not None:
             layout = "packed" if check.packed else "separate"
+            layout += ", with gradients" if check.grad else ""
             yield f"    {check.device}, {check.dtype}, head dim {check.head_dim} {layout}: {check.problem}"

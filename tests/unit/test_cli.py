@@ -1,6 +1,7 @@
 """The command line `doctor`: its verdicts on good, missing and wrong backends, as text and as JSON."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,10 +9,13 @@ import torch
 from click.testing import Result
 from support.backends import Spoil, add_spoiled
 from support.faults import raises
+from torch import Tensor
 from typer.testing import CliRunner
 
 import hf_vit_accel
 from hf_vit_accel import backends, machine
+from hf_vit_accel.backends.base import Plan
+from hf_vit_accel.backends.sdpa import Sdpa
 from hf_vit_accel.tools import cli
 from hf_vit_accel.tools import doctor as doctor_logic
 
@@ -86,11 +90,12 @@ def test_json_agrees(no_gpu: None) -> None:
         assert entry["status"] == ("unusable" if entry["reasons"] else "usable")
         assert bool(entry["checks"]) == (entry["status"] == "usable")
     checks = by_name(report)["sdpa"]["checks"]
-    assert {(check["dtype"], check["head_dim"], check["packed"]) for check in checks} == {
-        (dtype, head_dim, packed)
+    assert {(check["dtype"], check["head_dim"], check["packed"], check["grad"]) for check in checks} == {
+        (dtype, head_dim, packed, grad)
         for dtype in ("float32", "bfloat16")
         for head_dim in (64, 72, 80)
         for packed in (False, True)
+        for grad in (False, True)
     }
     assert all(0 < check["error"] <= check["bound"] and check["problem"] is None for check in checks)
 
@@ -129,6 +134,52 @@ def test_a_wrong_backend(monkeypatch: pytest.MonkeyPatch, no_gpu: None, spoil: S
     assert any(line.split() == ["sdpa", "usable"] for line in lines)
     assert lines[-1] == "  wrong or crashed: spoiled"
     assert problem in result.stdout
+
+
+@pytest.mark.usefixtures("short_segments")
+def test_a_backend_that_ignores_the_scale(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
+    class IgnoresScale(Sdpa):
+        name = "default_scale"
+
+        def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Plan) -> Tensor:
+            request = replace(plan.request, scale=q_THD.shape[-1] ** -0.5)
+            return super().attend(q_THD, k_THD, v_THD, replace(plan, request=request))
+
+    monkeypatch.setattr(backends, "BACKENDS", (IgnoresScale(), Sdpa()))
+    verdicts = by_name(read(doctor("--json")))
+    assert (verdicts["default_scale"]["status"], verdicts["sdpa"]["status"]) == ("wrong", "usable")
+    assert all("relative error" in check["problem"] for check in verdicts["default_scale"]["checks"])
+
+
+@pytest.mark.usefixtures("short_segments")
+@pytest.mark.parametrize("part", range(3), ids=["q", "k", "v"])
+def test_a_backend_with_a_wrong_backward(monkeypatch: pytest.MonkeyPatch, no_gpu: None, part: int) -> None:
+    """Its results are right, and so a backend of the same code that declares no gradients is usable."""
+
+    class WrongBackward(Sdpa):
+        name = "wrong_backward"
+
+        def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Plan) -> Tensor:
+            qkv = [q_THD, k_THD, v_THD]
+            x_THD = qkv[part]
+            qkv[part] = 1.1 * x_THD - (0.1 * x_THD).detach()
+            return super().attend(*qkv, plan)
+
+    class ForwardAlone(WrongBackward):
+        name = "forward_alone"
+        needs = replace(Sdpa.needs, differentiable=False)
+
+    monkeypatch.setattr(backends, "BACKENDS", (WrongBackward(), ForwardAlone(), Sdpa()))
+    verdicts = by_name(read(doctor("--json")))
+    assert {name: verdict["status"] for name, verdict in verdicts.items()} == {
+        "wrong_backward": "wrong",
+        "forward_alone": "usable",
+        "sdpa": "usable",
+    }
+    wrong = [check for check in verdicts["wrong_backward"]["checks"] if check["problem"] is not None]
+    assert wrong and all(check["grad"] and "relative error" in check["problem"] for check in wrong)
+    assert "packed, with gradients: relative error" in doctor().stdout
+    assert not any(check["grad"] for check in verdicts["forward_alone"]["checks"])
 
 
 @pytest.mark.usefixtures("short_segments")
