@@ -24,12 +24,14 @@ def _clips(tower: Tower) -> Geometry:
 
 def _windows(tower: Tower) -> Geometry:
     """Return a geometry in which some layers attend per window, as large as the position table."""
-    return Geometry(merge=1, window=tower.config.pos_emb_height)
+    if hasattr(tower, "window_size"):
+        return Geometry(merge=1, window=tower.window_size // tower.patch_size)
+    return Geometry(merge=1, window=tower.config.pos_emb_height)  # older towers read it from the config at every call
 
 
 def _quartered(tower: Tower) -> Geometry:
     """Return a geometry with a merger between two layers, which attends per window and makes one row of each."""
-    return Geometry(merge=1, window=tower.config.window_kernel_size[0], quarters=True)
+    return Geometry(merge=1, window=tower.vit_merger.window_kernel_size[0], quarters=True)
 
 
 def _clips_with_class_token(tower: Tower) -> Geometry:

@@ -87,6 +87,26 @@ def test_another_layout_of_the_same_size_has_its_own_plan(tower: nn.Module) -> N
         assert_close(output, run(stock, **{name: layout}))
 
 
+@pytest.mark.parametrize("tower", classes_like("MuseGlimmer", classes=CLASSES), indirect=True)
+def test_windows_of_another_size_are_those_of_stock(tower: nn.Module) -> None:
+    """Stock reads the size of its windows at every call: of the tower, and in older versions of the config."""
+    stock = copy.deepcopy(tower)
+    hf_vit_accel.patch(tower, strict=True)
+    former = run(stock)
+    assert_close(run(tower), former)
+    for changed in (tower, stock):
+        if hasattr(changed, "window_size"):
+            changed.window_size = 2 * changed.patch_size
+        else:
+            changed.config.pos_emb_height = 2
+    expected = run(stock)
+    assert largest_error(expected, former) > 1e-3
+    assert_close(run(tower), expected)
+    for changed in (tower, stock):
+        changed.config.pos_emb_height = 3
+    assert_close(run(tower), run(stock))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("trained", [False, True], ids=["inference", "training"])
 def test_gpu_it_is_as_exact_as_stock(tower: nn.Module, trained: bool) -> None:
