@@ -90,7 +90,7 @@ def test_a_row_that_has_ended_writes_no_keys_of_its_neighbours(recorder: type[Op
     assert any(at_last_slot) and steps_of(model).rows_waited == 4
 
 
-LATE_STEPS = [(36, [3, 23, 43]), (43, list(range(3, 50, 9))), (58, list(range(3, 50, 9)))]
+LATE_STEPS = [(36, [3, 23, 43]), (4, list(range(3, 50, 9))), (20, list(range(3, 50, 9)))]
 """The seed of a batch and its end tokens, found so that the seeded faults of this test are caught."""
 
 
@@ -195,15 +195,15 @@ def test_every_row_begins_once_in_a_place_of_its_length(
 
 def test_long_rows_that_fit_into_one_place_begin_one_after_the_other() -> None:
     """Its first row goes on until all short rows have ended. Later no second place is free for a long row."""
-    lengths = [60, 59, 58, 57, 56] + [5] * 155
+    lengths = [60, 59, 58, 57, 56] + [5] * 315
     prompt: Any = SimpleNamespace(lengths_B=lengths, columns=60)
     first = waiting.first_rows(lengths, 9, 16, 4000)
     rows = WaitingRows(prompt, DynamicCache(), first, 9, StoppingCriteriaList([MaxLengthCriteria(69)]))
     assert len(first) == 16 and first[1] == 5
     begun: list[int] = []
-    for columns in range(60, 80):
+    for columns in range(60, 90):
         rows.criteria.remember(torch.zeros(16, dtype=torch.bool))
-        begun += rows.take_places([len(begun) < 140, *[False] * 15], columns)
+        begun += rows.take_places([len(begun) < 300, *[False] * 15], columns)
     assert begun[-4:] == [1, 2, 3, 4] and not len(rows)
 
 
@@ -214,7 +214,7 @@ def test_as_many_rows_begin_at_once_as_memory_holds() -> None:
     first = waiting.first_rows(lengths, 256, 512, slots)
     axis = room.plan_axis([lengths[row] for row in first], lengths[0], 256)
     assert axis is not None and 0.8 * slots < axis.size.slots <= slots
-    assert len(first) > 250 and first[20] < 51 < first[30]  # of the longest alone, fewer than 150 would fit
+    assert len(first) > 200 and first[20] < 51 < first[32]  # of the longest alone, fewer than 150 would fit
 
 
 def test_rows_that_wait_end_with_the_shortest_length_that_is_given() -> None:
