@@ -50,6 +50,12 @@ def test_one_capture_serves_all_calls_of_a_batch_and_bucket(model: Any, recorder
     assert counts_of(model).static_calls == 4
 
 
+def test_a_call_of_one_token_is_its_prompt(model: Any, recorder: Recorder) -> None:
+    both(model, TEXT, max_new_tokens=1)
+    assert recorder.captures == 0 and counts_of(model).reasons == {}
+    assert str(hf_vit_accel.status(model)).endswith("0 calls on a static cache (0 held, 0 MiB), 1 of one new token")
+
+
 def _noise(model: Any) -> None:
     with torch.no_grad():
         for parameter in model.model.language_model.parameters():

@@ -20,7 +20,7 @@ from tiny import TINY
 from torch import Tensor, nn
 
 from hf_vit_accel import FallbackError, patch, patched, status, unpatch
-from hf_vit_accel.decoding import layers
+from hf_vit_accel.decoding import layers, packed
 from hf_vit_accel.decoding.text_models import declared_texts
 
 Inputs = dict[str, Any]
@@ -249,6 +249,22 @@ def test_a_fault_of_ours_is_refused_by_the_proof(model: Any, monkeypatch: pytest
     patch(model, text=True, strict=True)
     with pytest.raises(FallbackError, match="hidden states differ"):
         run(model, inputs)
+
+
+def test_stock_runs_a_call_for_which_memory_runs_out(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next call runs fast again: memory that ran out says nothing of the model."""
+
+    def run_out(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    inputs = batch(model, random.Random(6), 4)
+    stock = run(model, inputs)
+    patch(model, text=True)
+    with monkeypatch.context() as patches:
+        patches.setattr(packed, "run_layers", run_out)
+        assert_equal_outputs(run(model, inputs), stock)
+    compare(model, inputs)
+    assert counts(model) == (1, {"memory ran out": 1})
 
 
 def test_generate_works_as_before() -> None:
