@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -157,8 +158,8 @@ def build(grid: Grid, geometry: Geometry) -> VisionMetadata:
         merged=rows_of(grid) // merge**2,
         full=full,
         window=window,
-        of_rows=of_rows,
-        of_tokens=of_tokens,
+        of_rows=MappingProxyType(of_rows),
+        of_tokens=MappingProxyType(of_tokens),
     )
 
 

@@ -15,7 +15,7 @@ import os
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -199,7 +199,7 @@ class FallbackError(RuntimeError):
     """
 
 
-def raise_if_any(reasons: list[str], what: str = "this call", *, because: str = "strict=True") -> None:
+def raise_if_any(reasons: Sequence[str], what: str = "this call", *, because: str = "strict=True") -> None:
     """Raise a FallbackError if there are any reasons."""
     if reasons:
         raise FallbackError(f"{because} and {what} cannot be served as asked: " + "; ".join(reasons))

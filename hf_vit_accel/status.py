@@ -317,7 +317,7 @@ def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
         rebuild_reason=state.rebuild_reason,
         on_cpu=bool(choices) and all(parameter.device.type == "cpu" for parameter in tower.parameters()),
         backends=backends,
-        rejected={kind: choice.rejected for kind, choice in choices.items() if choice.rejected},
+        rejected={kind: dict(choice.rejected) for kind, choice in choices.items() if choice.rejected},
         fused=fused,
         unfused=unfused,
         against_fast=tuple(dict.fromkeys(against)),

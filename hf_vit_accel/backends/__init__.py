@@ -265,7 +265,8 @@ def resolve(
         if backend is by_option:
             not_worth = why
         if why is None and not (backend is by_option and segments is None):
-            return Choice(backend=backend, rejected=rejected, unmet=tuple(unmet), not_worth=not_worth)
+            frozen = MappingProxyType(rejected)
+            return Choice(backend=backend, rejected=frozen, unmet=tuple(unmet), not_worth=not_worth)
     assert request.score_mod is not None, "sdpa can run every request without a score_mod"
     because = "; ".join(f"{backend_name}: {reasons[0]}" for backend_name, reasons in rejected.items())
     raise BackendUnavailableError(f"no attention backend can apply the score_mod to this call: {because}")

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -102,6 +103,10 @@ class Plan:
     host: Mapping[str, Any] = field(default_factory=dict)
     arrays: Mapping[str, Array] = field(default_factory=dict)
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("host", "arrays", "tensors"):
+            object.__setattr__(self, name, MappingProxyType(getattr(self, name)))
 
     def bind(self, tensors: Mapping[str, Tensor]) -> Plan:
         """Return this plan with its arrays on the device, ready for its first call."""

@@ -191,7 +191,7 @@ class Batch:
     def note(self, reasons: Sequence[str]) -> None:
         """Note why the call gets less than was requested; raise FallbackError under `strict`."""
         if self.plan.spec.settings.strict:
-            raise_if_any(list(reasons))
+            raise_if_any(reasons)
         self.attempt.reasons += reasons
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,13 +24,17 @@ from hf_vit_accel.machine import KERNELS, LRU, guarded, outside_modes
 from hf_vit_accel.ops import Ops
 from hf_vit_accel.ops.training.nodes import TrainedLayer, trained_layer
 from hf_vit_accel.versions import METADATA, keyword_arguments
-from hf_vit_accel.watch import version_of
 
 ROUTE = "vision_route"
 """The keyword argument that takes a route to the registered attention function, through stock's `**kwargs`."""
 _OFFSETS_BY_KIND: Mapping[LayerKind, str] = {"full": "cu_seqlens", "window": "cu_window_seqlens"}
 _SEGMENTS = ("cu_seqlens", "window_index", "cu_window_seqlens")
 """The arrays of a tower whose attention alone is ours: its own forward computes positions."""
+
+
+def _nothing() -> Mapping[Any, Any]:
+    """Return an empty mapping that nobody can change."""
+    return MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,7 +55,7 @@ class Spec:
     request: Request
     ops: Ops | None
     full_layers: tuple[bool, ...] = ()
-    faults: Mapping[str, str] = field(default_factory=dict)
+    faults: Mapping[str, str] = field(default_factory=_nothing)
     settings: Settings
     against_graphs: str | None = None
     called_linears: tuple[nn.Module, ...] = ()
@@ -61,29 +66,26 @@ class Spec:
         return request if segments is None else replace(request, max_seqlen=segments.max_seqlen, rows=segments.rows)
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Route:
     """The decisions about one layout.
 
     Attributes:
         choices: The choice of that backend, with the reasons against others.
         unmet: Requested features that the route cannot use, with reasons.
-        trained: Every layer with gradients; None where no gradient flows. Empty before `bind`.
-        bound: This route bound to its own arrays on the device; None before `ready`.
+        tensors: The arrays on the device. Empty before `bind`, as are `attends` and `trained`.
+        trained: Every layer with gradients; None where no gradient flows.
     """
 
     spec: Spec
     metadata: VisionMetadata
     arrays: Mapping[str, Array]
-    plans: Mapping[LayerKind, Plan]
-    choices: Mapping[LayerKind, Choice]
-    unmet: list[str]
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    attends: list[Attend] = field(default_factory=list)
-    trained: list[TrainedLayer | None] = field(default_factory=list)
-    bound: Route | None = None
-    _segment_plans: dict[LayerKind | int, SegmentPlans] = field(default_factory=dict, init=False)
-    _equal_offsets: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False)
+    plans: Mapping[LayerKind, Plan] = field(default_factory=_nothing)
+    choices: Mapping[LayerKind, Choice] = field(default_factory=_nothing)
+    unmet: tuple[str, ...] = ()
+    tensors: Mapping[str, Tensor] = field(default_factory=_nothing)
+    attends: tuple[Attend, ...] = ()
+    trained: tuple[TrainedLayer | None, ...] = ()
 
     @cached_property
     def signature(self) -> Hashable:
@@ -98,11 +100,10 @@ class Route:
         with outside_modes():
             return send(pack(self.arrays), self.spec.request.device)
 
-    def ready(self) -> Route:
-        """Return this route, bound to its own arrays on the device."""
-        if self.bound is None:
-            self.bound = self.bind(self.packed)
-        return self.bound
+    @cached_property
+    def bound(self) -> Route:
+        """This route, bound to its own arrays on the device."""
+        return self.bind(self.packed)
 
     def bind(self, packed: Tensor) -> Route:
         """Return this route with its arrays in packed bytes on the device, built for its first call."""
@@ -112,19 +113,20 @@ class Route:
             for kind, plan in self.plans.items():
                 arrays_of_plan = {name: tensors[f"{kind}/{name}"] for name in plan.arrays}
                 plans[kind] = guarded(plan.backend.name, plan.bind)(arrays_of_plan)
-        bound = replace(self, tensors=tensors, plans=plans, bound=None)
+        bound = replace(self, tensors=MappingProxyType(tensors), plans=MappingProxyType(plans))
         ops = self.spec.ops
         if ops is None:
-            for kind, name in _OFFSETS_BY_KIND.items():
-                if name in tensors:  # the attention function knows them where towers do not pass `ROUTE` on
-                    PLANS_OF_OFFSETS[tensors[name]] = bound._plans_of(kind)
-        else:
-            bound.attends = bound._attends(ops)
-            bound.trained = [
-                trained_layer(layer, attend) if self.spec.request.grad else None
-                for layer, attend in zip(ops.layers, bound.attends, strict=True)
-            ]
-        return bound
+            for kind, segment_plans in bound.segment_plans.items():
+                offsets_S1 = tensors.get(_OFFSETS_BY_KIND[kind])
+                if offsets_S1 is not None:  # the attention function knows them where towers do not pass `ROUTE` on
+                    PLANS_OF_OFFSETS[offsets_S1] = segment_plans
+            return bound
+        attends = tuple(bound._attends(ops))
+        trained = tuple(
+            trained_layer(layer, attend) if self.spec.request.grad else None
+            for layer, attend in zip(ops.layers, attends, strict=True)
+        )
+        return replace(bound, attends=attends, trained=trained)
 
     def _attends(self, ops: Ops) -> list[Attend]:
         """Return the attention of every layer."""
@@ -145,47 +147,44 @@ class Route:
             attends.append(guarded(self.plans[kind_of_layer].backend.name, by_kind[kind_of_layer][index]))
         return attends
 
-    def segment_plans(self, cu_seqlens: Tensor, rows: int) -> SegmentPlans | None:
-        """Return the plans for these offsets; None for others, since equal sizes may be other layouts.
-
-        Offsets that a tower computed by itself are compared once, by a host sync, for all layers that get them.
-        """
-        if self.spec.geometry.quarters:
-            return self._plans_of_quarters(rows)
-        version, kind = self._equal_offsets.get(cu_seqlens, (None, None))
-        if kind is not None and version == version_of(cu_seqlens):
-            return self._plans_of(kind)
-        for kind, name in _OFFSETS_BY_KIND.items():
-            own_S1 = self.tensors.get(name)
-            if own_S1 is not None and own_S1.device == cu_seqlens.device and torch.equal(own_S1, cu_seqlens):
-                self._equal_offsets[cu_seqlens] = version_of(cu_seqlens), kind
-                return self._plans_of(kind)
-        return None
-
-    def _plans_of(self, kind: LayerKind) -> SegmentPlans:
-        if kind not in self._segment_plans:
-            self._segment_plans[kind] = SegmentPlans(
+    @cached_property
+    def segment_plans(self) -> Mapping[LayerKind, SegmentPlans]:
+        """The attention of every kind of layers, for a tower whose layers call it by themselves."""
+        plans: dict[LayerKind, SegmentPlans] = {}
+        for kind, segments in self.metadata.segments().items():
+            plans[kind] = SegmentPlans(
                 kind=kind,
-                segments=self.metadata.segments()[kind],
+                segments=segments,
                 settings=self.spec.settings,
                 faults=self.spec.faults,
                 own=self.plans.get(kind),
             )
-        return self._segment_plans[kind]
+        return MappingProxyType(plans)
 
-    def _plans_of_quarters(self, rows: int) -> SegmentPlans | None:
-        """Return the plans for so many rows: all, or a quarter behind the merger."""
-        plans = self._plans_of("full")
-        if rows == plans.segments.rows // 4 and rows not in self._segment_plans:
-            quarters = Segments(plans.segments.lengths_S // 4)
-            self._segment_plans[rows] = replace(plans, segments=quarters, plans={})
-        return plans if rows == plans.segments.rows else self._segment_plans.get(rows)
+    @cached_property
+    def _quarter_plans(self) -> SegmentPlans:
+        """The attention of the layers behind a merger, which leaves a quarter of the rows."""
+        full = self.segment_plans["full"]
+        return replace(full, segments=Segments(full.segments.lengths_S // 4), plans={})
+
+    def plans_of_equal(self, cu_seqlens: Tensor, rows: int) -> SegmentPlans | None:
+        """Return the plans of offsets of this route that equal those of a tower, by a host sync; None without any.
+
+        Equal sizes may be other layouts. Behind a merger, the number of rows alone counts.
+        """
+        full = self.segment_plans["full"]
+        if self.spec.geometry.quarters:
+            return next((plans for plans in (full, self._quarter_plans) if plans.segments.rows == rows), None)
+        for kind, plans in self.segment_plans.items():
+            own_S1 = self.tensors.get(_OFFSETS_BY_KIND[kind])
+            if own_S1 is not None and own_S1.device == cu_seqlens.device and torch.equal(own_S1, cu_seqlens):
+                return plans
+        return None
 
     @property
     def attended(self) -> dict[str, str]:
         """The backend of every kind of layer that has attended by plans of its own."""
-        known = self._segment_plans.values()
-        return {plans.kind: plan.backend.name for plans in known for plan in plans.plans.values()}
+        return {kind: plan.backend.name for kind, plans in self.segment_plans.items() for plan in plans.plans.values()}
 
     def injected(self, taken: frozenset[str]) -> dict[str, Any]:
         """Return the keyword arguments of these names: metadata that a tower pops, and the route for its layers."""
@@ -211,7 +210,7 @@ def make_route(layout: Grid | VisionMetadata, spec: Spec, replay: Replay = "neve
     arrays = metadata.arrays()
     if not spec.full_layers:
         arrays = {name: array for name, array in arrays.items() if name in _SEGMENTS}
-        return Route(spec=spec, metadata=metadata, arrays=arrays, plans={}, choices={}, unmet=[])
+        return Route(spec=spec, metadata=metadata, arrays=MappingProxyType(arrays))
     choices: dict[LayerKind, Choice] = {}
     plans: dict[LayerKind, Plan] = {}
     for kind, segments in metadata.segments().items():
@@ -228,8 +227,14 @@ def make_route(layout: Grid | VisionMetadata, spec: Spec, replay: Replay = "neve
     why_no_kernels = spec.faults.get(KERNELS)
     if spec.ops is not None and why_no_kernels in spec.ops.unfused.values():
         unmet.append(f"no fused kernel can serve the call: one {why_no_kernels}")
-    unmet = list(dict.fromkeys(unmet))
-    return Route(spec=spec, metadata=metadata, arrays=arrays, plans=plans, choices=choices, unmet=unmet)
+    return Route(
+        spec=spec,
+        metadata=metadata,
+        arrays=MappingProxyType(arrays),
+        plans=MappingProxyType(plans),
+        choices=MappingProxyType(choices),
+        unmet=tuple(dict.fromkeys(unmet)),
+    )
 
 
 def choose(spec: Spec, request: Request, segments: Segments | None = None) -> Choice | None:

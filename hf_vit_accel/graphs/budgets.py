@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from types import MappingProxyType
 
 import numpy as np
 
@@ -140,7 +141,15 @@ def pad(metadata: VisionMetadata, geometry: Geometry, tokens: int, segments: int
         windows = most_windows(tokens, segments, geometry.window)
         window = pad_segments(window, rows, windows, (geometry.window * geometry.merge) ** 2)
     full = pad_segments(metadata.full, rows, segments, max_seqlen)
-    return replace(metadata, rows=rows, merged=tokens, full=full, window=window, of_rows=of_rows, of_tokens=of_tokens)
+    return replace(
+        metadata,
+        rows=rows,
+        merged=tokens,
+        full=full,
+        window=window,
+        of_rows=MappingProxyType(of_rows),
+        of_tokens=MappingProxyType(of_tokens),
+    )
 
 
 def _extended(array: Array, count: int) -> Array:

@@ -96,7 +96,7 @@ class StepCapture:
         self, route: Route, pixels_TP: Tensor, parameters: Sequence[Tensor], slots: Slots, used: tuple[bool, ...]
     ) -> None:
         request = route.spec.request
-        self.route = route.ready()
+        self.route = route.bound
         self.parameters = parameters
         self.slots = slots
         self.requires_grad = tuple(parameter.requires_grad for parameter in parameters)

@@ -217,5 +217,5 @@ class _Replay(torch.autograd.Function):
         if gradients is None:
             leaf_TP = pixels_TP.detach().requires_grad_(ctx.needs_input_grad[3])
             with ctx.call.recorded, torch.autocast(**ctx.autocast):
-                gradients = run_eagerly(ctx.call.step, ctx.route.ready(), leaf_TP, parameters, incoming)
+                gradients = run_eagerly(ctx.call.step, ctx.route.bound, leaf_TP, parameters, incoming)
         return None, None, None, *gradients

@@ -82,7 +82,7 @@ class OnePass:
         if is_strict:
             raise_if_any(route.unmet)
         outputs = encode(
-            route.bound or route.ready(),
+            route.bound,
             batch.pixels_TP,
             plan.checkpoints,
             plan.called or plan.reading.sharded_layers,

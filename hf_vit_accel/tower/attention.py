@@ -61,8 +61,6 @@ def vision_attention(
     plans: SegmentPlans | None = None
     if not torch.compiler.is_compiling():
         plans = PLANS_OF_OFFSETS.get(cu_seq_lens_q)
-    if plans is None and route is not None and not reasons:  # this may wait for the device
-        plans = route.segment_plans(cu_seq_lens_q, query.shape[2])
     if plans is not None:
         settings = plans.settings
     elif route is not None:
@@ -78,7 +76,7 @@ def vision_attention(
         if settings.score_mod is not None:
             raise FallbackError(f"the score_mod cannot be applied to this call: {reasons[0]}")
         return _attend_as_stock(module, (query, key, value), cu_seq_lens_q, dropout, scaling), None
-    plans = plans or _read_plans(settings, cu_seq_lens_q, query.shape[2])
+    plans = plans or _read_plans(settings, route, cu_seq_lens_q, query.shape[2])
     return attend_packed((query, key, value), scaling, plans), None
 
 
@@ -119,19 +117,23 @@ def _attend_as_stock(
 
 
 _READ = WeakIdKeyDictionary()
-"""Of offsets that were read from the device: their version, and the plans for them, which go with the offsets.
+"""Of offsets that others made: their version and whose they are, and the plans for them, which go with the offsets.
 
 A tower has two kinds of offsets, for windows and for whole frames, which its layers alternate.
 """
 
 
-def _read_plans(settings: Settings, cu_seqlens_S1: Tensor, rows: int) -> SegmentPlans:
-    """Return plans for offsets that no tower of ours knows; other layers that get the very same tensor share them."""
-    version = version_of(cu_seqlens_S1)  # None for tensors whose changes would go unseen
-    key = version, settings.attention, settings.score_mod
+def _read_plans(settings: Settings, route: Route | None, cu_seqlens_S1: Tensor, rows: int) -> SegmentPlans:
+    """Return plans for offsets that we did not make, by one host sync for all layers that get the very same tensor.
+
+    Within a call of ours (`route`) they stay as they are; elsewhere, not those whose changes would go unseen.
+    """
+    version = version_of(cu_seqlens_S1)
+    key = version, rows, route, settings.attention, settings.score_mod
     known_key, plans = _READ.get(cu_seqlens_S1, (None, None))
-    if plans is None or version is None or key != known_key:
-        plans = _plans_from_device(settings, cu_seqlens_S1, rows)
+    if plans is None or key != known_key or (version is None and route is None):
+        plans = None if route is None else route.plans_of_equal(cu_seqlens_S1, rows)
+        plans = plans or _plans_from_device(settings, cu_seqlens_S1, rows)
         _READ[cu_seqlens_S1] = key, plans
     return plans
 

@@ -291,7 +291,7 @@ def _compare_injected(subject: Subject, trial: Trial, expected: Results, taken: 
     twin = subject.tower
     name = type(twin).__name__
     [grid] = trial.grids.values()
-    metadata = make_route(grid, replace(subject.spec, ops=None)).ready().injected(taken)
+    metadata = make_route(grid, replace(subject.spec, ops=None)).bound.injected(taken)
     twin.config._attn_implementation_internal = "flash_vit_auto"
     try:
         outputs = named_tensors(subject.call(subject.draw_pixels(grid), grid, **metadata))
@@ -314,7 +314,7 @@ def _places_replaced(subject: Subject, trial: Trial, places: Mapping[nn.Module, 
     for module in places:
         vars(module).pop(ARGUMENTS, None)
     [grid] = trial.grids.values()
-    encode(make_route(grid, subject.spec).ready(), subject.draw_pixels(grid))
+    encode(make_route(grid, subject.spec).bound, subject.draw_pixels(grid))
     called = {place for module, place in places.items() if ARGUMENTS in vars(module)}
     return frozenset(places.values()) - called
 
@@ -333,7 +333,7 @@ def _block_arguments(subject: Subject, trial: Trial) -> frozenset[str] | None:
         return calls[1][0][0].clone()
 
     [grid] = trial.grids.values()
-    route = make_route(grid, subject.spec).ready()
+    route = make_route(grid, subject.spec).bound
     blocks = {layer: CalledBlock(keep_arguments, route.block_arguments(layer, names)) for layer in (0, 1)}
     encode(route, subject.draw_pixels(grid), blocks_to_call=blocks)
     bound = subject.dtypes.bound

@@ -86,7 +86,7 @@ def decide_metadata(
         if name not in NAMES or not has_segments:
             raises = "a score_mod was given"
             reasons.append(f"blocks attend by {name!r}" if has_segments else "blocks attend without our segments")
-    injected = {} if raises else route.ready().injected(snapshot.proof.taken)
+    injected = {} if raises else route.bound.injected(snapshot.proof.taken)
     return StockPlan(
         way=Way.METADATA,
         reasons=tuple(reasons),
@@ -117,7 +117,7 @@ def called_blocks(
     names = snapshot.proof.block_arguments
     if not hooked or names is None:
         return MappingProxyType({})
-    route = state.routes.get(inputs.grid, spec).ready()
+    route = state.routes.get(inputs.grid, spec).bound
     reasons += route.unmet
     options = {name: value for name, value in inputs.options.items() if name != "return_dict"}
     called: dict[int, CalledBlock] = {}
@@ -153,7 +153,7 @@ def decide_attention(tower: Tower, state: TowerState, args: tuple[object, ...], 
             reasons = [f"{names[1]} has an odd height or width, and a merger takes two by two rows"]
     if reasons:
         return decide_stock(state, reasons)
-    route = state.routes.get(grid, state.attention_spec(geometry, arguments[names[0]].device)).ready()
+    route = state.routes.get(grid, state.attention_spec(geometry, arguments[names[0]].device)).bound
     if geometry.quarters:  # the tower would pass our offsets to the layers behind its merger, too
         taken = (taken - {"cu_seqlens"}) | {ROUTE}
     injected = MappingProxyType(route.injected(taken))

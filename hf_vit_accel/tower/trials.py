@@ -200,7 +200,7 @@ def compare(subject: Subject, trial: Trial, truth: Results | None = None) -> tup
     states = len(subject.parts.blocks) if has_states else 0
 
     def encode_in_form(pixels_TP: Tensor, grid: Grid) -> object:
-        tensors = encode(make_route(grid, subject.spec).ready(), pixels_TP, hidden_states=has_states)
+        tensors = encode(make_route(grid, subject.spec).bound, pixels_TP, hidden_states=has_states)
         return theirs.form.build(tensors, states)
 
     ours = _run(subject, trial, encode_in_form)

@@ -4,19 +4,29 @@ import copy
 import inspect
 import warnings
 from types import MethodType
+from unittest.mock import Mock
 
 import pytest
 import torch
 from support.attention_only import CLASSES, build, grid_name, inputs, takes_segments
 from support.families import classes_like
+from support.plans import assert_frozen, assert_same
 from tiny import assert_close, largest_error
 from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel import FallbackError, FlexConfig
+from hf_vit_accel.backends import Request
 from hf_vit_accel.backends.base import Plan
+from hf_vit_accel.config import Settings
 from hf_vit_accel.engine import route as route_module
+from hf_vit_accel.engine.route import Spec, make_route
 from hf_vit_accel.families import family_of
+from hf_vit_accel.layout import Geometry
+from hf_vit_accel.tower import attention
+from hf_vit_accel.tower.forward import decide
+from hf_vit_accel.tower.state import state_of
+from hf_vit_accel.tower.stock_way import StockPlan, Way
 
 
 @pytest.fixture(params=CLASSES, ids=lambda family_module_class: family_module_class[2])
@@ -220,3 +230,38 @@ def test_options_beyond_attention_are_reported() -> None:
     hf_vit_accel.unpatch(tower)
     with pytest.raises(FallbackError, match="cuda_graphs: this family is served attention only"):
         hf_vit_accel.patch(tower, cuda_graphs=True, strict=True)
+
+
+def test_its_plan_is_frozen_and_decided_twice_the_same() -> None:
+    tower = build("transformers.models.video_llama_3.modeling_video_llama_3", "VideoLlama3VisionModel")
+    hf_vit_accel.patch(tower)
+    call = tower, state_of(tower), (), inputs(tower)
+    plan = decide(*call)
+    assert isinstance(plan, StockPlan) and plan.way is Way.ATTENTION
+    assert_frozen(plan)
+    assert_same(plan, decide(*call))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("lengths", [(16, 32), (32, 16)], ids=["those of the route", "others"])
+def test_offsets_that_a_tower_computes_are_read_once_for_all_layers(
+    lengths: tuple[int, int], mode: type[torch.no_grad | torch.inference_mode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = Request(device=torch.device("cpu"), dtype=torch.float32, heads=0, head_dim=0, scale=0.0)
+    spec = Spec(geometry=Geometry(merge=2), request=request, ops=None, settings=Settings())
+    route = make_route(((1, 4, 4), (1, 4, 8)), spec).bound
+    q, k, v = torch.randn(3, 1, 2, 48, 8).unbind()
+    segments = zip(*(x.split(lengths, dim=2) for x in (q, k, v)), strict=True)
+    expected = torch.cat([nn.functional.scaled_dot_product_attention(*qkv) for qkv in segments], dim=2)
+    equal = Mock(wraps=torch.equal)
+    read = Mock(wraps=attention._plans_from_device)
+    monkeypatch.setattr(torch, "equal", equal)
+    monkeypatch.setattr(attention, "_plans_from_device", read)
+    with mode():
+        offsets = torch.tensor([0, lengths[0], 48], dtype=torch.int32)
+        for _ in range(3):
+            outputs, _ = attention.vision_attention(
+                nn.Module(), q, k, v, cu_seq_lens_q=offsets, is_causal=False, vision_route=route
+            )
+            assert_close([outputs], [expected.transpose(1, 2)])
+    assert (equal.call_count, read.call_count) == (1, lengths == (32, 16))

@@ -1,14 +1,13 @@
 """Test which hooks and changes of other programs a call notices, and the form of outputs that the config says."""
 
 import copy
-from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence, MutableSet
-from dataclasses import FrozenInstanceError, fields, is_dataclass
 from operator import attrgetter
 from types import MethodType
 from typing import Any
 
 import pytest
 import torch
+from support.plans import assert_frozen, assert_same
 from support.tensors import flat
 from tiny import GRIDS, TINY, assert_close, checkpoint_layers, pixels_for, run_tower, tower_of
 from torch import nn
@@ -156,25 +155,6 @@ def test_a_forward_of_a_layer_is_said_once(tower: Any) -> None:
     assert len([warning for warning in caught if "stays stock" in str(warning.message)]) == 1
 
 
-def assert_same(first: Any, again: Any) -> None:
-    """Assert that two plans hold the same objects, or equal values."""
-    assert type(first) is type(again)
-    if first is again:
-        return
-    if is_dataclass(first):
-        for field in fields(first):
-            assert_same(getattr(first, field.name), getattr(again, field.name))
-    elif isinstance(first, Mapping):
-        assert_same([*first.items()], [*again.items()])
-    elif isinstance(first, list | tuple):
-        for value, other in zip(first, again, strict=True):
-            assert_same(value, other)
-    elif isinstance(first, torch.Tensor):
-        assert first.data_ptr() == again.data_ptr() and torch.equal(first, again)
-    else:
-        assert first == again
-
-
 def hook(tower: Any) -> None:
     tower.blocks[1].attn.register_forward_hook(lambda *_: None)
 
@@ -226,30 +206,9 @@ def test_a_call_that_is_decided_twice_gets_the_same_plan_and_changes_nothing(tow
     assert_as_planned(first, way)
 
 
-def mutable_in(value: Any, name: str) -> Iterator[str]:
-    """Yield the names of containers in a plan, and in the frozen dataclasses that it holds, that anybody may change."""
-    if isinstance(value, MutableMapping | MutableSequence | MutableSet):
-        yield name
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from mutable_in(item, f"{name}[{key!r}]")
-    elif isinstance(value, tuple):
-        for index, item in enumerate(value):
-            yield from mutable_in(item, f"{name}[{index}]")
-    elif is_dataclass(value) and not isinstance(value, type) and value.__dataclass_params__.frozen:
-        for field in fields(value):
-            if field.name == "settings":  # of the user, and pickled with the tower
-                continue
-            yield from mutable_in(getattr(value, field.name), f"{name}.{field.name}")
-
-
 @pytest.mark.parametrize("way", PLANNED)
 def test_a_plan_is_frozen_all_through(tower: nn.Module, way: str) -> None:
-    plan = decide(*call_of(tower, way))
-    for field in fields(plan):
-        with pytest.raises(FrozenInstanceError):
-            setattr(plan, field.name, None)
-    assert not list(mutable_in(plan, "plan"))
+    assert_frozen(decide(*call_of(tower, way)))
 
 
 def assert_as_planned(plan: FastPlan | StockPlan, way: str) -> None:
