@@ -25,9 +25,10 @@ from hf_vit_accel.backends.flash_attention_3 import FlashAttention3, causal_atte
 from hf_vit_accel.decoding.text_models import Model, Reading, refuse
 from hf_vit_accel.ops.activation import swiglu
 from hf_vit_accel.ops.add_norm import add_norm_rows
+from hf_vit_accel.ops.embedding import rotated
 from hf_vit_accel.ops.launch import why_not_triton
 from hf_vit_accel.ops.mlp import is_faster_in_one_launch, linear_swiglu
-from hf_vit_accel.ops.place_heads import Cache, Norms, place_heads, rotated
+from hf_vit_accel.ops.place_heads import Cache, Norms, place_heads
 from hf_vit_accel.ops.token_products import MOST_TOKENS, is_faster, token_products, token_swiglu
 
 Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]

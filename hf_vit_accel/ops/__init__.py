@@ -41,7 +41,6 @@ TABLE: tuple[Operation, ...] = (
 )
 PARTS: Mapping[str, str] = {operation.name: operation.summary for operation in TABLE}
 """The names of operations in `status`, with a summary of each."""
-NOTHING_PLAIN: Mapping[str, str] = MappingProxyType({})
 
 Rows = Tensor
 Table = tuple[Tensor, Tensor]
@@ -95,7 +94,7 @@ class Ops:
     unfused: Mapping[str, str]
 
 
-def build(parts: Parts, context: Context, why_plain: Mapping[str, str] = NOTHING_PLAIN) -> Ops:
+def build(parts: Parts, context: Context, why_plain: Mapping[str, str] = MappingProxyType({})) -> Ops:
     """Build a tower's operations: fused where that is possible and `why_plain` has no reason, else by its modules."""
     built: dict[str, dict[int, BuiltOperation]] = {}
     unfused: dict[str, str] = {}

@@ -43,13 +43,6 @@ def add_norm_reference(
     return sum_TE, normed_TE.to(dtype or x_TE.dtype)
 
 
-def add_norm_reference_(x_TE: Tensor, delta_TE: Tensor | None, *settings: Any) -> tuple[Tensor, Tensor]:
-    """Compute `add_norm_reference` and add delta to x in place."""
-    if delta_TE is not None:
-        x_TE += delta_TE
-    return add_norm_reference(x_TE, None, *settings)
-
-
 @kernel
 def _add_norm_kernel(
     x,
@@ -107,7 +100,7 @@ def _add_norm_kernel(
 
 
 def add_norm_(x_TE: Tensor, delta_TE: Tensor | None, *settings: Any) -> tuple[Tensor, Tensor]:
-    """Run `add_norm_reference_` as one kernel: x and delta are read once, x and the result written once."""
+    """Run `add_norm_reference` as one kernel that writes the sum to x: x and delta are read once."""
     x_TE = widened(x_TE, delta_TE)
     assert x_TE.is_contiguous()
     return x_TE, add_norm_rows(x_TE, x_TE, delta_TE, *settings)

@@ -205,15 +205,18 @@ POSITIONS = Operation(
 # --- rotary positions
 
 
+def rotated(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    """Turn the pairs (d, d + D / 2) of every head, x * cos + rotate_half(x) * sin, in fp32, rounded once like stock."""
+    wide = torch.promote_types(x_THD.dtype, torch.float32)
+    first, second = x_THD.to(wide).chunk(2, dim=-1)
+    turned = torch.cat([-second, first], dim=-1)
+    return (x_THD.to(wide) * cos_TD[:, None].to(wide) + turned * sin_TD[:, None].to(wide)).to(x_THD.dtype)
+
+
 def rope_reference(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    """Rotate q and k in fp32, x * cos + rotate_half(x) * sin, rounded once like stock; a new (T, 3, H, D)."""
-    dim = qkv_T3HD.shape[-1]
-    wide = torch.promote_types(qkv_T3HD.dtype, torch.float32)
-    cos = cos_TD[:, None, None].to(wide)
-    sin = sin_TD[:, None, None].to(wide)
-    qk = qkv_T3HD[:, :2].to(wide)
-    turned = torch.cat((-qk[..., dim // 2 :], qk[..., : dim // 2]), dim=-1)
-    return torch.cat(((qk * cos + turned * sin).to(qkv_T3HD.dtype), qkv_T3HD[:, 2:]), dim=1)
+    """Rotate q and k; a new (T, 3, H, D)."""
+    q_and_k = rotated(qkv_T3HD[:, :2].flatten(1, 2), cos_TD, sin_TD)
+    return torch.cat((q_and_k.view_as(qkv_T3HD[:, :2]), qkv_T3HD[:, 2:]), dim=1)
 
 
 @kernel

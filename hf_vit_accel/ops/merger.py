@@ -133,10 +133,6 @@ OPERATION = Operation(
 )
 
 
-def _reasons_against_downsample(conv: Part, context: Context) -> list[str]:
-    return context.reasons_replaced(conv, nn.Conv2d) or reasons_overlapping(conv)
-
-
 def _fused_downsample(conv: Part, context: Context) -> Apply:
     read_weights = context.reader((conv, "weight"), (conv, "bias"))
     for name in READ_OF_CONVOLUTION:
@@ -165,7 +161,7 @@ DOWNSAMPLE = Operation(
     name="downsample",
     summary="a convolution over each merge block as one matrix product",
     subjects=lambda parts: [] if parts.downsample is None else [parts.downsample],
-    reasons_against=_reasons_against_downsample,
+    reasons_against=lambda conv, context: context.reasons_replaced(conv, nn.Conv2d) or reasons_overlapping(conv),
     fused=_fused_downsample,
     plain=_plain_downsample,
     triton=False,

@@ -10,6 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from hf_vit_accel.ops.embedding import rotated
 from hf_vit_accel.ops.launch import kernel, next_power_of_2, tl
 
 Cache: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -18,15 +19,6 @@ Norms: TypeAlias = tuple[Tensor, Tensor, float]
 """The weights (D) of the RMSNorms of queries and of keys, and epsilon."""
 _BLOCK = 8
 """Heads of a program."""
-
-
-def rotated(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    """Turn the pairs (d, d + D / 2) of every head, in fp32, rounded once."""
-    dtype = x_THD.dtype
-    wide = torch.promote_types(dtype, torch.float32)
-    first, second = x_THD.to(wide).chunk(2, dim=-1)
-    turned = torch.cat([-second, first], dim=-1)
-    return (x_THD.to(wide) * cos_TD[:, None].to(wide) + turned * sin_TD[:, None].to(wide)).to(dtype)
 
 
 def place_heads_reference(

@@ -60,11 +60,17 @@ def _rope_reference_(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor
     return qkv_T3HD.copy_(embedding.rope_reference(qkv_T3HD, cos_TD, sin_TD))
 
 
+def _add_norm_reference_(x_TE: Tensor, delta_TE: Tensor | None, *settings: Any) -> tuple[Tensor, Tensor]:
+    if delta_TE is not None:
+        x_TE += delta_TE
+    return add_norm.add_norm_reference(x_TE, None, *settings)
+
+
 KERNELS: dict[str, Kernel] = {
     "quick_gelu_": _row(activation.quick_gelu_, activation.quick_gelu_reference, "_quick_gelu_kernel"),
     "swiglu": _row(activation.swiglu, activation.swiglu_reference, "_swiglu_kernel"),
     "pad_swiglu": _row(activation.pad_swiglu, activation.pad_swiglu_reference, "_pad_swiglu_kernel"),
-    "add_norm_": _row(add_norm.add_norm_, add_norm.add_norm_reference_, "_add_norm_kernel"),
+    "add_norm_": _row(add_norm.add_norm_, _add_norm_reference_, "_add_norm_kernel"),
     "add_norm": _row(
         norm_backward.AddNormFunction, add_norm.add_norm_reference, "_add_norm_kernel", "_add_norm_backward_kernel"
     ),
