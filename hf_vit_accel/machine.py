@@ -99,7 +99,6 @@ def why_missing(package: Package) -> str | None:
 
 @probe
 def has_cuda() -> bool:
-    """Return whether torch can use a CUDA device here."""
     return torch.cuda.is_available()
 
 
@@ -200,7 +199,6 @@ class FallbackError(RuntimeError):
 
 
 def raise_if_any(reasons: Sequence[str], what: str = "this call", *, because: str = "strict=True") -> None:
-    """Raise a FallbackError if there are any reasons."""
     if reasons:
         raise FallbackError(f"{because} and {what} cannot be served as asked: " + "; ".join(reasons))
 
@@ -337,7 +335,6 @@ class LRU(Generic[V]):
         return len(self._values)
 
     def clear(self) -> None:
-        """Drop every value."""
         with self._lock:
             self._values.clear()
             self.total_cost = 0

@@ -64,7 +64,6 @@ class Rule:
     in_exact_graph: bool = False
 
     def matches(self, request: Request) -> bool:
-        """Return whether the rule is for a request."""
         return (
             request.kind == self.kind
             and request.max_seqlen >= self.longest_from

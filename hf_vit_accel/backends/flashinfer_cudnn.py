@@ -37,7 +37,7 @@ _UIDS = (
     *("Q_UID", "K_UID", "V_UID", "O_UID", "ACTUAL_SEQ_LENS_Q_UID", "ACTUAL_SEQ_LENS_KV_UID"),
     *("RAGGED_Q_UID", "RAGGED_K_UID", "RAGGED_V_UID", "RAGGED_O_UID"),
 )
-_FP8_UIDS = (*("Q_SCALE_UID", "K_SCALE_UID", "V_SCALE_UID"), *("S_SCALE_UID", "S_DESCALE_UID", "O_SCALE_UID"))
+_SCALE_UIDS = (*("Q_SCALE_UID", "K_SCALE_UID", "V_SCALE_UID"), *("S_SCALE_UID", "S_DESCALE_UID", "O_SCALE_UID"))
 
 
 def round_segments(count: int) -> int:
@@ -150,18 +150,18 @@ class CudnnPlan:
             **dict(zip(_OFFSETS, offsets, strict=True)),
         )
         self._graph = prefill.prepare_cudnn_batch_prefill(*qkv, scale, lengths_S, metadata=metadata).graph
-        names = _UIDS + (_FP8_UIDS if qkv[0].dtype == torch.float8_e4m3fn else ())
+        names = _UIDS + (_SCALE_UIDS if qkv[0].dtype == torch.float8_e4m3fn else ())
         self._uids = tuple(getattr(prefill.UIDs, name).value for name in names)
         self._workspace_bytes = max(int(self._graph.get_workspace_size()), 1)
 
-    def run(self, qkv: Tensors, sequences: Tensors, out_THD: Tensor, fp8: Tensors = ()) -> None:
-        """Launch on the current stream, with the scales for `_FP8_UIDS` if it is FP8."""
+    def run(self, qkv: Tensors, sequences: Tensors, out_THD: Tensor, scales: Tensors = ()) -> None:
+        """Launch on the current stream, with the scales of quantised q, k and v, in the order of `_SCALE_UIDS`."""
         stream = torch.cuda.current_stream(out_THD.device)
         workspace = torch.empty(self._workspace_bytes, dtype=torch.uint8, device=out_THD.device)
         handle = _prefill_module()._create_cudnn_handle(stream)
         # Tensors in the order of the uids: the frontend would search a dict at every call. The first of `sequences` are
         # the lengths, which are those of q and those of kv.
-        tensors = *qkv, out_THD, sequences[0], *sequences, *fp8
+        tensors = *qkv, out_THD, sequences[0], *sequences, *scales
         self._graph.execute(tensors, tensor_uids=self._uids, workspace=workspace, handle=handle)
 
 

@@ -202,7 +202,6 @@ class Form:
 
     @cached_property
     def _no_values(self) -> dict[str, None]:
-        """Every field of an output, and None."""
         return dict.fromkeys(field.name for field in dataclasses.fields(self.kind))
 
 

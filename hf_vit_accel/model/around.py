@@ -92,7 +92,6 @@ def holders_of(model: nn.Module) -> list[tuple[str, Model]]:
 
 
 def state_of(model: nn.Module) -> ModelState | None:
-    """Return the state of a patched model; None for a stock one."""
     return vars(model).get(STATE)
 
 

@@ -47,7 +47,6 @@ class Features:
         return type(self), ()
 
     def clear(self) -> None:
-        """Drop what was kept for the latest forward."""
         self.outputs = []
         self.zero = None
 
@@ -65,7 +64,6 @@ def tower_in(model: nn.Module) -> tuple[str, Tower, Family] | None:
 
 
 def calls_of(tower: Tower) -> int:
-    """Return how often a patched tower was called."""
     state = state_of(tower)
     return 0 if state is None else state.fast_calls + state.stock_calls
 

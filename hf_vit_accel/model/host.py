@@ -18,7 +18,6 @@ Result: TypeAlias = Any
 
 
 def is_on_host(tensor: Tensor) -> bool:
-    """Return whether the host reads a tensor without a transfer."""
     return tensor.device.type == "cpu"
 
 
@@ -88,5 +87,4 @@ class HostCopies:
         return arguments | copies
 
     def clear(self) -> None:
-        """Drop all copies."""
         self._copies = []

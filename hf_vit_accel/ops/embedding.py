@@ -392,7 +392,6 @@ def tables(rotary: Part, context: Context) -> Callable[[Tensor, Tensor], tuple[T
 
 
 def reasons_against_rotation(parts: Parts, context: Context) -> list[str]:
-    """Report why q and k cannot be rotated by kernels."""
     return context.reasons_replaced(parts.rotary)
 
 

@@ -120,7 +120,6 @@ class Sharing:
         return sum(rows) - max(rows) < LEAST
 
     def _assignment(self, plan: FastPlan, grid: Grid) -> Assignment:
-        """Split a grid among the ranks."""
         full_layers = plan.spec.full_layers
         return Assignment(grid, split(grid, self._ranks.size, full=sum(full_layers) / len(full_layers)))
 

@@ -126,7 +126,6 @@ def _filled(units: Sequence[Piece], max_rows: int) -> list[list[Piece]]:
 
 
 def reasons_not_cut(plan: FastPlan) -> list[str]:
-    """Return why a call may not be cut."""
     reading = plan.reading
     # Ranks with other images would have to make as many passes.
     reasons = ["FSDP2 gathers weights at each pass"] if reading.sharded_layers else []
@@ -232,7 +231,6 @@ class InPasses:
 
 
 def _parts(batch: Batch, grids: Sequence[Grid]) -> Iterator[Batch]:
-    """Yield the batch of every pass."""
     start = 0
     for grid in grids:
         end = start + rows_of(grid)

@@ -37,7 +37,6 @@ def _as_rank_error() -> Iterator[None]:
 
 
 def gather(ranks: Ranks, mine: V) -> list[V]:
-    """Return the objects of all ranks, by rank."""
     objects: list[V] = [mine] * ranks.size
     with _as_rank_error():
         dist.all_gather_object(objects, mine, group=ranks.group)

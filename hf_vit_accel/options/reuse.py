@@ -136,12 +136,10 @@ class Reuse:
         return self._collect(repeats, batch.grid, fresh)
 
     def status(self) -> ReuseStatus:
-        """Return the counts so far."""
         counts = dict(items=self._images, encoded=self._encoded, hits=self._hits)
         return ReuseStatus(**counts, held=len(self._kept), nbytes=self._kept.total_cost)
 
     def drop_features(self) -> None:
-        """Drop all kept features."""
         self._kept.clear()
         self._table = None
 
@@ -252,7 +250,6 @@ class Reuse:
         return sources
 
     def _collect(self, repeats: Repeats, grid: Grid, fresh: list[Tensor]) -> list[Tensor]:
-        """Return the outputs of a call."""
         sources = repeats.sources
         encoded = repeats.encoded
         self._images += len(sources)

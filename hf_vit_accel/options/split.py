@@ -33,7 +33,6 @@ class Piece:
 
     @property
     def rows(self) -> int:
-        """The packed patch rows of the frames."""
         return self.frames * self.height * self.width
 
 
@@ -54,7 +53,6 @@ def joined(units: Sequence[Piece]) -> tuple[Piece, ...]:
 
 
 def grid_of(pieces: Sequence[Piece]) -> Grid:
-    """Return pieces as a grid."""
     return tuple((piece.frames, piece.height, piece.width) for piece in pieces)
 
 
@@ -100,7 +98,6 @@ class Assignment:
     shares: Split
 
     def grid_of(self, rank: int) -> Grid:
-        """Return the grid that a rank encodes."""
         return grid_of(self.shares[rank])
 
     @cached_property

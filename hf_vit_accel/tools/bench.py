@@ -137,7 +137,6 @@ def build_tower(model: str, device: torch.device, dtype: torch.dtype, *, weights
 
 
 def family_of_tower(tower: nn.Module) -> Family:
-    """Return the family of a supported tower."""
     family = family_of(tower)
     assert family is not None
     return family
@@ -248,7 +247,6 @@ def choose(tower: Tower, attentions: Sequence[str] | None, baselines: Sequence[s
 
 
 def grid_tensor(grid: Grid, tower: Tower) -> Tensor:
-    """Return a grid as towers take it."""
     return torch.tensor(grid, device=weight_of(tower).device)
 
 
@@ -312,7 +310,6 @@ def _run_stock(tower: Tower, grid: Grid) -> tuple[list[tuple[Tensor, list[Tensor
 
 
 def new_row(model: str, size: str, grid: Grid, way: str) -> Row:
-    """Return the row of a way before anything is measured."""
     row: Row = {"model": model, "size": size, "patches": rows_of(grid), "contender": way, "status": "timed"}
     return row | dict.fromkeys(("problem", "ms", "ms_low", "ms_high", "speedup", "error", "bound"))
 
@@ -327,7 +324,6 @@ def fail(row: Row, raised: Exception) -> None:
 
 
 def is_stock(way: str) -> bool:
-    """Return whether a way is a stock set-up."""
     return way.startswith("stock ")
 
 
@@ -346,7 +342,6 @@ def run(forward: Forward, pixels_TP: Tensor) -> list[Tensor]:
 
 
 def largest_error(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Return the largest relative error of an output."""
     return max(relative_error(output, exact) for output, exact in zip(outputs, expected, strict=True))
 
 
@@ -465,5 +460,4 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def say(line: str) -> None:
-    """Report progress on standard error."""
     print(f"... {line}", file=sys.stderr, flush=True)

@@ -40,7 +40,6 @@ class OpWithBackward:
     fault: str = machine.KERNELS
 
     def __call__(self, *rows: Any, recipe: NormRecipe | None = None) -> Any:
-        """Run as one node."""
         if not self.takes_norm:
             return self._apply(*rows, *self.weights(), *self.settings)
         return self._apply(*rows, *self.weights(), *self.settings, recipe)
