@@ -20,7 +20,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from liger_kernel.transformers import monkey_patch
 from measuring import DEVICE, Row, measure_models, time_set_ups
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -39,6 +38,8 @@ class Pair:
     """A model and its copy with Liger's kernels. Liger also replaces names in transformers' file, for all models."""
 
     def __init__(self, name: str, layers: int) -> None:
+        from liger_kernel.transformers import monkey_patch  # here, so that --help does without it
+
         prefix, text = TEXT[name]
         TEXT[name] = prefix, text | {"num_hidden_layers": layers}
         stock = build(name, device=DEVICE)

@@ -27,10 +27,16 @@ def load_split(name: str) -> PreTrainedModel:
     """Load a checkpoint, with the weights of its language model split among the ranks."""
     config = AutoConfig.from_pretrained(name)
     text = config.get_text_config()
+    ranks = dist.get_world_size()
+    if text.num_key_value_heads % ranks:
+        raise SystemExit(
+            f"{name} has {text.num_key_value_heads} key-value heads, which cannot be split over {ranks} ranks; "
+            "start as many ranks as divide them"
+        )
     parts = text.base_model_tp_plan or {}
     if not any(part.startswith("layers.") for part in parts):  # Qwen3-VL's layers have no plan; Qwen3's are the same
         text.base_model_tp_plan = transformers.Qwen3Config.base_model_tp_plan | parts
-    plan = DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size())
+    plan = DistributedConfig(tp_plan="auto", tp_size=ranks)
     model = AutoModelForImageTextToText.from_pretrained(name, config=config, dtype="auto", distributed_config=plan)
     return model.eval()
 

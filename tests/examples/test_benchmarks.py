@@ -344,11 +344,7 @@ def test_every_shown_command_is_the_one_that_runs() -> None:
         assert all((ROOT / script).is_file() for script in scripts)
 
 
-LACKING = [
-    program
-    for program, package in {"liger": "liger_kernel", "quantised": "bitsandbytes"}.items()
-    if importlib.util.find_spec(package) is None
-]
+LACKING = [] if importlib.util.find_spec("bitsandbytes") else ["quantised"]
 
 
 def import_all(folder: Path, programs: list[Path]) -> None:
@@ -360,6 +356,13 @@ def import_all(folder: Path, programs: list[Path]) -> None:
     sys.path[:] = [str(folder), *(path for path in sys.path if not path.startswith(folders))]
     for program in programs:
         runpy.run_path(str(program), run_name="program")
+
+
+def test_help_needs_no_liger() -> None:
+    command = [sys.executable, str(BENCHMARKS / "without.py"), "liger_kernel", "liger", "--help"]
+    paths = os.pathsep.join([str(BENCHMARKS), *sys.path])
+    help_text = subprocess.check_output(command, env=os.environ | {"PYTHONPATH": paths}, text=True)
+    assert "Time Liger's kernels beside ours" in help_text and "--layers" in help_text
 
 
 @pytest.mark.parametrize("folder", [BENCHMARKS, EXAMPLES], ids=lambda path: path.name)

@@ -393,6 +393,15 @@ def test_tensor_parallelism_keeps_the_tokens(family: str, tmp_path: Path, monkey
     run_on_ranks(_caption_on_rank, 2, tmp_path, folder, tmp_path / "00.png", expected)
 
 
+def test_tensor_parallelism_refuses_ranks_that_cannot_share_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_split = runpy.run_path(str(EXAMPLES / "tensor_parallel.py"))["load_split"]
+    folder = CAPTIONERS / "qwen3_vl"
+    heads = transformers.AutoConfig.from_pretrained(folder).get_text_config().num_key_value_heads
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: heads + 1)
+    with pytest.raises(SystemExit, match=f"{heads} key-value heads, which cannot be split over {heads + 1} ranks"):
+        load_split(folder)
+
+
 def test_tensor_parallelism_names_its_launcher(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
