@@ -22,12 +22,9 @@ class OurMethod:
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
 
-    def _settings(self) -> tuple[object, ...]:
-        """Return the arguments of the constructor after the module."""
-        raise NotImplementedError
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self).__new__, (type(self),), (self.__self__, *self._settings())
+    def _reduced(self, *settings: object) -> tuple[object, ...]:
+        """Return the result of `__reduce__`, from the arguments of the constructor after the module."""
+        return type(self).__new__, (type(self),), (self.__self__, *settings)
 
     def __setstate__(self, arguments: tuple[Any, ...]) -> None:
         self.__init__(*arguments)  # type: ignore[misc]

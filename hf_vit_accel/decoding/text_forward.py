@@ -62,8 +62,8 @@ class TextForward(OurMethod):
         self.__signature__ = inspect.signature(type(text).forward.__get__(text))
         self.hooks = hooks
 
-    def _settings(self) -> tuple[object, ...]:
-        return self._strict, self._former, self.hooks
+    def __reduce__(self) -> tuple[object, ...]:
+        return self._reduced(self._strict, self._former, self.hooks)
 
     @staticmethod
     def former_of(text: Model) -> object:

@@ -154,8 +154,8 @@ class Method(OurMethod):
         self.__name__ = name
         self.__signature__ = inspect.signature(getattr(type(model), name).__get__(model))
 
-    def _settings(self) -> tuple[object, ...]:
-        return (self.__name__,)
+    def __reduce__(self) -> tuple[object, ...]:
+        return self._reduced(self.__name__)
 
     def __call__(self, *args: object, **kwargs: Result) -> Result:
         model = self.__self__

@@ -83,8 +83,8 @@ class AcceleratedForward(OurMethod):
             with suppress(TypeError, ValueError):  # raised for callables that are not written in Python
                 self.__signature__ = inspect.signature(state.former_forward)
 
-    def _settings(self) -> tuple[object, ...]:
-        return self._state, self.former
+    def __reduce__(self) -> tuple[object, ...]:
+        return self._reduced(self._state, self.former)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AcceleratedForward:
         tower: Any = self._module()
