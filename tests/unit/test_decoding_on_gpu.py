@@ -145,6 +145,22 @@ def test_keys_of_a_large_batch_are_in_memory_once() -> None:
     assert peak < 1.3 * cache + 1.5e9
 
 
+def test_steps_and_their_cache_go_when_an_allocation_fails() -> None:
+    """As in a training step after `generate`."""
+    model = TINY["qwen2_5_vl"].build().cuda()
+    inputs = on_gpu(tiny.left_padded(model))
+    both(model, inputs, max_new_tokens=20)
+    [step] = steps_of(model).kept.values()
+    cache = step.nbytes - step.graph_bytes
+    del step
+    held = torch.cuda.memory_allocated()
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(1 << 46, dtype=torch.uint8, device="cuda")
+    assert not steps_of(model).kept and torch.cuda.memory_allocated() <= held - cache
+    both(model, inputs, max_new_tokens=20)
+    assert counts_of(model).static_calls == 2 and len(steps_of(model).kept) == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("longest", [9, 400])
 def test_rows_that_have_ended_leave_steps(dtype: torch.dtype, longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
