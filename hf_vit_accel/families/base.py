@@ -112,11 +112,13 @@ def block_of(
 ) -> Block:
     """Describe a block of transformers, by the names of its modules that families call otherwise."""
     module = getattr(block, attention)
+    # A tower of another version may have none of these names: the missing attribute is reported.
+    qkv_names = next((names for names in _QKV_NAMES if hasattr(module, names[0])), _QKV_NAMES[0])
     return Block(
         module=block,
         norm1=getattr(block, norms[0]),
         attention=module,
-        qkv=tuple(getattr(module, name) for name in _names_of_qkv(module)),
+        qkv=tuple(getattr(module, name) for name in qkv_names),
         head_norms=tuple(getattr(module, name) for name in ("q_norm", "k_norm") if hasattr(module, name)),
         proj=getattr(module, proj),
         norm2=getattr(block, norms[1]),
@@ -125,14 +127,7 @@ def block_of(
 
 
 _QKV_NAMES = (("qkv",), ("q", "k", "v"), ("q_proj", "k_proj", "v_proj"))
-
-
-def _names_of_qkv(attention: Part) -> tuple[str, ...]:
-    """Return the names of the Linears for queries, keys and values."""
-    for names in _QKV_NAMES:
-        if hasattr(attention, names[0]):
-            return names
-    return _QKV_NAMES[0]  # a tower of another version: the missing attribute is reported
+"""The names of the Linears for queries, keys and values."""
 
 
 def qwen_parts(tower: Tower, **other_parts: Any) -> Parts:
