@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -331,7 +331,7 @@ def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
 
 
 def _expected(
-    tower: Tower, state: TowerState, snapshot: Snapshot, former_forward: object
+    tower: Tower, state: TowerState, snapshot: Snapshot, former_forward: Callable[..., object] | None
 ) -> tuple[tuple[str, ...], Mapping[LayerKind, Choice]]:
     """Return the reasons against a first call without gradients, and the choice for its full layers.
 

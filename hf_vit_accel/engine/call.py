@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -95,7 +95,7 @@ class Reading(Protocol):
     offloaded: bool
     unpredictable: str | None
     mixing: list[str]
-    parameter_dicts: list[dict[str, Any]]
+    parameter_dicts: list[dict[str, nn.Parameter | None]]
 
     def buffers(self) -> list[Tensor]: ...
     def called_memory(self) -> object: ...

@@ -186,15 +186,15 @@ class Route:
         """The backend of every kind of layer that has attended by plans of its own."""
         return {kind: plan.backend.name for kind, plans in self.segment_plans.items() for plan in plans.plans.values()}
 
-    def injected(self, taken: frozenset[str]) -> dict[str, Any]:
+    def injected(self, taken: frozenset[str]) -> dict[str, object]:
         """Return the keyword arguments of these names: metadata that a tower pops, and the route for its layers."""
-        metadata: dict[str, Any] = {name: self.tensors[name] for name in METADATA if name in self.tensors}
+        metadata: dict[str, object] = {name: self.tensors[name] for name in METADATA if name in self.tensors}
         metadata["max_seqlen"] = self.metadata.full.max_seqlen
         if self.metadata.window is not None:
             metadata["max_window_seqlen"] = self.metadata.window.max_seqlen
         return keyword_arguments({**metadata, ROUTE: self}, taken)
 
-    def block_arguments(self, layer: int, names: frozenset[str]) -> dict[str, Any]:
+    def block_arguments(self, layer: int, names: frozenset[str]) -> dict[str, object]:
         """Return the keyword arguments of these names that stock passes to a block."""
         kind: LayerKind = "full" if self.spec.full_layers[layer] else "window"
         known = {

@@ -215,6 +215,7 @@ class Runner(GraphStore[_Graph]):
     def _replay(self, decision: Decision, graphs: list[_Graph], batch: Batch) -> list[Tensor]:
         """Replay a pass in its own shape, or its bins one after the other."""
         recorder = self._recorder  # if memory runs out, the store drops it
+        assert recorder is not None
         recorder.wait()
         try:
             if decision.replay == "padded":

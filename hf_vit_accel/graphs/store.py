@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import RLock
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -120,7 +120,7 @@ class GraphStore(ABC, Generic[G]):
         self._lock = RLock()
         self._warming: Replay | None = None  # the way that a call of `warmup` is replayed
         self._given_up: str | None = None
-        self._recorder: Any = None  # a CudaRecorder from the first call on
+        self._recorder: CudaRecorder | None = None  # from the first call on
         self._identities: list[Identity] = []  # the current one last
         self._graphs: dict[Key, G] = {}
         self._steady: dict[Hashable, tuple[Decision, list[G]]] = {}  # of the current identity, by grid and stream
@@ -383,6 +383,7 @@ class GraphStore(ABC, Generic[G]):
         needed = set(decision.keys)
         while len(self._graphs) > max(self.policy.thresholds.most_graphs, len(needed)):
             others = (key for key in self._graphs if key not in needed)
+            assert self._recorder is not None
             self._recorder.settle()
             del self._graphs[min(others, key=lambda key: self._graphs[key].used_at)]
             self._steady = {}
@@ -391,6 +392,7 @@ class GraphStore(ABC, Generic[G]):
     def _capture_one(self, key: Key, route: Route, bin_: Bin | None, batch: Batch) -> G | Decision:
         """Return a graph of a route; or note a failure, and return the decision against graphs."""
         recorder = self._recorder
+        assert recorder is not None
         if not self.policy.thresholds.asked_for:
             drop_when_memory_runs_out(self)
         try:
@@ -409,11 +411,11 @@ class GraphStore(ABC, Generic[G]):
 
     def _make_room(self) -> None:
         """Drop all graphs at once: they share one pool, so dropping one would give nothing back."""
+        assert self._recorder is not None and self.device is not None
         self.policy.without_room = 0
         self._recorder.settle()
         self._drop()
         torch.cuda.empty_cache()  # the allocator would keep their pool until memory runs out
-        assert self.device is not None
         self._recorder = CudaRecorder(self.device)
 
     def _follow(self, identity: Identity, grid: Grid) -> None:

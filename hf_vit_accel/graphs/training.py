@@ -136,6 +136,7 @@ class TrainingRunner(GraphStore[CapturedStep]):
         if pixels_TP.is_inference():  # autograd cannot save inference tensors
             pixels_TP = pixels_TP.clone()
         recorder = self._recorder  # if memory runs out, the store drops it
+        assert recorder is not None
         with torch.no_grad():
             call = _Call(step, parameters)
             recorder.wait()
@@ -170,6 +171,7 @@ class TrainingRunner(GraphStore[CapturedStep]):
                 self.policy.count_change(2)
                 return None
             recorder = self._recorder
+            assert recorder is not None
             recorder.wait()
             try:
                 for static, gradient in zip(step.incoming, present(incoming), strict=True):

@@ -217,7 +217,7 @@ def reasons_of(
     tower: Tower,
     family: Family,
     snapshot: Snapshot,
-    former_forward: Any,
+    former_forward: Callable[..., object] | None,
     name: str | None,
     options: Mapping[str, object],
     *,

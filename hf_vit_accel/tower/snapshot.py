@@ -417,8 +417,9 @@ class Snapshot:
         if dtype not in _COMPUTE_DTYPES:  # quantised: the norms keep the dtype that activations have
             dtype = block.norm1.weight.dtype
         assert isinstance(dtype, torch.dtype)
-        sizes: dict[str, Any] = dict(heads=self.heads, head_dim=self.head_dim, scale=self.scale)
-        return Request(device=device, dtype=dtype, **sizes, **options)
+        return Request(
+            device=device, dtype=dtype, heads=self.heads, head_dim=self.head_dim, scale=self.scale, **options
+        )
 
 
 _HEADS = ("num_heads", "head_dim", "scaling")

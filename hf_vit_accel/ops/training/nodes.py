@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from hf_vit_accel import machine
 from hf_vit_accel.ops.add_norm import widened
 from hf_vit_accel.ops.base import AddThen, Apply, FunctionContext, Gradients
 from hf_vit_accel.ops.training.norm_backward import NormRecipe
+
+if TYPE_CHECKING:
+    from hf_vit_accel.ops import LayerOps
 
 Rows = Tensor
 TrainedLayer = Callable[..., tuple[Rows, Rows | None]]
@@ -139,7 +142,7 @@ class LayerNode:
         return _Layer.apply(self, qkv_shape, tuple(counts), cos_TD, sin_TD, x_TE.contiguous(), delta_TE, *weights)
 
 
-def trained_layer(layer: Any, attend: Any) -> TrainedLayer:
+def trained_layer(layer: LayerOps, attend: Callable[[Rows, Rows, Rows], Rows]) -> TrainedLayer:
     """Build a layer with gradients from its operations and its attention: one node, or operations that run one by one.
 
     It takes (3, H, D), cos, sin, x and delta, and returns what `LayerNode` does.
@@ -160,7 +163,7 @@ def trained_layer(layer: Any, attend: Any) -> TrainedLayer:
     return run
 
 
-def layer_node_of(operations: Any, attend: object) -> LayerNode | None:
+def layer_node_of(operations: LayerOps, attend: object) -> LayerNode | None:
     """Build one node from a layer's operations and its attention; None where one of the six is no `OpWithBackward`."""
     built = operations.norm1, operations.qkv, attend, operations.proj, operations.norm2, operations.mlp
     parts = []
