@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,6 +25,9 @@ from hf_vit_accel.machine import FallbackError, is_upstream, reasons_untraceable
 from hf_vit_accel.tower.code import names_of_forwards
 from hf_vit_accel.tower.proof import NAMES, name_for, warn_once
 from hf_vit_accel.watch import version_of
+
+if TYPE_CHECKING:
+    from hf_vit_accel.tower.state import TowerState
 
 
 def vision_attention(
@@ -61,13 +65,19 @@ def vision_attention(
     plans: SegmentPlans | None = None
     if not torch.compiler.is_compiling():
         plans = PLANS_OF_OFFSETS.get(cu_seq_lens_q)
+    faults: Mapping[str, str] = {}
     if plans is not None:
         settings = plans.settings
     elif route is not None:
         settings = route.spec.settings
+        faults = route.spec.faults
     else:
         _warn_of_unknown()
         settings = Settings(attention=NAMES.get(getattr(module.config, "_attn_implementation", ""), "auto"))
+        state = None if torch.compiler.is_compiling() else _state_of_config(module.config)
+        if state is not None:
+            settings = state.settings
+            faults = state.faults
     groups = query.shape[1] // key.shape[1]
     if groups > 1:  # every head of keys and values belongs to several heads of queries
         key = key.repeat_interleave(groups, dim=1)
@@ -76,7 +86,7 @@ def vision_attention(
         if settings.score_mod is not None:
             raise FallbackError(f"the score_mod cannot be applied to this call: {reasons[0]}")
         return _attend_as_stock(module, (query, key, value), cu_seq_lens_q, dropout, scaling), None
-    plans = plans or _read_plans(settings, route, cu_seq_lens_q, query.shape[2])
+    plans = plans or _read_plans(settings, faults, route, cu_seq_lens_q, query.shape[2])
     return attend_packed((query, key, value), scaling, plans), None
 
 
@@ -101,6 +111,21 @@ def attend_packed(qkv: tuple[Tensor, Tensor, Tensor], scaling: float | None, pla
         return plan.attend(q_THD, k_THD, v_THD).to(dtype).unsqueeze(0)
 
 
+_STATES = WeakIdKeyDictionary()
+"""Of the config of a patched tower whose stock forward has run on its own arguments: a weak reference to its state."""
+
+
+def note_state(config: object, state: TowerState) -> None:
+    """Let layers that hold this config attend by the settings of its tower, and without the backends that failed."""
+    _STATES[config] = weakref.ref(state)
+
+
+def _state_of_config(config: object) -> TowerState | None:
+    """Return the state of the patched tower that noted it for a config; None for a stock tower."""
+    reference = _STATES.get(config)
+    return None if reference is None else reference()
+
+
 def _attend_as_stock(
     module: Any, qkv: tuple[Tensor, ...], cu_seqlens_S1: Tensor, dropout: float, scaling: float | None
 ) -> Tensor:
@@ -123,22 +148,24 @@ A tower has two kinds of offsets, for windows and for whole frames, which its la
 """
 
 
-def _read_plans(settings: Settings, route: Route | None, cu_seqlens_S1: Tensor, rows: int) -> SegmentPlans:
+def _read_plans(
+    settings: Settings, faults: Mapping[str, str], route: Route | None, cu_seqlens_S1: Tensor, rows: int
+) -> SegmentPlans:
     """Return plans for offsets that we did not make, by one host sync for all layers that get the very same tensor.
 
     Within a call of ours (`route`) they stay as they are; elsewhere, not those whose changes would go unseen.
     """
     version = version_of(cu_seqlens_S1)
-    key = version, rows, route, settings.attention, settings.score_mod
+    key = version, rows, route, settings.attention, settings.score_mod, tuple(faults)
     known_key, plans = _READ.get(cu_seqlens_S1, (None, None))
     if plans is None or key != known_key or (version is None and route is None):
         plans = None if route is None else route.plans_of_equal(cu_seqlens_S1, rows)
-        plans = plans or _plans_from_device(settings, cu_seqlens_S1, rows)
+        plans = plans or _plans_from_device(settings, faults, cu_seqlens_S1, rows)
         _READ[cu_seqlens_S1] = key, plans
     return plans
 
 
-def _plans_from_device(settings: Settings, cu_seqlens_S1: Tensor, rows: int) -> SegmentPlans:
+def _plans_from_device(settings: Settings, faults: Mapping[str, str], cu_seqlens_S1: Tensor, rows: int) -> SegmentPlans:
     """Read offsets from the device, and check them."""
     host_S1 = cu_seqlens_S1.detach().cpu().numpy()
     lengths_S = np.diff(host_S1)
@@ -148,7 +175,7 @@ def _plans_from_device(settings: Settings, cu_seqlens_S1: Tensor, rows: int) -> 
             f"{host_S1[-1]}; pass the offsets of all rows"
         )
     segments = Segments(np.ascontiguousarray(lengths_S[lengths_S > 0], dtype=np.int32))
-    return SegmentPlans(kind="full", segments=segments, settings=settings)
+    return SegmentPlans(kind="full", segments=segments, settings=settings, faults=faults)
 
 
 _NOTED: weakref.WeakValueDictionary[int, Model] = weakref.WeakValueDictionary()

@@ -185,7 +185,7 @@ def _call(tower: Tower, state: TowerState, original: Original, args: Arguments, 
             try:
                 plan = decide(tower, state, args, kwargs)
                 if isinstance(plan, StockPlan):
-                    return stock_way.run(state, plan, attempt, stock)
+                    return stock_way.run(tower, state, plan, attempt, stock)
                 return run(state, plan, attempt)
             except (Fault, torch.OutOfMemoryError) as error:
                 attempt.prepare_another(error)

@@ -22,7 +22,7 @@ from hf_vit_accel.families.copies import CopyFamily
 from hf_vit_accel.families.interface import Inputs
 from hf_vit_accel.layout import Grid
 from hf_vit_accel.machine import raise_if_any
-from hf_vit_accel.tower.attention import reasons_custom_attention
+from hf_vit_accel.tower.attention import note_state, reasons_custom_attention
 from hf_vit_accel.tower.code import names_of_forwards, reasons_foreign_forward, why_not_reached
 from hf_vit_accel.tower.proof import NAMES
 from hf_vit_accel.tower.snapshot import Snapshot
@@ -195,12 +195,14 @@ def call_original(
     return original(*args, **{**kwargs, **injected})
 
 
-def run(state: TowerState, plan: StockPlan, attempt: Attempt, original: Callable[..., object]) -> object:
+def run(tower: Tower, state: TowerState, plan: StockPlan, attempt: Attempt, original: Callable[..., object]) -> object:
     """Run the stock forward on what the plan injects, and count the call."""
     if state.on_stock is not None and plan.instead_of is not None:
         state.on_stock(plan.instead_of, attempt, plan.reasons)
     if plan.raises is not None:
         raise_if_any([*plan.reasons, *attempt.reasons], because=plan.raises)  # none so far on the way ATTENTION
+    if plan.way is Way.STOCK:
+        note_state(tower.config, state)
     output = original(**plan.injected)
     if plan.way is Way.ATTENTION and plan.route is not None and not plan.route.attended:
         # MiniMax-M3 in older versions: its layers know no segments.

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.backends import add_spoiled
 from support.changes import through_pickle
 from support.faults import GRID, PREFILL, Flashinfer, StockModels, faults_of, install_flashinfer, raises
 from support.fp8 import run_fp8_on_cpu
@@ -150,6 +151,56 @@ BROKEN: dict[str, Broken] = {
     "FP8's attention": Broken(FP8.name, _break_fp8, RuntimeError("EXECUTION_FAILED"), ("fast",)),
 }
 """By the part that is broken."""
+
+
+def run_on_metadata_of_the_caller(tower: torch.nn.Module, offsets: torch.Tensor) -> list[torch.Tensor]:
+    """Run a call that goes `stock_way.Way.STOCK`."""
+    with torch.no_grad():
+        return outputs_of(tower(pixels_for(tower, GRID), torch.tensor(GRID), cu_seqlens=offsets))
+
+
+def offsets_of_frames() -> torch.Tensor:
+    lengths = [height * width for frames, height, width in GRID for _ in range(frames)]
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("case", ["flash_attention_3", "flex"])
+def test_a_backend_that_fails_where_stock_runs_on_what_it_was_called_with(
+    stock_models: StockModels, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    broken = BROKEN[case]
+    model, expected = stock_models["qwen2_vl"]
+    tower = tower_of(model)
+    broken.break_backend(monkeypatch, broken.error)
+    offsets = offsets_of_frames()
+    hf_vit_accel.patch(model, **broken.options)
+    for _ in range(3):
+        assert_close(run_on_metadata_of_the_caller(tower, offsets), expected)
+    assert (status_of(model).stock_calls, faults_of(model)) == (3, {broken.backend})
+    hf_vit_accel.patch(model, **broken.options)
+    assert not faults_of(model)
+    assert_close(run_on_metadata_of_the_caller(tower, offsets), expected)
+    assert faults_of(model) == {broken.backend}
+
+
+def test_the_named_backend_attends_where_stock_runs_on_what_it_was_called_with(
+    stock_models: StockModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attended: list[torch.Tensor] = []
+
+    def keep(out_THD: torch.Tensor) -> torch.Tensor:
+        attended.append(out_THD)
+        return out_THD
+
+    model, expected = stock_models["qwen2_vl"]
+    tower = tower_of(model)
+    add_spoiled(monkeypatch, keep, name="named")
+    offsets = offsets_of_frames()
+    for attention in ("named", "auto", "named"):
+        attended.clear()
+        hf_vit_accel.patch(model, attention=attention)
+        assert_close(run_on_metadata_of_the_caller(tower, offsets), expected)
+        assert len(attended) == (len(tower.blocks) if attention == "named" else 0)
 
 
 @pytest.mark.parametrize(("case", "way"), [(case, way) for case, broken in BROKEN.items() for way in broken.ways])
