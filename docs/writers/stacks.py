@@ -36,7 +36,7 @@ STACKS = (
     Stack("TRL: SFT, DPO, GRPO, QLoRA", "trl", "trl", ("trl", "qlora", "qlora_plain_tower"), AFTER),
     Stack("GRPO without vLLM: also, before the trainer", "trl", "trl", ("grpo",), ROLLOUTS),
     Stack("LLaMA-Factory", "llama-factory", "llamafactory", ("llamafactory",), "run_exp(callbacks=[PatchTower()])"),
-    Stack("ms-swift 4: `swift sft`", "ms-swift", "swift", ("swift",), PLUGIN),
+    Stack("ms-swift 4: `swift sft`", "ms-swift", "swift", ("swift", "swift_gpus"), PLUGIN),
     Stack("axolotl, under `plugins`", "axolotl", "axolotl", ("axolotl",), "- fast_vision.PatchTower"),
     Stack("verl", "verl", "verl", ("verl",), VERL),
     Stack("colpali-engine: ColQwen2, 2.5, 3", "colpali", "colpali_engine", ("colpali",), f"{PATCH}{EMBEDDING}"),

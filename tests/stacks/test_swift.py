@@ -1,6 +1,14 @@
-"""ms-swift on tiny captioners: `swift sft` with LoRA and all weights, the tower frozen and trained; `swift rlhf`."""
+"""ms-swift on tiny captioners: `swift sft` with LoRA and all weights, the tower frozen and trained; `swift rlhf`.
+
+`swift sft` also runs in two processes on the CPU, which share their gradients as those of two GPUs do (DDP).
+"""
 
 import json
+import os
+import re
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,15 +52,19 @@ def dataset(folder: Path, *, with_rejected: bool) -> str:
     return write_rows([row | rejected for row in rows_of_captions(folder)], folder / "data.jsonl")
 
 
-def train(main: Program, family: str, path: str, folder: Path, *options: str, **settings: str) -> Tensor:
-    """Run `swift sft` or `swift rlhf`; return the losses."""
-    output = folder / f"run{len(list(folder.iterdir()))}"
-    fixed = {
+def words(settings: dict[str, str]) -> list[str]:
+    """Return settings as words of a command."""
+    return [word for name, value in settings.items() for word in (f"--{name}", value)]
+
+
+def short_training(family: str, path: str, folder: Path, *, with_rejected: bool = False) -> dict[str, str]:
+    """Return the settings of a few steps on the CPU, with a new folder for their output."""
+    return {
         "model": path,
         "model_type": family,
         "template": family,
-        "dataset": dataset(folder, with_rejected=main is rlhf_main),
-        "output_dir": str(output),
+        "dataset": dataset(folder, with_rejected=with_rejected),
+        "output_dir": str(folder / f"run{len(list(folder.iterdir()))}"),
         "add_version": "false",
         "max_steps": "4",
         "logging_steps": "1",
@@ -70,17 +82,66 @@ def train(main: Program, family: str, path: str, folder: Path, *options: str, **
         "dataloader_num_workers": "0",
         "seed": "0",
     }
-    arguments = [word for name, value in (fixed | settings).items() for word in (f"--{name}", value)]
-    torch.manual_seed(0)
-    main([*arguments, *options])
-    (log,) = output.rglob("logging.jsonl")
+
+
+def logged_losses(settings: dict[str, str]) -> Tensor:
+    (log,) = Path(settings["output_dir"]).rglob("logging.jsonl")
     return losses([json.loads(line) for line in log.read_text().splitlines()])
 
 
-def options_of_the_recipe(folder: Path) -> list[str]:
+def train(main: Program, family: str, path: str, folder: Path, *options: str, **settings: str) -> Tensor:
+    """Run `swift sft` or `swift rlhf`; return the losses."""
+    settings = short_training(family, path, folder, with_rejected=main is rlhf_main) | settings
+    torch.manual_seed(0)
+    main([*words(settings), *options])
+    return logged_losses(settings)
+
+
+def options_of_the_recipe(folder: Path, name: str = "swift") -> list[str]:
     """Write the plugin; return the arguments that name it."""
     (plugin := folder / "fast_vision.py").write_text(read_recipe("swift.py"))
-    return recipe("swift").patched.split("data.jsonl \\\n")[1].replace("fast_vision.py", str(plugin)).split()
+    return recipe(name).patched.split("data.jsonl \\\n")[1].replace("fast_vision.py", str(plugin)).split()
+
+
+TINY_IDS = """
+from swift.template.templates import qwen
+from transformers import AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained({path!r})
+for template in (qwen.Qwen2VLTemplate, qwen.Qwen3VLTemplate):
+    template.image_token_id = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    template.video_token_id = tokenizer.convert_tokens_to_ids("<|video_pad|>")
+"""
+"""What `_tiny` does, as a plugin for other processes."""
+
+
+def train_in_processes(family: str, path: str, folder: Path, *plugins_and_options: str) -> tuple[Tensor, str]:
+    """Run `swift sft` in as many processes as the recipe says; return the losses, and all that was printed."""
+    (ids := folder / "tiny_ids.py").write_text(TINY_IDS.format(path=path))
+    settings = short_training(family, path, folder) | LORA
+    command = [sys.executable, "-m", "swift.cli.main", "sft", *words(settings)]
+    command += ["--external_plugins", str(ids), *plugins_and_options]
+    (processes,) = re.findall(r"^NPROC_PER_NODE=(\d+) ", recipe("swift_gpus").patched)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    environment = os.environ | {"NPROC_PER_NODE": processes, "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600, check=False
+    )
+    assert ran.returncode == 0, ran.stdout[-4000:]
+    return logged_losses(settings), ran.stdout
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sft_in_two_processes(family: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    arguments = (family, checkpoint(family), tmp_path)
+    stock, _ = train_in_processes(*arguments)
+    option, *plugins_and_options = options_of_the_recipe(tmp_path, "swift_gpus")
+    assert option == "--external_plugins"
+    patched, printed = train_in_processes(*arguments, *plugins_and_options)
+    job = Job("swift", "swift sft, LoRA, two processes", "swift_gpus")
+    job.expect_printed(family, stock, patched, printed, processes=2, bound=1e-3)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

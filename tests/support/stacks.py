@@ -156,12 +156,18 @@ def calls_of(*models: nn.Module) -> tuple[int, int, list[str]]:
 
 def expect_same_and_fast(stock: Tensor, patched: Tensor, *models: nn.Module, bound: float = 1e-4) -> Result:
     """Expect results of stock, up to a relative difference, and from the patched models' `status` only fast calls."""
+    difference = expect_same(stock, patched, bound)
+    fast_calls, stock_calls, reasons = calls_of(*models)
+    assert fast_calls > 0 and stock_calls == 0 and not reasons, (fast_calls, stock_calls, reasons)
+    return {"fast": fast_calls, "difference": difference}
+
+
+def expect_same(stock: Tensor, patched: Tensor, bound: float) -> float:
+    """Expect results of stock up to a relative difference; return it."""
     assert stock.numel() > 0 and stock.any()
     difference = relative_error(patched, stock)
     assert difference <= bound, f"{difference:.1e} from stock\n{patched}\n{stock}"
-    fast_calls, stock_calls, reasons = calls_of(*models)
-    assert fast_calls > 0 and stock_calls == 0 and not reasons, (fast_calls, stock_calls, reasons)
-    return {"fast": fast_calls, "difference": float(f"{difference:.1e}")}
+    return float(f"{difference:.1e}")
 
 
 @dataclass(frozen=True)
@@ -177,6 +183,18 @@ class Job:
         result = expect_same_and_fast(stock, patched, *models, bound=bound)
         if os.environ.get("RECORD_STACKS"):
             self._record(family, result)
+
+    def expect_printed(
+        self, family: str, stock: Tensor, patched: Tensor, printed: str, *, processes: int, bound: float
+    ) -> None:
+        """Expect the same of a program whose processes each print the status of their tower, and record it."""
+        difference = expect_same(stock, patched, bound)
+        calls = re.findall(r"^ +calls +(\d+) fast, (\d+) stock", printed, flags=re.MULTILINE)
+        assert len(calls) == processes, printed[-4000:]
+        assert all(int(fast) > 0 and int(stock_calls) == 0 for fast, stock_calls in calls), calls
+        assert "fallback" not in printed, printed[-4000:]
+        if os.environ.get("RECORD_STACKS"):
+            self._record(family, {"fast": sum(int(fast) for fast, _ in calls), "difference": difference})
 
     def _record(self, family: str, result: Result) -> None:
         record = read()
