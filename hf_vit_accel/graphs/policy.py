@@ -82,7 +82,7 @@ class Decision:
         reason: Why by none. `strict` raises it if the user asked for graphs, unless it is `Accepted`.
         routes: The route of each graph's images. Without graphs, the one whose backend or kernel failed in a capture.
             If it fails eagerly, too, it is disabled.
-        keys: The key of each graph: its signature under an identity. Those that are missing are captured first.
+        keys: The key of each graph. Those that are missing are captured first.
         is_final: Whether the pass is replayed alike as long as no graph is captured or dropped.
     """
 
@@ -90,7 +90,6 @@ class Decision:
     reason: str = ""
     bins: tuple[Bin, ...] = ()
     routes: tuple[Route, ...] = ()
-    signatures: tuple[Hashable, ...] = ()
     keys: tuple[Key, ...] = ()
     makes_room: bool = False
     is_final: bool = False

@@ -133,7 +133,7 @@ class Runner(GraphStore[_Graph]):
         """Return the replay of a pass in its own shape. The launches of any backend fit the layout of their capture."""
         route = self._routes.get(grid, spec, "exactly")
         whole = Bin(first=0, last=len(grid), tokens=route.metadata.merged, budget=None)
-        return Decision(replay="exactly", bins=(whole,), routes=(route,), signatures=(route.signature,))
+        return Decision(replay="exactly", bins=(whole,), routes=(route,), keys=(self._key(route.signature),))
 
     def _padded(self, grid: Grid, spec: Spec, bins: Bins) -> Decision | str:
         """Return the padded replay of a pass, or why there is none."""
@@ -157,8 +157,8 @@ class Runner(GraphStore[_Graph]):
         is_slower = not all(choice.backend.replays_other_layouts for choice in eager_choices)
         if is_slower and rows_of(grid) > self.policy.thresholds.padded_rows:
             return "no backend replays many layouts as fast as an eager call of this size runs"
-        signatures = tuple(route.signature for route in routes)
-        return Decision(replay="padded", bins=bins, routes=tuple(routes), signatures=signatures)
+        keys = tuple(self._key(route.signature) for route in routes)
+        return Decision(replay="padded", bins=bins, routes=tuple(routes), keys=keys)
 
     def _capture(self, batch: Batch, route: Route, bin_: Bin | None, recorder: CudaRecorder) -> _Graph:
         assert bin_ is not None

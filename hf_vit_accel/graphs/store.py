@@ -153,6 +153,10 @@ class GraphStore(ABC, Generic[G]):
     def _candidates(self, grid: Grid, spec: Spec, bins: Bins) -> Iterator[Decision | str]:
         """Yield the ways to replay a pass that the calls so far allow, the best first, and why there is no other."""
 
+    def _key(self, signature: Hashable) -> Key:
+        """Return the key of a graph under the current identity."""
+        return id(self._identities[-1]), signature
+
     @abstractmethod
     def needed_bytes(self, grid: Grid, identity: Identity) -> int:
         """Estimate the device memory of a graph. All graphs share it, since one runs at a time."""
@@ -326,14 +330,12 @@ class GraphStore(ABC, Generic[G]):
             if isinstance(candidate, str):
                 reasons.append(candidate)
                 continue
-            keys = tuple((id(self._identities[-1]), signature) for signature in candidate.signatures)
-            missing = {key for key in keys if key not in self._graphs}
+            missing = {key for key in candidate.keys if key not in self._graphs}
             why = self._why_not_captured(grid, candidate, missing) if missing else None
             makes_room = why == NO_ROOM and self.policy.will_make_room(len(self._graphs))
             if why is None or makes_room:
                 return replace(
                     candidate,
-                    keys=keys,
                     makes_room=makes_room,
                     is_final=not refused and (candidate.replay == "exactly" or limits.exact_calls == NEVER),
                 )

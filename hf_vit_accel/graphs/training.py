@@ -125,7 +125,8 @@ class TrainingRunner(GraphStore[CapturedStep]):
             yield Accepted("with gradients, a layout is captured when it comes often")
         else:
             route = self._routes.get(grid, spec, "exactly")
-            yield Decision(replay="exactly", routes=(route,), signatures=((grid, self._outputs_of_last_loss),))
+            key = self._key((grid, self._outputs_of_last_loss))
+            yield Decision(replay="exactly", routes=(route,), keys=(key,))
 
     def _replay(self, decision: Decision, graphs: list[CapturedStep], batch: Batch) -> list[Tensor]:
         """Replay the forward of a call, so that autograd replays its backward."""
