@@ -113,6 +113,12 @@ _BY_PLACE: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
             "route = state.last_route or state.routes.get(grid, state.attention_spec(",
         ),
     },
+    ("tower/attention.py", "tests/integration/test_faults_of_backends.py"): {
+        "offsets of the caller keep the plans of a backend that failed": (
+            "settings.score_mod, tuple(faults)",
+            "settings.score_mod",
+        ),
+    },
     ("tower/state.py", "tests/unit/test_attention_only.py"): {
         "an attention-only tower keeps the windows of its first call": (
             "spec is None or spec.geometry != geometry or",
