@@ -143,7 +143,7 @@ def _set_text_forwards(model: nn.Module, forwards: Mapping[str, TextForward]) ->
     for path, former in text_forwards_in(model).items():
         former.take_off(model.get_submodule(path))
     for path, forward in forwards.items():
-        vars(model.get_submodule(path))["forward"] = forward
+        forward.put_on(model.get_submodule(path))
 
 
 def _checked_holders(model: nn.Module, every_rank: bool) -> list[nn.Module]:

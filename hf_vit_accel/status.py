@@ -249,8 +249,10 @@ def _decoding_of(model: nn.Module) -> str | None:
 def text_forwards_in(model: nn.Module) -> dict[str, TextForward]:
     """Return our forwards of text models in a model, by their paths; none before `text=True` imports the room."""
     room = sys.modules.get("hf_vit_accel.decoding.text_forward")
-    forwards = {path: vars(module).get("forward") for path, module in model.named_modules()}
-    return {path: x for path, x in forwards.items() if room is not None and isinstance(x, room.TextForward)}
+    if room is None:
+        return {}
+    forwards = {path: room.TextForward.in_text(module) for path, module in model.named_modules()}
+    return {path: forward for path, forward in forwards.items() if forward is not None}
 
 
 def _model_status(path: str, model: nn.Module) -> ModelStatus:

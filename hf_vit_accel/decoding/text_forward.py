@@ -66,16 +66,28 @@ class TextForward(OurMethod):
         return self._reduced(self._strict, self._former, self.hooks)
 
     @staticmethod
+    def in_text(text: nn.Module) -> TextForward | None:
+        """Return ours of a text model; None for a model without."""
+        forward = vars(text).get(_place_of(text))
+        return forward if isinstance(forward, TextForward) else None
+
+    @staticmethod
     def former_of(text: Model) -> object:
         """Return what stands in the place of a text model's forward, or stood there before ours."""
-        forward = vars(text).get("forward")
-        return forward._former if isinstance(forward, TextForward) else forward
+        ours = TextForward.in_text(text)
+        return vars(text).get("forward") if ours is None else ours._former
+
+    def put_on(self, text: nn.Module) -> None:
+        """Let the calls of a text model, or of a copy of it, reach this forward."""
+        vars(text)[_place_of(text)] = self
 
     def take_off(self, text: nn.Module) -> None:
         """Leave a text model, or a copy of it, as it was before."""
-        del vars(text)["forward"]
-        if self._former is not None:
-            vars(text)["forward"] = self._former
+        place = _place_of(text)
+        if place == "forward" and self._former is None:
+            del vars(text)["forward"]
+        else:  # a hook of accelerate calls what it found there
+            vars(text)[place] = self._former or type(text).forward.__get__(text)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the stock forward returns.
@@ -137,6 +149,11 @@ class TextForward(OurMethod):
         text = f"{self.calls} call{'s' * (self.calls != 1)} without padding"
         counts = "; ".join(f"{count} x {why}" for why, count in self.stock_reasons.items())
         return text + (f", {self.stock_reasons.total()} by stock ({counts})" if counts else "")
+
+
+def _place_of(text: nn.Module) -> str:
+    """Return the attribute that holds a text model's forward: a hook of accelerate moves it, and calls it there."""
+    return "_old_forward" if "_old_forward" in vars(text) else "forward"
 
 
 def _name_shallow_copy(module: nn.Module, args: Any, kwargs: Arguments) -> tuple[Any, Arguments] | None:

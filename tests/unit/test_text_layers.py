@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from support.composites import COMPOSITES, LINEAR
 from support.decoding import Counts, add_adapters, assert_equal_outputs, both, change_model, counts_of
 from support.towers import alike
@@ -320,6 +321,25 @@ def test_a_class_forward_on_the_instance_is_put_back(model: Any) -> None:
         unpatch(clone)
         text = text_of(clone)
         assert vars(text)["forward"] == type(text).forward.__get__(text)
+
+
+def test_a_hook_of_accelerate_after_patch_is_no_obstacle_to_undoing(model: Any) -> None:
+    """`add_hook_to_module` keeps our forward in `_old_forward`; `remove_hook_from_module` puts that back."""
+    text = text_of(model)
+    inputs = batch(model, random.Random(8), 3)
+    patch(model, text=True)
+    add_hook_to_module(text, ModelHook())
+    compare(model, inputs)
+    reasons = {"a forward of its own on model.language_model": 1}
+    assert counts(model) == (0, reasons)
+    with patched(model):
+        compare(model, inputs)
+    assert counts(model) == (0, reasons), "the former forward is back, inside the hook"
+    unpatch(model)
+    assert status(model).text is None
+    compare(model, inputs)
+    remove_hook_from_module(text)
+    assert vars(text)["forward"] == type(text).forward.__get__(text)
 
 
 def test_copies_and_pickles_run_their_own_modules(model: Any) -> None:
