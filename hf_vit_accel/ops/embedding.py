@@ -214,9 +214,13 @@ def rotated(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
 
 
 def rope_reference(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    """Rotate q and k; a new (T, 3, H, D)."""
-    q_and_k = rotated(qkv_T3HD[:, :2].flatten(1, 2), cos_TD, sin_TD)
-    return torch.cat((q_and_k.view_as(qkv_T3HD[:, :2]), qkv_T3HD[:, 2:]), dim=1)
+    """Rotate q and k; a new (T, 3, H, D). Every eager call on a CPU runs it, so it enters no other function."""
+    wide = torch.promote_types(qkv_T3HD.dtype, torch.float32)
+    qk = qkv_T3HD[:, :2].to(wide)
+    first, second = qk.chunk(2, dim=-1)
+    turned = torch.cat([-second, first], dim=-1)
+    qk = qk * cos_TD[:, None, None].to(wide) + turned * sin_TD[:, None, None].to(wide)
+    return torch.cat((qk.to(qkv_T3HD.dtype), qkv_T3HD[:, 2:]), dim=1)
 
 
 @kernel
