@@ -17,6 +17,7 @@ from support.changes import through_pickle
 from support.faults import GRID, PREFILL, Flashinfer, StockModels, faults_of, install_flashinfer, raises
 from support.fp8 import run_fp8_on_cpu
 from support.patching import status_of
+from support.towers import skip_without_metadata
 from tiny import assert_close, outputs_of, pixels_for, run_tower, tower_of
 
 import hf_vit_accel
@@ -155,6 +156,7 @@ BROKEN: dict[str, Broken] = {
 
 def run_on_metadata_of_the_caller(tower: torch.nn.Module, offsets: torch.Tensor) -> list[torch.Tensor]:
     """Run a call that goes `stock_way.Way.STOCK`."""
+    skip_without_metadata(tower)
     with torch.no_grad():
         return outputs_of(tower(pixels_for(tower, GRID), torch.tensor(GRID), cu_seqlens=offsets))
 

@@ -8,14 +8,12 @@ import pytest
 import torch
 from support.patching import WAYS, Grid, check_calls, check_stock, gradients, patch_by, run, status_of
 from support.tensors import Output, flat
-from support.towers import ONE_TOWER, TOWERS
+from support.towers import ONE_TOWER, TOWERS, skip_without_metadata
 from tiny import GRIDS, TINY, assert_close, chat_inputs, left_padded, merged_of, pixels_for, relative_error, tower_of
 from torch import nn
 from torch.func import functional_call
 
 import hf_vit_accel
-from hf_vit_accel.families import family_of
-from hf_vit_accel.tower.proof import prove
 from hf_vit_accel.tower.state import state_of
 
 
@@ -215,8 +213,7 @@ def metadata_of_caller(tower: nn.Module, grid: Grid) -> dict[str, Metadata]:
 @pytest.mark.parametrize("way", WAYS)
 def test_metadata_of_the_caller_goes_the_stock_way(shared: nn.Module, way: str) -> None:
     tower = tower_of(shared)
-    if "cu_seqlens" not in prove(tower, family_of(tower)).taken:
-        pytest.skip("this transformers takes no metadata")
+    skip_without_metadata(tower)
     grid = GRIDS["mixed"]
     before = run(tower, grid)
     cases = metadata_of_caller(tower, grid)

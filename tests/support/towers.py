@@ -7,7 +7,9 @@ import pytest
 import torch
 from tiny import FAMILIES, TINY, Tiny, tower_of
 
+from hf_vit_accel.families import family_of
 from hf_vit_accel.tower import trials
+from hf_vit_accel.tower.proof import prove
 
 
 def alike(case: Any, *similar_cases: Any) -> list[Any]:
@@ -72,3 +74,9 @@ def quick_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("small images", "one image", "two images")
     few = {name: trials.CONDITIONS[name] for name in names}
     monkeypatch.setattr(trials, "CONDITIONS", few | {"large images": few["small images"]})
+
+
+def skip_without_metadata(tower: Any) -> None:
+    """Skip a test where this transformers' tower takes no offsets from its caller."""
+    if "cu_seqlens" not in prove(tower, family_of(tower)).taken:
+        pytest.skip("this transformers takes no metadata")
