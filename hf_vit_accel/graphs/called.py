@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_vit_accel.graphs.memory import capture_of_ours
 from hf_vit_accel.graphs.recorder import CudaRecorder
 from hf_vit_accel.machine import one_line
 
@@ -37,7 +38,7 @@ def _try(module: Any, dtype: torch.dtype, device: torch.device) -> str | None:
     static = first.clone()
     outputs: list[Tensor] = []
     try:
-        with torch.no_grad():
+        with torch.no_grad(), capture_of_ours():
             recorder = CudaRecorder(device)
             [replay], _ = recorder.record(lambda: outputs.append(module(static)))
             for rows in others:

@@ -76,10 +76,12 @@ def _give_up_graphs(device: int, requested: int, allocated: int, free: int) -> N
         return
     global stores_given_up
     for store in list(_stores):
-        is_elsewhere = store.device is not None and store.device.index not in (None, device)
-        if is_elsewhere:
-            continue
-        with suppress(RuntimeError):  # CUDA refuses to wait for replays within a capture: the next call drops them
+        # CUDA refuses to wait for replays within a capture: the next call drops them.
+        # Another thread may change a store meanwhile: it decodes.
+        with suppress(RuntimeError):
+            of_store = store.device
+            if of_store is not None and of_store.index not in (None, device):
+                continue
             if store.give_up("device memory ran out after graphs were captured"):
                 stores_given_up += 1
                 _stores.discard(store)

@@ -19,7 +19,7 @@ from torch import nn
 import hf_vit_accel
 from hf_vit_accel import FlexConfig, GraphConfig, backends
 from hf_vit_accel.backends import Rule
-from hf_vit_accel.graphs import memory
+from hf_vit_accel.graphs import called, memory
 from hf_vit_accel.graphs.policy import NO_ROOM
 from hf_vit_accel.options import passes
 from hf_vit_accel.tower.state import state_of
@@ -126,6 +126,42 @@ def test_graphs_go_when_memory_runs_out(on_cpu: type[Recorder], model: nn.Module
     assert ways_of(model, [IMAGE] * 2) == ["eager"] * 2
     hf_vit_accel.warmup(model, [IMAGE], progress=False)
     assert ways_of(model, [IMAGE]) == ["replayed"], "so does warmup"
+
+
+class OutOfMemory(nn.Linear):
+    """A third-party linear for whose call memory runs out: torch calls the observer, and frees what it keeps."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        memory._give_up_graphs(0, 1 << 40, 0, 0)
+        return super().forward(input)
+
+
+def test_graphs_stay_when_memory_runs_out_within_a_trial(on_cpu: type[Recorder], model: nn.Module) -> None:
+    """A quantised linear (bitsandbytes) is tried for graphs in the middle of a decision about them."""
+    runner = patch(model, "auto")
+    ways_of(model, [IMAGE] * 3)
+    assert runner.status().graphs
+    why = called.reason_against_capture([OutOfMemory(4, 4)], torch.float32, torch.device("cpu"))
+    assert why is None and runner.status().graphs
+
+
+def test_a_store_that_another_thread_changes_meanwhile_is_passed_over() -> None:
+    """torch raises its own error behind the observer, not one of ours (AttributeError, RuntimeError)."""
+
+    class Changing:
+        devices = iter([torch.device("cuda", 0), None])
+
+        @property
+        def device(self) -> torch.device | None:
+            return next(self.devices)
+
+        def give_up(self, why: str) -> bool:
+            raise RuntimeError("OrderedDict mutated during iteration")
+
+    store = Changing()
+    memory._stores.add(store)
+    memory._give_up_graphs(0, 1 << 40, 0, 0)
+    assert next(store.devices) is None, "the device was read once"
 
 
 def ways_of(model: nn.Module, grids: list[Grid]) -> list[str]:
