@@ -3,6 +3,7 @@
 import copy
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -230,6 +231,34 @@ def test_metadata_of_the_caller_goes_the_stock_way(shared: nn.Module, way: str) 
     check_calls(shared, 1, len(cases), "the caller supplies sequence metadata")
     assert f"1 fast, {len(cases)} stock (0 with our metadata)" in str(hf_vit_accel.status(shared))
     check_stock(shared, grid, before)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_offsets_of_the_caller_may_change_in_place(
+    shared: nn.Module, mode: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """Torch counts no writes to a tensor of inference mode."""
+    tower = tower_of(shared)
+    skip_without_metadata(tower)
+    grid = [(1, 4, 4), (1, 4, 4)]
+    pixels = pixels_for(tower, grid)
+    middles = (16, 8, 24)
+
+    def call_with_each_middle() -> list[list[torch.Tensor]]:
+        with mode():
+            offsets = torch.tensor([0, 0, 32], dtype=torch.int32)
+            outputs = []
+            for middle in middles:
+                offsets[1] = middle
+                outputs.append(flat(tower(pixels, grid_thw=torch.tensor(grid), cu_seqlens=offsets)))
+            return outputs
+
+    expected = call_with_each_middle()
+    assert relative_error(expected[1][0], expected[0][0]) > 1e-3, "the offsets matter in stock"
+    hf_vit_accel.patch(shared)
+    for outputs, expected_outputs in zip(call_with_each_middle(), expected, strict=True):
+        assert_close(outputs, expected_outputs)
+    check_calls(shared, 0, len(middles), "the caller supplies sequence metadata")
 
 
 # --- layouts, models and configs side by side -----------------------------------------------------------------------
