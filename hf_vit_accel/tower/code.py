@@ -140,7 +140,7 @@ def reasons_foreign_forward(tower: nn.Module) -> list[str]:
 
 def why_not_reached(forward: Callable[..., object]) -> str:
     """Describe a forward of others on the instance that does not call the class's."""
-    return f"the tower has a forward of its own: {name_of(forward)} does not call the class's"
+    return f"the tower has a forward of its own: {name_of(forward)} does not call the class's, as far as patch sees"
 
 
 def name_of(forward: Callable[..., object]) -> str:
