@@ -13,7 +13,6 @@ from torch import nn
 from hf_vit_accel.backends import BACKENDS, BackendUnavailableError, Choice, LayerKind, resolve
 from hf_vit_accel.backends.base import Replay
 from hf_vit_accel.config import GraphConfig, Settings
-from hf_vit_accel.engine.route import Route
 from hf_vit_accel.families import FAMILIES, FAMILIES_OF_COPIES, Family, Tower
 from hf_vit_accel.families.copies import CopyFamily, suggest_families
 from hf_vit_accel.graphs.runner import Runner
@@ -48,7 +47,7 @@ class TowerStatus:
         patched: Whether the tower is patched. If not, only `attention` follows.
         attention: The requested attention, or the name of stock's.
         backends: The backend of every kind of layer, in the last call. Before the first call, that of full layers which
-            is expected.
+            is expected. Empty if stock ran the last call on what it was called with; so are `rejected` and `fused`.
         rejected: By kind of layer and backend, the reasons against backends that come first.
         fused: The parts that the last call ran fused. Both are empty before the first call, which builds operations.
         unfused: The parts that it did not run fused, with the reason.
@@ -117,7 +116,7 @@ class TowerStatus:
             stock += f" ({self.metadata_calls} with our metadata)"
         lines = [
             f"{path}: {family}, patched",
-            f"  attention  {self.attention} -> {backends or 'not chosen yet'}",
+            f"  attention  {self.attention} -> {backends or ('not chosen yet' if is_expected else 'not recorded')}",
             f"  fused      {fused}",
             f"  calls      {self.calls} fast, {stock}",
             "  layouts    {} held, {} hits, {} misses".format(*self.layouts),
@@ -325,7 +324,7 @@ def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
         against_fast=tuple(dict.fromkeys(against)),
         graphs=_graph_status(state.inference_runner, is_asked_for=settings.graphs != "auto"),
         training=_graph_status(state.training_runner),
-        fp8=None if settings.fp8 is None else _report_of_fp8(route),
+        fp8=None if settings.fp8 is None else _report_of_fp8(state),
         passes=None if state.passes is None else str(state.passes) or None,
         ranks=None if state.sharing is None else str(state.sharing),
         reuse=None if state.reuse is None else state.reuse.status(),
@@ -375,13 +374,14 @@ def ignored_options(settings: Settings) -> dict[str, str]:
     return {name: "this family is served attention only" for name, option in requested.items() if option}
 
 
-def _report_of_fp8(route: Route | None) -> str:
+def _report_of_fp8(state: TowerState) -> str:
     """Describe how attention is scaled, and why the last call did not use FP8."""
-    kept = None if route is None else route.spec.request.kept
-    if route is None or kept is None:
+    if state.scales is None:
         return "requested"
-    why_not_worth = route.choices["full"].not_worth if "full" in route.choices else None
-    return kept.report() if why_not_worth is None else f"{kept.report()}; not used by the last call: {why_not_worth}"
+    report = state.scales.report()
+    route = state.last_route
+    why_not_worth = None if route is None or "full" not in route.choices else route.choices["full"].not_worth
+    return report if why_not_worth is None else f"{report}; not used by the last call: {why_not_worth}"
 
 
 def towers_of(

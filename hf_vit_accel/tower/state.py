@@ -63,6 +63,7 @@ class TowerState:
         fast_calls: Calls that ran our operations, or attended through our backends alone.
         stock_calls: All others.
         metadata_calls: Those of them whose stock forward got our metadata.
+        last_route: Of the last call; None if stock ran it on what it was called with.
         why_stock: The reasons of the last call, if stock ran it; empty for a fast one.
         warming: The thread that runs `warmup`.
         popped: The metadata that a tower pops whose attention alone is ours; None before its first call.
@@ -70,6 +71,7 @@ class TowerState:
         earlier: Other readings of the same modules, the last one first. The tower may be as they were again.
         rebuilds: How often the tower was read, and built, again because it changed.
         asked_for: The backend that an option asks for, beside `attention`; None for none.
+        scales: What that backend keeps for the tower; None before a call that may take it.
         processors: Those that leave rescaling and normalising to the tower.
     """
 
@@ -106,7 +108,7 @@ class TowerState:
         self.last_snapshot: Snapshot | None = None
         self.earlier: tuple[Snapshot, ...] = ()
         self.asked_for = asked_for(settings)
-        self._kept: Scales | None = None
+        self.scales: Scales | None = None
         self._attention_spec: Spec | None = None
 
     def _compose(self) -> Encode:
@@ -230,15 +232,15 @@ class TowerState:
         """Return what the backend that an option asks for keeps for the tower on a device."""
         assert self.asked_for is not None
         layers = len(snapshot.parts.blocks)
-        kept = self._kept
+        kept = self.scales
         if kept is not None and (kept.device, kept.layers, kept.heads) == (device, layers, snapshot.heads):
             return kept
         if kept is not None:
             if self.inference_runner is not None:
                 self.inference_runner.drop_graphs()  # its graphs write to the memory that goes
             kept.wait_for_writes()
-        self._kept = self.asked_for.keep(self.settings, device, layers, snapshot.heads)
-        return self._kept
+        self.scales = self.asked_for.keep(self.settings, device, layers, snapshot.heads)
+        return self.scales
 
     def request(self, snapshot: Snapshot, weights: WeightMemory, key: SpecKey) -> Request:
         """Return what the layers of a kind of calls ask of a backend."""
@@ -325,12 +327,12 @@ class TowerState:
         self.drop_graphs()
         if self.reuse is not None:
             self.reuse.drop_features()
-        if self._kept is not None:
-            self._kept.wait_for_writes()
+        if self.scales is not None:
+            self.scales.wait_for_writes()
         self.routes.cache.clear()
         self.last_snapshot = None
         self.earlier = ()
-        self._kept = None
+        self.scales = None
         self._attention_spec = None
         self.last_route = None
 

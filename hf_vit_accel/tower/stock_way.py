@@ -217,5 +217,5 @@ def run(tower: Tower, state: TowerState, plan: StockPlan, attempt: Attempt, orig
         state.metadata_calls += plan.way is Way.METADATA
     state.why_stock = plan.reasons or tuple(attempt.reasons)
     state.fallbacks.update({*plan.reasons, *attempt.reasons})
-    state.last_route = plan.route or state.last_route  # a call that goes STOCK has no route
+    state.last_route = plan.route  # none on the way STOCK
     return output

@@ -385,6 +385,12 @@ _BY_PLACE: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
             "snapshot = state.snapshot(tower)",
         ),
     },
+    ("tower/stock_way.py", STATUS): {
+        "status shows what an earlier call fused beside the reasons of a stock call": (
+            "state.last_route = plan.route ",
+            "state.last_route = plan.route or state.last_route ",
+        ),
+    },
     ("tower/forward.py", STATUS): {
         "a fast call keeps the reasons of a stock call before": ("state.why_stock = ()", "pass"),
     },

@@ -15,7 +15,7 @@ from support.attention import HEADS, LAYOUTS, draw, exact, request, segments_of
 from support.backends import skip_for
 from support.cpu_graphs import status_of
 from support.fp8 import run_fp8_on_cpu
-from support.towers import both_towers
+from support.towers import both_towers, skip_without_metadata
 from tiny import TINY, all_equal, largest_error, outputs_of, pixels_for, relative_error, run_tower, tower_of
 
 import hf_vit_accel
@@ -84,6 +84,19 @@ def test_short_segments_stay_in_the_dtype(fp8_on_cpu: None, model: Any) -> None:
     status = hf_vit_accel.status(model).towers[0]
     assert "cudnn_fp8" not in status.backends.values() and not status.fallbacks
     assert status.fp8 is not None and "not used by the last call: rows attend to" in status.fp8
+
+
+def test_a_stock_call_leaves_the_report_of_the_scales(fp8_on_cpu: None, model: Any) -> None:
+    tower = tower_of(model)
+    skip_without_metadata(tower)
+    hf_vit_accel.patch(model, fp8=ALWAYS)
+    run_tower(tower, GRID)
+    pixels = pixels_for(tower, GRID)
+    offsets = torch.tensor([0, len(pixels)], dtype=torch.int32)
+    with torch.no_grad():
+        tower(pixels, grid_thw=torch.tensor(GRID), cu_seqlens=offsets)
+    status = hf_vit_accel.status(model).towers[0]
+    assert (status.calls, status.stock_calls, status.fp8) == (1, 1, "scaled by the amax of each call")
 
 
 def test_what_it_does_not_serve_goes_on_without_it(fp8_on_cpu: None, model: Any) -> None:

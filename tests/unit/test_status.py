@@ -30,7 +30,7 @@ def recorded(state: TowerState) -> tuple[object, ...]:
     specs = {} if snapshot is None else dict(snapshot.specs)
     routes = dict(state.routes.cache._values), state.routes.cache.hits, state.routes.cache.misses
     counts = state.fast_calls, state.stock_calls, state.metadata_calls, dict(state.fallbacks), state.rebuilds
-    return snapshot, state.earlier, specs, routes, counts, state.last_route, state._kept, state.faults
+    return snapshot, state.earlier, specs, routes, counts, state.last_route, state.scales, state.faults
 
 
 @contextmanager
@@ -173,6 +173,9 @@ def test_a_stock_call_records_why(way: str) -> None:
     assert status.against_fast == (reason,) and f"  not fast   {reason}" in str(status)
     if way == "with our metadata":  # its layers ran as modules, by a route of its own
         assert status.backends == {"full": "sdpa", "window": "sdpa"} and not status.fused
+    else:  # nothing of the call before it is shown as its own
+        assert not status.backends and not status.rejected and not status.fused and not status.unfused
+        assert "  attention  auto -> not recorded\n  fused      nothing\n" in str(status)
     run_tower(tower, GRID)
     again = status_of(tower)
     assert (again.against_fast, again.backends, again.fused) == ((), fast.backends, fast.fused)
