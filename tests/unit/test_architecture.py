@@ -30,7 +30,7 @@ IMPORTS = {
     "decoding": "attached backends graphs machine ops versions watch",
     "tower": "attached backends config engine families graphs layout machine ops options versions watch",
     "model": "attached families machine tower versions watch",
-    "status": "backends config decoding engine families graphs machine model ops options tower versions",
+    "status": "backends config decoding families graphs machine model ops options tower versions",
     "api": "backends config decoding families layout machine model status tower",
     "calibration": "api backends config status tower",
     "__init__": "api backends calibration config decoding machine model options status tower",
