@@ -301,21 +301,21 @@ class LRU(Generic[V]):
         self._values: OrderedDict[Hashable, tuple[V, int]] = OrderedDict()
         self._lock = Lock()
 
-    def get(self, key: Hashable, make: Callable[[], tuple[V, int]]) -> V:
+    def get(self, key: Hashable, make: Callable[[], tuple[V, int]], *, counts_hit: bool = True) -> V:
         """Return the value of a key. A missing value is made by `make() -> (value, cost)` and cached."""
-        value = self.find(key)
+        value = self.find(key, counts_hit=counts_hit)
         if value is None:
             self.misses += 1
             value, cost = make()
             self.keep(key, value, cost)
         return value
 
-    def find(self, key: Hashable) -> V | None:
+    def find(self, key: Hashable, *, counts_hit: bool = True) -> V | None:
         """Return the value of a key, or None if it is not cached."""
         with self._lock:
             if key not in self._values:
                 return None
-            self.hits += 1
+            self.hits += counts_hit
             self._values.move_to_end(key)
             return self._values[key][0]
 

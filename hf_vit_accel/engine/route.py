@@ -321,6 +321,8 @@ class Routes:
         replay: Replay = "never",
         budget: int | None = None,
         layout: Callable[[], VisionMetadata] | None = None,
+        *,
+        counts_hit: bool = True,
     ) -> Route:
         """Return the route of a grid, decided if it is not cached."""
         device = spec.request.device
@@ -330,4 +332,4 @@ class Routes:
             route = make_route(grid if layout is None else layout(), spec, replay)
             return route, sum(array.nbytes for array in route.arrays.values())
 
-        return self.cache.get(RouteKey(grid, spec, stream, replay, budget), make)
+        return self.cache.get(RouteKey(grid, spec, stream, replay, budget), make, counts_hit=counts_hit)

@@ -182,9 +182,12 @@ def _call(tower: Tower, state: TowerState, original: Original, args: Arguments, 
                 has_new_room=partial(memory.has_given_up_since, memory.stores_given_up),
                 exchanged=exchanged,
             )
+            misses = state.routes.cache.misses
             try:
                 plan = decide(tower, state, args, kwargs)
                 if isinstance(plan, StockPlan):
+                    if plan.route is not None and state.routes.cache.misses == misses:
+                        state.routes.cache.hits += 1  # `decide` counts none: it may be asked again
                     return stock_way.run(tower, state, plan, attempt, stock)
                 return run(state, plan, attempt)
             except (Fault, torch.OutOfMemoryError) as error:

@@ -240,6 +240,10 @@ def test_its_plan_is_frozen_and_decided_twice_the_same() -> None:
     assert isinstance(plan, StockPlan) and plan.way is Way.ATTENTION
     assert_frozen(plan)
     assert_same(plan, decide(*call))
+    assert hf_vit_accel.status(tower).towers[0].layouts == (1, 0, 1)
+    for hits in (1, 2):
+        run(tower)
+        assert hf_vit_accel.status(tower).towers[0].layouts == (1, hits, 1)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

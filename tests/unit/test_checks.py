@@ -196,7 +196,7 @@ def test_a_call_that_is_decided_twice_gets_the_same_plan_and_changes_nothing(tow
 
     def counted() -> tuple[object, ...]:
         snapshot = state.last_snapshot
-        routes = len(state.routes.cache), state.routes.cache.misses
+        routes = len(state.routes.cache), state.routes.cache.hits, state.routes.cache.misses
         counts = state.fast_calls, state.stock_calls, state.rebuilds, dict(state.fallbacks)
         return snapshot, dict(snapshot.specs), routes, counts
 
@@ -204,6 +204,17 @@ def test_a_call_that_is_decided_twice_gets_the_same_plan_and_changes_nothing(tow
     assert_same(first, decide(*call))
     assert counted() == before
     assert_as_planned(first, way)
+
+
+@pytest.mark.parametrize("way", ["fast", "with a hook in a block", "with our metadata"])
+def test_a_call_counts_one_hit_where_its_layout_is_cached(tower: nn.Module, way: str) -> None:
+    _, _, (pixels,), options = call_of(tower, way)
+    counts = []
+    for _ in range(3):
+        tower(pixels, **options)
+        counts.append(hf_vit_accel.status(tower).towers[0].layouts[1:])
+    [(hits, misses), *later] = counts
+    assert later == [(hits + 1, misses), (hits + 2, misses)]
 
 
 @pytest.mark.parametrize("way", PLANNED)
