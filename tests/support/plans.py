@@ -36,7 +36,10 @@ def assert_frozen(plan: Any) -> None:
 
 
 def mutable_in(value: Any, name: str) -> Iterator[str]:
-    """Yield the names of containers in a plan, and in the frozen dataclasses that it holds, that anybody may change."""
+    """Yield the names of containers in a plan, and in the frozen dataclasses that it holds, that anybody may change.
+
+    A route's caches are no fields of it, and are left out: they are filled when they are first needed.
+    """
     if isinstance(value, MutableMapping | MutableSequence | MutableSet):
         yield name
     elif isinstance(value, Mapping):
