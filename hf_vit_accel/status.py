@@ -287,8 +287,7 @@ def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
     against = state.why_stock
     choices: Mapping[LayerKind, Choice] = {} if route is None else route.choices
     if not (state.fast_calls or state.stock_calls or family.attention_only):
-        if snapshot is None or not snapshot.watch.unchanged():
-            snapshot = Snapshot(tower, family)  # which the first call makes again, and keeps
+        snapshot = _reading_before_calls(tower, state)
         against, choices = _expected(tower, state, snapshot, former_forward)
     if former_forward is not None:  # a call that does not reach our forward records nothing
         against = (why_not_reached(former_forward), *against)
@@ -329,6 +328,18 @@ def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
         ranks=None if state.sharing is None else str(state.sharing),
         reuse=None if state.reuse is None else state.reuse.status(),
     )
+
+
+def _reading_before_calls(tower: Tower, state: TowerState) -> Snapshot:
+    """Return a reading of the tower as it is now, which the first call makes again, unless `patch` made it.
+
+    `status` keeps its own apart, as no call may find it: reading a copy again takes the seconds of its proof.
+    """
+    for reading in (state.last_snapshot, state.read_by_status):
+        if reading is not None and reading.watch.unchanged():
+            return reading
+    state.read_by_status = Snapshot(tower, state.family)
+    return state.read_by_status
 
 
 def _expected(

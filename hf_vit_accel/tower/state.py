@@ -69,6 +69,8 @@ class TowerState:
         popped: The metadata that a tower pops whose attention alone is ours; None before its first call.
         faults: Backends and kernels that failed, with the reason. They are unused until `patch` is called again.
         earlier: Other readings of the same modules, the last one first. The tower may be as they were again.
+        read_by_status: The reading that `status` made before the first call, if `patch` made none of the tower as it
+            is. No call takes it.
         rebuilds: How often the tower was read, and built, again because it changed.
         asked_for: The backend that an option asks for, beside `attention`; None for none.
         scales: What that backend keeps for the tower; None before a call that may take it.
@@ -107,6 +109,7 @@ class TowerState:
 
         self.last_snapshot: Snapshot | None = None
         self.earlier: tuple[Snapshot, ...] = ()
+        self.read_by_status: Snapshot | None = None
         self.asked_for = asked_for(settings)
         self.scales: Scales | None = None
         self._attention_spec: Spec | None = None
@@ -202,6 +205,7 @@ class TowerState:
             self.reuse.drop_features()
         self.earlier = tuple(reading for reading in readings if reading is not snapshot)[:_EARLIER_READINGS]
         self.last_snapshot = snapshot
+        self.read_by_status = None
         return snapshot
 
     def _build(self, snapshot: Snapshot, weights: WeightMemory, request: Request, hooked_parts: frozenset[int]) -> Ops:
@@ -332,6 +336,7 @@ class TowerState:
         self.routes.cache.clear()
         self.last_snapshot = None
         self.earlier = ()
+        self.read_by_status = None
         self.scales = None
         self._attention_spec = None
         self.last_route = None

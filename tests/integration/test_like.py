@@ -5,6 +5,7 @@ import re
 import types
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from tiny import assert_close, pixels_for
 from torch import Tensor, nn
 
 import hf_vit_accel
+from hf_vit_accel.tower import proof
+from hf_vit_accel.tower.state import state_of
 
 GRID = [(1, 4, 6), (2, 8, 10), (1, 2, 18)]
 TALL = [(1, 44, 24)]
@@ -197,6 +200,27 @@ def test_a_change_of_what_a_copy_reads_is_noticed(name: str, monkeypatch: pytest
     [reason] = status.fallbacks
     assert re.search(rf"{kind.__name__} is no copy of {family}: .* relative error \d\.\de-\d\d", reason)
     assert REASONS.get(name, "") in (status.rebuild_reason or "")
+
+
+@quick
+@pytest.mark.filterwarnings("ignore:.*stays stock")
+def test_status_proves_a_copy_once_before_its_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proof takes seconds. That of `status` is for `status` alone: the first call makes its own."""
+    patched = build(copies.ActsByTheConfig)
+    hf_vit_accel.patch(patched, like={"ActsByTheConfig": "qwen2_5_vl"})
+    proving = Mock(wraps=proof.prove_copy)
+    monkeypatch.setattr(proof, "prove_copy", proving)
+    assert status_of(patched).proven is not None and proving.call_count == 0
+    tower = copy.deepcopy(patched)
+    texts = {str(status_of(tower)) for _ in range(3)}
+    assert len(texts) == 1 and "not fast" not in texts.pop() and proving.call_count == 1
+    tower.config.boost = 1
+    texts = {str(status_of(tower)) for _ in range(3)}
+    assert len(texts) == 1 and "not fast   ActsByTheConfig is no copy" in texts.pop() and proving.call_count == 2
+    run(tower)
+    assert status_of(tower).stock_calls == 1 and proving.call_count == 3
+    state = state_of(tower)
+    assert state is not None and state.read_by_status is None, "it holds modules that may go"
 
 
 @quick

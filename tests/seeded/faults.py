@@ -387,8 +387,14 @@ _BY_PLACE: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
     },
     ("status.py", STATUS): {
         "status reads a changed tower in the place of the first call": (
-            "snapshot = Snapshot(tower, family)",
-            "snapshot = state.snapshot(tower)",
+            "state.read_by_status = Snapshot(tower, state.family)",
+            "state.read_by_status = state.snapshot(tower)",
+        ),
+    },
+    ("status.py", "tests/integration/test_like.py"): {
+        "status takes its former reading of a copy that changed": (
+            "if reading is not None and reading.watch.unchanged():",
+            "if reading is not None:",
         ),
     },
     ("tower/stock_way.py", STATUS): {
