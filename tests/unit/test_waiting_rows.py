@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -88,6 +89,22 @@ def test_a_row_that_has_ended_writes_no_keys_of_its_neighbours(recorder: type[Op
         ends = dict(eos_token_id=[3, 23, 43], pad_token_id=2)
         both(model, inputs, max_new_tokens=100, custom_generate=in_places(3), **ends)
     assert any(at_last_slot) and steps_of(model).rows_waited == 4
+
+
+@pytest.mark.parametrize("ends", [None, [51], [3, 23, 43]])
+def test_a_host_that_hears_of_ends_late_makes_stocks_tokens(ends: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that runs ahead of a GPU knows of an end some steps later: rows begin after others had all their slots."""
+    answers = itertools.count()
+    ended_rows = leaving.WatchedCriteria.ended_rows
+
+    def ended_rows_late(criteria: leaving.WatchedCriteria) -> list[bool] | None:
+        return None if next(answers) % 5 else ended_rows(criteria)
+
+    monkeypatch.setattr(leaving.WatchedCriteria, "ended_rows", ended_rows_late)
+    model = MODELS["qwen2_5_vl"].build()
+    inputs = ragged(model, *[6] * 20, *[20] * 8, *[60] * 3)
+    both(model, inputs, max_new_tokens=20, custom_generate=in_places(9), eos_token_id=ends, pad_token_id=2)
+    assert steps_of(model).rows_waited == 22 and counts_of(model) == Counts(1, {}) and not steps_of(model).divided
 
 
 LATE_STEPS = [(36, [3, 23, 43]), (4, list(range(3, 50, 9))), (20, list(range(3, 50, 9)))]
