@@ -212,7 +212,7 @@ def test_every_row_begins_once_in_a_place_of_its_length(
 
 def test_long_rows_that_fit_into_one_place_begin_one_after_the_other() -> None:
     """Its first row goes on until all short rows have ended. Later no second place is free for a long row."""
-    lengths = [60, 59, 58, 57, 56] + [5] * 315
+    lengths = [60, 59, 58, 57, 56] + [55] * 315
     prompt: Any = SimpleNamespace(lengths_B=lengths, columns=60)
     first = waiting.first_rows(lengths, 9, 16, 4000)
     rows = WaitingRows(prompt, DynamicCache(), first, 9, StoppingCriteriaList([MaxLengthCriteria(69)]))
