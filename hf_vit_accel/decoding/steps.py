@@ -21,7 +21,7 @@ from hf_vit_accel.graphs.recorder import CudaRecorder, free_bytes
 FEWEST = 8
 """The fewest tokens to come for which a new step is captured. A capture takes some 0.1 s."""
 _PART_FOR_A_ROOM = 0.65
-"""Of the free memory, for keys and values. The rest may lie in pieces, and torch slows down where it is short."""
+"""Of the free memory, for keys and values. The rest is for forwards, and may lie in pieces."""
 
 
 def can_capture(device: torch.device) -> bool:
