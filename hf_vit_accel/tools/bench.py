@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -233,7 +234,7 @@ def reasons_against(name: str, request: Request) -> list[str]:
 def request_of(tower: Tower, device: torch.device) -> Request:
     """Return what a tower's layers ask of a backend; with gradients if a parameter requires one."""
     is_trained = any(parameter.requires_grad for parameter in tower.parameters())
-    return Snapshot(tower, family_of_tower(tower)).request(device, grad=is_trained)
+    return replace(Snapshot(tower, family_of_tower(tower)).request(device), grad=is_trained)
 
 
 def choose(tower: Tower, attentions: Sequence[str] | None, baselines: Sequence[str]) -> dict[str, Open]:

@@ -410,16 +410,14 @@ class Snapshot:
         hooks_of_modules = [hooks for hooks in map(HOOKS[0], self.attributes_inside) if hooks]
         return any(is_output_marker(hook) for hooks in hooks_of_modules for hook in hooks.values())
 
-    def request(self, device: torch.device, dtype: torch.dtype | None = None, **options: Any) -> Request:
+    def request(self, device: torch.device, dtype: torch.dtype | None = None) -> Request:
         """Return what the layers ask of a backend."""
         block = self.parts.blocks[0]
         dtype = dtype or getattr(getattr(block.qkv[0], "weight", None), "dtype", None)
         if dtype not in _COMPUTE_DTYPES:  # quantised: the norms keep the dtype that activations have
             dtype = block.norm1.weight.dtype
         assert isinstance(dtype, torch.dtype)
-        return Request(
-            device=device, dtype=dtype, heads=self.heads, head_dim=self.head_dim, scale=self.scale, **options
-        )
+        return Request(device=device, dtype=dtype, heads=self.heads, head_dim=self.head_dim, scale=self.scale)
 
 
 _HEADS = ("num_heads", "head_dim", "scaling")

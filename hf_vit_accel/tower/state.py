@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -141,7 +142,7 @@ class TowerState:
             self.read_grid = self.reuse.read_grid
         return encode
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         names = ("family", "settings", "former_name", "former_forward")
         return {name: getattr(self, name) for name in names}
 
@@ -250,14 +251,8 @@ class TowerState:
         """Return what the layers of a kind of calls ask of a backend."""
         # Stock's blocks may attend in another dtype than that of the weights.
         dtype = key.autocast or (weights.dtype if key.fast or snapshot.uses_fsdp else None)
-        return snapshot.request(
-            key.device,
-            dtype,
-            packed=key.fast,
-            kept=key.kept,
-            grad=key.grad,
-            score_mod=self.settings.score_mod,
-        )
+        request = snapshot.request(key.device, dtype)
+        return replace(request, packed=key.fast, kept=key.kept, grad=key.grad, score_mod=self.settings.score_mod)
 
     def spec(self, snapshot: Snapshot, weights: WeightMemory, key: SpecKey) -> Spec:
         """Return the spec of a kind of calls: the one that the snapshot keeps, or a new one with its operations."""
