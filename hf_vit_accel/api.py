@@ -28,7 +28,7 @@ from hf_vit_accel.tower.attention import attention_name
 from hf_vit_accel.tower.forward import reasons_of
 from hf_vit_accel.tower.install import foreign_forward, install, uninstall
 from hf_vit_accel.tower.loading import restore_name
-from hf_vit_accel.tower.processors import normalisation_of, parts_of
+from hf_vit_accel.tower.processors import Processor, normalisation_of, parts_of
 from hf_vit_accel.tower.proof import warn_once
 from hf_vit_accel.tower.state import TowerState, state_of
 
@@ -51,7 +51,7 @@ def patch(
     reuse: bool | ReuseConfig = False,
     like: Mapping[str, str] | None = None,
     every_rank: bool = False,
-    processor: Any = None,
+    processor: Processor = None,
     text: bool = False,
     strict: bool = False,
 ) -> Model:

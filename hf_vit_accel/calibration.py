@@ -26,7 +26,7 @@ _INPUT_NAMES = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "vid
 
 
 def calibrate(
-    model: nn.Module, images: Iterable[Mapping[str, Any]], path: str | os.PathLike[str], *, margin: float = 2.0
+    model: nn.Module, images: Iterable[Mapping[str, object]], path: str | os.PathLike[str], *, margin: float = 2.0
 ) -> Path:
     """Measure the absolute maxima of q, k and v over your images, and write a file for `Fp8Config(amax_file=...)`.
 
@@ -85,7 +85,7 @@ def calibrate(
     return amax.save(path)
 
 
-def _pixels_and_grids(call: object) -> list[tuple[Tensor, Any]]:
+def _pixels_and_grids(call: object) -> list[tuple[Tensor, object]]:
     """Return the pixels and the grid of the images, and of the videos, in one output of a processor."""
     inputs: Mapping[str, Any] = call if isinstance(call, Mapping) else {}
     pairs = [(inputs[pixels], inputs.get(grid)) for pixels, grid in _INPUT_NAMES if inputs.get(pixels) is not None]

@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import (
     is_in_torch_dispatch_mode,
 )
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., object])
 V = TypeVar("V")
 PROBES: list[Any] = []
 
@@ -231,7 +231,7 @@ def once_differentiable(backward: Function) -> Function:
     once = torch_once_differentiable(backward)
 
     @wraps(backward)
-    def run(ctx: Any, *gradients: Any) -> Any:
+    def run(ctx: object, *gradients: object) -> object:
         if torch.is_grad_enabled():  # create_graph=True
             gradients = tuple(x.detach().requires_grad_() if isinstance(x, Tensor) else x for x in gradients)
         return once(ctx, *gradients)
@@ -246,7 +246,7 @@ def guarded(name: str, function: Function) -> Function:
     """
 
     @wraps(function)
-    def call(*args: object, **kwargs: object) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         try:
             return function(*args, **kwargs)
         except _NO_FAULTS:

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ _POPPED_BEFORE_5_15 = {
 
 
 @lru_cache(maxsize=1)
-def _vision_utils() -> Any:
+def _vision_utils() -> ModuleType | None:
     """Return the module of transformers that computes metadata, imported late; None before there was one."""
     name = "transformers.vision_utils"
     return None if importlib.util.find_spec(name) is None else importlib.import_module(name)
@@ -70,7 +71,7 @@ def popped_by(names: Iterable[str]) -> frozenset[str]:
     return frozenset(argument for arguments in called for argument in arguments)
 
 
-def keyword_arguments(metadata: Mapping[str, Any], popped: frozenset[str]) -> dict[str, Any]:
+def keyword_arguments(metadata: Mapping[str, Any], popped: frozenset[str]) -> dict[str, object]:
     """Return the metadata that a tower pops, under the names and in the layout of this version."""
     kwargs = {name: value for name, value in metadata.items() if name in popped}
     if not hasattr(_vision_utils(), "get_vision_attention_seqlens"):

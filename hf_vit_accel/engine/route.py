@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from hf_vit_accel.ops import Ops
 from hf_vit_accel.ops.training.nodes import TrainedLayer, trained_layer
 from hf_vit_accel.versions import METADATA, keyword_arguments
 
+K = TypeVar("K")
+V = TypeVar("V")
+
 ROUTE = "vision_route"
 """The keyword argument that takes a route to the registered attention function, through stock's `**kwargs`."""
 _OFFSETS_BY_KIND: Mapping[LayerKind, str] = {"full": "cu_seqlens", "window": "cu_window_seqlens"}
@@ -32,7 +35,7 @@ _SEGMENTS = ("cu_seqlens", "window_index", "cu_window_seqlens")
 """The arrays of a tower whose attention alone is ours: its own forward computes positions."""
 
 
-def _nothing() -> Mapping[Any, Any]:
+def _nothing() -> Mapping[K, V]:
     """Return an empty mapping that nobody can change."""
     return MappingProxyType({})
 

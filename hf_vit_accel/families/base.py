@@ -130,7 +130,7 @@ _QKV_NAMES = (("qkv",), ("q", "k", "v"), ("q_proj", "k_proj", "v_proj"))
 """The names of the Linears for queries, keys and values."""
 
 
-def qwen_parts(tower: Tower, **other_parts: Any) -> Parts:
+def qwen_parts(tower: Tower, **other_parts: Part | tuple[Part, ...]) -> Parts:
     """Describe a tower by the names in Qwen's towers, which most other families use, too.
 
     `other_parts` are added to Qwen's, or replace one. The tower still needs `patch_embed`, `rotary_pos_emb` and
@@ -165,7 +165,7 @@ def _reached_mergers(depth: int, indexes: Sequence[int], mergers: Sequence[nn.Mo
     return {layer: mergers[index] for layer, index in merger_indices.items()}
 
 
-TINY: Mapping[str, Any] = dict(
+TINY: Mapping[str, int] = dict(
     depth=4, hidden_size=32, num_heads=2, intermediate_size=40, patch_size=2, spatial_merge_size=2
 )
 """Config fields of a tiny tower of four layers, under the names that most families use."""
@@ -209,7 +209,7 @@ class Family:
     attention_only: bool = False
     grid: Callable[[Tower, Sequence[Sequence[int]]], Grid] = frames_and_sides
     options_of_proof: Mapping[str, object] = field(default_factory=dict, hash=False)
-    tiny: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    tiny: Mapping[str, object] = field(default_factory=dict, hash=False)
 
     def pixels(self, tower: Tower, pixels_TP: Tensor) -> Tensor:
         """Return flattened patches (T, P) in the shape that the tower takes."""
@@ -222,7 +222,7 @@ class Family:
         kinds = (kind for kind in type(module).__mro__ if (kind.__module__, kind.__name__) in self.towers)
         return next((kind for kind in kinds if "forward" in vars(kind)), None)  # a former name is a bare subclass
 
-    def output_class(self, tower: nn.Module) -> Any:
+    def output_class(self, tower: nn.Module) -> type | None:
         """Return the stock output class of a tower, from the module of its class; None if that has none."""
         kind = self.tower_class(tower)
         assert kind is not None

@@ -205,7 +205,7 @@ class Form:
         return dict.fromkeys(field.name for field in dataclasses.fields(self.kind))
 
 
-def form_of(output: Any, rows: int) -> Form:
+def form_of(output: object, rows: int) -> Form:
     """Return the form of the output for so many rows of pixels; raise ValueError for one that no tower has."""
     if isinstance(output, Tensor):
         return Form(Tensor, index=int(output.shape[0] != rows))

@@ -29,11 +29,12 @@ def reason_against_capture(modules: Iterable[nn.Module], dtype: torch.dtype, dev
     return None
 
 
-def _try(module: Any, dtype: torch.dtype, device: torch.device) -> str | None:
+def _try(module: nn.Module, dtype: torch.dtype, device: torch.device) -> str | None:
     """Capture a linear's call, replay it on other rows, and compare with an eager call."""
     name = type(module).__name__
     generator = torch.Generator(device).manual_seed(0)
-    size = 3, _ROWS, module.in_features
+    in_features: Any = module.in_features
+    size = 3, _ROWS, in_features
     first, *others = torch.randn(size, generator=generator, device=device).to(dtype)
     static = first.clone()
     outputs: list[Tensor] = []

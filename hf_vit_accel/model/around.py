@@ -191,7 +191,7 @@ def _is_unknown(model: Model, name: str) -> bool:
     return False
 
 
-def _is_new(model: Model, name: str, method: Any) -> bool:
+def _is_new(model: Model, name: str, method: FunctionType | property) -> bool:
     """Return whether a subclass adds a property of which transformers' class has nothing.
 
     Transformers' methods then read an attribute of this name of another object. colpali's ColQwen2_5 adds a
@@ -204,7 +204,7 @@ def _is_new(model: Model, name: str, method: Any) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _is_known(kind: type, name: str, method: Any) -> bool:
+def _is_known(kind: type, name: str, method: FunctionType | property) -> bool:
     """Return whether a declared file of transformers defines this method of a class, or of one that it inherits."""
     owner = next(owner for owner in kind.__mro__ if name in vars(owner))
     function: Any = method.fget if isinstance(method, property) else method

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +35,7 @@ def quick_gelu_reference(x_TF: Tensor) -> Tensor:
     return x_TF * torch.sigmoid(1.702 * x_TF)
 
 
-ACTIVATIONS: Mapping[str, Callable[[Any], Tensor]] = {
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "quick_gelu": quick_gelu_reference,

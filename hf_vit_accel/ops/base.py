@@ -59,7 +59,7 @@ def own_forward(module: nn.Module) -> object:
 
 
 def reasons_replaced(
-    module: nn.Module, kind: type[nn.Module] | None = None, trusted: Collection[Any] = ()
+    module: nn.Module, kind: type[nn.Module] | None = None, trusted: Collection[type | nn.Module] = ()
 ) -> list[str]:
     """Report why a module may compute something else than its class in torch (`kind`) or transformers.
 
@@ -151,7 +151,7 @@ class Context:
     reference: bool = False
     grad: bool = False
     classes: frozenset[type] | None = None
-    trusted: frozenset[Any] = frozenset()
+    trusted: frozenset[type | nn.Module] = frozenset()
     watch: Watch = field(default_factory=Watch)
     fused: set[str] = field(default_factory=set)
     activations: dict[tuple[object, ...], str | None] = field(default_factory=dict)

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -238,7 +237,7 @@ def _reasons_against(block: Block, context: Context) -> list[str]:
 
 def _fused(block: Block, context: Context) -> Apply:
     heads, key_heads, eps = _sizes(block, context)
-    kernel: Any = ShapeHeads.apply if context.grad else shape_heads_
+    kernel: Callable[..., Tensor] = ShapeHeads.apply if context.grad else shape_heads_
     function = shape_heads_reference if context.reference else kernel
 
     def shape(qkv_TF: Tensor) -> Tensor:

@@ -148,7 +148,7 @@ class Adapter(NamedTuple):
     """The index of an adapter's Linear in a product, and the factor of B A: a tensor where PEFT hot-swaps adapters."""
 
     linear: int
-    scaling: Any
+    scaling: float | Tensor
 
 
 class LoraInputs(NamedTuple):
@@ -197,7 +197,7 @@ class JoinedLinears:
         start = sum(self.widths[:linear]) + sum(self.padding[:linear])
         return slice(start, start + self.widths[linear])
 
-    def join(self, weights: Sequence[Any], biases: Sequence[Any] | None) -> tuple[Tensor, Tensor | None]:
+    def join(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None) -> tuple[Tensor, Tensor | None]:
         """Return weight and bias of the product; no bias where none of the Linears has one."""
         if self.is_single:
             return weights[0], None if biases is None else biases[0]
@@ -228,7 +228,7 @@ class JoinedLinears:
         return padded_a, padded_b
 
 
-def scaled(x: Tensor, scaling: Any) -> Tensor:
+def scaled(x: Tensor, scaling: float | Tensor) -> Tensor:
     """Multiply by a number, or by a tensor on the device without waiting for its value."""
     return x if not isinstance(scaling, Tensor) and scaling == 1 else x * scaling
 

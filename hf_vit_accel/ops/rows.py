@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
 
 from torch import nn
 
 from hf_vit_accel import machine
+from hf_vit_accel.families.base import Part
 from hf_vit_accel.ops import lora
 from hf_vit_accel.ops.base import reasons_replaced
 
@@ -32,7 +32,7 @@ class RowWise:
     classes: tuple[type[nn.Module], ...] = ()
     file: str = ""
     condition: str = ""
-    holds: Callable[[Any], bool] = lambda module: True
+    holds: Callable[[Part], bool] = lambda module: True
     of_patches: bool = False
 
 
@@ -90,7 +90,7 @@ def reasons_mixing(
     proven: Collection[type],
     patches: Iterable[nn.Module | None] = (),
     class_of: Callable[[nn.Module], type] = type,
-    trusted: Collection[Any] = (),
+    trusted: Collection[type | nn.Module] = (),
     row_wise: Collection[int] = (),
 ) -> list[str]:
     """Return why all rows of a call must be encoded together: a sentence about the first module that may mix rows.

@@ -9,7 +9,6 @@ divide narrow weights, which takes a second kernel to add up (H200). With one to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -232,7 +231,7 @@ def _grid(tokens: int, width: int, sizes: Sequence[int]) -> tuple[int, int]:
     return sum(-(-size // blocks["BLOCK_F"]) for size in sizes), -(-tokens // blocks["BLOCK_T"])
 
 
-def _blocks(tokens: int, width: int) -> dict[str, Any]:
+def _blocks(tokens: int, width: int) -> dict[str, int]:
     """Return the constants of a kernel, the fastest of some that were measured with 7B and 8B (H200)."""
     if tokens > 64:
         return {"BLOCK_T": 128, "BLOCK_F": 128, "BLOCK_E": 64, "num_warps": 8, "num_stages": 5}

@@ -35,14 +35,14 @@ from hf_vit_accel.families.interface import named_tensors
 from hf_vit_accel.layout import Grid, rows_of
 from hf_vit_accel.tower.snapshot import Snapshot
 
-_QWEN2: dict[str, Any] = dict(depth=32, embed_dim=1280, num_heads=16, mlp_ratio=4, patch_size=14)
-_QWEN2_5: dict[str, Any] = dict(depth=32, hidden_size=1280, num_heads=16, intermediate_size=3420, patch_size=14)
+_QWEN2: dict[str, object] = dict(depth=32, embed_dim=1280, num_heads=16, mlp_ratio=4, patch_size=14)
+_QWEN2_5: dict[str, object] = dict(depth=32, hidden_size=1280, num_heads=16, intermediate_size=3420, patch_size=14)
 _QWEN2_5 |= dict(window_size=112, fullatt_block_indexes=[7, 15, 23, 31])
-_QWEN3: dict[str, Any] = dict(num_heads=16, patch_size=16, num_position_embeddings=2304)
+_QWEN3: dict[str, object] = dict(num_heads=16, patch_size=16, num_position_embeddings=2304)
 _QWEN3_SMALL = _QWEN3 | dict(depth=24, hidden_size=1024, intermediate_size=4096, deepstack_visual_indexes=[5, 11, 17])
 _QWEN3_LARGE = _QWEN3 | dict(depth=27, hidden_size=1152, intermediate_size=4304, deepstack_visual_indexes=[8, 16, 24])
 
-SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+SHAPES: dict[str, tuple[str, dict[str, object]]] = {
     "qwen2-vl-2b": ("qwen2_vl", _QWEN2 | dict(hidden_size=1536)),
     "qwen2-vl-7b": ("qwen2_vl", _QWEN2 | dict(hidden_size=3584)),
     "qwen2.5-vl-3b": ("qwen2_5_vl", _QWEN2_5 | dict(out_hidden_size=2048)),
@@ -158,7 +158,7 @@ def draw_pixels(tower: Tower, grid: Grid, seed: int) -> Tensor:
 
 # --- ways to run a tower ----------------------------------------------------------------------------------------------
 
-Forward: TypeAlias = Callable[[Tensor], Any]
+Forward: TypeAlias = Callable[[Tensor], object]
 """Runs a tower on pixels (T, P) of one grid."""
 Open: TypeAlias = Callable[[Tower, Grid], AbstractContextManager[Forward]]
 """Prepares a tower and yields its forward, or raises CannotRunError."""
@@ -207,7 +207,7 @@ BASELINES: dict[str, Open] = {
     "compile": _compiled,
 }
 """Stock set-ups by name: transformers' attentions, and torch.compile of the tower."""
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, dict[str, object]] = {
     "graph": {
         "cuda_graphs": GraphConfig(exact_after=1, max_tokens=1 << 20, budgets=(1280,), max_training_bytes=1 << 40)
     },

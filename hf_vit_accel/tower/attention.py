@@ -127,7 +127,7 @@ def _state_of_config(config: object) -> TowerState | None:
 
 
 def _attend_as_stock(
-    module: Any, qkv: tuple[Tensor, ...], cu_seqlens_S1: Tensor, dropout: float, scaling: float | None
+    module: nn.Module, qkv: tuple[Tensor, ...], cu_seqlens_S1: Tensor, dropout: float, scaling: float | None
 ) -> Tensor:
     """Attend segment by segment, as stock does without varlen kernels: torch can drop out, transform and trace that."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward  # slow; models have imported it

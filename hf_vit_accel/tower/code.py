@@ -178,7 +178,7 @@ def watch_state(watch: Watch, tower: nn.Module) -> None:
         # A copy may call `super().forward`. A forward on an instance is watched with the modules, or ours.
         names = names_in_class(type(module)) & vars(module).keys() - vars(nn.Module()).keys() - {"forward"}
         values += [(name, vars(module)[name]) for name in names if not isinstance(vars(module)[name], Tensor)]
-    holders: dict[int, Any] = {}
+    holders: dict[int, object] = {}
     for name, value in values:
         _find_holders(value, name, holders)
     for holder in holders.values():
@@ -215,7 +215,7 @@ def _held_by(function: FunctionType) -> list[object]:
     return [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *cells]
 
 
-def _find_holders(value: Any, name: str, holders: dict[int, Any]) -> None:
+def _find_holders(value: object, name: str, holders: dict[int, object]) -> None:
     """Add a config or another object with fields, and those inside; ValueError if its changes cannot be seen."""
     is_config = isinstance(value, transformers.PretrainedConfig)
     is_known = type(value).__module__.partition(".")[0] in _KNOWN_PACKAGES and not isinstance(value, Tensor)

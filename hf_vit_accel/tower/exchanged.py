@@ -161,7 +161,7 @@ def _first_results(module: nn.Module, training: bool, x_TE: Tensor, sizes: list[
 
 def _importable_forward(module: nn.Module) -> FunctionType | None:
     """Return the function of a forward, if its file defines it under its name; None for a user's closure."""
-    forward: Any = own_forward(module) or type(module).forward
+    forward = own_forward(module) or type(module).forward
     function = getattr(forward, "__func__", forward)
     if not isinstance(function, FunctionType) or function.__module__ == "__main__":
         return None

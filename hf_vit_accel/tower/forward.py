@@ -76,7 +76,7 @@ class AcceleratedForward(OurMethod):
         _exclude_from_compile()
         super().__init__(tower)
         self._state = state
-        self._class: Any = type(tower)
+        self._class = type(tower)
         self.former = former
         self.__signature__ = inspect.signature(self._class.forward.__get__(tower))
         if state.former_forward is not None:

@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+from hf_vit_accel.families.base import Part
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 VERSION_1 = (
     "FSDP 1 makes weights views of one flat tensor, which our operations do not read. FSDP2 is fast: set "
@@ -41,7 +46,7 @@ def hooked_by_fsdp(hook: Callable[..., object]) -> bool:
     return str(getattr(hook, "__module__", None)).startswith("torch.distributed.fsdp._fully_shard.")
 
 
-def _policy_of(module: Any) -> Any:
+def _policy_of(module: Part) -> MixedPrecisionPolicy | None:
     """Return the mixed-precision policy of a sharded module; None if this torch does not hold it there."""
     return getattr(module._get_fsdp_state(), "_mp_policy", None)
 

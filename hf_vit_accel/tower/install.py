@@ -119,7 +119,7 @@ class Slot(NamedTuple):
     """
 
     value: Any
-    put: Callable[[Any], None]
+    put: Callable[[object], None]
 
 
 def _slots_in(value: Any, tower: nn.Module) -> Iterator[Slot]:

@@ -45,23 +45,23 @@ def register(follow: Follow) -> None:
         masks.AttentionMaskInterface.register(name, masks.sdpa_mask)
 
 
-def _wrap(owner: object, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def _wrap(owner: object, name: str, make: Callable[[Callable[..., Any]], Callable[..., object]]) -> None:
     """Put a wrapper around a function of transformers; none where a later version lacks it."""
     original = getattr(owner, name, None)
     if original is not None:
         setattr(owner, name, wraps(original)(make(original)))
 
 
-def _wrap_lazy_import(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_lazy_import(original: Callable[..., object]) -> Callable[..., object]:
     """Wrap `lazy_import_flash_attention`: look for no Hub kernel of one of our names."""
 
-    def lazy_import_flash_attention(implementation: str | None, *args: object, **kwargs: object) -> Any:
+    def lazy_import_flash_attention(implementation: str | None, *args: object, **kwargs: object) -> object:
         return None if is_ours(implementation) else original(implementation, *args, **kwargs)
 
     return lazy_import_flash_attention
 
 
-def _wrap_routing(follow: Follow, original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_routing(follow: Follow, original: Callable[..., str | None]) -> Callable[..., str | None]:
     """Wrap `get_correct_attn_implementation`: every model of a composite learns its attention there."""
 
     def get_correct_attn_implementation(

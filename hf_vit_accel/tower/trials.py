@@ -10,10 +10,9 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_vit_accel.backends import Request
 from hf_vit_accel.config import Settings
@@ -135,7 +134,7 @@ class Subject:
     tower: Tower
     family: Family
     dtypes: CallDtypes
-    trusted: frozenset[Any] = frozenset()
+    trusted: frozenset[type | nn.Module] = frozenset()
     report: Report = field(default_factory=Report)
 
     def __post_init__(self) -> None:

@@ -22,7 +22,7 @@ from hf_vit_accel.versions import is_adapter
 
 
 def _plain_attention(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *args: object, **kwargs: object
 ) -> Tensor:
     """Compute `scaled_dot_product_attention` by products and a softmax."""
     if attn_mask is not None and attn_mask.dtype == torch.bool:
@@ -136,7 +136,7 @@ def skip_global_hooks(module: nn.Module) -> None:
 ARGUMENTS = "_hf_vit_accel_arguments"  # of the last call of a twin's module
 
 
-def _call(module: Any, *args: object, **kwargs: object) -> object:
+def _call(module: nn.Module, *args: object, **kwargs: object) -> object:
     """Call a module's forward and its own hooks: transformers records hidden states by such hooks."""
     vars(module)[ARGUMENTS] = args, kwargs
     output = module.forward(*args, **kwargs)

@@ -222,8 +222,8 @@ class MlpFunction(torch.autograd.Function):
     @machine.once_differentiable
     def backward(ctx: FunctionContext, dy_TE: Tensor) -> Gradients:
         z, *saved = ctx.saved_tensors
-        first: Any = ctx.first
-        last: Any = ctx.last
+        first: FunctionContext = ctx.first
+        last: FunctionContext = ctx.last
         first.saved_tensors = saved[: ctx.saved_of_first]
         last.saved_tensors = saved[ctx.saved_of_first :]
         first_weight = down_EG = None

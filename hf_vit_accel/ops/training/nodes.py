@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from hf_vit_accel.ops.training.norm_backward import NormRecipe
 if TYPE_CHECKING:
     from hf_vit_accel.ops import LayerOps
 
+V = TypeVar("V")
 Rows = Tensor
 TrainedLayer = Callable[..., tuple[Rows, Rows | None]]
 
@@ -36,30 +37,30 @@ class OpWithBackward:
         fault: the name to report if the forward fails.
     """
 
-    function: Any
+    function: type[torch.autograd.Function]
     weights: Callable[[], Sequence[Any]] = tuple
     settings: tuple[object, ...] = ()
     takes_norm: bool = False
     fault: str = machine.KERNELS
 
-    def __call__(self, *rows: Any, recipe: NormRecipe | None = None) -> Any:
+    def __call__(self, *rows: Rows | None, recipe: NormRecipe | None = None) -> Any:
         if not self.takes_norm:
             return self._apply(*rows, *self.weights(), *self.settings)
         return self._apply(*rows, *self.weights(), *self.settings, recipe)
 
     @cached_property
-    def _apply(self) -> Any:
+    def _apply(self) -> Callable[..., Any]:
         return machine.guarded(self.fault, self.function.apply)
 
     @cached_property
-    def forward(self) -> Any:
+    def forward(self) -> Callable[..., Any]:
         """Return the function's forward, which takes a context first."""
         return machine.guarded(self.fault, self.function.forward)
 
     @cached_property
-    def backward(self) -> Any:
+    def backward(self) -> Callable[..., Any]:
         """Return the function's bare backward: the outer function's own is once-differentiable already."""
-        return self.function.backward.__wrapped__
+        return self.function.backward.__wrapped__  # type: ignore[attr-defined]
 
 
 class NormWithBackward(OpWithBackward):
@@ -94,12 +95,15 @@ def normed(norm: AddThen, product: Apply, width: int | None = None) -> AddThen:
     """
     norm_node = _unguarded(norm)
     product_node = _unguarded(product)
+    if isinstance(norm_node, NormWithBackward) and isinstance(product_node, OpWithBackward | ProductThen):
 
-    def run_trained(x_TE: Rows, delta_TE: Rows | None) -> tuple[Rows, Rows]:
-        sum_TE, normed_TE, recipe = norm_node.with_recipe(x_TE, delta_TE)
-        if width is not None:
-            normed_TE = normed_TE.view(-1, width)
-        return sum_TE, product_node(normed_TE, recipe=recipe)
+        def run_trained(x_TE: Rows, delta_TE: Rows | None) -> tuple[Rows, Rows]:
+            sum_TE, normed_TE, recipe = norm_node.with_recipe(x_TE, delta_TE)
+            if width is not None:
+                normed_TE = normed_TE.view(-1, width)
+            return sum_TE, product_node(normed_TE, recipe=recipe)
+
+        return run_trained
 
     def run(x_TE: Rows, delta_TE: Rows | None) -> tuple[Rows, Rows]:
         sum_TE, normed_TE = norm(x_TE, delta_TE)
@@ -107,11 +111,10 @@ def normed(norm: AddThen, product: Apply, width: int | None = None) -> AddThen:
             normed_TE = normed_TE.view(-1, width)
         return sum_TE, product(normed_TE)
 
-    is_trained = isinstance(norm_node, NormWithBackward) and isinstance(product_node, OpWithBackward | ProductThen)
-    return run_trained if is_trained else run
+    return run
 
 
-def _unguarded(operation: Any) -> Any:
+def _unguarded(operation: object) -> object:
     """Return the operation that `guarded` wraps. An `OpWithBackward` guards its forward by itself."""
     return getattr(operation, "__wrapped__", operation)
 
@@ -134,7 +137,7 @@ class LayerNode:
         """Return the residual stream, (T, E), and the MLP's result that the next norm adds to it, (T, E)."""
         x_TE = widened(x_TE, delta_TE)
         counts = []
-        weights: list[Any] = []
+        weights: list[object] = []
         for part in self.parts:
             part_weights = part.weights()
             counts.append(len(part_weights))
@@ -184,7 +187,7 @@ class InnerContext:
 
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs_input_grad
-        self.saved_tensors: tuple[Any, ...] = ()
+        self.saved_tensors: tuple[Tensor | None, ...] = ()
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         """Store tensors; the outer function takes them away."""
@@ -205,7 +208,7 @@ class _PartContext(InnerContext):
         self.part = part
         self.weights = weights
 
-    def backward(self, saved: tuple[Any, ...], *gradients: Rows | None) -> tuple[Gradients, Gradients]:
+    def backward(self, saved: tuple[Tensor | None, ...], *gradients: Rows | None) -> tuple[Gradients, Gradients]:
         """Run the part's backward, if a gradient arrives and one is needed; return those of its rows and weights."""
         rows = len(self.needs_input_grad) - self.weights - len(self.part.settings) - self.part.takes_norm
         arrives = gradients[0] is not None or gradients[-1] is not None
@@ -270,7 +273,7 @@ class _Layer(torch.autograd.Function):
         out_TE = mlp.forward(of_mlp, normed_TE, *mlp_weights, *mlp.settings, recipe)
 
         # autograd saves the tensors of all parts: its hooks see them, and an output that is saved makes no cycle.
-        tensors: list[Any] = []
+        tensors: list[Tensor | None] = []
         saved_counts = []
         for context in contexts:
             tensors += context.saved_tensors
@@ -300,7 +303,7 @@ class _Layer(torch.autograd.Function):
         return None, None, None, None, None, dx_TE, ddelta_TE, *dnorm1, *dqkv, *dattend, *dproj, *dnorm2, *dmlp
 
 
-def _split(flat: Sequence[Any], counts: Sequence[int]) -> list[tuple[Any, ...]]:
+def _split(flat: Sequence[V], counts: Sequence[int]) -> list[tuple[V, ...]]:
     """Split the values of all parts into those of every part."""
     parts = []
     start = 0
