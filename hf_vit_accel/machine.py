@@ -296,26 +296,24 @@ class LRU(Generic[V]):
         self.entries = entries
         self.cost = cost
         self.total_cost = 0
-        self.hits = 0
         self.misses = 0
         self._values: OrderedDict[Hashable, tuple[V, int]] = OrderedDict()
         self._lock = Lock()
 
-    def get(self, key: Hashable, make: Callable[[], tuple[V, int]], *, counts_hit: bool = True) -> V:
+    def get(self, key: Hashable, make: Callable[[], tuple[V, int]]) -> V:
         """Return the value of a key. A missing value is made by `make() -> (value, cost)` and cached."""
-        value = self.find(key, counts_hit=counts_hit)
+        value = self.find(key)
         if value is None:
             self.misses += 1
             value, cost = make()
             self.keep(key, value, cost)
         return value
 
-    def find(self, key: Hashable, *, counts_hit: bool = True) -> V | None:
+    def find(self, key: Hashable) -> V | None:
         """Return the value of a key, or None if it is not cached."""
         with self._lock:
             if key not in self._values:
                 return None
-            self.hits += counts_hit
             self._values.move_to_end(key)
             return self._values[key][0]
 

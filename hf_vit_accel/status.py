@@ -312,7 +312,7 @@ def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
         stock_calls=state.stock_calls,
         metadata_calls=state.metadata_calls,
         fallbacks=dict(state.fallbacks),
-        layouts=(len(state.routes.cache), state.routes.cache.hits, state.routes.cache.misses),
+        layouts=(len(state.routes.cache), state.routes.hits, state.routes.cache.misses),
         rebuilds=state.rebuilds,
         rebuild_reason=state.rebuild_reason,
         on_cpu=bool(choices) and all(parameter.device.type == "cpu" for parameter in tower.parameters()),

@@ -308,9 +308,14 @@ class RouteKey(NamedTuple):
 
 
 class Routes:
-    """The routes of one tower; the least recently used ones are dropped."""
+    """The routes of one tower; the least recently used ones are dropped.
+
+    Attributes:
+        hits: Calls of the tower for which no route was made.
+    """
 
     def __init__(self) -> None:
+        self.hits = 0
         self.cache: LRU[Route] = LRU(entries=1024, cost=1 << 20)  # cost: bytes; `allow` raises it
 
     def allow(self, weights_bytes: int) -> None:
@@ -324,8 +329,6 @@ class Routes:
         replay: Replay = "never",
         budget: int | None = None,
         layout: Callable[[], VisionMetadata] | None = None,
-        *,
-        counts_hit: bool = True,
     ) -> Route:
         """Return the route of a grid, decided if it is not cached."""
         device = spec.request.device
@@ -335,4 +338,4 @@ class Routes:
             route = make_route(grid if layout is None else layout(), spec, replay)
             return route, sum(array.nbytes for array in route.arrays.values())
 
-        return self.cache.get(RouteKey(grid, spec, stream, replay, budget), make, counts_hit=counts_hit)
+        return self.cache.get(RouteKey(grid, spec, stream, replay, budget), make)

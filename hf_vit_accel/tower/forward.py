@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
 from torch.jit._trace import is_tracing
 from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
@@ -186,10 +188,12 @@ def _call(tower: Tower, state: TowerState, original: Original, args: Arguments, 
             try:
                 plan = decide(tower, state, args, kwargs)
                 if isinstance(plan, StockPlan):
-                    if plan.route is not None and state.routes.cache.misses == misses:
-                        state.routes.cache.hits += 1  # `decide` counts none: it may be asked again
-                    return stock_way.run(tower, state, plan, attempt, stock)
-                return run(state, plan, attempt)
+                    result = stock_way.run(tower, state, plan, attempt, stock)
+                else:
+                    result = run(state, plan, attempt)
+                has_route = not isinstance(plan, StockPlan) or plan.route is not None
+                state.routes.hits += has_route and state.routes.cache.misses == misses
+                return result
             except (Fault, torch.OutOfMemoryError) as error:
                 attempt.prepare_another(error)
                 exchanged = attempt.exchanged
@@ -283,7 +287,8 @@ def reasons_of(
             reasons_metadata.append(f"{weights.mixed} without autocast")
         if snapshot.proof.why_not_autocast is not None and autocast is not None and weights.dtypes != {autocast}:
             reasons_metadata.append(snapshot.proof.why_not_autocast)
-    reasons_metadata += reasons_untraceable()
+    if peek_interpreter_stack() is not None or forward_ad._current_level >= 0 or is_in_torch_dispatch_mode():
+        reasons_metadata += reasons_untraceable()
     hidden_states = bool(requested) and snapshot.proof.returns_hidden_states
     return Reasons((), reasons_metadata, parameters, weights, hidden_states, frozenset(hooked_parts))
 

@@ -77,7 +77,7 @@ def decide_metadata(
     # serves parts on every device.
     if isinstance(state.family, CopyFamily) or len(_devices_of(tower)) > 1:
         return decide_stock(state, reasons_metadata, instead_of=plan)
-    route = state.routes.get(plan.inputs.grid, plan.spec, counts_hit=False)
+    route = state.routes.get(plan.inputs.grid, plan.spec)
     reasons = [*reasons_metadata, *route.unmet]
     raises = "strict=True" if settings.strict else None
     if settings.score_mod is not None:
@@ -117,7 +117,7 @@ def called_blocks(
     names = snapshot.proof.block_arguments
     if not hooked or names is None:
         return MappingProxyType({})
-    route = state.routes.get(inputs.grid, spec, counts_hit=False).bound
+    route = state.routes.get(inputs.grid, spec).bound
     reasons += route.unmet
     options = {name: value for name, value in inputs.options.items() if name != "return_dict"}
     called: dict[int, CalledBlock] = {}
@@ -153,7 +153,7 @@ def decide_attention(tower: Tower, state: TowerState, args: tuple[object, ...], 
             reasons = [f"{names[1]} has an odd height or width, and a merger takes two by two rows"]
     if reasons:
         return decide_stock(state, reasons)
-    route = state.routes.get(grid, state.attention_spec(geometry, arguments[names[0]].device), counts_hit=False).bound
+    route = state.routes.get(grid, state.attention_spec(geometry, arguments[names[0]].device)).bound
     if geometry.quarters:  # the tower would pass our offsets to the layers behind its merger, too
         taken = (taken - {"cu_seqlens"}) | {ROUTE}
     injected = MappingProxyType(route.injected(taken))

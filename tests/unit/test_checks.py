@@ -196,7 +196,7 @@ def test_a_call_that_is_decided_twice_gets_the_same_plan_and_changes_nothing(tow
 
     def counted() -> tuple[object, ...]:
         snapshot = state.last_snapshot
-        routes = len(state.routes.cache), state.routes.cache.hits, state.routes.cache.misses
+        routes = len(state.routes.cache), state.routes.hits, state.routes.cache.misses
         counts = state.fast_calls, state.stock_calls, state.rebuilds, dict(state.fallbacks)
         return snapshot, dict(snapshot.specs), routes, counts
 

@@ -28,7 +28,7 @@ def recorded(state: TowerState) -> tuple[object, ...]:
     """Return what a state holds of calls, and what was built for them."""
     snapshot = state.last_snapshot
     specs = {} if snapshot is None else dict(snapshot.specs)
-    routes = dict(state.routes.cache._values), state.routes.cache.hits, state.routes.cache.misses
+    routes = dict(state.routes.cache._values), state.routes.hits, state.routes.cache.misses
     counts = state.fast_calls, state.stock_calls, state.metadata_calls, dict(state.fallbacks), state.rebuilds
     return snapshot, state.earlier, specs, routes, counts, state.last_route, state.scales, state.faults
 
