@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.activations import ACT2FN
 
 from hf_vit_accel.backends.flash_attention_3 import FlashAttention3, causal_attention
-from hf_vit_accel.decoding.text_models import Model, Reading, refuse
+from hf_vit_accel.decoding.text_models import Model, TextReading, refuse
 from hf_vit_accel.ops.activation import swiglu
 from hf_vit_accel.ops.add_norm import add_norm_rows
 from hf_vit_accel.ops.embedding import rotated
@@ -113,7 +113,7 @@ def _varlen() -> Callable[..., Tensor]:
 
 
 def run_layers(
-    reading: Reading,
+    reading: TextReading,
     hidden_BTE: Tensor,
     positions: Tensor,
     attend: Attend,
@@ -160,7 +160,7 @@ class _Layers:
 
     def __init__(
         self,
-        reading: Reading,
+        reading: TextReading,
         hidden_BTE: Tensor,
         positions: Tensor,
         attend: Attend,
@@ -293,7 +293,7 @@ def check_equal(ours: Tensor, stock: Tensor, message: str) -> None:
         raise ArithmeticError(f"{message} from stock's by {error:.2g}")
 
 
-def refuse_unpacked(reading: Reading) -> None:
+def refuse_unpacked(reading: TextReading) -> None:
     """Raise `UnservedError` for text models whose layers run no packed rows."""
     attentions = [getattr(layer, "self_attn", None) for layer in reading.text.layers]
     reasons = {

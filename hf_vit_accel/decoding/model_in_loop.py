@@ -28,7 +28,7 @@ from hf_vit_accel.decoding.room import (
 )
 from hf_vit_accel.decoding.step import DecodeStep, inputs_of_rows, key_of_inputs, key_of_positions, tensors_of_rows
 from hf_vit_accel.decoding.steps import FEWEST, DecodeSteps
-from hf_vit_accel.decoding.text_models import Reading, UnservedError, has_hooks_around, read_model, refuse, remember
+from hf_vit_accel.decoding.text_models import TextReading, UnservedError, has_hooks_around, read_model, refuse, remember
 from hf_vit_accel.decoding.waiting import CannotWaitError, WaitingRows
 from hf_vit_accel.graphs.memory import capture_of_ours
 from hf_vit_accel.machine import one_line
@@ -65,7 +65,7 @@ class ModelInLoop:
         self._features = features
         self._why_encoded_again = [NOT_PACKED] if features else []
         self._room: Room | None = None  # a new one that holds the prompt
-        self._reading: Reading | None = None  # since the prompt
+        self._reading: TextReading | None = None  # since the prompt
         self._key: Hashable = None
         self._step: DecodeStep | None = None
         self._reason: str | None = None
@@ -118,7 +118,7 @@ class ModelInLoop:
             return self._model(**inputs, return_dict=True)
         return self._model._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=is_first_iteration)
 
-    def _packed(self, prompt: GroupedPrompt, reading: Reading, columns: int) -> PackedPrompt | None:
+    def _packed(self, prompt: GroupedPrompt, reading: TextReading, columns: int) -> PackedPrompt | None:
         """Return what runs the groups without padding; None where stock's text model runs them, with the reason."""
         reasons = self._steps.padded_reasons
         key = reading.key, prompt.names()  # a prompt of text says nothing of one with pictures

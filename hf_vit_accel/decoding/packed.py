@@ -18,7 +18,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from hf_vit_accel.decoding.layers import CausalAttention, norm, refuse_unpacked, run_layers
 from hf_vit_accel.decoding.room import Room, on_device
-from hf_vit_accel.decoding.text_models import Model, Reading, refuse
+from hf_vit_accel.decoding.text_models import Model, TextReading, refuse
 from hf_vit_accel.versions import cache_name
 
 CACHE = cache_name()
@@ -69,7 +69,7 @@ class PackedRows:
 
     def run(
         self,
-        reading: Reading,
+        reading: TextReading,
         embeds_GCE: Tensor,
         positions: Tensor,
         deepstack: tuple[Tensor | None, Sequence[Tensor] | None],
@@ -109,7 +109,7 @@ class PackedPrompt:
         columns: Of the whole prompt.
     """
 
-    def __init__(self, model: Model, reading: Reading, columns: int) -> None:
+    def __init__(self, model: Model, reading: TextReading, columns: int) -> None:
         refuse({"the language model alone": reading.text is model.model})
         refuse_unpacked(reading)
         weight = reading.text.embed_tokens.weight

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 from hf_vit_accel.decoding.layers import check_equal, norm, run_layers
 from hf_vit_accel.decoding.packed import CACHE, Arguments
 from hf_vit_accel.decoding.room import Room, is_linear, layer_of_rows, states_of
-from hf_vit_accel.decoding.text_models import Model, Reading, UnservedError, refuse
+from hf_vit_accel.decoding.text_models import Model, TextReading, UnservedError, refuse
 from hf_vit_accel.ops.decode_attention import attend_in_chunks, of_samples, why_not_in_chunks
 
 _WITHOUT_EFFECT = (
@@ -100,7 +100,7 @@ def key_of_positions(positions: Tensor, rows: int) -> Hashable:
 class DecodeStep:
     """The decode step of a batch on a static cache. Everything that advances does so inside the step."""
 
-    def __init__(self, key: Hashable, reading: Reading, inputs: Arguments, room: Room, length: int) -> None:
+    def __init__(self, key: Hashable, reading: TextReading, inputs: Arguments, room: Room, length: int) -> None:
         self.key = key
         self.room = room
         self.reading = reading

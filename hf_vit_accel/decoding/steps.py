@@ -14,7 +14,7 @@ from torch import nn
 
 from hf_vit_accel.decoding.room import Size
 from hf_vit_accel.decoding.step import DecodeStep
-from hf_vit_accel.decoding.text_models import Reading, UnservedError
+from hf_vit_accel.decoding.text_models import TextReading, UnservedError
 from hf_vit_accel.graphs.memory import drop_when_memory_runs_out
 from hf_vit_accel.graphs.recorder import CudaRecorder, free_bytes
 
@@ -59,7 +59,7 @@ class DecodeSteps:
         self.divided: Counter[str] = Counter()  # why calls ran in parts
         self.captures: Counter[str] = Counter()
         self.encoded_again: Counter[str] = Counter()
-        self._last_captured: Reading | None = None
+        self._last_captured: TextReading | None = None
         self._given_up: str | None = None  # why earlier steps went
         self.refusals: dict[Hashable, str] = {}
         self.kept: OrderedDict[Hashable, DecodeStep] = OrderedDict()

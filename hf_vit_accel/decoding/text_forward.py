@@ -20,7 +20,7 @@ from hf_vit_accel.decoding.layers import check_equal, norm, refuse_unpacked
 from hf_vit_accel.decoding.packed import CACHE, Arguments, PackedRows
 from hf_vit_accel.decoding.text_models import (
     Model,
-    Reading,
+    TextReading,
     UnservedError,
     declared_texts,
     has_other_forward,
@@ -221,7 +221,7 @@ class TextCall:
         tensors = [x for x in self._arguments.values() if isinstance(x, Tensor)]
         refuse({"several devices": any(x.device != self._text.embed_tokens.weight.device for x in tensors)})
 
-    def run(self, reading: Reading) -> list[Tensor]:
+    def run(self, reading: TextReading) -> list[Tensor]:
         """Return the last hidden states (B, C, E); before them those of all layers, if they are kept."""
         shape = self._embeds_BCE.shape[:2]
         device = self._embeds_BCE.device

@@ -27,7 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_vit_accel import machine
 from hf_vit_accel.ops.base import is_class_forward
 from hf_vit_accel.versions import FORWARD_WRAPPERS, is_adapter, is_inert
-from hf_vit_accel.watch import Watch
+from hf_vit_accel.watch import Watch, place_of
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -100,7 +100,7 @@ _MOST_KEYS = 32
 
 
 @dataclass(eq=False)
-class Reading:
+class TextReading:
     """A model as it is now."""
 
     declared: TextModel
@@ -138,7 +138,7 @@ def declared_class_of(model: Model) -> type:
     return kind
 
 
-def read_model(model: Model) -> Reading:
+def read_model(model: Model) -> TextReading:
     """Read a model; `UnservedError` if it, or anything in its text, is not declared and transformers' own."""
     kind = declared_class_of(model)
     declared = _DECLARED[_path(kind)]
@@ -146,7 +146,7 @@ def read_model(model: Model) -> Reading:
     text = getattr(holder, "language_model", holder)
     if type(text).__name__ != declared.name:
         raise UnservedError(f"a text model of class {type(text).__name__}")
-    reading = Reading(declared, text, model.lm_head, _autocast_of(model, kind))
+    reading = TextReading(declared, text, model.lm_head, _autocast_of(model, kind))
     _check_functions(kind.__module__, _names_in(kind))
     _read_modules(reading, {"the model": model, "model": holder})
     _check_structure(model, text)
@@ -162,9 +162,9 @@ def declared_texts(model: nn.Module) -> dict[str, Model]:
     }
 
 
-def read_text(text: Model) -> Reading:
+def read_text(text: Model) -> TextReading:
     """Read a declared text model alone; `UnservedError` if anything in it is not transformers' own."""
-    reading = Reading(_TEXTS[type(text).__name__], text, None, _autocast_around(text))
+    reading = TextReading(_TEXTS[type(text).__name__], text, None, _autocast_around(text))
     _read_modules(reading, {})
     _check_structure(text, text)
     return reading
@@ -295,7 +295,7 @@ def _check_structure(model: Model, text: Model) -> None:
         _check_functions(function.__module__, frozenset(inspect.unwrap(function).__code__.co_names))
 
 
-def _read_modules(reading: Reading, around: dict[str, Model]) -> None:
+def _read_modules(reading: TextReading, around: dict[str, Model]) -> None:
     """Check every module that a step calls or replaces, and note what it reads.
 
     Args:
@@ -409,7 +409,7 @@ def _fingerprint_for(kind: Any) -> Callable[[Any], Any]:
     if hasattr(kind, "__tensor_flatten__"):  # quantised
         return lambda value: tuple([_fingerprint(getattr(value, name)) for name in value.__tensor_flatten__()[0]])
     if issubclass(kind, Tensor):
-        return lambda value: (value.data_ptr(), value.dtype, value.shape, value.stride())
+        return place_of
     if issubclass(kind, dict):
         return lambda value: tuple([_fingerprint(item) for item in value.items()])
     if issubclass(kind, list | tuple | set):

@@ -21,6 +21,7 @@ from hf_vit_accel.families.base import Parts
 from hf_vit_accel.families.interface import Form, Inputs
 from hf_vit_accel.layout import Grid
 from hf_vit_accel.machine import Fault, raise_if_any
+from hf_vit_accel.watch import Memory, place_of
 
 HIDDEN_STATES_OF_STEP = "with gradients, hidden states are those that the layers take"
 """Why such calls are neither cut nor replayed: the gradients of these rows include those of later layers."""
@@ -31,16 +32,13 @@ HOOKED = "hooks see each call of their module"
 _CAST_BY_AUTOCAST = {torch.bfloat16, torch.float16, torch.float32}
 
 
-class WeightMemory:
-    """Addresses, dtypes and sizes of a tower's parameters. It holds none of them, and is equal while none changes.
+class WeightMemory(Memory):
+    """The memory of a tower's parameters, and what follows from their dtypes and classes.
 
     Attributes:
-        pointers: The addresses of all parameters; None if a tensor class has none.
         dtype: Of the first parameter.
         dtypes: Of all parameters that our operations read.
-        squares: The indices of parameters with two equal sizes: transposed in place, they keep address and shape.
-        contiguous: Whether each of these is contiguous.
-        all_contiguous: Whether all parameters are.
+        all_contiguous: Whether all parameters are contiguous.
         key: Their part of the key of a spec: all dtypes, and which modules are called.
         mixed: Why kernels cannot read them without autocast, which casts them to one dtype; None for one dtype.
     """
@@ -49,15 +47,9 @@ class WeightMemory:
         self, own: Sequence[nn.Parameter], others: Sequence[nn.Parameter], called: tuple[int, ...], offloaded: bool
     ) -> None:
         parameters = [*own, *others]
-        self.indices = list(range(len(parameters)))
-        try:
-            self.pointers: list[int] | None = list(map(Tensor.data_ptr, parameters))
-        except RuntimeError:  # a tensor class without memory
-            self.pointers = None
+        super().__init__(parameters)
         self.dtype = parameters[0].dtype if parameters else torch.float32
         self.dtypes = frozenset(parameter.dtype for parameter in own)
-        self.squares = [index for index in self.indices if len({*parameters[index].shape}) < parameters[index].dim()]
-        self.contiguous = [parameters[index].is_contiguous() for index in self.squares]
         self.all_contiguous = all(map(Tensor.is_contiguous, parameters))
         self.nbytes = sum(parameter.nbytes for parameter in parameters)
         dtypes = enumerate(parameter.dtype for parameter in parameters)
@@ -77,14 +69,14 @@ class WeightMemory:
             self.reasons.append("parameters on several devices")
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (
-            isinstance(other, WeightMemory)
-            and self.pointers is not None
-            and (self.pointers, self.dtype, self.contiguous, self.all_contiguous, self.nbytes, self.key)
-            == (other.pointers, other.dtype, other.contiguous, other.all_contiguous, other.nbytes, other.key)
-        )
+        return self is other or (isinstance(other, WeightMemory) and self.key == other.key and super().__eq__(other))
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
+
+
+def memory_of(weights: WeightMemory, reading: Reading) -> list[object]:
+    """Return where a tower's weights and buffers lie, which graphs and tables read: equal while they stay there."""
+    return [weights, *map(place_of, reading.buffers())]
 
 
 class Reading(Protocol):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hf_vit_accel.families.base import Parts
 from hf_vit_accel.ops.base import ABSENT, Slots, replaced
-from hf_vit_accel.watch import Attributes, Watch, version_of
+from hf_vit_accel.watch import Attributes, Watch, place_of, version_of
 
 _COPIED = 1 << 20
 """Bytes of the largest tensor that is copied. A table of frequencies has some hundred."""
@@ -51,7 +51,7 @@ class _Entry:
             self.is_copied = not (self.is_weight or former.requires_grad or former.nbytes > _COPIED)
             # An alias keeps memory and version counter, even if a program assigns to `tensor.data`.
             self.value = former.clone() if self.is_copied else former.detach().requires_grad_(former.requires_grad)
-            self._pointer = former.data_ptr()
+            self._place = place_of(former)
             self._counted = former if self.is_copied else self.value
             self._version = version_of(self._counted)
 
@@ -68,7 +68,7 @@ class _Entry:
             return False
         if not isinstance(former, Tensor):
             return True
-        return former.requires_grad == self.value.requires_grad and former.data_ptr() == self._pointer
+        return former.requires_grad == self.value.requires_grad and place_of(former) == self._place
 
 
 class Recorded(AbstractContextManager[None]):

@@ -22,6 +22,7 @@ from hf_vit_accel.engine.route import Route
 from hf_vit_accel.graphs.recorder import CudaRecorder
 from hf_vit_accel.graphs.store import StoredGraph
 from hf_vit_accel.ops.base import Slots, replaced
+from hf_vit_accel.watch import Memory
 
 Tensors = list[Tensor]
 Gradients = list[Tensor | None]
@@ -71,7 +72,7 @@ class CapturedStep(StoredGraph):
     slots: Slots
     other_slots: Slots
     requires_grad: tuple[bool, ...]
-    pointers: list[int]
+    memory: Memory
 
     def backward(self) -> Gradients:
         """Replay the backward. Return copies of the gradients of the pixels and of every trained parameter."""
@@ -205,7 +206,7 @@ class StepCapture:
             slots=self.slots,
             other_slots=slots_of(ops.parts.modules(), with_weights=False),
             requires_grad=self.requires_grad,
-            pointers=[parameter.data_ptr() for parameter in self.parameters],
+            memory=Memory(self.parameters),
             replay=forward,
             nbytes=nbytes + sum(tensor.nbytes for tensor in (self.pixels_TP, *self.incoming)),
         )

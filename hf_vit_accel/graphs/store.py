@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_vit_accel import machine
 from hf_vit_accel.backends.base import Replay
-from hf_vit_accel.engine.call import HIDDEN_STATES_OF_STEP, HOOKED, Batch
+from hf_vit_accel.engine.call import HIDDEN_STATES_OF_STEP, HOOKED, Batch, memory_of
 from hf_vit_accel.engine.route import Route, Routes, Spec
 from hf_vit_accel.graphs.budgets import Bin
 from hf_vit_accel.graphs.called import reason_against_capture
@@ -178,7 +178,7 @@ class GraphStore(ABC, Generic[G]):
             return HOOKED
         if plan.hidden_states and plan.spec.request.grad:
             return HIDDEN_STATES_OF_STEP
-        if not plan.weights.all_contiguous:  # `data_ptr` stays: a change of strides would go unseen
+        if not plan.weights.all_contiguous:  # `Memory.is_of` would not see a change of strides
             return "a parameter is not contiguous"
         if plan.checkpoints:
             return "gradient checkpointing runs layers again"
@@ -257,7 +257,7 @@ class GraphStore(ABC, Generic[G]):
             if why is not None:
                 self.policy.count(())
                 return self._run_eagerly(Decision(reason=why))
-            memory: list[object] = [plan.weights, *[buffer.data_ptr() for buffer in plan.reading.buffers()]]
+            memory = memory_of(plan.weights, plan.reading)
             if spec.called_linears:
                 memory.append(plan.reading.called_memory())
             requires_grad: tuple[bool, ...] = ()

@@ -163,7 +163,7 @@ class TrainingRunner(GraphStore[CapturedStep]):
             # by a later replay, or by this call's first backward (`retain_graph`)
             is_overwritten = was_over or self._last is None or self._last() is not call
             # The graphs read the weights' former memory, which may be freed.
-            has_moved = [parameter.data_ptr() for parameter in parameters] != step.pointers
+            has_moved = not step.memory.is_of(parameters)
             if is_overwritten or has_moved or not call.recorded.is_unchanged():  # a weight may be a buffer
                 return None
             if used != step.used:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from hf_vit_accel import machine
 from hf_vit_accel.config import ReuseConfig
-from hf_vit_accel.engine.call import Batch, Encode, Reading, WeightMemory
+from hf_vit_accel.engine.call import Batch, Encode, Reading, WeightMemory, memory_of
 from hf_vit_accel.layout import Grid, settle, to_device
 from hf_vit_accel.machine import KERNELS, LRU, autocast_dtype, guarded, reasons_untraceable
 from hf_vit_accel.ops import why_not_triton
@@ -208,17 +208,17 @@ class Reuse:
             reasons.append(f"{reading.unpredictable}, and might act otherwise at a later call")
         if self._has_score_mod:
             reasons.append("a score_mod may read what changes between calls")
-        if reading.sharded_layers or reading.offloaded or weights.pointers is None:
+        if reading.sharded_layers or reading.offloaded or weights.places is None:
             reasons.append("weights are sharded, offloaded or of a class of their own: changes go unseen")
         if not reasons and reading.holds_plain_tensors():
             reasons.append("a module holds a tensor that is neither parameter nor buffer")
         if reasons:
             return [], None, reasons
         tensors = [*parameters, *reading.buffers()]
-        layout = _layout_of(tensors)
+        memory = memory_of(weights, reading)
         table = self._table
-        if table is None or table.layout != layout:
-            self._table = table = WeightTable(tensors, layout)
+        if table is None or table.memory != memory:
+            self._table = table = WeightTable(tensors, memory)
         if table.reasons or tensors[0].device != device:
             return [], None, table.reasons
         if device.type == "cuda":
@@ -291,14 +291,14 @@ class WeightTable:
     """Addresses of all parameters and buffers, in chunks, for a checksum of everything that they hold.
 
     Attributes:
-        layout: Where the tensors are stored, with shapes and dtypes. A table is valid while this stays the same.
+        memory: Where the tensors lie. A table is valid while they stay there.
         form: A digest of all shapes and dtypes, which a checksum does not cover.
         reasons: Why the tensors cannot be read as words.
         chunks_2C: The address of every chunk, and its count of words.
     """
 
-    def __init__(self, tensors: list[Tensor], layout: list[list[object]]) -> None:
-        self.layout = layout
+    def __init__(self, tensors: list[Tensor], memory: list[object]) -> None:
+        self.memory = memory
         shapes_and_dtypes = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
         self.form = blake2b(repr(shapes_and_dtypes).encode(), digest_size=16).digest()
         self.reasons: list[str] = []
@@ -318,16 +318,6 @@ class WeightTable:
         addresses_C = np.repeat(starts, chunks) + 4 * first_word_C
         self.chunks_2C = to_device({"chunks": np.stack([addresses_C, counts_C])}, device)["chunks"]
         settle(device)
-
-
-def _layout_of(tensors: list[Tensor]) -> list[list[object]]:
-    """Return where tensors are stored, with shapes and dtypes. One list per property is quicker than one per tensor."""
-    return [
-        [tensor.data_ptr() for tensor in tensors],
-        [tensor.shape for tensor in tensors],
-        [tensor.dtype for tensor in tensors],
-        [tensor.is_contiguous() for tensor in tensors],
-    ]
 
 
 class _Repeat(torch.autograd.Function):

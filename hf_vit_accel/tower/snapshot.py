@@ -13,7 +13,6 @@ from functools import partial
 from itertools import chain
 from operator import attrgetter, itemgetter, methodcaller
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +37,6 @@ from hf_vit_accel.watch import Watch, watch_called
 
 # Read from every module at every call: code that sets hooks aside may put another dict in their place.
 HOOKS = tuple(map(itemgetter, ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")))
-# Only CUDA builds have it. `data_ptr` takes 25 us for 400 parameters, five times as long.
-_SAME_POINTERS: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 _PLACE = attrgetter("device", "dtype")
 _REQUIRES_GRAD = attrgetter("requires_grad")
 # No tower has any of these: people add them to fine-tune. They behave otherwise in training, or at every call.
@@ -332,17 +329,8 @@ class Snapshot:
         parameters = [value for value in chain.from_iterable(self._own) if value is not None]
         count = len(parameters)
         parameters += [value for value in chain.from_iterable(self._others) if value is not None]
-        if weights is not None:
-            try:
-                if _SAME_POINTERS is not None and weights.pointers and len(parameters) == len(weights.indices):
-                    is_same = _SAME_POINTERS(parameters, weights.pointers, weights.indices)
-                else:
-                    is_same = list(map(Tensor.data_ptr, parameters)) == weights.pointers
-            except (RuntimeError, TypeError):  # a tensor class without memory
-                is_same = False
-            is_same = is_same and (not parameters or parameters[0].dtype == weights.dtype)
-            if is_same and [parameters[index].is_contiguous() for index in weights.squares] == weights.contiguous:
-                return tuple(parameters), weights
+        if weights is not None and weights.is_of(parameters):
+            return tuple(parameters), weights
         called_ids = self._called_ids
         self._read_parameters()  # a weight that was replaced may be of another class
         if self._called_ids != called_ids:

@@ -253,7 +253,7 @@ def test_the_call_on_one_page_shows_lines_of_the_source() -> None:
     page = (ROOT / "docs" / "how-it-works.md").read_text()
     (screen,) = re.findall(r"^```text\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     files = re.findall(r"^# (\S+\.py).*\n((?:(?!# ).*\n)+)", screen, re.MULTILINE)
-    assert len(files) == 3
+    assert len(files) == 6
     for file, part in files:
         source = (ROOT / "hf_vit_accel" / file).read_text().splitlines()
         following = 0

@@ -25,7 +25,7 @@ IMPORTS = {
     "ops": "config families layout machine versions watch",
     "backends": "config families layout machine ops",
     "engine": "backends config families layout machine ops versions watch",
-    "graphs": "backends config engine layout machine ops",
+    "graphs": "backends config engine layout machine ops watch",
     "options": "config engine graphs layout machine ops",
     "decoding": "attached backends graphs machine ops versions watch",
     "tower": "attached backends config engine families graphs layout machine ops options versions watch",

@@ -17,7 +17,7 @@ from hf_vit_accel import FallbackError, FlexConfig, ReuseConfig
 from hf_vit_accel.machine import KERNELS, guarded
 from hf_vit_accel.options import checksum
 from hf_vit_accel.options import reuse as reuse_module
-from hf_vit_accel.options.reuse import WeightTable, _layout_of
+from hf_vit_accel.options.reuse import WeightTable
 from hf_vit_accel.tower.state import state_of
 
 ACROSS = ReuseConfig(across_calls=True)
@@ -56,7 +56,7 @@ def test_kernels_equal_their_references(device: str, dtype: torch.dtype, width: 
     assert item_sums(pixels, grid, checksum.sum_images) == item_sums(pixels, grid)
 
     tensors = [torch.randn(size).to(device, dtype) for size in (17_000, 3000, 2, 0, 8)]
-    table = WeightTable(tensors, _layout_of(tensors))
+    table = WeightTable(tensors, [])
     sums = torch.zeros(2, dtype=torch.int64, device=device)
     checksum.sum_weights(tensors, table.chunks_2C, sums[:1])
     checksum.sum_weights_reference(tensors, table.chunks_2C, sums[1:])
