@@ -20,8 +20,8 @@ from captioner.sources import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 
 LEDGER = ".written"
 _NOT_OURS = (
-    "it is there, and was not written by merge, or was edited since; --overwrite replaces it, --extension .caption "
-    "names texts otherwise"
+    "it is there, and was not written by merge, or was edited since; --overwrite replaces it, and --extension .caption "
+    "writes the texts of a folder under another name"
 )
 
 

@@ -67,7 +67,6 @@ _SAMPLE = dict(do_sample=True, num_return_sequences=3)
 _PROCESSOR = dict(make_logits_processor=lambda: LogitsProcessorList([TemperatureLogitsWarper(0.7)]))
 _CRITERION = dict(make_stopping_criteria=lambda: StoppingCriteriaList([MaxTimeCriteria(1000.0)]))
 _IN_BEAMS = "the reason is the beams"
-_ASSISTED = "assisted decoding"
 _HUB = "transformers itself runs this by code from the Hub"
 
 ARGUMENTS = (
@@ -94,7 +93,7 @@ ARGUMENTS = (
     Argument("stop_strings tokenizer", "raises", "pass a `StopStringCriteria` in `stopping_criteria`"),
     _served("do_sample", dict(do_sample=True), _SAMPLE),
     Argument("num_beams", "stock", "beams", (dict(num_beams=2), dict(num_beams=2, do_sample=True))),
-    Argument("use_mtp", "stock", _ASSISTED),
+    Argument("use_mtp", "stock", "assisted generation"),
     Argument("use_cache", "stock", "use_cache=False", (dict(use_cache=False),)),
     Argument(
         "cache_implementation cache_config max_cache_len",
@@ -155,7 +154,9 @@ ARGUMENTS = (
     ),
     _served("compile_config disable_compile", dict(disable_compile=True), dict(compile_config=CompileConfig())),
     Argument("continuous_batching_config", "none", "for `generate_batch`"),
-    Argument("low_memory penalty_alpha dola_layers diversity_penalty num_beam_groups", "raises", _HUB),
+    Argument("penalty_alpha dola_layers", "raises", _HUB),
+    Argument("diversity_penalty num_beam_groups", "none", "act on groups of beams, for which `generate` raises"),
+    _plain(low_memory=True),
     Argument("constraints force_words_ids", "raises", _HUB),
     _served("prefill_chunk_size", dict(prefill_chunk_size=4), why="the prompt is stock's"),
     Argument("transformers_version", "none", "no effect"),
