@@ -4,7 +4,8 @@ With few rows a training step takes as long as the Python code between its launc
 captured in its own shape, and its graphs form one node in autograd's graph.
 The forward graph leaves activations for the backward graphs in the memory pool that all layouts share. Only one call
 can therefore be under way: a call that comes before the gradients of the last one runs eagerly. Gradients whose
-activations were overwritten are computed again, with the pixels, weights and buffers of the forward.
+activations were overwritten are computed again, with the pixels and buffers of the forward. Its weights may have moved
+meanwhile; written to, they raise.
 
 `T` packed patch rows, `P` pixels of a patch.
 """

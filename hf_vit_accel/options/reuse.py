@@ -215,7 +215,8 @@ class Reuse:
         if reasons:
             return [], None, reasons
         tensors = [*parameters, *reading.buffers()]
-        memory = memory_of(weights, reading)
+        # A table reads words in their order: other strides at the same addresses are another order.
+        memory = [all(map(Tensor.is_contiguous, tensors)), *memory_of(weights, reading)]
         table = self._table
         if table is None or table.memory != memory:
             self._table = table = WeightTable(tensors, memory)

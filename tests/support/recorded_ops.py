@@ -22,7 +22,7 @@ class Operation:
 
     def replay(self) -> None:
         """Run the operation on what its tensors hold now."""
-        results = tree_leaves(self.function(*self.args, **self.kwargs))
+        results = [leaf for leaf in tree_leaves(self.function(*self.args, **self.kwargs)) if isinstance(leaf, Tensor)]
         for output, result in zip(self.outputs, results if self.outputs else [], strict=True):
             output.copy_(result)
 
