@@ -27,7 +27,6 @@ from captioner.progress import Progress
 
 _DECODERS = min(4, os.cpu_count() or 1)  # threads; more of them take Python's lock from those that feed the GPU
 _PART_TOKENS = 8192  # of the pictures that are encoded together, while the next ones are decoded
-_SMALLEST = 24  # pictures that stand last, and are encoded first: pages take ten times as long to decode
 _SLACK_ON_GPU = 4.0  # the GPU resizes fast, so only much larger pictures are reduced on the CPU
 _SWITCH_SECONDS = 1e-4  # the model's thread gets the interpreter back after every launch: Python's 5 ms add up
 
@@ -186,7 +185,9 @@ class Worker:
         return encoded[:1] + [{name: inputs[name] for name in inputs.keys() - PIXELS} for inputs in encoded[1:]]
 
     def caption(self, ready: Ready) -> None:
-        records = [record for row in ready.failed for record in self._records_of(row, [])]
+        records = []
+        for row in ready.failed:
+            records += self._records_of(row, [])
         for row, captions in self._captioned(ready.rows, ready.inputs):
             records += self._records_of(row, captions)
         self.journal.append(self.process, records)
@@ -253,8 +254,7 @@ class Worker:
 
 
 def parts_of(batch: Sequence[Task]) -> list[list[Task]]:
-    """Divide a batch into parts of about as many vision tokens. The model waits for the first: few small ones."""
-    batch = [*batch[-_SMALLEST:], *batch[:-_SMALLEST]]
+    """Divide a batch into parts of about as many vision tokens. The model waits for the first, which is small."""
     begins = accumulate((task.tokens for task in batch[:-1]), initial=_PART_TOKENS * 3 // 4)
     parts = groupby(zip(batch, begins, strict=True), key=lambda pair: pair[1] // _PART_TOKENS)
     return [[task for task, _ in part] for _, part in parts]

@@ -128,17 +128,6 @@ def test_items_that_the_processor_refuses_cost_no_other(
     assert len(captions) == len(records) == 90 and len(captioner.batches) == 12
 
 
-def test_the_gpu_begins_with_the_smallest_pictures() -> None:
-    """Pages, the first of a batch, take ten times as long to decode. Each picture is in one part."""
-    item = Item(key="a.png", file="a.png")
-    pages = [Task(item=item, prompts=("p",), tokens=3668 - index) for index in range(6)]
-    small = [Task(item=item, prompts=("p",), tokens=200 - index) for index in range(70)]
-    first, second, *others = worker_module.parts_of([*pages, *small])
-    assert len(first) > 8 and [*first, *second] == [*small[-24:], *pages[:2]]
-    assert [task for part in others for task in part] == [*pages[2:], *small[:-24]]
-    assert worker_module.parts_of(pages[:1]) == [pages[:1]]
-
-
 class Pixels(list[int]):
     """Can be referred to weakly, as tensors can."""
 
