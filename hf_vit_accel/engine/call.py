@@ -21,7 +21,7 @@ from hf_vit_accel.families.base import Parts
 from hf_vit_accel.families.interface import Form, Inputs
 from hf_vit_accel.layout import Grid
 from hf_vit_accel.machine import Fault, raise_if_any
-from hf_vit_accel.watch import Memory, place_of
+from hf_vit_accel.watch import Memory
 
 HIDDEN_STATES_OF_STEP = "with gradients, hidden states are those that the layers take"
 """Why such calls are neither cut nor replayed: the gradients of these rows include those of later layers."""
@@ -72,11 +72,6 @@ class WeightMemory(Memory):
         return self is other or (isinstance(other, WeightMemory) and self.key == other.key and super().__eq__(other))
 
     __hash__ = None
-
-
-def memory_of(weights: WeightMemory, reading: Reading) -> list[object]:
-    """Return where a tower's weights and buffers lie, which graphs and tables read: equal while they stay there."""
-    return [weights, *map(place_of, reading.buffers())]
 
 
 class Reading(Protocol):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_vit_accel import machine
 from hf_vit_accel.backends.base import Replay
-from hf_vit_accel.engine.call import HIDDEN_STATES_OF_STEP, HOOKED, Batch, memory_of
+from hf_vit_accel.engine.call import HIDDEN_STATES_OF_STEP, HOOKED, Batch
 from hf_vit_accel.engine.route import Route, Routes, Spec
 from hf_vit_accel.graphs.budgets import Bin
 from hf_vit_accel.graphs.called import reason_against_capture
@@ -35,6 +35,7 @@ from hf_vit_accel.graphs.recorder import CudaRecorder, free_bytes
 from hf_vit_accel.graphs.status import GraphStatus
 from hf_vit_accel.layout import Grid
 from hf_vit_accel.machine import Fault, raise_if_any
+from hf_vit_accel.watch import place_of
 
 _IDENTITIES = 4
 """Identities whose graphs are kept beside each other: what a trainer switches at every step."""
@@ -257,7 +258,7 @@ class GraphStore(ABC, Generic[G]):
             if why is not None:
                 self.policy.count(())
                 return self._run_eagerly(Decision(reason=why))
-            memory = memory_of(plan.weights, plan.reading)
+            memory: list[object] = [plan.weights, *map(place_of, plan.reading.buffers())]
             if spec.called_linears:
                 memory.append(plan.reading.called_memory())
             requires_grad: tuple[bool, ...] = ()

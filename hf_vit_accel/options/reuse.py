@@ -23,13 +23,14 @@ from torch import Tensor, nn
 
 from hf_vit_accel import machine
 from hf_vit_accel.config import ReuseConfig
-from hf_vit_accel.engine.call import Batch, Encode, Reading, WeightMemory, memory_of
+from hf_vit_accel.engine.call import Batch, Encode, Reading, WeightMemory
 from hf_vit_accel.layout import Grid, settle, to_device
 from hf_vit_accel.machine import KERNELS, LRU, autocast_dtype, guarded, reasons_untraceable
 from hf_vit_accel.ops import why_not_triton
 from hf_vit_accel.ops.base import FunctionContext
 from hf_vit_accel.options import checksum
 from hf_vit_accel.options.checksum import CHUNK, words_of
+from hf_vit_accel.watch import place_of
 
 Fingerprint = tuple[int, ...]
 """Frames, height, width and checksum of an image."""
@@ -216,7 +217,7 @@ class Reuse:
             return [], None, reasons
         tensors = [*parameters, *reading.buffers()]
         # A table reads words in their order: other strides at the same addresses are another order.
-        memory = [all(map(Tensor.is_contiguous, tensors)), *memory_of(weights, reading)]
+        memory = [all(map(Tensor.is_contiguous, tensors)), weights, *map(place_of, reading.buffers())]
         table = self._table
         if table is None or table.memory != memory:
             self._table = table = WeightTable(tensors, memory)

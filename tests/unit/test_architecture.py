@@ -26,7 +26,7 @@ IMPORTS = {
     "backends": "config families layout machine ops",
     "engine": "backends config families layout machine ops versions watch",
     "graphs": "backends config engine layout machine ops watch",
-    "options": "config engine graphs layout machine ops",
+    "options": "config engine graphs layout machine ops watch",
     "decoding": "attached backends graphs machine ops versions watch",
     "tower": "attached backends config engine families graphs layout machine ops options versions watch",
     "model": "attached families machine tower versions watch",
