@@ -213,7 +213,7 @@ class TowerState:
         """Build the operations for weights and rows of these dtypes on this device."""
         why_plain = {} if self.settings.fuse else dict.fromkeys(PARTS, "fuse=False")
         side = (snapshot.geometry.window or 0) * snapshot.geometry.merge
-        if request.score_mod is not None:
+        if side and request.score_mod is not None:
             why_plain["window_attention"] = "it applies no score_mod"
         elif side**2 > LONGEST:
             why_plain["window_attention"] = f"windows have more than {LONGEST} patches"

@@ -197,6 +197,8 @@ def test_a_tower_with_a_score_mod(on_cpu: object, model: nn.Module) -> None:
     status = hf_vit_accel.status(model).towers[0]
     assert status.attention == "flex with a score_mod" and set(status.backends.values()) == {"flex"}
     assert "window_attention" not in status.fused and status.calls == 1
+    has_windows = hasattr(tower.config, "window_size")
+    assert (status.unfused["window_attention"] == "it applies no score_mod") == has_windows, status.unfused
     for exact_after in (0, 1):
         patch(model, GraphConfig(max_tokens=256, exact_after=exact_after), attention=STEEP, strict=True)
         for _ in range(2):
