@@ -191,7 +191,7 @@ def _call(tower: Tower, state: TowerState, original: Original, args: Arguments, 
                     result = stock_way.run(tower, state, plan, attempt, stock)
                 else:
                     result = run(state, plan, attempt)
-                has_route = not isinstance(plan, StockPlan) or plan.route is not None
+                has_route = plan.route is not None if isinstance(plan, StockPlan) else bool(attempt.passes)
                 state.routes.hits += has_route and state.routes.cache.misses == misses
                 return result
             except (Fault, torch.OutOfMemoryError) as error:

@@ -292,6 +292,7 @@ def test_features_of_inference_mode_serve_gradients_later(tower: nn.Module) -> N
         assert all(x.is_inference() for x in expected)
     outputs = call(tower, items)  # gradients are recorded, the tower is frozen
     assert counts(tower) == (4, 2, 2) and not any(x.is_inference() or x.requires_grad for x in outputs)
+    assert hf_vit_accel.status(tower).towers[0].layouts == (1, 0, 1), "a call that encodes nothing asks for no layout"
     head = nn.Linear(outputs[-1].shape[-1], 3)
     head(outputs[-1]).sum().backward()
     assert_close([head.weight.grad], [expected[-1].sum(0).expand(3, -1)])
