@@ -1,4 +1,4 @@
-"""Notice what anybody may change: the only file that asks whether something is as it was.
+"""Notice what anybody may change: values, the memory of tensors, writes to them.
 
 Proofs, readings, operations and graphs hold while the values that they were made from stay. Nobody reports a change, so
 the values are read again and compared. A `Watch` compares values, and names the one that changed. `Memory` compares
