@@ -121,7 +121,7 @@ def other_jobs() -> str:
     sides = [vllm.jobs(captions)[model, vllm.CAPTIONING, 32] for model in SHOWN]
     cells = ["vLLM {} → {} ({})".format(*vllm.both_sides(of_model)) for of_model in sides]
     pictures = round(sides[0]["ours"]["pictures/s"] * sides[0]["ours"]["ms"] / 1e3)
-    label = f"captions a second, {pictures} JPEG files, 32 tokens, beside {vllm.name(captions)}"
+    label = f"captions a second, {pictures} JPEG files, 32 tokens, against {vllm.name(captions)}"
     rows = [[label, "[the captioner](docs/captioning.md)", *cells, str(commit_of(captions, vllm.FILE))]]
     embedding = load(EMBEDDING)
     cells = []

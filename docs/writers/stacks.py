@@ -89,7 +89,7 @@ def table() -> str:
             raise ValueError(f"{stack.name}: {stack.line!r} is not in its recipe, or no run is recorded")
         fast = f"{len(jobs - slow)}/{len(jobs)}"
         rows.append([f"[{stack.name}](docs/migrate.md#{stack.anchor})", f"`{stack.line}`", fast])
-    return grid(["stack (link: files to write)", "the key line", "tests with all calls fast"], rows)
+    return grid(["stack (link: files to write)", "the key line", "tests on the fast path"], rows)
 
 
 def _runs(framework: str) -> Iterator[tuple[str, dict[str, Any]]]:
