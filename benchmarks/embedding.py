@@ -2,8 +2,9 @@
 
 python benchmarks/embedding.py [--json FILE] [--models qwen2.5-vl-7b,qwen3-vl-8b]     needs a GPU with 60 GB free
 
-Complete models with random weights in real shapes, in bf16: stock, `patch(model)` and `patch(model, text=True)`, in
-turns. Before, hidden states of two rows are compared with fp32, beside stock's own error. Each way is warmed up anew.
+Complete models with random weights in real shapes, in bf16: stock, stock with FlashAttention-3 in the tower,
+`patch(model)` and `patch(model, text=True)`, in turns. Before, hidden states of two rows are compared with fp32, beside
+stock's own error. Each way is warmed up anew.
 """
 
 from collections.abc import Callable
@@ -11,10 +12,11 @@ from copy import deepcopy
 from functools import partial
 
 import torch
+from baselines import reasons_against_attention, set_attention
 from measuring import DEVICE, ERROR_BAR, Row, measure_models, spread, time_set_ups
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from whole_call import TEXT, build, inputs_for
+from whole_call import FLASH, TEXT, build, inputs_for
 
 from hf_vit_accel import patch, status, unpatch
 from hf_vit_accel.tools.bench import largest_error
@@ -25,8 +27,8 @@ BATCHES = {
     "32 of four sizes": [(1, 34, 46), (1, 46, 34), (1, 24, 32), (1, 12, 16)] * 8,
 }
 """Name -> the grid of the picture in every row. Rows of small pictures are padded on the left."""
-WAYS = {"stock": None, "patch(model)": {}, "text=True": {"text": True}}
-"""Name -> the options of `patch`; None for no patch."""
+WAYS = {"stock": None, FLASH: None, "patch(model)": {}, "text=True": {"text": True}}
+"""Name -> the options of `patch`; None for no patch. FlashAttention-3 attends in stock's tower."""
 CALLS = 5
 """Timed calls of each way in a round."""
 
@@ -49,9 +51,15 @@ def embed(model: PreTrainedModel, inputs: Inputs) -> Tensor:
     return hidden
 
 
+def ways_of(model: PreTrainedModel) -> list[str]:
+    """Return the ways that run here: FlashAttention-3 may be missing."""
+    return [way for way in WAYS if way != FLASH or not reasons_against_attention(FLASH, model.model.visual)]
+
+
 def set_up(model: PreTrainedModel, inputs: Inputs, way: str) -> Callable[[], Tensor]:
     """Prepare the model for one way, and return its call."""
     unpatch(model)
+    set_attention(model.model.visual, FLASH if way == FLASH else "sdpa")
     options = WAYS[way]
     if options is not None:
         patch(model, **options)
@@ -66,7 +74,7 @@ def verify(model: PreTrainedModel) -> dict[str, float]:
     exact = embed(exact_model, inputs | {"pixel_values": inputs["pixel_values"].float()})[is_token]
     del exact_model
     errors = {}
-    for way in WAYS:
+    for way in ways_of(model):
         call = set_up(model, inputs, way)
         errors[way] = largest_error([call()[is_token]], [exact])
     assert max(errors.values()) <= ERROR_BAR * errors["stock"], errors
@@ -86,7 +94,7 @@ def time_model(name: str, rounds: int) -> list[Row]:
             if way == "text=True":
                 print(status(model).text, flush=True)
 
-        times = time_set_ups(WAYS, partial(set_up, model, inputs), rounds, CALLS, after=report)
+        times = time_set_ups(ways_of(model), partial(set_up, model, inputs), rounds, CALLS, after=report)
         for way, of_way in times.items():
             row = {"model": name, "size": size, "patches": len(inputs["pixel_values"])}
             rows.append(row | {"contender": way, "error": errors[way]} | spread(of_way))

@@ -3,9 +3,9 @@
     python benchmarks/training_step.py --json build/training_step.json      needs a CUDA device with 80 GB
 
 There are two ways to fine-tune: adapters (LoRA) on the language model with a frozen tower, or the tower with a frozen
-language model. Weights and pictures are random. Stock and patched take turns in one process. The tower's share of a
-step is measured alone: its forward, and its backward where it is trained. `peak_gb` is the memory of steps with one
-448² picture, with `cuda_graphs=False` and by default.
+language model. Weights and pictures are random. Stock, stock with FlashAttention-3 in the tower, and patched take turns
+in one process. The tower's share of a step is measured alone: its forward, and its backward where it is trained.
+`peak_gb` is the memory of steps with one 448² picture, with `cuda_graphs=False` and by default.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from functools import partial
 from typing import Literal
 
 import torch
+from baselines import reasons_against_attention, set_attention
 from measuring import DEVICE, STEPS_UNTIL_STEADY, Row, measure_models, now, take_turns, time_calls
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments, set_seed
-from whole_call import END, IMAGE, START, TEXT, build
+from whole_call import END, FLASH, IMAGE, START, TEXT, build
 
 import hf_vit_accel
 
@@ -31,7 +32,7 @@ SIDE = 32
 """Patches along one side of an image."""
 STEPS = 6
 WARM_UPS = 2
-CONTENDERS = ("stock", "patched")
+CONTENDERS = ("stock", FLASH, "patched")
 WAYS = ("LoRA on the language model, tower frozen", "tower trained, language model frozen")
 SMALL_SIDE = 28
 """Patches along one side of a 448² picture, with which a step is replayed from CUDA graphs."""
@@ -149,11 +150,13 @@ def measure(name: str, way: str, rounds: int) -> Row:
     tower = bare.model.visual
     model = prepared(bare, way)
     sample = batch(tower, IMAGES, SIDE)
-    alone: dict[str, list[float]] = {contender: [] for contender in CONTENDERS}
+    contenders = [each for each in CONTENDERS if each != FLASH or not reasons_against_attention(FLASH, tower)]
+    alone: dict[str, list[float]] = {contender: [] for contender in contenders}
     calls: Row = {}
 
     def turn(contender: str) -> list[float]:
         hf_vit_accel.unpatch(model)
+        set_attention(tower, FLASH if contender == FLASH else "sdpa")
         if contender == "patched":
             hf_vit_accel.patch(model)
         times = train(model, sample, WARM_UPS + STEPS)
@@ -164,7 +167,7 @@ def measure(name: str, way: str, rounds: int) -> Row:
         return times
 
     row: Row = {"model": name, "way": way}
-    for contender, times in take_turns(CONTENDERS, turn, rounds).items():
+    for contender, times in take_turns(contenders, turn, rounds).items():
         seconds = {"step": statistics.median(times), "low": min(times), "high": max(times)}
         seconds["tower"] = min(alone[contender])
         row[contender] = {key: milliseconds / 1e3 for key, milliseconds in seconds.items()}

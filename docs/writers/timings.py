@@ -117,7 +117,13 @@ TIMINGS: Mapping[str, Timings] = {
         memory=True,
     ),
     "embedding": Timings(
-        file="embedding.json", columns={"stock": "stock", "patch(model)": "`patch(model)`", "text=True": "`text=True`"}
+        file="embedding.json",
+        columns={
+            "stock": "stock",
+            "flash_attention_3": "stock, FlashAttention-3 in the tower",
+            "patch(model)": "`patch(model)`",
+            "text=True": "`text=True`",
+        },
     ),
     "flex": Timings(
         file="flex.json",
