@@ -17,11 +17,11 @@ class Finder:
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        libraries = {"torchvision": "_C.so", "torchaudio": "lib/_torchaudio.so"}
+        libraries = {"torchvision": "_C*.so", "torchaudio": "lib/_torchaudio.so"}  # torchvision 0.29 has _C_stable.so
         if name not in libraries:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name)
-        if spec is None or cls.loads(Path(spec.origin).parent / libraries[name]):
+        if spec is None or all(map(cls.loads, Path(spec.origin).parent.glob(libraries[name]))):
             return spec
         if name == "torchaudio":
             return importlib.machinery.ModuleSpec(name, cls)
