@@ -169,4 +169,4 @@ def gains() -> str:
         rows.append([title(model), *(f"{number:.1f}x" for number in speedups)])
     device = document["device"].removeprefix("NVIDIA ")
     head = f"times as fast as transformers' default, one {device}"
-    return grid([head, "answers", "embedding", "LoRA steps", "training the tower"], rows)
+    return grid([head, "answers", "embedding", "LoRA, tower frozen", "training the tower"], rows)

@@ -35,9 +35,15 @@ STACKS = (
     Stack("Trainer, PEFT", "trainer", "transformers", ("trainer", "callback", "peft"), PATCH),
     Stack("TRL: SFT, DPO, GRPO, QLoRA", "trl", "trl", ("trl", "qlora", "qlora_plain_tower"), AFTER),
     Stack("GRPO without vLLM: also, before the trainer", "trl", "trl", ("grpo",), ROLLOUTS),
-    Stack("LLaMA-Factory", "llama-factory", "llamafactory", ("llamafactory",), "run_exp(callbacks=[PatchTower()])"),
-    Stack("ms-swift 4: `swift sft`", "ms-swift", "swift", ("swift", "swift_gpus"), PLUGIN),
-    Stack("axolotl, under `plugins`", "axolotl", "axolotl", ("axolotl",), "- fast_vision.PatchTower"),
+    Stack(
+        "LLaMA-Factory: copy a script",
+        "llama-factory",
+        "llamafactory",
+        ("llamafactory",),
+        "run_exp(callbacks=[PatchTower()])",
+    ),
+    Stack("ms-swift 4: copy a plugin", "ms-swift", "swift", ("swift", "swift_gpus"), PLUGIN),
+    Stack("axolotl: copy a plugin", "axolotl", "axolotl", ("axolotl",), "- fast_vision.PatchTower"),
     Stack("verl", "verl", "verl", ("verl",), VERL),
     Stack("colpali-engine: ColQwen2, 2.5, 3", "colpali", "colpali_engine", ("colpali",), f"{PATCH}{EMBEDDING}"),
     Stack(
@@ -89,7 +95,7 @@ def table() -> str:
             raise ValueError(f"{stack.name}: {stack.line!r} is not in its recipe, or no run is recorded")
         fast = f"{len(jobs - slow)}/{len(jobs)}"
         rows.append([f"[{stack.name}](docs/migrate.md#{stack.anchor})", f"`{stack.line}`", fast])
-    return grid(["stack (link: files to write)", "the key line", "tests on the fast path"], rows)
+    return grid(["stack (link: whole recipe)", "the key line", "tests on the fast path"], rows)
 
 
 def _runs(framework: str) -> Iterator[tuple[str, dict[str, Any]]]:
