@@ -10,6 +10,7 @@ from documents import MODELS, Document, Row, commit_of, digits, grid, load, meas
 FILE = "whole_call.json"
 EMBEDDING = "embedding.json"
 STEPS = "training_step.json"
+CAPTION_TOKENS = 128
 SHOWN = MODELS[:2]
 """The models that README shows."""
 FLASH = "flash_attention_3"
@@ -118,10 +119,10 @@ def calls(document: Document) -> str:
 def other_jobs() -> str:
     """Write captioning beside vLLM, embedding and training, each with the commit of its file."""
     captions = load(vllm.FILE)
-    sides = [vllm.jobs(captions)[model, vllm.CAPTIONING, 32] for model in SHOWN]
+    sides = [vllm.jobs(captions)[model, vllm.CAPTIONING, CAPTION_TOKENS] for model in SHOWN]
     cells = ["vLLM {} → {} ({})".format(*vllm.both_sides(of_model)) for of_model in sides]
     pictures = round(sides[0]["ours"]["pictures/s"] * sides[0]["ours"]["ms"] / 1e3)
-    label = f"captions a second, {pictures} JPEG files, 32 tokens, against {vllm.name(captions)}"
+    label = f"captions a second, {pictures} JPEG files, {CAPTION_TOKENS} tokens, against {vllm.name(captions)}"
     rows = [[label, "[the captioner](docs/captioning.md)", *cells, str(commit_of(captions, vllm.FILE))]]
     embedding = load(EMBEDDING)
     cells = []
@@ -166,7 +167,8 @@ def gains() -> str:
     for model in SHOWN:
         pairs = [embedded(load(EMBEDDING), model), trained(steps, model, lora), trained(steps, model, tower)]
         speedups = [speedup(document, model, ANSWER), *(stock / ours for stock, ours in pairs)]
-        rows.append([title(model), *(f"{number:.1f}x" for number in speedups)])
+        captions = vllm.both_sides(vllm.jobs(load(vllm.FILE))[model, vllm.CAPTIONING, CAPTION_TOKENS])[-1]
+        rows.append([title(model), *(f"{number:.1f}x" for number in speedups), captions])
     device = document["device"].removeprefix("NVIDIA ")
     head = f"times as fast as transformers' default, one {device}"
-    return grid([head, "answers", "embedding", "LoRA, tower frozen", "training the tower"], rows)
+    return grid([head, "answers", "embedding", "LoRA, tower frozen", "training the tower", "captions, over vLLM"], rows)

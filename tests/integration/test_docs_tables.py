@@ -53,13 +53,14 @@ def rows_of_readme(table: str) -> list[list[str]]:
 
 @pytest.mark.parametrize(("model", "columns"), [("Qwen2.5-VL-7B", (2, 2)), ("Qwen3-VL-8B", (4, 3))])
 def test_readme_s_gains_are_those_of_its_jobs(model: str, columns: tuple[int, int]) -> None:
-    """An answer about one picture, a batch that is embedded, and both training steps."""
+    """An answer about one picture, a batch that is embedded, both training steps, and captions."""
     [gains] = [row[1:] for row in rows_of_readme("gains") if row[0] == model]
     jobs = rows_of_readme("jobs")
     other = next(index for index, row in enumerate(jobs[1:], 1) if row[0] == "job")  # the head of the second table
     assert jobs[0][columns[0]] == jobs[other][columns[1]] == model
     shown = [row[columns[0]] for row in jobs[1:other] if re.match("answer .*, one picture", row[0])]
-    shown += [row[columns[1]] for row in jobs[other + 1 :] if row[0].startswith(("embedding", "`Trainer`"))]
+    for job in ("embedding", "`Trainer`", "captions"):
+        shown += [row[columns[1]] for row in jobs[other + 1 :] if row[0].startswith(job)]
     assert gains == [re.search(r" → .*\(([\d.]+x)\)", cell)[1] for cell in shown]  # type: ignore[index]
 
 
