@@ -328,6 +328,7 @@ SCRIPTS: Mapping[str, Callable[[Document], str]] = {
 DECLARED: Mapping[str, Table] = {
     "further_tokens": Table(file=headline.FILE, write=further_tokens),
     "fp8_errors": Table(file="fp8.json", write=fp8_errors),
+    "captions_flashinfer": Table(file="captions_flashinfer.json", write=vllm.captions_alone),
     "beside_vllm_many": Table(file="beside_vllm_many.json", write=vllm.beside_vllm),
     "memory_of_graphs": Table(file="training_step.json", write=memory_of_graphs),
     **{name: Table(file=f"{name}.json", write=write) for name, write in SCRIPTS.items()},

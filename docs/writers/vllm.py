@@ -54,6 +54,14 @@ def beside_vllm(document: Document) -> str:
     return grid(["", "job", "new tokens", name(document), "`patch`, `graphed_decoding`"], rows)
 
 
+def captions_alone(document: Document) -> str:
+    """Write the captions a second of our side alone."""
+    rows = []
+    for row in document["rows"]:
+        rows.append([title(row["model"]), str(row["tokens"]), digits(row["pictures/s"]), f"{row['GB']:.1f} GB"])
+    return grid(["pictures a second", "new tokens", "the captioner", "memory"], rows)
+
+
 def captions_beside_vllm() -> str:
     """Write the table of docs/captioning.md: captions a second, and the hours of a million pictures.
 
