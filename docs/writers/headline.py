@@ -20,7 +20,7 @@ WITH = {"patched": "`patch`", "decoding": "`patch` and `graphed_decoding`"}
 YOU_ADD = {"patched": "`patch`", "decoding": "`patch`, `graphed_decoding`"}
 """The same in README's table."""
 BATCH = "32 x 34x46"
-PICTURES = {"one 1024²": "one picture (~950x950)", BATCH: "32 pictures (~500x700)"}
+PICTURES = {"one 1024²": "one picture (~950x950)", BATCH: "batch of 32 (~500x700)"}
 """A size in pixels: between that of Qwen2.5-VL, whose patches have 14 a side, and that of Qwen3-VL, which has 16."""
 
 
