@@ -34,7 +34,7 @@ VERL = "+actor_rollout_ref.model.override_config.vision_config._attn_implementat
 STACKS = (
     Stack("Trainer, PEFT", "trainer", "transformers", ("trainer", "callback", "peft"), PATCH),
     Stack("TRL: SFT, DPO, GRPO, QLoRA", "trl", "trl", ("trl", "qlora", "qlora_plain_tower"), AFTER),
-    Stack("GRPO without vLLM: this before making the trainer, the line above after", "trl", "trl", ("grpo",), ROLLOUTS),
+    Stack("GRPO without vLLM: before the trainer; then TRL's line", "trl", "trl", ("grpo",), ROLLOUTS),
     Stack(
         "LLaMA-Factory: copy a script",
         "llama-factory",
