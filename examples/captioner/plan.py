@@ -104,12 +104,12 @@ def check_prompts(prompts: Iterable[str], items: Iterable[Item]) -> None:
     An item whose metadata cannot be read may have any field.
     """
     for prompt in prompts:
-        reason = None
+        reason = ""
         for item in items:
             try:
                 filled(prompt, item)
             except UnknownField as error:
-                reason = error
+                reason = max(reason, str(error), key=len)  # of the item with the most fields
                 continue
             except Exception:
                 pass

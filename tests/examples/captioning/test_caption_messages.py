@@ -160,6 +160,12 @@ def test_a_field_that_no_picture_has_is_refused_before_a_model_is_loaded(
     assert "no picture can fill a prompt: the prompt names {foo}; there are folder, key, kind, name" in words(done)
 
 
+def test_a_misspelt_field_is_refused_with_the_fields_that_some_pictures_have(photos: Path, output: Path) -> None:
+    (photos / "a.json").write_text('{"title": "a star"}')
+    done = caption(photos, output, prompt="describe {titel} .")
+    assert "names {titel}; there are folder, key, kind, name, stem, title" in words(done)
+
+
 def test_a_field_that_one_picture_has_is_asked(photos: Path, output: Path) -> None:
     (photos / "b.json").write_text('{"title": "a star"}')
     done = caption(photos, output, prompt="describe {title} .")
