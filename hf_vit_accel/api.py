@@ -24,6 +24,7 @@ from hf_vit_accel.layout import Grid, rows_of
 from hf_vit_accel.machine import raise_if_any
 from hf_vit_accel.model import around
 from hf_vit_accel.status import Status, ignored_options, status, text_forwards_in, towers_of
+from hf_vit_accel.tower import fsdp
 from hf_vit_accel.tower.attention import attention_name
 from hf_vit_accel.tower.forward import reasons_of
 from hf_vit_accel.tower.install import foreign_forward, install, uninstall
@@ -127,7 +128,7 @@ def patch(
 
         texts = forwards_for(model, strict)
     require(settings.attention, fp8=settings.fp8 is not None)
-    prepared = [_prepare(path, tower, family, settings) for path, tower, family in towers]
+    prepared = [_prepare(path, tower, family, settings, fsdp.holder_of(model, tower)) for path, tower, family in towers]
     for tower, state, name in prepared:
         state.processors = () if processor is None else tuple(weakref.ref(part) for part in parts_of(processor))
         install(tower, state)
@@ -159,7 +160,9 @@ def _checked_holders(model: nn.Module, every_rank: bool) -> list[nn.Module]:
     return holders
 
 
-def _prepare(path: str, tower: Tower, family: Family, settings: Settings) -> tuple[Tower, TowerState, str | None]:
+def _prepare(
+    path: str, tower: Tower, family: Family, settings: Settings, holder: nn.Module | None
+) -> tuple[Tower, TowerState, str | None]:
     """Check that a tower can be patched; return it, unchanged, its new state, and the attention name for its config."""
     backend = asked_for(settings)
     if backend is not None and not family.attention_only:
@@ -185,11 +188,13 @@ def _prepare(path: str, tower: Tower, family: Family, settings: Settings) -> tup
     snapshot = state.snapshot(tower)  # runs the proof now, not in the first call
     if is_copy and snapshot.reasons_stock:
         raise ValueError(snapshot.reasons_stock[0])
-    if not (snapshot.reasons_stock or snapshot.uses_fsdp or snapshot.offloaded):
+    if not (snapshot.reasons_stock or snapshot.uses_fsdp or holder or snapshot.offloaded):
         for reason in snapshot.weights()[1].reasons:
             warn_once(f"{type(tower).__name__} stays stock: {reason}. {_LEAVE_OUT}")
     if settings.strict:
-        reasons = reasons_of(tower, family, snapshot, former_forward, name, {}, grad=False, between_calls=True)
+        reasons = reasons_of(
+            tower, family, snapshot, former_forward, name, {}, grad=False, between_calls=True, holder=holder
+        )
         raise_if_any([*reasons.stock, *reasons.metadata], label)
     return tower, state, name
 

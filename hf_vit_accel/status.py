@@ -22,6 +22,7 @@ from hf_vit_accel.machine import autocast_dtype
 from hf_vit_accel.model import around
 from hf_vit_accel.ops import PARTS, TABLE, why_not_triton
 from hf_vit_accel.options.reuse import ReuseStatus
+from hf_vit_accel.tower import fsdp
 from hf_vit_accel.tower.code import why_not_reached
 from hf_vit_accel.tower.forward import reasons_of
 from hf_vit_accel.tower.install import foreign_forward, holds_ours, towers_in
@@ -228,7 +229,8 @@ def status(model: nn.Module) -> Status:
     Raises:
         ValueError: If the model has no supported tower, and `graphed_decoding` was never called for it.
     """
-    towers = [_tower_status(path, tower, family) for path, tower, family in towers_of(model, or_decoded=True)]
+    found = towers_of(model, or_decoded=True)
+    towers = [_tower_status(path, tower, family, fsdp.holder_of(model, tower)) for path, tower, family in found]
     models = [_model_status(path, holder) for path, holder in around.holders_of(model) if around.state_of(holder)]
     return Status(
         towers=tuple(towers),
@@ -267,7 +269,7 @@ def _model_status(path: str, model: nn.Module) -> ModelStatus:
     )
 
 
-def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
+def _tower_status(path: str, tower: Tower, family: Family, holder: nn.Module | None) -> TowerStatus:
     """Return what the last call of a tower recorded; before its first call, what is expected."""
     state = state_of(tower)
     unpatched = TowerStatus(
@@ -288,7 +290,7 @@ def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
     choices: Mapping[LayerKind, Choice] = {} if route is None else route.choices
     if not (state.fast_calls or state.stock_calls or family.attention_only):
         snapshot = _reading_before_calls(tower, state)
-        against, choices = _expected(tower, state, snapshot, former_forward)
+        against, choices = _expected(tower, state, snapshot, former_forward, holder)
     if former_forward is not None:  # a call that does not reach our forward records nothing
         against = (why_not_reached(former_forward), *against)
     elif not holds_ours(tower):
@@ -343,14 +345,21 @@ def _reading_before_calls(tower: Tower, state: TowerState) -> Snapshot:
 
 
 def _expected(
-    tower: Tower, state: TowerState, snapshot: Snapshot, former_forward: Callable[..., object] | None
+    tower: Tower,
+    state: TowerState,
+    snapshot: Snapshot,
+    former_forward: Callable[..., object] | None,
+    holder: nn.Module | None,
 ) -> tuple[tuple[str, ...], Mapping[LayerKind, Choice]]:
     """Return the reasons against a first call without gradients, and the choice for its full layers.
 
     Nothing is built. Only operations tell which parts are fused, and whether windows have a kernel.
     """
     name = tower.config._attn_implementation
-    reasons = reasons_of(tower, state.family, snapshot, former_forward, name, {}, grad=False, between_calls=True)
+    family = state.family
+    reasons = reasons_of(
+        tower, family, snapshot, former_forward, name, {}, grad=False, between_calls=True, holder=holder
+    )
     against = (*reasons.stock, *reasons.metadata)
     weights = reasons.weights
     if weights is None:

@@ -230,6 +230,7 @@ def reasons_of(
     *,
     grad: bool,
     between_calls: bool = False,
+    holder: nn.Module | None = None,
 ) -> Reasons:
     """Return why a call with these options does not run our operations.
 
@@ -237,6 +238,7 @@ def reasons_of(
         former_forward: A forward of others on the instance, which does not call the class's; None for none.
         name: The attention name of the config, or the one that it will have.
         between_calls: Whether no call is under way, so that FSDP2 has not gathered the weights.
+        holder: A module around the tower that FSDP2 shards.
     """
     reasons = list(snapshot.reasons_stock)
     if former_forward is not None:
@@ -252,7 +254,7 @@ def reasons_of(
         return Reasons(reasons)
     parameters, weights = snapshot.weights()
     if between_calls:
-        weights = _as_gathered(tower, snapshot, weights)
+        weights = _as_gathered(tower, snapshot, weights, holder)
     if snapshot.is_copy:
         reasons = _reasons_of_copy(tower, family, snapshot, weights, options)
         if reasons:
@@ -293,14 +295,16 @@ def reasons_of(
     return Reasons((), reasons_metadata, parameters, weights, hidden_states, frozenset(hooked_parts))
 
 
-def _as_gathered(tower: Tower, snapshot: Snapshot, weights: WeightMemory) -> WeightMemory:
+def _as_gathered(tower: Tower, snapshot: Snapshot, weights: WeightMemory, holder: nn.Module | None) -> WeightMemory:
     """Return the weights as calls will see them: FSDP2 gathers sharded weights, in the dtype of its policy.
 
-    If a parent of the tower is sharded with it, the policy of the layers counts. The parent's is unknown here.
+    If a parent of the tower is sharded with its layers, the policy of the layers counts.
     """
-    if not snapshot.uses_fsdp or not (weights.reasons or weights.mixed):
+    if not (snapshot.uses_fsdp or holder) or not (weights.reasons or weights.mixed):
         return weights
-    holder = tower if isinstance(tower, fsdp.wrapper()) else next(iter(snapshot.sharded_layers.values()))
+    if snapshot.uses_fsdp:
+        holder = tower if isinstance(tower, fsdp.wrapper()) else next(iter(snapshot.sharded_layers.values()))
+    assert holder is not None
     gathered = copy.copy(weights)
     gathered.dtype = fsdp.gathered_dtype(holder, weights.dtype)
     gathered.reasons = []

@@ -41,6 +41,14 @@ def class_of(module: nn.Module) -> type:
     return type(module).__mro__[2] if isinstance(module, wrapper()) else type(module)
 
 
+def holder_of(model: nn.Module, tower: nn.Module) -> nn.Module | None:
+    """Return the innermost module around a tower that FSDP2 shards, and whose weights it gathers; None for none."""
+    if not isinstance(wrapper(), type):
+        return None
+    holders = [module for module in model.modules() if isinstance(module, wrapper()) and module is not tower]
+    return next((holder for holder in reversed(holders) if tower in holder.modules()), None)
+
+
 def hooked_by_fsdp(hook: Callable[..., object]) -> bool:
     """Return whether FSDP2 has set a hook."""
     return str(getattr(hook, "__module__", None)).startswith("torch.distributed.fsdp._fully_shard.")

@@ -13,7 +13,7 @@ from support.libraries import start_process_group
 from support.ranks import run_on_ranks
 from support.towers import two_layers
 from support.uses import prompt_with_labels
-from tiny import TINY, checkpoint_layers, outputs_of, pixels_for, relative_error, tower_of
+from tiny import TINY, chat_inputs, checkpoint_layers, outputs_of, pixels_for, relative_error, tower_of
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -203,6 +203,21 @@ def test_status_between_calls_reports_what_calls_will_do(
         if not called and reason is None and of_model is None:
             loss_of(tower, 0)
             assert hf_vit_accel.status(model).towers[0].calls == 1
+
+
+def test_a_tower_that_only_its_model_gathers_is_expected_fast(
+    mesh: DeviceMesh, recwarn: pytest.WarningsRecorder
+) -> None:
+    """accelerate shards the model, and the language model's layers alone: fsdp_transformer_layer_cls_to_wrap."""
+    model = TINY["qwen3_vl"].build()
+    for module in (*model.model.language_model.layers, model):
+        fully_shard(module, mesh=mesh)
+    hf_vit_accel.patch(model, strict=True)
+    assert not [str(warning.message) for warning in recwarn if "stays stock" in str(warning.message)]
+    for called in (False, True):
+        [status] = hf_vit_accel.status(model).towers
+        assert status.against_fast == () and status.calls == called
+        model(**chat_inputs(model, GRIDS[0]))
 
 
 def test_a_sharded_module_inside_a_layer_runs_stock(mesh: DeviceMesh) -> None:
