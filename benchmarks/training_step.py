@@ -150,7 +150,9 @@ def measure(name: str, way: str, rounds: int) -> Row:
     tower = bare.model.visual
     model = prepared(bare, way)
     sample = batch(tower, IMAGES, SIDE)
-    contenders = [each for each in CONTENDERS if each != FLASH or not reasons_against_attention(FLASH, tower)]
+    contenders = list(CONTENDERS)
+    if reasons_against_attention(FLASH, tower):
+        contenders.remove(FLASH)
     alone: dict[str, list[float]] = {contender: [] for contender in contenders}
     calls: Row = {}
 

@@ -1,7 +1,7 @@
 """Write the tables of jobs beside vLLM.
 
-A row of the file has a model, a job, its new tokens at most, those of a picture on average, a side ("vllm" or "ours")
-and "ms". Captions also have "pictures/s".
+A row of the file has a model, a job and a side ("vllm" or "ours"). It also has the new tokens at most, those of a
+picture on average, and "ms". Captions also have "pictures/s".
 """
 
 from __future__ import annotations

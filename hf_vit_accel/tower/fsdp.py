@@ -42,8 +42,12 @@ def class_of(module: nn.Module) -> type:
 
 
 def holder_of(model: nn.Module, tower: nn.Module) -> nn.Module | None:
-    """Return the innermost module around a tower that FSDP2 shards, and whose weights it gathers; None for none."""
-    if not isinstance(wrapper(), type):
+    """Return the innermost module around a tower that FSDP2 shards with its weights; None for none.
+
+    It may leave the tower out (`ignored_params`), whose weights then are no shards.
+    """
+    shard_class: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    if not any(isinstance(parameter, shard_class) for parameter in tower.parameters()):
         return None
     holders = [module for module in model.modules() if isinstance(module, wrapper()) and module is not tower]
     return next((holder for holder in reversed(holders) if tower in holder.modules()), None)

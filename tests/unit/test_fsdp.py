@@ -220,6 +220,16 @@ def test_a_tower_that_only_its_model_gathers_is_expected_fast(
         model(**chat_inputs(model, GRIDS[0]))
 
 
+def test_a_tower_that_its_sharded_model_leaves_out_is_read_as_it_is(mesh: DeviceMesh) -> None:
+    """accelerate's `ignored_modules` (fsdp2_prepare_model in utils/fsdp_utils.py): nothing casts its weights."""
+    model = TINY["qwen3_vl"].build()
+    tower = tower_of(model)
+    tower.blocks[0].norm1.bfloat16()
+    fully_shard(model, mesh=mesh, ignored_params=set(tower.parameters()))
+    with pytest.raises(hf_vit_accel.FallbackError, match="several dtypes"):
+        hf_vit_accel.patch(model, strict=True)
+
+
 def test_a_sharded_module_inside_a_layer_runs_stock(mesh: DeviceMesh) -> None:
     model = TINY["qwen3_vl"].build()
     stock = tower_of(copy.deepcopy(model))
